@@ -1,0 +1,32 @@
+"""moescope: see what happens inside Mixture-of-Experts models.
+
+`moescope.scan(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moescope.errors import BadInput
+    from moescope.run import Run
+    from moescope.workflows.demo import demo
+    from moescope.workflows.report import report
+    from moescope.workflows.scan import scan
+
+__all__ = ["BadInput", "Run", "demo", "report", "scan"]
+
+_HOME = {
+    "BadInput": "moescope.errors",
+    "Run": "moescope.run",
+    "demo": "moescope.workflows.demo",
+    "report": "moescope.workflows.report",
+    "scan": "moescope.workflows.scan",
+}
+
+
+def __getattr__(name: str) -> Any:  # imported when first used: `moescope --help` must not wait for torch
+    if name not in _HOME:
+        raise AttributeError(f"module 'moescope' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,3 @@
+from moescope.cli import main
+
+main()

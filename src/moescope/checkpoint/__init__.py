@@ -1,0 +1,5 @@
+"""Reading checkpoints lazily: headers first, one tensor when asked."""
+
+from moescope.checkpoint.source import Checkpoint, TensorInfo, open_checkpoint
+
+__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]

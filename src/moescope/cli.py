@@ -1,0 +1,145 @@
+"""The command line: one subcommand a verb, the same words as the Python functions, no logic of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moescope.errors import BadInput
+
+app = typer.Typer(
+    name="moescope",
+    help="See what happens inside Mixture-of-Experts models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+MORE = "More"
+Out = Annotated[Path | None, typer.Option(help="Run folder to write.", show_default="runs/VERB-MODEL-NUMBER", metavar="DIR")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.", rich_help_panel=MORE)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the run's summary as JSON.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.", rich_help_panel=MORE)]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=MORE)]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"moescope {version('moescope')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def scan(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Checkpoint: folder or .safetensors file. Several are the steps of one run.")],
+    out: Out = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to scan: 0,5,9-12.", show_default="all")] = None,
+    matrix: Annotated[str, typer.Option(help="Expert matrices: gate, up, gate_up, down.")] = "gate",
+    router: Annotated[str, typer.Option(help="Router readings: raw, centered.")] = "raw",
+    k: Annotated[str, typer.Option("--k", help="Values of k beside the ladder 1, 2, 4, ...: 3,100.", show_default=False)] = "",
+    fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Multiply the norm's weight into router and experts.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    precision: Annotated[str, typer.Option(help="fast: errors of align up to 1e-6 allowed; exact: 1e-9.", rich_help_panel=MORE)] = "fast",
+    null: Annotated[str, typer.Option(help="closed: the shuffle null in closed form; shuffle: sampled, as older tools do.", rich_help_panel=MORE)] = "closed",
+    n_shuffles: Annotated[int, typer.Option(help="Re-pairings drawn by --null shuffle.", rich_help_panel=MORE)] = 200,
+    k_star: Annotated[str, typer.Option(help="Where ambiguity is judged: max_margin, 128, 256 or 512.", rich_help_panel=MORE)] = "max_margin",
+    allow_full_rank: Annotated[bool, typer.Option("--allow-full-rank", help="Let k = d_model be chosen, as older tools do.", rich_help_panel=MORE)] = False,
+    ambiguity_weights: Annotated[str, typer.Option(help="Weights of accuracy, margin and z in the ambiguity score.", rich_help_panel=MORE)] = "0.4,0.3,0.3",
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Mark experts that hold NaN or zeros and go on without them.", rich_help_panel=MORE)] = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """What a checkpoint's weights say: router-expert alignment, identification, redundancy, ambiguity.
+
+    Interrupted scans are taken up again at the layer they had reached: give the same command.
+    """
+    from moescope.workflows.scan import scan as run_scan
+
+    try:
+        weights = [float(part) for part in ambiguity_weights.split(",")]
+    except ValueError:
+        raise BadInput(f"ambiguity weights {ambiguity_weights!r}: give three numbers parted by commas, such as 0.4,0.3,0.3") from None
+    run = run_scan(
+        *models, out=out, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
+        n_shuffles=n_shuffles, seed=seed, k_star=k_star, allow_full_rank=allow_full_rank, ambiguity_weights=weights, device=device,
+        keep_going=keep_going, overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    show_run(run, as_json, quiet)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared side by side.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write every figure into this folder (needs the extra `export`).", metavar="DIR")] = None,
+    format: Annotated[str, typer.Option(help="Figure format: svg, png or pdf.")] = "svg",
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """One interactive HTML file, readable offline, from one run or several."""
+    from moescope.workflows.report import report as build_report
+
+    written = build_report(*runs, out=out, figures=figures, format=format, quiet=quiet)
+    if not quiet:
+        typer.echo(f"report: {written}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Run folder to write.", metavar="DIR")] = Path("runs/demo"),
+    as_json: AsJson = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a small checkpoint with planted structure, scan it, and build the report."""
+    from moescope.workflows.demo import demo as run_demo
+
+    run = run_demo(out=out, seed=seed, overwrite=overwrite, quiet=quiet)
+    show_run(run, as_json, quiet)
+    if not quiet and not as_json:
+        typer.echo(f"report: {run.path / 'report.html'}")
+
+
+def show_run(run: Any, as_json: bool, quiet: bool) -> None:
+    from moescope.reporting.findings import summary
+
+    facts = summary(run)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif not quiet:
+        for line in facts["coverage"]:
+            typer.echo(line)
+        for finding in facts["findings"]:
+            typer.echo(f"- {finding}")
+        for warning in facts["warnings"]:
+            typer.echo(f"warning: {warning}", err=True)
+        typer.echo(f"run: {run.path}")
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2, an interruption says how to go on."""
+    try:
+        app()
+    except BadInput as error:
+        typer.echo(f"moescope: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("moescope: interrupted; the same command goes on where this one stopped", err=True)
+        sys.exit(130)

@@ -1,0 +1,21 @@
+"""The one exception a user is meant to see."""
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used: one line that names the thing and the remedy.
+
+    The command line prints the line and exits with code 2; anything else that escapes is our bug and keeps its traceback.
+    """
+
+
+class UnusableExpert(BadInput):
+    """One expert's or router row's weights cannot be analysed; `--keep-going` marks that expert and goes on."""
+
+    def __init__(self, message: str, expert: int | None = None):
+        super().__init__(message)
+        self.expert = expert
+
+
+def unknown_name(kind: str, given: object, known: list[str]) -> BadInput:
+    """The error for a name that is not in a list, quoting it and listing those that are."""
+    return BadInput(f"unknown {kind} {str(given)!r}; known: {', '.join(known)}")

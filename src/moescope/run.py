@@ -1,0 +1,283 @@
+"""A run folder: run.json and one parquet file a table. Pieces are flushed as they finish, so a run can be taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moescope.errors import BadInput, unknown_name
+from moescope.tables import SCHEMA_VERSION, TABLES, conform, read_parquet
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Frames = dict[str, "pd.DataFrame"]
+OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
+OWN_FOLDERS = ("parts", "checkpoints")
+
+
+@dataclass
+class Run:
+    """A finished run folder, to be read: `run.table("alignment")` is a pandas frame, `run.info` is run.json."""
+
+    path: Path
+    info: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Run:
+        path = Path(folder)
+        info = read_run_json(path)
+        if info is None:
+            where = "no such folder" if not path.exists() else "no run.json in it"
+            raise BadInput(f"{path}: {where}; give a folder that a moescope verb has written")
+        if info.get("status") != "done":
+            raise BadInput(f"{path}: this run is {info.get('status')}, not done; give its command again to finish it")
+        return cls(path, info)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def tables(self) -> list[str]:
+        return [name for name in TABLES if (self.path / f"{name}.parquet").exists()]
+
+    def table(self, name: str) -> pd.DataFrame:
+        """The table of that name as a pandas frame, keys first."""
+        if name not in self.tables:
+            raise unknown_name(f"table in {self.path}", name, self.tables)
+        return read_parquet(name, str(self.path / f"{name}.parquet"))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.info['verb']}, tables: {', '.join(self.tables)})"
+
+
+@dataclass
+class RunWriter:
+    """A run being written. Each piece of work lands whole in parts/ or not at all; `finish` joins them into tables."""
+
+    path: Path
+    info: dict[str, Any]
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def done_pieces(self) -> set[str]:
+        folder = self.path / "parts"
+        return {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
+
+    def flush_piece(self, piece: str, frames: Frames, setup: dict[str, Any]) -> None:
+        """Write one piece's tables and its setup record under parts/<piece>, atomically."""
+        target = self.path / "parts" / piece
+        partial = target.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, frame in frames.items():
+            write_table(name, frame, partial / f"{name}.parquet")
+        write_json(partial / "setup.json", setup)
+        partial.rename(target)
+        sync_folder(target.parent)
+
+    def joined(self, name: str) -> pd.DataFrame:
+        """One table from all pieces flushed so far."""
+        import pandas as pd
+
+        files = sorted((self.path / "parts").glob(f"*/{name}.parquet"))
+        return pd.concat([read_parquet(name, str(file)) for file in files], ignore_index=True)
+
+    def setups(self) -> list[dict[str, Any]]:
+        return [json.loads(file.read_text()) for file in sorted((self.path / "parts").glob("*/setup.json"))]
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
+
+    def save_info(self, **changes: Any) -> None:
+        self.info.update(changes)
+        self.info["timings"] = {stage: round(seconds, 4) for stage, seconds in self.timings.items()}
+        write_json(self.path / "run.json", self.info)
+
+    def finish(self, frames: Frames) -> Run:
+        """Write the joined tables, mark the run done, then drop the pieces: a crash in between loses nothing."""
+        for name, frame in frames.items():
+            keys = list(TABLES[name].keys)
+            write_table(name, frame.sort_values(keys, ignore_index=True), self.path / f"{name}.parquet")
+        self.save_info(status="done", finished=now())
+        shutil.rmtree(self.path / "parts", ignore_errors=True)
+        return Run(self.path, self.info)
+
+
+@contextmanager
+def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool = False) -> Iterator[RunWriter]:
+    """The writer of a run folder, under its lock. `identity` is what must be equal for an unfinished run to be taken up again.
+
+    On the way out a run that was not finished is marked interrupted or failed; one that failed before its first piece
+    leaves nothing behind.
+    """
+    from filelock import FileLock, Timeout
+
+    created = check_folder(folder, identity, overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)  # the system drops it when its process dies, so it is never stale
+    except Timeout:
+        raise BadInput(f"{folder}: another moescope process is writing this run; wait for it, or give another --out") from None
+    writer = None
+    try:
+        if overwrite:
+            clear_run(folder)
+        before = read_run_json(folder)
+        if before is None:
+            before = {
+                "schema_version": SCHEMA_VERSION, "verb": verb, **identity, "versions": versions(), "git_commit": git_commit(),
+                "started": now(),
+            }  # fmt: skip
+        writer = RunWriter(folder, before, dict(before.get("timings", {})))
+        writer.save_info(status="running", process=os.getpid())
+        yield writer
+    except BaseException as error:
+        if created and writer is not None and not writer.done_pieces():
+            clear_run(folder)
+        elif writer is not None and writer.info["status"] == "running":
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
+            (folder / ".lock").unlink()
+        lock.release()
+        if folder.exists() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> bool:
+    """Refuse a folder that holds something else; True when there is nothing of ours in it yet."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder}: a file is in the way; give another --out")
+    if not folder.exists() or not any(file.name != ".lock" for file in folder.iterdir()):
+        return True
+    info = read_run_json(folder)
+    if info is None:
+        raise BadInput(f"{folder}: not empty and not a run folder; give another --out")
+    if overwrite:
+        return True
+    different = [key for key in identity if info.get(key) != jsonable(identity[key])]
+    if different or info.get("schema_version") != SCHEMA_VERSION:
+        what = difference(info, jsonable(identity), different)
+        raise BadInput(f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it")
+    return False
+
+
+def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) -> str:
+    """The words that differ, as precisely as they can be named."""
+    if keys == ["arguments"]:
+        old, new = info.get("arguments") or {}, identity["arguments"]
+        return "arguments (" + ", ".join(word for word in sorted({*old, *new}) if old.get(word) != new.get(word)) + ")"
+    return " and ".join(keys) if keys else "schema version"
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what moescope writes into a run folder, and nothing else."""
+    for name in OWN_FILES:
+        if name != ".lock":
+            (folder / name).unlink(missing_ok=True)
+    for partial in folder.glob("*.tmp"):
+        partial.unlink()
+    for name in OWN_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
+    """runs/<verb>-<model>-<number>: the newest one if it is the same work left unfinished, else the next free number."""
+    stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
+    numbers = [int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()]
+    if numbers:
+        newest = base / f"{stem}-{max(numbers)}"
+        info = read_run_json(newest)
+        if info and info.get("status") != "done" and all(info.get(key) == jsonable(identity[key]) for key in identity):
+            return newest
+    return base / f"{stem}-{max(numbers, default=0) + 1}"
+
+
+def read_run_json(folder: Path) -> dict[str, Any] | None:
+    path = folder / "run.json"
+    if not path.is_file():
+        return None
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise BadInput(f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew") from None
+    if not isinstance(info, dict) or "verb" not in info:
+        raise BadInput(f"{path}: not written by moescope; give another folder")
+    return info
+
+
+def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    partial = path.with_suffix(".tmp")
+    pq.write_table(conform(name, frame), partial, compression="zstd")
+    replace_synced(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_synced(partial, path)
+
+
+def replace_synced(partial: Path, path: Path) -> None:
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def sync_folder(folder: Path) -> None:
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def jsonable(value: Any) -> Any:
+    """The value as JSON would give it back, so that what was written and what is asked for compare equal."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("moescope", "torch", "numpy", "scipy", "safetensors", "pandas", "pyarrow"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the folder the user works in, if it is a git checkout: it says which code or config made the run."""
+    try:
+        shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return shown.stdout.strip() or None if shown.returncode == 0 else None

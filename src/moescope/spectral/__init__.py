@@ -1,0 +1,1 @@
+"""What the weights alone say: decompositions, alignment, its nulls and tests, subspaces, ambiguity."""

@@ -1,0 +1,124 @@
+"""Router-expert alignment: M(k)[i, j] = align(router i, expert j; k), and what is read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from moescope.spectral.arrays import Array
+
+TIE = 1e-6  # two alignments closer than this are the same
+
+
+@dataclass(frozen=True)
+class AlignmentMatrix:
+    """M(k) of one layer at every k of the ladder, with what is needed to read it."""
+
+    ks: list[int]
+    align_KEE: Array  # k, router, expert
+    rank_E: Array
+    d_model: int
+
+    @property
+    def n_experts(self) -> int:
+        return int(self.align_KEE.shape[1])
+
+    @property
+    def degenerate_K(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """k >= d: every alignment is 1 whatever the weights. k = rank < d is not degenerate."""
+        return np.array(self.ks) >= self.d_model
+
+
+def cumulate(energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, ladder: list[int]) -> AlignmentMatrix:
+    """align(i, j; k) = sum over a <= k of (v_a(W_j) . r_i)^2, for every k of the ladder at once.
+
+    `energy_per_expert[j]` is [routers, rungs]: the cumulative sum at each rung of the ladder, ended by the total. Rungs above
+    the layer's largest rank are replaced by that rank: beyond it nothing changes.
+    """
+    top = max(ranks)
+    kept = [index for index, k in enumerate(ladder) if k < top]
+    columns = [np.append(energy[:, kept], energy[:, -1:], axis=1) for energy in energy_per_expert]
+    align_KEE = np.clip(np.stack(columns, axis=-1).transpose(1, 0, 2), 0.0, 1.0)
+    return AlignmentMatrix([*(ladder[index] for index in kept), top], align_KEE, np.array(ranks, float), d_model)
+
+
+def cumulative_energy(energy_ER: Array, ladder: list[int]) -> Array:
+    """[routers, rungs + 1]: the energy below each rung, and in all; a rung above the expert's own rank holds the total."""
+    sums = np.cumsum(energy_ER, axis=1)
+    rank = sums.shape[1]
+    return np.stack([*(sums[:, min(k, rank) - 1] for k in ladder), sums[:, -1]], axis=1)
+
+
+def diagonal(M_KEE: Array) -> Array:
+    return np.diagonal(M_KEE, axis1=-2, axis2=-1)
+
+
+def random_expectation(ks: list[int], rank_E: Array, d_model: int) -> Array:
+    """[K, E]: min(k, rank) / d, the mean alignment of a router drawn uniformly from the sphere."""
+    return np.minimum(np.array(ks, float)[:, None], rank_E[None, :]) / d_model
+
+
+def shuffle_null(M_KEE: Array) -> tuple[Array, Array]:
+    """[K] mean and population standard deviation of all n^2 entries: what infinitely many pooled re-pairings converge to."""
+    return M_KEE.mean(axis=(1, 2)), M_KEE.std(axis=(1, 2))
+
+
+def sampled_shuffle_null(M_KEE: Array, n_shuffles: int, seed: int) -> tuple[Array, Array]:
+    """[K] the same two, from `n_shuffles` drawn re-pairings pooled: for comparison with older results, noisy by design."""
+    generator = np.random.default_rng(seed)
+    n = M_KEE.shape[1]
+    pairings = np.stack([generator.permutation(n) for _ in range(n_shuffles)])
+    pooled = M_KEE[:, np.arange(n)[None, :], pairings].reshape(len(M_KEE), -1)
+    return pooled.mean(axis=1), pooled.std(axis=1)
+
+
+def z_scores(delta: Array, std_K: Array) -> Array:
+    """delta / std, 0 where the std is 0 (every entry equal, as at k = d: nothing differs from anything)."""
+    safe = np.where(std_K > 1e-12, std_K, np.inf)
+    return delta / safe[:, None]
+
+
+def z_ceiling(n: int) -> float:
+    """sqrt(n - 1): the largest mean z any layer of n experts can reach under the closed-form null.
+
+    With the n^2 entries standardised to mean 0 and variance 1, the diagonal's mean is largest when all n diagonal entries
+    equal x and all others equal y: n x + n (n - 1) y = 0 and n x^2 + n (n - 1) y^2 = n^2 give x = sqrt(n - 1).
+    """
+    return float(np.sqrt(n - 1))
+
+
+def hit_shares(M_KEE: Array) -> Array:
+    """[K, E, E]: cell (i, j) holds 1/(number tied) where expert j is among router i's best, else 0; each row sums to 1."""
+    best = M_KEE.max(axis=2, keepdims=True) - M_KEE <= TIE
+    return best / best.sum(axis=2, keepdims=True)
+
+
+def argmax_accuracy(M_KEE: Array) -> Array:
+    """[K]: share of routers whose own expert aligns best; ties count 1/(number tied). Chance 1/n."""
+    return diagonal(hit_shares(M_KEE)).mean(axis=1)
+
+
+def assignment_accuracy(M_KEE: Array) -> Array:
+    """[K]: diagonal share of the best one-to-one assignment; an expert that attracts every router does not fool it.
+
+    When everything is tied every assignment is best: the diagonal is then worth 1/n, as under chance.
+    """
+    accuracies = []
+    for M_EE in M_KEE:
+        if np.ptp(M_EE) <= TIE:
+            accuracies.append(1 / len(M_EE))
+            continue
+        rows, columns = linear_sum_assignment(M_EE, maximize=True)
+        accuracies.append(float((rows == columns).mean()))
+    return np.array(accuracies)
+
+
+def margins(M_KEE: Array) -> Array:
+    """[K, E]: own alignment less the best other expert's; negative where another expert fits the router better."""
+    others = M_KEE.copy()
+    index = np.arange(M_KEE.shape[1])
+    others[:, index, index] = -np.inf
+    return diagonal(M_KEE) - others.max(axis=2)

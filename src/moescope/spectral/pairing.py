@@ -1,0 +1,199 @@
+"""Is the pairing of routers and experts better than chance? Permutation tests over all k at once, and the verdict."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln
+
+from moescope.spectral.alignment import TIE, AlignmentMatrix, argmax_accuracy, diagonal, hit_shares, margins
+from moescope.spectral.arrays import Array
+
+Indices = npt.NDArray[np.intp]
+
+EXACT_UP_TO = 8  # 8! = 40,320 pairings are all looked at
+SAMPLED_PAIRINGS = 20_000
+TOLERANCE = 1e-9
+ALPHA = 0.05
+IDENTIFYING_ACCURACY = 0.9
+
+IDENTIFYING, PERMUTED, NON_RANDOM, CHANCE = "identifying", "permuted", "non_random", "chance"
+
+
+@dataclass(frozen=True)
+class PairingTest:
+    perm_z_K: Array
+    p_adjusted_K: Array
+    p_value: float
+    p_lower: float
+    p_accuracy: float
+    n_pairings: int
+    exact: bool
+    best_k: int | None  # None where every k is degenerate
+    best_accuracy: float
+    verdict: str
+    null_means_KP: Array  # the mean diagonal under every pairing, for the density figure
+
+
+@functools.lru_cache(maxsize=2)
+def pairings(n: int, seed: int) -> tuple[Indices, bool]:
+    """[E, P]: column p says which expert each router gets under pairing p; and whether these are all there are.
+
+    Every pairing for n <= 8, else 20,000 drawn ones.
+    """
+    if n <= EXACT_UP_TO:
+        return np.ascontiguousarray(np.array(list(itertools.permutations(range(n))), dtype=np.intp).T), True
+    generator = np.random.default_rng(seed)
+    drawn_PE = generator.permuted(np.tile(np.arange(n, dtype=np.intp), (SAMPLED_PAIRINGS, 1)), axis=1)
+    return np.ascontiguousarray(drawn_PE.T), False
+
+
+def paired_means(M_EE: Array, pairings_EP: Indices) -> Array:
+    """[P]: mean over i of M[i, pairing(i)], for every pairing."""
+    total = np.zeros(pairings_EP.shape[1])
+    for row, experts_P in zip(M_EE, pairings_EP, strict=True):  # n small gathers need no [P, E] intermediate
+        total += row[experts_P]
+    return total / len(M_EE)
+
+
+def null_moments(M_KEE: Array) -> tuple[Array, Array]:
+    """[K] mean and standard deviation of T(k) = mean diagonal under a uniformly random pairing.
+
+    E[T] = mean(M); Var[T] = sum D^2 / (n^2 (n - 1)), D = M less row means, less column means, plus grand mean
+    (Hoeffding 1951, the combinatorial central limit theorem). Never turned into a p-value by the normal law.
+    """
+    n = M_KEE.shape[1]
+    mean = M_KEE.mean(axis=(1, 2))
+    D = M_KEE - M_KEE.mean(axis=2, keepdims=True) - M_KEE.mean(axis=1, keepdims=True) + mean[:, None, None]
+    return mean, np.sqrt((D**2).sum(axis=(1, 2)) / (n**2 * (n - 1)))
+
+
+def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
+    """The layer's pairing tested against all others (n <= 8) or 20,000 drawn ones, the choice of k paid for.
+
+    p_value = share of pairings whose max over k of Z reaches the observed max; the same pairings serve every k, so the
+    dependence between ks is kept and no correction for the number of ks is needed. Degenerate ks take no part.
+    """
+    M_KEE, n = matrix.align_KEE, matrix.n_experts
+    pairings_EP, exact = pairings(n, seed)
+    mean_K, sd_K = null_moments(M_KEE)
+    usable_K = ~matrix.degenerate_K & (sd_K > 1e-12)
+    safe_sd_K = np.where(usable_K, sd_K, np.inf)  # a k where all pairings agree says nothing: its Z is 0
+    perm_z_K = (diagonal(M_KEE).mean(axis=1) - mean_K) / safe_sd_K
+
+    null_KP = np.stack([paired_means(M_EE, pairings_EP) for M_EE in M_KEE])
+    Z_KP = (null_KP - mean_K[:, None]) / safe_sd_K[:, None]
+    hits_KEE = hit_shares(M_KEE)
+    accuracy_K = argmax_accuracy(M_KEE)
+
+    def tail(null_P: Array, observed: float) -> float:
+        reached = int((null_P >= observed - TOLERANCE).sum())
+        return reached / len(null_P) if exact else (reached + 1) / (len(null_P) + 1)
+
+    best = best_index(accuracy_K, matrix.degenerate_K)
+    if usable_K.any():
+        highest_P, lowest_P = Z_KP[usable_K].max(axis=0), Z_KP[usable_K].min(axis=0)
+        p_value = tail(highest_P, perm_z_K[usable_K].max())
+        p_lower = tail(-lowest_P, -perm_z_K[usable_K].min())
+        p_adjusted_K = np.array([tail(highest_P, z) for z in perm_z_K])
+    else:
+        p_value = p_lower = 1.0
+        p_adjusted_K = np.ones(len(M_KEE))
+    p_adjusted_K[~usable_K] = 1.0
+    candidates = np.flatnonzero(~matrix.degenerate_K)
+    if len(candidates):
+        best_accuracy_P = np.max([paired_means(hits_KEE[k], pairings_EP) for k in candidates], axis=0)
+        p_accuracy = tail(best_accuracy_P, accuracy_K[candidates].max())
+    else:
+        p_accuracy = 1.0
+    return PairingTest(
+        perm_z_K=perm_z_K,
+        p_adjusted_K=p_adjusted_K,
+        p_value=p_value,
+        p_lower=p_lower,
+        p_accuracy=p_accuracy,
+        n_pairings=pairings_EP.shape[1],
+        exact=exact,
+        best_k=None if best is None else matrix.ks[best],
+        best_accuracy=float("nan") if best is None else float(accuracy_K[best]),
+        verdict=verdict(matrix, accuracy_K, best, p_accuracy),
+        null_means_KP=null_KP,
+    )
+
+
+def best_index(accuracy_K: Array, degenerate_K: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
+    """The rung of highest argmax accuracy, ties to the smallest k, degenerate ks left out."""
+    if degenerate_K.all():
+        return None
+    return int(np.argmax(np.where(degenerate_K, -1.0, accuracy_K)))
+
+
+def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accuracy: float) -> str:
+    """What may be said of a layer's pairing.
+
+    identifying: at the best k at least 0.9 of the experts are told from the weights alone, with positive mean margin;
+    non_random: accuracy (its best k chosen) beats the permutation null, short of that; permuted: routers and experts fit
+    one to one, under another order than the stored one; chance: none of these. All three claims also need p <= 0.05, so
+    that two or three experts, which chance pairs correctly every few layers, are never said to be identified.
+    """
+    if best is None:
+        return CHANCE
+    if p_accuracy <= ALPHA:
+        margin = float(margins(matrix.align_KEE[best : best + 1]).mean())
+        return IDENTIFYING if accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 else NON_RANDOM
+    return PERMUTED if hidden_order(matrix) is not None else CHANCE
+
+
+def hidden_order(matrix: AlignmentMatrix) -> tuple[int, list[int]] | None:
+    """(k, order): router i and expert order[i] are each other's best match, where that map is not the stored order.
+
+    Looked for at every k that is not degenerate; taken where at least 0.9 of the routers are in mutual-best pairs and
+    chance, all ks looked at, would do that with p <= 0.05 (`mutual_best_bound`). Routers without a mutual best get -1.
+    """
+    M_KEE, n = matrix.align_KEE, matrix.n_experts
+    rungs = np.flatnonzero(~matrix.degenerate_K)
+    found: tuple[int, list[int]] | None = None
+    most = 0
+    for rung in rungs:
+        M_EE = M_KEE[rung]
+        best_expert, best_router = M_EE.argmax(axis=1), M_EE.argmax(axis=0)
+        mutual = best_router[best_expert] == np.arange(n)
+        second = np.partition(M_EE, -2, axis=1)[:, -2]
+        mutual &= M_EE.max(axis=1) - second > TIE
+        pairs = int(mutual.sum())
+        chance = len(rungs) * mutual_best_bound(n, pairs)
+        if pairs > most and pairs >= IDENTIFYING_ACCURACY * n and chance <= ALPHA:
+            most = pairs
+            found = (matrix.ks[rung], [int(best_expert[i]) if mutual[i] else -1 for i in range(n)])
+    if found is None or all(expert in (-1, router) for router, expert in enumerate(found[1])):
+        return None
+    return found
+
+
+def mutual_best_bound(n: int, pairs: int) -> float:
+    """Upper bound on the chance that a random n x n matrix of exchangeable entries holds that many mutual-best pairs.
+
+    A given set of r cells, no two in a line, is all mutual-best with probability r! / prod_{j<=r} (n^2 - (n-j)^2): sorted
+    upwards, the j-th must top a nested set of that many cells. Times the number of such sets, C(n,r)^2 r! (Markov).
+    For r = n it is exact: 1/3 for n = 2, 1.6e-4 for n = 8.
+    """
+    if pairs == 0:
+        return 1.0
+    j = np.arange(1, pairs + 1)
+    log_choose = gammaln(n + 1) - gammaln(pairs + 1) - gammaln(n - pairs + 1)
+    log_bound = 2 * log_choose + 2 * gammaln(pairs + 1) - np.log(n**2 - (n - j) ** 2).sum()
+    return min(1.0, math.exp(log_bound))
+
+
+def benjamini_hochberg(p_values: Array) -> Array:
+    """q-values: the smallest false-discovery rate at which each layer would be called (Benjamini and Hochberg 1995)."""
+    order = np.argsort(p_values)
+    scaled = p_values[order] * len(p_values) / np.arange(1, len(p_values) + 1)
+    q = np.empty_like(scaled)
+    q[order] = np.minimum.accumulate(scaled[::-1])[::-1].clip(max=1.0)
+    return q

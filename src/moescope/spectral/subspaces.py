@@ -1,0 +1,79 @@
+"""Are experts redundant? Cosines of their top singular vectors, and overlaps of their leading subspaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moescope.spectral.arrays import Array
+from moescope.spectral.decompose import LEADING_VECTORS
+
+REDUNDANT, COLLAPSED = 0.3, 0.7  # |cosine| above which two experts are called redundant, and collapsed
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """All expert pairs (a < b) of one layer at one k. `cosine_P` exists at k = 1 only."""
+
+    k: int
+    cosine_P: Array | None
+    overlap_P: Array
+    largest_principal_cosine_P: Array
+
+
+def subspace_ladder(n_experts: int, smallest_rank: int) -> list[int]:
+    """1, 2, ... 64 as powers of two up to 32 experts, else 1, 16, 64: what can be stored and read."""
+    rungs = [2**power for power in range(7)] if n_experts <= 32 else [1, 16, 64]
+    return [k for k in rungs if k <= min(smallest_rank, LEADING_VECTORS)]
+
+
+def expert_pairs(n: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], np.ndarray[tuple[int], np.dtype[np.intp]]]:
+    first, second = np.triu_indices(n, k=1)
+    return first, second
+
+
+def similarities(leading_EDK: list[Array], ks: list[int]) -> list[Similarity]:
+    """Per k: overlap ||V_a' V_b||_F^2 / k (chance k/d), and the largest principal cosine, sigma_max(V_a' V_b)."""
+    n = len(leading_EDK)
+    first, second = expert_pairs(n)
+    stacked = np.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
+    results: dict[int, tuple[list[Array], list[Array], list[Array]]] = {k: ([], [], []) for k in ks}
+    for expert in range(n - 1):  # one row of pairs at a time: n = 256 experts would need gigabytes at once
+        products_PKK = stacked[expert].T[None] @ stacked[expert + 1 :]
+        for k in ks:
+            block = products_PKK[:, :k, :k]
+            results[k][0].append(block[:, 0, 0])
+            results[k][1].append((block**2).sum(axis=(1, 2)) / k)
+            results[k][2].append(np.abs(block[:, 0, 0]) if k == 1 else np.linalg.svd(block, compute_uv=False)[:, 0])
+    assert len(first) == len(second) == n * (n - 1) // 2
+    return [
+        Similarity(
+            k=k,
+            cosine_P=np.clip(np.concatenate(cosine), -1, 1) if k == 1 else None,
+            overlap_P=np.clip(np.concatenate(overlap), 0, 1),
+            largest_principal_cosine_P=np.clip(np.concatenate(largest), 0, 1),
+        )
+        for k, (cosine, overlap, largest) in results.items()
+    ]
+
+
+def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int]:
+    """Statistics over expert pairs: of the signed cosine at k = 1, of the subspace overlap beyond.
+
+    Chance: E|cos| = sqrt(2 / (pi d)) at k = 1, k / d beyond. The sign of a cosine rests on how singular vectors were
+    oriented, so the headline is the mean of |cos|; `mean`, `max` and `min` are signed for comparison with older results.
+    """
+    values = similarity.cosine_P if similarity.cosine_P is not None else similarity.overlap_P
+    sizes = np.abs(values)
+    return {
+        "mean": float(values.mean()),
+        "mean_abs": float(sizes.mean()),
+        "max": float(values.max()),
+        "min": float(values.min()),
+        "std": float(values.std(ddof=1)) if len(values) > 1 else float("nan"),
+        "max_abs": float(sizes.max()),
+        "chance": float(np.sqrt(2 / (np.pi * d_model))) if similarity.k == 1 else similarity.k / d_model,
+        "n_pairs_above_0_3": int((sizes > REDUNDANT).sum()),
+        "n_pairs_above_0_7": int((sizes > COLLAPSED).sum()),
+    }

@@ -1,0 +1,151 @@
+"""Every table a run may hold: keys, columns, dtypes, and the meaning of each column, which is also the report's glossary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moescope.errors import BadInput, unknown_name
+from moescope.glossary import COLUMNS, Column
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+READING = ("matrix", "router", "fold_norm")  # the choices that change an alignment
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table's name, what identifies a row, and what a row holds. `layer_name` follows `layer` on disk, and is no key."""
+
+    name: str
+    meaning: str
+    keys: tuple[str, ...]
+    values: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        names = [*self.keys, *self.values]
+        if "layer" in names:
+            names.insert(names.index("layer") + 1, "layer_name")
+        return tuple(names)
+
+    def column(self, name: str) -> Column:
+        return COLUMNS.get(f"{self.name}.{name}") or COLUMNS[name]
+
+
+TABLES: dict[str, Table] = {
+    table.name: table
+    for table in [
+        Table(
+            "alignment",
+            "How well each router row fits its own expert, at every k.",
+            ("step", "layer", *READING, "k", "expert"),
+            ("align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std", "delta_vs_shuffle",
+             "z_vs_shuffle", "cos_squared", "margin", "identified"),
+        ),
+        Table(
+            "alignment_layers",
+            "The same, one row a layer and k: plain names are means over the layer's experts.",
+            ("step", "layer", *READING, "k"),
+            ("align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std", "delta_vs_shuffle",
+             "z_vs_shuffle", "cos_squared", "argmax_accuracy", "assignment_accuracy", "alignment_margin",
+             "positive_margin_share", "z_ceiling", "perm_z", "p_adjusted", "degenerate"),
+        ),
+        Table(
+            "alignment_tests",
+            "Whether a layer's pairing of routers and experts beats chance, the choice of k paid for.",
+            ("step", "layer", *READING),
+            ("best_k", "best_accuracy", "p_value", "q_value", "p_lower", "p_accuracy", "n_pairings", "exact", "verdict"),
+        ),
+        Table(
+            "pairs",
+            "The whole matrix M(k): every router against every expert (beyond 32 experts at k = 1, 16, 128, best_k, k_star).",
+            ("step", "layer", *READING, "k", "router_index", "expert"),
+            ("align",),
+        ),
+        Table(
+            "nulls",
+            "The permutation null of the mean diagonal in 60 bins, at the ks of the density figure.",
+            ("step", "layer", *READING, "k", "bin"),
+            ("left", "right", "density", "observed"),
+        ),
+        Table(
+            "similarity",
+            "Every pair of experts: their top singular vectors (k = 1) and leading subspaces.",
+            ("step", "layer", "matrix", "k", "expert_a", "expert_b"),
+            ("cosine", "overlap", "largest_principal_cosine"),
+        ),
+        Table(
+            "orthogonality",
+            "Statistics over a layer's expert pairs: of the signed cosine at k = 1, of the subspace overlap beyond.",
+            ("step", "layer", "matrix", "k"),
+            ("mean", "mean_abs", "max", "min", "std", "max_abs", "chance", "n_pairs_above_0_3", "n_pairs_above_0_7"),
+        ),
+        Table(
+            "ambiguity",
+            "Layers ranked by how hard it is to tell their experts apart.",
+            ("step", "layer", *READING),
+            ("rank", "ambiguity_score", "absolute_score", "k_star", "argmax_accuracy", "alignment_margin", "z_score",
+             "accuracy_term", "margin_term", "z_term", "level"),
+        ),
+        Table(
+            "spectra",
+            "Each expert matrix's singular values, and their shape in a few numbers.",
+            ("step", "layer", "matrix", "expert"),
+            ("singular_values", "frobenius", "spectral_norm", "stable_rank", "effective_rank", "rank", "condition", "fallback"),
+        ),
+    ]
+}  # fmt: skip
+
+
+def table(name: str) -> Table:
+    if name not in TABLES:
+        raise unknown_name("table", name, list(TABLES))
+    return TABLES[name]
+
+
+def arrow_schema(name: str) -> pa.Schema:
+    """The parquet schema of a table; keys are never null."""
+    import pyarrow as pa
+
+    kinds = {
+        "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "text": pa.string(), "floats": pa.list_(pa.float32()),
+    }  # fmt: skip
+    spec = table(name)
+    return pa.schema(
+        [pa.field(column, kinds[spec.column(column).kind], nullable=column not in spec.keys) for column in spec.columns],
+        metadata={"moescope.schema_version": str(SCHEMA_VERSION), "moescope.table": name},
+    )
+
+
+def conform(name: str, frame: pd.DataFrame) -> pa.Table:
+    """The frame as an arrow table of exactly the schema's columns, in order; absent columns are null, unknown ones refused."""
+    import pyarrow as pa
+
+    spec = table(name)
+    unknown = sorted(set(frame.columns) - set(spec.columns))
+    if unknown:
+        raise ValueError(f"table {name} has no column {', '.join(unknown)}; known: {', '.join(spec.columns)}")
+    full = frame.reindex(columns=list(spec.columns))
+    missing = [key for key in spec.keys if full[key].isna().any()]
+    if missing:
+        raise ValueError(f"table {name}: key {', '.join(missing)} may not be null")
+    if full.duplicated(list(spec.keys)).any():
+        raise ValueError(f"table {name}: rows with equal keys {', '.join(spec.keys)}")
+    return pa.Table.from_pandas(full, schema=arrow_schema(name), preserve_index=False)
+
+
+def read_parquet(name: str, path: str) -> pd.DataFrame:
+    """The table as a pandas frame; refuses a file written under another schema version."""
+    import pyarrow.parquet as pq
+
+    arrow = pq.read_table(path)
+    written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
+    if written != str(SCHEMA_VERSION):
+        raise BadInput(f"{path}: schema version {written}, this moescope reads {SCHEMA_VERSION}; scan again with this version")
+    frame: pd.DataFrame = arrow.select(list(table(name).columns)).to_pandas()
+    return frame

@@ -1,0 +1,89 @@
+"""The few values that flow between the parts.
+
+Shape suffixes in compute code: E experts, D model width, F expert hidden width, K values of k, R singular values.
+A name like `align_KEE` is a K x E x E array: k, router, expert, in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor known by name, shape and dtype; its data are read when `read()` is called, and not kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """One projection of every expert of a layer, in [out, in] orientation; `stack.read(e)` reads expert e and no other."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, int, int]
+    dtype: str
+    files: tuple[str, ...]
+    read: Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One MoE layer, whatever family it came from. Nothing in it has been read yet: every tensor is lazy."""
+
+    layer: int
+    layer_name: str
+    router_ED: LazyTensor
+    gate_EFD: ExpertStack
+    up_EFD: ExpertStack | None  # None for experts without a gate
+    down_EDF: ExpertStack
+    norm_D: LazyTensor | None  # the weight of the norm in front of the block
+    norm_offset: float  # 1.0 where the norm multiplies by (1 + weight)
+    top_k: int | None  # None when no config tells
+    scoring: str  # how logits become scores: "softmax", "sigmoid", ...
+    activation: str | None
+
+    @property
+    def n_experts(self) -> int:
+        return self.router_ED.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        return self.router_ED.shape[1]
+
+    @property
+    def d_ff(self) -> int:
+        return self.gate_EFD.shape[1]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What of a checkpoint was understood, so that a smaller report is never mistaken for a whole one."""
+
+    family: str
+    layers_found: int
+    layers_expected: int | None  # None where no config tells
+    experts_per_layer: tuple[int, ...]
+    parameters_understood: int
+    parameters_total: int
+    skipped: dict[str, int]  # reason -> number of tensors
+
+    def line(self) -> str:
+        expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
+        experts = "/".join(str(n) for n in self.experts_per_layer)
+        share = self.parameters_understood / max(self.parameters_total, 1)
+        skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
+        return (
+            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
+            f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
+            + (f"; {skipped}" if skipped else "")
+        )

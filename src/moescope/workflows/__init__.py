@@ -1,0 +1,1 @@
+"""One file a verb: the story of that verb on one page."""

@@ -1,0 +1,25 @@
+"""Progress on a terminal, with the time left; silence everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(total: int, done: int, what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A function to call after each piece, with the name of what is being worked on."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda label: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(what),
+        TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=total, completed=done)
+        yield lambda label: bar.update(task, advance=1, description=label)
