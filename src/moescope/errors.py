@@ -7,6 +7,9 @@ class BadInput(Exception):
     The command line prints the line and exits with code 2; anything else that escapes is our bug and keeps its traceback.
     """
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines()))  # a tensor's or a file's name may hold line breaks
+
 
 class UnusableExpert(BadInput):
     """One expert's or router row's weights cannot be analysed; `--keep-going` marks that expert and goes on."""

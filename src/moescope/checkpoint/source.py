@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,10 @@ class Checkpoint:
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """The checkpoint at a folder or a `.safetensors` file, from its headers alone."""
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # no such user
+        raise BadInput(missing_path_message(str(model))) from None
     try:
         if path.is_file():
             if path.suffix != ".safetensors":
@@ -92,6 +96,10 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         return Checkpoint(path, config, folder_tensors(path))
     except PermissionError as error:
         raise BadInput(f"{error.filename or path}: no permission to read; change the file's mode or owner") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise BadInput(missing_path_message(str(model))) from None
+        raise BadInput(f"{error.filename or path}: cannot be read ({error.strerror}); download it again") from None
 
 
 def missing_path_message(model: str) -> str:
@@ -102,7 +110,7 @@ def missing_path_message(model: str) -> str:
             f"{model}: no such folder or file, and hub ids cannot be read yet; "
             f"`hf download {model.split('@')[0]} --local-dir DIR`, then give DIR"
         )
-    return f"{model}: no such folder or file"
+    return f"{model}: no such folder or file; check the path"
 
 
 def folder_tensors(folder: Path) -> dict[str, TensorInfo]:
@@ -127,8 +135,10 @@ def indexed_tensors(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
         raise BadInput(f"{index_path}: no weight_map in it; download the file again")
     for tensor, file_name in weight_map.items():
         # An index is untrusted input: it may only name files that lie beside it.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name or "\\" in file_name:
-            raise BadInput(f"{index_path}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index")
+        if not isinstance(file_name, str) or file_name in ("", "..") or Path(file_name).name != file_name or "\\" in file_name:
+            raise BadInput(
+                f"{index_path}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index; download it again"
+            )
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
@@ -140,7 +150,7 @@ def indexed_tensors(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
     return found
 
 
-def gather_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
+def gather_headers(files: Sequence[Path]) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, TensorInfo] = {}
@@ -157,7 +167,7 @@ def gather_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(f"{file}: not a whole safetensors file ({first_line(error)}); download it again") from None
     if not tensors:
-        raise BadInput("no tensor in the checkpoint's files; download them again")
+        raise BadInput(f"{', '.join(map(str, files))}: no tensor in it; download it again")
     return tensors
 
 
