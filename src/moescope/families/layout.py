@@ -12,6 +12,7 @@ from moescope.errors import BadInput
 from moescope.types import Coverage, ExpertStack, LayerWeights, LazyTensor
 
 Config = dict[str, Any]
+MOST_LAYERS = 100_000  # a config that claims more is damaged; its layers must not be counted one by one
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class MoeCheckpoint:
 
 
 def pattern(template: str) -> re.Pattern[str]:
-    escaped = re.escape(template).replace(r"\{L\}", r"(?P<L>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
+    escaped = re.escape(template).replace(r"\{L\}", r"(?P<L>\d{1,9})").replace(r"\{e\}", r"(?P<e>\d{1,9})")
     return re.compile(rf"(?P<P>.*?)\.?{escaped}")
 
 
@@ -80,15 +81,19 @@ def claims(family: Family, config: Config | None) -> bool:
     return config is None or config.get("model_type") in family.model_types
 
 
-def expected_layers(family: Family, config: Config | None) -> set[int] | None:
+def expected_layers(family: Family, checkpoint: Checkpoint) -> set[int] | None:
     """The layers the config says are MoE; None where there is no config, or one of a model whose rule is not known."""
+    config = checkpoint.config
     if config is None or not claims(family, config):
         return None
     try:
+        if config["num_hidden_layers"] > MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers {config['num_hidden_layers']}")
         return family.moe_layers(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        folder = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
         raise BadInput(
-            f"config.json: cannot tell which layers are MoE ({type(error).__name__}: {error}); "
+            f"{folder / 'config.json'}: cannot tell which layers are MoE ({type(error).__name__}: {error}); "
             f"check its fields against a {family.name} config"
         ) from None
 
@@ -96,7 +101,7 @@ def expected_layers(family: Family, config: Config | None) -> set[int] | None:
 def check_expected_layers(family: Family, checkpoint: Checkpoint, routers: dict[int, tuple[str, TensorInfo]]) -> None:
     if checkpoint.path.is_file():
         return  # one shard alone is a legitimate thing to look at; coverage says how much of the model it is
-    absent = sorted((expected_layers(family, checkpoint.config) or set()) - set(routers))
+    absent = sorted((expected_layers(family, checkpoint) or set()) - set(routers))
     if absent:
         raise BadInput(
             f"{checkpoint.path}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
@@ -112,12 +117,12 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
         return f"{prefix}.{name}" if prefix else name
 
     if len(router.shape) != 2 or 0 in router.shape:
-        raise BadInput(f"{router.file}: router {router.name} has shape {list(router.shape)}, expected [experts, d_model]")
+        raise wrong_shape(router, "[experts, d_model]")
     n_experts, d_model = router.shape
     config = checkpoint.config or {}
     stated = next((config[field] for field in family.expert_count_fields if field in config), n_experts)
     if stated != n_experts:
-        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts")
+        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts; check that they belong together")
 
     def stack(template: str, shape: tuple[int, int] | None) -> ExpertStack:
         infos = []
@@ -127,22 +132,22 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
                 raise BadInput(f"{checkpoint.path}: tensor {name} is missing; download the shard that holds it")
             infos.append(checkpoint.tensors[name])
         expected = shape or infos[0].shape
+        if len(expected) != 2 or 0 in expected or (shape is None and expected[1] != d_model):
+            raise wrong_shape(infos[0], f"[d_ff, {d_model}]")
         for info in infos:
-            if len(info.shape) != 2 or info.shape != expected or 0 in info.shape:
-                raise BadInput(f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {list(expected)}")
+            if info.shape != expected:
+                raise wrong_shape(info, str(list(expected)))
         names = tuple(info.name for info in infos)
         files = tuple(str(info.file) for info in infos)
         return ExpertStack(names, (n_experts, *expected), infos[0].dtype, files, lambda expert: checkpoint.read(names[expert]))
 
     if full(family.gate, n_experts) in checkpoint.tensors:
-        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk")
+        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk; download both again")
     gate = stack(family.gate, None)
     d_ff = gate.shape[1]
-    if gate.shape[2] != d_model:
-        raise BadInput(f"{router.file}: {gate.names[0]} has shape {list(gate.shape[1:])}, expected [d_ff, {d_model}]")
     norm = checkpoint.tensors.get(full(family.norm))
     if norm is not None and norm.shape != (d_model,):
-        raise BadInput(f"{norm.file}: tensor {norm.name} has shape {list(norm.shape)}, expected [{d_model}]")
+        raise wrong_shape(norm, f"[{d_model}]")
     return LayerWeights(
         layer=layer,
         layer_name=full(family.block),
@@ -156,6 +161,10 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
         scoring=family.scoring if claims(family, checkpoint.config) else "unknown",
         activation=config.get("hidden_act"),
     )
+
+
+def wrong_shape(info: TensorInfo, expected: str) -> BadInput:
+    return BadInput(f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {expected}; check how it was saved")
 
 
 def lazy(checkpoint: Checkpoint, info: TensorInfo) -> LazyTensor:
@@ -174,7 +183,7 @@ def coverage(family: Family, checkpoint: Checkpoint, layers: dict[int, LayerWeig
         if name not in understood:
             reason = "multi-token prediction" if name.startswith("mtp") else "not part of an MoE block"
             skipped[reason] = skipped.get(reason, 0) + 1
-    expected = expected_layers(family, checkpoint.config)
+    expected = expected_layers(family, checkpoint)
     model_type = (checkpoint.config or {}).get("model_type")
     return Coverage(
         family=family.name if claims(family, checkpoint.config) else f"{family.name} layout, model_type {model_type}",
