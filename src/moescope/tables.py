@@ -141,9 +141,13 @@ def conform(name: str, frame: pd.DataFrame) -> pa.Table:
 
 def read_parquet(name: str, path: str) -> pd.DataFrame:
     """The table as a pandas frame; refuses a file written under another schema version."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrow = pq.read_table(path)
+    try:
+        arrow = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise BadInput(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); scan again with --overwrite") from None
     written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
     if written != str(SCHEMA_VERSION):
         raise BadInput(f"{path}: schema version {written}, this moescope reads {SCHEMA_VERSION}; scan again with this version")
