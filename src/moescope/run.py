@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 Frames = dict[str, "pd.DataFrame"]
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
-OWN_FOLDERS = ("parts", "checkpoints")
+OWN_FOLDERS = ("parts",)
+
+
+class DamagedRun(BadInput):
+    """A run.json that cannot be parsed; `--overwrite` may replace it."""
 
 
 @dataclass
@@ -91,11 +95,11 @@ class RunWriter:
         """One table from all pieces flushed so far."""
         import pandas as pd
 
-        files = sorted((self.path / "parts").glob(f"*/{name}.parquet"))
-        return pd.concat([read_parquet(name, str(file)) for file in files], ignore_index=True)
+        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_pieces())]
+        return pd.concat([read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True)
 
     def setups(self) -> list[dict[str, Any]]:
-        return [json.loads(file.read_text()) for file in sorted((self.path / "parts").glob("*/setup.json"))]
+        return [json.loads((self.path / "parts" / piece / "setup.json").read_text()) for piece in sorted(self.done_pieces())]
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -117,7 +121,7 @@ class RunWriter:
             write_table(name, frame.sort_values(keys, ignore_index=True), self.path / f"{name}.parquet")
         self.save_info(status="done", finished=now())
         shutil.rmtree(self.path / "parts", ignore_errors=True)
-        return Run(self.path, self.info)
+        return Run(self.path, jsonable(self.info))
 
 
 @contextmanager
@@ -130,12 +134,16 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
     from filelock import FileLock, Timeout
 
     created = check_folder(folder, identity, overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
+    new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
     lock = FileLock(folder / ".lock")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)  # the system drops it when its process dies, so it is never stale
-    except Timeout:
+    except Timeout:  # an OSError too, so it stands first
         raise BadInput(f"{folder}: another moescope process is writing this run; wait for it, or give another --out") from None
+    except OSError as error:
+        remove_empty(new_folders)
+        raise BadInput(f"{folder}: cannot be written ({error.strerror}); give another --out") from None
     writer = None
     try:
         if overwrite:
@@ -146,13 +154,16 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
                 "schema_version": SCHEMA_VERSION, "verb": verb, **identity, "versions": versions(), "git_commit": git_commit(),
                 "started": now(),
             }  # fmt: skip
+        before.pop("error", None)  # that of an earlier attempt
         writer = RunWriter(folder, before, dict(before.get("timings", {})))
         writer.save_info(status="running", process=os.getpid())
         yield writer
     except BaseException as error:
-        if created and writer is not None and not writer.done_pieces():
+        if writer is None or writer.info.get("status") == "done":
+            pass
+        elif created and not writer.done_pieces():
             clear_run(folder)
-        elif writer is not None and writer.info["status"] == "running":
+        else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
         raise
@@ -160,7 +171,13 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
         with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
             (folder / ".lock").unlink()
         lock.release()
-        if folder.exists() and not any(folder.iterdir()):
+        remove_empty(new_folders)
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those of the folders, deepest first, that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
             folder.rmdir()
 
 
@@ -170,7 +187,12 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
         raise BadInput(f"{folder}: a file is in the way; give another --out")
     if not folder.exists() or not any(file.name != ".lock" for file in folder.iterdir()):
         return True
-    info = read_run_json(folder)
+    try:
+        info = read_run_json(folder)
+    except DamagedRun:
+        if overwrite:
+            return True
+        raise
     if info is None:
         raise BadInput(f"{folder}: not empty and not a run folder; give another --out")
     if overwrite:
@@ -195,8 +217,7 @@ def clear_run(folder: Path) -> None:
     for name in OWN_FILES:
         if name != ".lock":
             (folder / name).unlink(missing_ok=True)
-    for partial in folder.glob("*.tmp"):
-        partial.unlink()
+            (folder / name).with_suffix(".tmp").unlink(missing_ok=True)
     for name in OWN_FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -207,7 +228,10 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
     numbers = [int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()]
     if numbers:
         newest = base / f"{stem}-{max(numbers)}"
-        info = read_run_json(newest)
+        try:
+            info = read_run_json(newest)
+        except BadInput:  # damaged, or not ours: passed over
+            info = None
         if info and info.get("status") != "done" and all(info.get(key) == jsonable(identity[key]) for key in identity):
             return newest
     return base / f"{stem}-{max(numbers, default=0) + 1}"
@@ -220,7 +244,7 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise BadInput(f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew") from None
+        raise DamagedRun(f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew") from None
     if not isinstance(info, dict) or "verb" not in info:
         raise BadInput(f"{path}: not written by moescope; give another folder")
     return info

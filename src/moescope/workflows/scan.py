@@ -17,7 +17,7 @@ from moescope.spectral.decompose import TOLERANCE
 from moescope.spectral.layer import ScanSettings, analyse_layer
 from moescope.spectral.pairing import benjamini_hochberg
 from moescope.spectral.readings import MATRICES, ROUTERS, normalised_rows, router_rows, unusable_rows
-from moescope.tables import READING, TABLES
+from moescope.tables import READING, SCHEMA_VERSION, TABLES
 from moescope.workflows.progress import progress
 
 if TYPE_CHECKING:
@@ -209,7 +209,8 @@ def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
     from moescope.run import jsonable, read_run_json
 
     info = read_run_json(folder)
-    if info and info.get("status") == "done" and all(info.get(key) == jsonable(identity[key]) for key in identity):
+    same_version = info is not None and info.get("schema_version") == SCHEMA_VERSION
+    if info and same_version and info.get("status") == "done" and all(info.get(key) == jsonable(identity[key]) for key in identity):
         return Run(folder, info)
     return None
 
