@@ -140,6 +140,8 @@ def main() -> None:
     except BadInput as error:
         typer.echo(f"moescope: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code != 130:
+            raise  # typer itself turns an interruption into exit code 130, and says nothing
         typer.echo("moescope: interrupted; the same command goes on where this one stopped", err=True)
         sys.exit(130)

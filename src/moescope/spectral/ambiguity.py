@@ -15,7 +15,7 @@ FIXED_K_STAR = (128, 256, 512)
 def check_settings(k_star: str | int, weights: tuple[float, float, float]) -> None:
     if k_star != "max_margin" and k_star not in FIXED_K_STAR:
         raise BadInput(f"k_star {k_star!r} is not a rule; known: max_margin, {', '.join(map(str, FIXED_K_STAR))}")
-    if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-9:
+    if len(weights) != 3 or min(weights) < 0 or not abs(sum(weights) - 1) <= 1e-9:  # NaN fails too
         raise BadInput(f"ambiguity weights {tuple(weights)} must be three numbers >= 0 that sum to 1")
 
 

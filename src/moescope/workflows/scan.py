@@ -66,7 +66,7 @@ def scan(
         null=one_of("null", null, NULLS),
         n_shuffles=n_shuffles,
         seed=seed,
-        k_star=int(k_star) if str(k_star).isdigit() else k_star,
+        k_star=int(k_star) if str(k_star).isdecimal() else k_star,
         allow_full_rank=allow_full_rank,
         ambiguity_weights=tuple(ambiguity_weights),  # type: ignore[arg-type]  # its length is checked on the next line
     )
@@ -261,7 +261,7 @@ def number_ranges(value: str | Iterable[int]) -> list[int]:
     found: list[int] = []
     for part in value.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if not match or (match[2] and int(match[2]) < int(match[1])):
+        if not match or (match[2] and not 0 <= int(match[2]) - int(match[1]) < 100_000):
             raise BadInput(f"layers {value!r}: cannot read {part.strip()!r}; write them as 0,5,9-12")
         found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     return found
