@@ -73,8 +73,8 @@ def scan(
     check_settings(settings.k_star, settings.ambiguity_weights)
     if n_shuffles < 1:
         raise BadInput(f"n_shuffles {n_shuffles} must be at least 1")
-    place = choose_device(device)
     steps = open_steps(models, layers)
+    place = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_routers(steps, settings, keep_going)
 
     identity = {
