@@ -1,0 +1,572 @@
+"""Reading checkpoints: what is whole is read bit for bit, what is not is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoints import (
+    INDEX,
+    edit_json,
+    expert_name,
+    shard_name,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+)
+from moescope.checkpoint import open_checkpoint
+from moescope.errors import BadInput
+from moescope.families import read_moe
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+NAME = expert_name(0, 0, "gate")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def header_of(file: Path) -> tuple[dict, bytes]:
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write_header(file: Path, header: object, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+# --- whole checkpoints
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor_of_a_folder_is_read_bit_for_bit(tmp_path, dtype, shards):
+    tensors = tiny_tensors(dtype=dtype)
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model", tensors, tiny_config(), shards))
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, tensor in tensors.items():
+        read = checkpoint.read(name)
+        assert read.dtype == dtype
+        assert read.shape == tensor.shape == checkpoint.tensors[name].shape
+        assert torch.equal(bits(read), bits(tensor))
+
+
+def test_nan_payloads_and_signed_zeros_survive_reading(tmp_path):
+    odd = torch.tensor([0x7FC1, 0xFFC1, 0x8000, 0x0001, 0x7F80, 0xFF80], dtype=torch.uint16).view(torch.bfloat16)
+    save_file({"odd": odd}, tmp_path / "model.safetensors")
+    assert torch.equal(bits(open_checkpoint(tmp_path).read("odd")), bits(odd))
+
+
+def test_a_single_file_is_a_checkpoint_with_the_config_beside_it(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", shards=2)
+    checkpoint = open_checkpoint(folder / shard_name(0, 2))
+    assert checkpoint.config == tiny_config()
+    assert checkpoint.name == "model-00001-of-00002"
+    assert {info.file.name for info in checkpoint.tensors.values()} == {shard_name(0, 2)}
+
+
+def test_a_single_file_without_a_config_is_a_checkpoint_too(tmp_path):
+    save_file(tiny_tensors(), tmp_path / "weights.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "weights.safetensors")
+    assert checkpoint.config is None
+    assert checkpoint.name == "weights"
+
+
+def test_several_files_without_an_index_are_one_checkpoint(tmp_path):
+    tensors = tiny_tensors()
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:5]}, tmp_path / "a.safetensors")
+    save_file({name: tensors[name] for name in names[5:]}, tmp_path / "b.safetensors")
+    assert set(open_checkpoint(tmp_path).tensors) == set(tensors)
+
+
+def test_a_second_copy_beside_model_safetensors_is_left_alone(tmp_path):
+    tiny_checkpoint(tmp_path)
+    save_file({"layers.0.feed_forward.gate.weight": torch.ones(2, 2)}, tmp_path / "consolidated.safetensors")
+    assert {info.file.name for info in open_checkpoint(tmp_path).tensors.values()} == {"model.safetensors"}
+
+
+def test_a_read_tensor_is_a_copy_that_outlives_its_file(tmp_path):
+    tensors = tiny_tensors()
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, tensors))
+    read = checkpoint.read(NAME)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * (tmp_path / "model.safetensors").stat().st_size)
+    assert torch.equal(read, tensors[NAME])
+
+
+def test_the_header_hash_changes_with_the_file_and_not_with_the_reading(tmp_path):
+    tiny_checkpoint(tmp_path)
+    before = open_checkpoint(tmp_path).header_hash()
+    assert open_checkpoint(tmp_path).header_hash() == before
+    os.utime(tmp_path / "model.safetensors", (1, 1))
+    moved = open_checkpoint(tmp_path).header_hash()
+    edit_json(tmp_path / "config.json", num_experts_per_tok=1)
+    assert len({before, moved, open_checkpoint(tmp_path).header_hash()}) == 3
+
+
+# --- bad input
+
+
+def refusal(model: Path | str) -> str:
+    """The one line that refuses the checkpoint, whether on opening it or on reading its tensors."""
+    with pytest.raises(BadInput) as caught:
+        checkpoint = open_checkpoint(model)
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+    message = str(caught.value)
+    assert message == message.strip()
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def truncated_in_the_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:40])
+
+
+def cut_to_nothing(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def header_longer_than_the_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 10**6) + file.read_bytes()[8:])
+
+
+def header_length_astronomical(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**63) + file.read_bytes()[8:])
+
+
+def header_flipped(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    for place in range(8, 40):
+        raw[place] ^= 0xFF
+    file.write_bytes(raw)
+
+
+def header_with_overlapping_tensors(folder: Path) -> None:
+    header, data = header_of(folder / "model.safetensors")
+    header[NAME]["data_offsets"][0] -= 4
+    write_header(folder / "model.safetensors", header, data)
+
+
+def header_with_a_shape_beyond_its_data(folder: Path) -> None:
+    header, data = header_of(folder / "model.safetensors")
+    header[NAME]["shape"] = [2**40, 2**40]
+    write_header(folder / "model.safetensors", header, data)
+
+
+def no_tensor_at_all(folder: Path) -> None:
+    save_file({}, folder / "model.safetensors")
+
+
+def a_folder_named_like_a_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
+def a_link_that_leads_nowhere(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncated,
+        truncated_in_the_header,
+        cut_to_nothing,
+        header_longer_than_the_file,
+        header_length_astronomical,
+        header_flipped,
+        header_with_overlapping_tensors,
+        header_with_a_shape_beyond_its_data,
+        no_tensor_at_all,
+        a_folder_named_like_a_file,
+        a_link_that_leads_nowhere,
+    ],
+    ids=lambda damage: damage.__name__,
+)
+def test_a_damaged_file_is_refused_by_name_with_the_advice_to_download_it_again(
+    tmp_path, damage: Callable[[Path], None]
+):
+    tiny_checkpoint(tmp_path)
+    damage(tmp_path)
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / 'model.safetensors'}: ")
+    assert "again" in message
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    tiny_checkpoint(tmp_path, shards=3)
+    (tmp_path / shard_name(1, 3)).unlink()
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / shard_name(1, 3)}: ")
+    assert f"download {shard_name(1, 3)}" in message
+
+
+def test_an_index_that_names_an_absent_tensor_is_refused(tmp_path):
+    tiny_checkpoint(tmp_path, shards=2)
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    edit_json(tmp_path / INDEX, weight_map={**weight_map, "model.extra.weight": shard_name(1, 2)})
+    message = refusal(tmp_path)
+    assert str(tmp_path / shard_name(1, 2)) in message
+    assert "model.extra.weight" in message
+    assert "download" in message
+
+
+def test_an_index_that_names_the_wrong_shard_is_refused(tmp_path):
+    tiny_checkpoint(tmp_path, shards=2)
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    other = {shard_name(0, 2): shard_name(1, 2), shard_name(1, 2): shard_name(0, 2)}[weight_map[NAME]]
+    edit_json(tmp_path / INDEX, weight_map={**weight_map, NAME: other})
+    message = refusal(tmp_path)
+    assert str(tmp_path / other) in message
+    assert NAME in message
+
+
+@pytest.mark.parametrize(
+    "place", ["../../x.safetensors", "../outside/model.safetensors", "sub/x.safetensors", "..", ".", "", 7, None, ["a"]]
+)
+def test_an_index_may_only_name_files_beside_it(tmp_path, place):
+    tiny_checkpoint(tmp_path / "outside")
+    tiny_checkpoint(tmp_path / "model", shards=2)
+    index = tmp_path / "model" / INDEX
+    edit_json(index, weight_map={NAME: place})
+    message = refusal(tmp_path / "model")
+    assert message.startswith(f"{index}: ")
+    assert NAME in message
+    assert "download" in message
+
+
+def test_an_index_may_not_name_an_absolute_path_even_of_a_whole_file(tmp_path):
+    outside = tiny_checkpoint(tmp_path / "outside") / "model.safetensors"
+    tiny_checkpoint(tmp_path / "model", shards=2)
+    edit_json(tmp_path / "model" / INDEX, weight_map={NAME: str(outside)})
+    assert "not a file beside the index" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("text", ["{", "", "nonsense", "[" * 100_000, '{"weight_map": ', "\x00"])
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_invalid_json_is_refused_by_the_file_s_name(tmp_path, name, text):
+    tiny_checkpoint(tmp_path, shards=2)
+    (tmp_path / name).write_text(text)
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / name}: not valid JSON")
+    assert "download the file again" in message
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_that_is_not_text_is_refused_by_the_file_s_name(tmp_path, name):
+    tiny_checkpoint(tmp_path, shards=2)
+    (tmp_path / name).write_bytes(b"\xff\xfe{}")
+    assert refusal(tmp_path).startswith(f"{tmp_path / name}: not valid JSON")
+
+
+@pytest.mark.parametrize("value", [[], 3, "x", None])
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_of_another_kind_is_refused_by_the_file_s_name(tmp_path, name, value):
+    tiny_checkpoint(tmp_path, shards=2)
+    (tmp_path / name).write_text(json.dumps(value))
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / name}: ")
+    assert "download" in message
+
+
+@pytest.mark.parametrize("value", [None, {}, [], "x"])
+def test_an_index_without_a_weight_map_is_refused(tmp_path, value):
+    tiny_checkpoint(tmp_path, shards=2)
+    edit_json(tmp_path / INDEX, weight_map=value)
+    assert refusal(tmp_path).startswith(f"{tmp_path / INDEX}: no weight_map in it")
+
+
+def test_a_config_that_is_a_folder_is_refused_by_name(tmp_path):
+    tiny_checkpoint(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    assert str(tmp_path / "config.json") in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_tensor_that_lies_in_two_files_is_refused_with_both_names(tmp_path, indexed):
+    tensors = tiny_tensors()
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({NAME: tensors[NAME], "other": torch.ones(2)}, tmp_path / "b.safetensors")
+    if indexed:
+        weight_map = {**dict.fromkeys(tensors, "a.safetensors"), "other": "b.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / 'b.safetensors'}: tensor {NAME} is also in a.safetensors")
+    assert "keep one" in message
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path}: no .safetensors file here (it is empty)")
+    assert "give the folder of a checkpoint" in message
+
+
+class Explosive:
+    def __init__(self, witness: Path):
+        self.witness = witness
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.witness,))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl"])
+def test_a_pickle_is_refused_and_never_run(tmp_path, name):
+    witness, model = tmp_path / "witness", tmp_path / "model"
+    model.mkdir()
+    (model / name).write_bytes(pickle.dumps(Explosive(witness)))
+    (model / "config.json").write_text(json.dumps(tiny_config()))
+    for given in (model, model / name):
+        message = refusal(given)
+        assert str(given) in message
+        assert ".safetensors" in message
+    assert not witness.exists()
+    pickle.loads((model / name).read_bytes())
+    assert witness.exists(), "the trap itself must work, or this test proves nothing"
+
+
+def test_a_pickle_named_like_a_safetensors_file_is_refused_and_never_run(tmp_path):
+    witness, file = tmp_path / "witness", tmp_path / "model.safetensors"
+    file.write_bytes(pickle.dumps(Explosive(witness)))
+    assert refusal(tmp_path).startswith(f"{file}: not a whole safetensors file")
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    "model", ["no/such/folder", "nowhere", "/no/such/file.safetensors", "~no-such-user/model", "x" * 5000, "a\0b"]
+)
+def test_a_path_that_does_not_exist_is_refused(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    message = refusal(model)
+    assert "no such folder or file" in message
+    assert "check the path" in message
+
+
+@pytest.mark.parametrize("model", ["mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B@main"])
+def test_a_hub_id_is_met_with_the_command_that_downloads_it(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    message = refusal(model)
+    assert message.startswith(f"{model}: ")
+    assert f"hf download {model.split('@')[0]} --local-dir DIR" in message
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "https://host/model.safetensors"])
+def test_a_url_is_refused_with_the_advice_to_download(model):
+    assert refusal(model).startswith(f"{model}: URLs cannot be read yet; download")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_a_dtype_that_cannot_be_read_is_refused_by_name_when_asked_for_and_only_then(tmp_path, dtype):
+    save_file({"odd": torch.ones(4, 4).to(dtype), "plain": torch.ones(2)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.read("plain"), torch.ones(2))
+    with pytest.raises(BadInput) as caught:
+        checkpoint.read("odd")
+    message = str(caught.value)
+    assert message.startswith(
+        f"{tmp_path / 'model.safetensors'}: tensor odd has dtype {checkpoint.tensors['odd'].dtype}"
+    )
+    assert "give a checkpoint in BF16, F16, F32, F64" in message
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_refused_on_reading(tmp_path):
+    tiny_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    truncated(tmp_path)
+    with pytest.raises(BadInput, match=r"model\.safetensors: cannot read tensor .*; download the file again"):
+        checkpoint.read(NAME)
+
+
+def test_a_tensor_name_with_line_breaks_does_not_break_the_message(tmp_path):
+    save_file({"a\nb": torch.ones(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    refusal(tmp_path)
+
+
+AS_NOBODY = """
+import os, sys
+from moescope.checkpoint import open_checkpoint
+from moescope.errors import BadInput
+open_checkpoint(sys.argv[-1])  # imports all it needs while it still may
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+for model in sys.argv[1:]:
+    try:
+        open_checkpoint(model)
+        print("read")
+    except BadInput as error:
+        print(error)
+"""
+
+
+def test_files_that_may_not_be_read_are_refused_by_name():
+    with tempfile.TemporaryDirectory() as base:  # pytest's own folders are closed to other users
+        os.chmod(base, 0o755)
+        locked = {}
+        for name in ("model.safetensors", "config.json", INDEX, "."):
+            folder = tiny_checkpoint(Path(base) / f"locked-{len(locked)}", shards=2 if name == INDEX else 1)
+            locked[folder] = folder / name
+            (folder / name).chmod(0)
+        whole = tiny_checkpoint(Path(base) / "whole")
+        for file in whole.iterdir():
+            file.chmod(0o644)
+        command = [sys.executable, "-c", AS_NOBODY, *map(str, locked), str(whole)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        for path in locked.values():
+            path.chmod(0o755)
+    lines = shown.stdout.splitlines()
+    assert len(lines) == len(locked) + 1
+    for line, path in zip(lines, locked.values(), strict=False):
+        assert line.startswith(f"{path}"), line
+        assert "no permission to read; change the file's mode or owner" in line
+    assert lines[-1] == "read"
+
+
+# --- fuzz
+
+
+def corrupt(folder: Path, draw: random.Random) -> str:
+    """Damage one file of the checkpoint in one of several ways; returns what was done."""
+    file = draw.choice(sorted(folder.iterdir()))
+    way = draw.choice(
+        ["cut", "flip", "flip_head", "insert", "delete", "zeros", "length", "swap", "json", "json", "json"]
+    )
+    raw = bytearray(file.read_bytes())
+    head = min(len(raw), 600)
+    place = draw.randrange(len(raw))
+    if way == "cut":
+        raw = raw[:place]
+    elif way == "flip":
+        raw[place] ^= 1 << draw.randrange(8)
+    elif way == "flip_head":
+        for _ in range(draw.randint(1, 4)):
+            raw[draw.randrange(head)] = draw.randrange(256)
+    elif way == "insert":
+        raw[place:place] = draw.randbytes(draw.randint(1, 40))
+    elif way == "delete":
+        del raw[place : place + draw.randint(1, 40)]
+    elif way == "zeros":
+        raw[place : place + 64] = bytes(len(raw[place : place + 64]))
+    elif way == "length":
+        raw[:8] = struct.pack(
+            "<Q", draw.choice([0, 1, 7, len(raw), len(raw) - 8, 2**31, 2**40, 2**64 - 1, draw.randrange(2000)])
+        )
+    elif way == "swap":
+        raw = bytearray(draw.choice(sorted(folder.iterdir())).read_bytes())
+    if way != "json":
+        file.write_bytes(raw)
+        return f"{way} at {place} of {file.name}"
+    header, data = header_of(file) if file.suffix == ".safetensors" else (json.loads(raw), b"")
+    changed = change_json(header, draw)
+    if file.suffix == ".safetensors":
+        write_header(file, header, data)
+    else:
+        file.write_text(json.dumps(header))
+    return f"{changed} in {file.name}"
+
+
+ODD_VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    3,
+    10**9,
+    10**30,
+    2.5,
+    float("nan"),
+    "",
+    "4",
+    "F32",
+    "../x",
+    "a\nb",
+    [],
+    {},
+    [0],
+    [4, 16],
+    [16, 4],
+    [-1, 3],
+    [2**62, 2**62],
+    {"a": 1},
+    "model.layers.99999999999999999999.mlp.gate.weight",
+]
+
+
+def change_json(value: dict, draw: random.Random) -> str:
+    """Replace, drop or rename one entry, at any depth."""
+    key = draw.choice(sorted(value, key=str))
+    if isinstance(value[key], dict) and value[key] and draw.random() < 0.8:
+        return f"{key} > " + change_json(value[key], draw)
+    way = draw.choice(["replace", "replace", "drop", "rename"])
+    if way == "drop":
+        del value[key]
+    elif way == "rename":
+        value[
+            draw.choice(
+                [
+                    f"mtp.{key}",
+                    key.replace("0", "7"),
+                    key.replace("gate", "up"),
+                    "9" * 5000 + ".mlp.gate.weight",
+                    "a\nb",
+                ]
+            )
+        ] = value.pop(key)
+    else:
+        value[key] = draw.choice(ODD_VALUES)
+    return f"{way} {key}"
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_no_corruption_escapes_as_anything_but_bad_input(tmp_path, batch):
+    refused = 0
+    for number in range(100):
+        draw = random.Random(1000 * batch + number)
+        folder = tmp_path / str(number)
+        family = draw.choice(["mixtral", "qwen3_moe"])
+        tiny_checkpoint(folder, shards=draw.choice([1, 2]), layers=2, experts=3, d_model=4, d_ff=5, family=family)
+        done = corrupt(folder, draw)
+        try:
+            moe = read_moe(open_checkpoint(folder))
+            for weights in moe.layers.values():
+                weights.router_ED.read()
+                for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF):
+                    assert stack is not None
+                    for expert in range(weights.n_experts):
+                        assert stack.read(expert).shape == stack.shape[1:]
+            moe.coverage.line()
+        except BadInput as error:
+            refused += 1
+            assert len(str(error).splitlines()) == 1, f"{done}: {error}"
+        except Exception as error:
+            raise AssertionError(
+                f"seed {1000 * batch + number}: {done}: {type(error).__name__} escaped: {error}"
+            ) from error
+    assert 30 <= refused <= 95, "corruptions that are all refused, or never, test little"

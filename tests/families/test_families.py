@@ -1,0 +1,432 @@
+"""Families against transformers itself: the same tensors bit for bit, and the same numbers computed from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import silu
+
+from checkpoints import (
+    edit_json,
+    expert_name,
+    router_name,
+    saved_model,
+    shard_name,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+)
+from moescope.checkpoint import open_checkpoint
+from moescope.errors import BadInput
+from moescope.families import FAMILIES, MoeCheckpoint, read_moe
+from moescope.types import ExpertStack, LayerWeights
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Layers 0 and 2 of the sparse_step model are dense by the step, layer 3 by name.
+MODELS = {
+    "mixtral": ("mixtral", {}, {0, 1, 2}),
+    "qwen3_moe": ("qwen3_moe", {}, {0, 1, 2}),
+    "qwen3_moe_mlp_only": ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [1, 3]}, {0, 2}),
+    "qwen3_moe_sparse_step": (
+        "qwen3_moe",
+        {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {1, 5},
+    ),
+}
+
+
+def read(folder: Path) -> MoeCheckpoint:
+    return read_moe(open_checkpoint(folder))
+
+
+def stacked(stack: ExpertStack | None) -> torch.Tensor:
+    assert stack is not None
+    tensors = torch.stack([stack.read(expert) for expert in range(stack.shape[0])])
+    assert tensors.shape == stack.shape
+    return tensors
+
+
+def expert_output(weights: LayerWeights, expert: int, x_TD: torch.Tensor) -> torch.Tensor:
+    assert weights.up_EFD is not None
+    gate, up, down = (stack.read(expert) for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF))
+    return (silu(x_TD @ gate.T) * (x_TD @ up.T)) @ down.T
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict:
+    """(model, folder) of every family in fp32, made once."""
+    made = {}
+    for name, (family, config, _) in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = (saved_model(folder, family, **config), folder)
+    return made
+
+
+# --- round trip
+
+
+def check_bits(model, moe: MoeCheckpoint, layers: set[int], dtype: torch.dtype) -> None:
+    assert set(moe.layers) == layers
+    for layer, weights in moe.layers.items():
+        block = model.model.layers[layer].mlp
+        gate, up = block.experts.gate_up_proj.detach().chunk(2, dim=1)
+        own = {
+            "router": (weights.router_ED.read(), block.gate.weight),
+            "gate": (stacked(weights.gate_EFD), gate),
+            "up": (stacked(weights.up_EFD), up),
+            "down": (stacked(weights.down_EDF), block.experts.down_proj),
+            "norm": (weights.norm_D.read(), model.model.layers[layer].post_attention_layernorm.weight),
+        }
+        for what, (ours, theirs) in own.items():
+            assert ours.dtype == theirs.dtype == dtype, what
+            assert torch.equal(ours, theirs), f"{what} of layer {layer} differs"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_equals_the_model_s_own_bit_for_bit(models, name):
+    model, folder = models[name]
+    assert len(list(folder.glob("*.safetensors"))) > 2, "the checkpoint must be sharded"
+    check_bits(model, read(folder), MODELS[name][2], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_half_precision_weights_are_not_rounded_on_the_way(tmp_path, family, dtype):
+    model = saved_model(tmp_path, family, DTYPES[dtype], num_hidden_layers=2)
+    check_bits(model, read(tmp_path), {0, 1}, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_an_unsharded_save_is_read_like_a_sharded_one(tmp_path, family):
+    model = saved_model(tmp_path, family, max_shard_size="1GB", num_hidden_layers=1)
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    check_bits(model, read(tmp_path), {0}, torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_s_words_reach_the_layer(models, name):
+    family = MODELS[name][0]
+    for layer, weights in read(models[name][1]).layers.items():
+        block = "block_sparse_moe" if family == "mixtral" else "mlp"
+        assert weights.layer == layer
+        assert weights.layer_name == f"model.layers.{layer}.{block}"
+        assert (weights.n_experts, weights.d_model, weights.d_ff) == (4, 16, 24 if family == "mixtral" else 20)
+        assert (weights.top_k, weights.scoring, weights.activation) == (2, "softmax", "silu")
+        assert weights.norm_offset == 0.0
+
+
+# --- parity with transformers' forward: what a round trip cannot see, such as gate and up swapped
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_expert_s_output_is_what_transformers_computes(models, name):
+    model, folder = models[name]
+    x_TD = torch.randn(7, 16, generator=torch.Generator().manual_seed(1))
+    for layer, weights in read(folder).layers.items():
+        experts = model.model.layers[layer].mlp.experts
+        for expert in range(weights.n_experts):
+            alone = torch.full((7, 1), expert)
+            with torch.no_grad():
+                theirs = experts(x_TD, alone, torch.ones(7, 1))
+            assert theirs.abs().mean() > 0.1
+            torch.testing.assert_close(expert_output(weights, expert, x_TD), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_router_logits_and_block_outputs_are_those_of_a_real_forward_pass(models, name):
+    model, folder = models[name]
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+    hooks = []
+    layers = read(folder).layers
+    for layer in layers:
+        block = model.model.layers[layer].mlp
+
+        def keep_router(module, inputs, output, layer=layer):
+            logits, scores, chosen = output
+            seen.setdefault(layer, {}).update(x=inputs[0], logits=logits, scores=scores, chosen=chosen)
+
+        def keep_block(module, inputs, output, layer=layer):
+            seen[layer]["output"] = output
+
+        hooks += [block.gate.register_forward_hook(keep_router), block.register_forward_hook(keep_block)]
+    with torch.no_grad():
+        model(torch.arange(12)[None])
+    for hook in hooks:
+        hook.remove()
+    assert set(seen) == set(layers)
+    for layer, weights in layers.items():
+        of = seen[layer]
+        x_TD = of["x"].reshape(-1, weights.d_model)
+        torch.testing.assert_close(x_TD @ weights.router_ED.read().T, of["logits"], rtol=1e-4, atol=1e-5)
+        outputs_ETD = torch.stack([expert_output(weights, expert, x_TD) for expert in range(weights.n_experts)])
+        mixed_TD = sum(
+            of["scores"][:, slot, None] * outputs_ETD[of["chosen"][:, slot], torch.arange(len(x_TD))]
+            for slot in range(2)
+        )
+        torch.testing.assert_close(mixed_TD, of["output"].reshape(x_TD.shape), rtol=1e-3, atol=1e-4)
+
+
+# --- coverage
+
+
+def test_coverage_of_a_tiny_mixtral_is_what_a_hand_counts(tmp_path):
+    coverage = read(tiny_checkpoint(tmp_path)).coverage
+    # A layer: router 4 x 16, norm 16, 4 experts x 3 matrices x 24 x 16. Besides: an embedding of 8 x 16.
+    layer = 4 * 16 + 16 + 4 * 3 * 24 * 16
+    assert (coverage.family, coverage.layers_found, coverage.layers_expected) == ("mixtral", 2, 2)
+    assert coverage.experts_per_layer == (4,)
+    assert coverage.parameters_understood == 2 * layer == 9376
+    assert coverage.parameters_total == 9376 + 8 * 16
+    assert coverage.skipped == {"not part of an MoE block": 1}
+    assert coverage.line() == (
+        "mixtral: 2 MoE layers of 2 expected, 4 experts a layer, 9,376 of 9,504 parameters understood (98.7%); "
+        "1 tensors skipped: not part of an MoE block"
+    )
+
+
+def test_coverage_of_a_real_model_counts_its_dense_layers_as_skipped(models):
+    model, folder = models["qwen3_moe_sparse_step"]
+    coverage = read(folder).coverage
+    assert (coverage.layers_found, coverage.layers_expected) == (2, 2)
+    assert coverage.parameters_total == sum(parameter.numel() for parameter in model.parameters())
+    assert coverage.parameters_understood == 2 * (4 * 16 + 16 + 4 * 3 * 20 * 16)
+    # Embedding, head, last norm; 6 x (q, k, v, o, q_norm, k_norm, input norm); 4 dense x (gate, up, down, second norm).
+    assert coverage.skipped == {"not part of an MoE block": 3 + 6 * 7 + 4 * 4}
+
+
+def test_multi_token_prediction_layers_are_skipped_and_counted(tmp_path):
+    tensors = tiny_tensors(family="qwen3_moe")
+    extra = {f"mtp.layers.0.mlp.experts.{expert}.gate_proj.weight": torch.ones(24, 16) for expert in range(4)}
+    extra["mtp.layers.0.mlp.gate.weight"] = torch.ones(4, 16)
+    moe = read(write_checkpoint(tmp_path, {**tensors, **extra}, tiny_config(family="qwen3_moe")))
+    assert set(moe.layers) == {0, 1}
+    assert torch.equal(moe.layers[0].router_ED.read(), tensors[router_name(0, "qwen3_moe")])
+    assert moe.coverage.skipped == {"not part of an MoE block": 1, "multi-token prediction": 5}
+
+
+def test_one_shard_alone_may_be_looked_at_and_coverage_says_how_little_it_is(tmp_path):
+    tensors = tiny_tensors()
+    folder = write_checkpoint(
+        tmp_path, {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}, tiny_config()
+    )
+    coverage = read(folder / "model.safetensors").coverage
+    assert (coverage.layers_found, coverage.layers_expected) == (1, 2)
+    assert "1 MoE layers of 2 expected" in coverage.line()
+
+
+# --- names first, config second
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_checkpoint_without_a_config_is_read_from_its_names(tmp_path, family):
+    moe = read(write_checkpoint(tmp_path, tiny_tensors(family=family)))
+    assert moe.family.name == moe.coverage.family == family
+    assert moe.coverage.layers_expected is None
+    assert "an unknown number" in moe.coverage.line()
+    assert (moe.layers[0].top_k, moe.layers[0].scoring, moe.layers[0].activation) == (None, "softmax", None)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_an_unknown_model_type_with_known_names_works_and_says_which_layout_it_took(tmp_path, family):
+    folder = tiny_checkpoint(tmp_path, family=family)
+    edit_json(folder / "config.json", model_type="newcomer", num_hidden_layers=40)
+    moe = read(folder)
+    assert moe.coverage.line().startswith(
+        f"{family} layout, model_type newcomer: 2 MoE layers of an unknown number expected"
+    )
+    assert moe.layers[0].scoring == "unknown", "nobody has said that a newcomer's router is a softmax"
+
+
+def test_names_outweigh_a_config_that_claims_another_family(tmp_path):
+    folder = tiny_checkpoint(tmp_path, family="qwen3_moe")
+    (folder / "config.json").write_text(json.dumps(tiny_config()))
+    assert read(folder).family.name == "qwen3_moe"
+
+
+def test_layers_stand_in_the_order_of_their_numbers_not_of_their_names(tmp_path):
+    assert list(read(tiny_checkpoint(tmp_path, layers=12, experts=2, d_model=4, d_ff=4)).layers) == list(range(12))
+
+
+def test_another_prefix_of_the_layers_is_found(tmp_path):
+    tensors = {
+        name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in tiny_tensors().items()
+    }
+    moe = read(write_checkpoint(tmp_path, tensors, tiny_config()))
+    assert moe.layers[1].layer_name == "model.language_model.layers.1.block_sparse_moe"
+    assert moe.layers[1].norm_D is not None
+
+
+# --- bad input
+
+
+def refusal(folder: Path, *parts: str) -> None:
+    """The checkpoint is refused in one line that holds all the parts, a remedy among them."""
+    with pytest.raises(BadInput) as caught:
+        read(folder)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for part in (str(folder), *parts):
+        assert part in message
+    assert any(word in message for word in ("download", "check", "give", "mend")), f"no remedy in: {message}"
+
+
+FILE = "model.safetensors"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("matrix", ["gate", "up", "down"])
+@pytest.mark.parametrize("expert", [0, 3])
+def test_a_missing_expert_is_named(tmp_path, family, matrix, expert):
+    tensors = tiny_tensors(family=family)
+    name = expert_name(1, expert, matrix, family)
+    del tensors[name]
+    refusal(write_checkpoint(tmp_path, tensors, tiny_config(family=family)), name, "missing")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        (expert_name(1, 2, "gate"), (24, 15), "[24, 16]"),
+        (expert_name(1, 2, "gate"), (16, 24), "[24, 16]"),
+        (expert_name(1, 2, "up"), (16, 24), "[24, 16]"),
+        (expert_name(1, 2, "down"), (24, 16), "[16, 24]"),
+        (expert_name(1, 2, "down"), (16, 24, 1), "[16, 24]"),
+        (expert_name(1, 0, "gate"), (384,), "[d_ff, 16]"),
+        (router_name(1), (64,), "[experts, d_model]"),
+        (router_name(1), (0, 16), "[experts, d_model]"),
+        ("model.layers.1.post_attention_layernorm.weight", (17,), "[16]"),
+    ],
+)
+def test_a_wrong_shape_is_refused_with_what_was_expected(tmp_path, name, shape, expected):
+    tensors = {**tiny_tensors(), name: torch.ones(shape)}
+    refusal(write_checkpoint(tmp_path, tensors, tiny_config()), FILE, name, str(list(shape)), expected)
+
+
+def test_experts_that_all_have_another_width_than_the_router_are_refused(tmp_path):
+    tensors = tiny_tensors()
+    for expert in range(4):
+        tensors[expert_name(0, expert, "gate")] = torch.ones(24, 20)
+    refusal(
+        write_checkpoint(tmp_path, tensors, tiny_config()), FILE, expert_name(0, 0, "gate"), "[24, 20]", "[d_ff, 16]"
+    )
+
+
+def test_more_experts_on_disk_than_router_rows_are_refused(tmp_path):
+    tensors = tiny_tensors()
+    tensors[router_name(1)] = tensors[router_name(1)][:3].clone()
+    refusal(write_checkpoint(tmp_path, tensors), FILE, router_name(1), "3 rows", "more experts than that on disk")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_config_that_counts_other_experts_is_refused(tmp_path, family):
+    folder = tiny_checkpoint(tmp_path, family=family)
+    (folder / "config.json").write_text(json.dumps(tiny_config(experts=8, family=family)))
+    refusal(folder, FILE, router_name(0, family), "4 rows", "8 experts")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_an_expected_layer_that_is_missing_is_an_error_not_a_smaller_report(tmp_path, family):
+    folder = tiny_checkpoint(tmp_path, family=family)
+    (folder / "config.json").write_text(json.dumps(tiny_config(layers=4, family=family)))
+    refusal(folder, "config.json says layers [2, 3] are MoE", "download the missing shards")
+
+
+def test_a_dense_layer_that_the_config_names_is_not_missed(tmp_path):
+    folder = tiny_checkpoint(tmp_path, family="qwen3_moe")
+    (folder / "config.json").write_text(json.dumps(tiny_config(layers=4, family="qwen3_moe", mlp_only_layers=[2, 3])))
+    assert set(read(folder).layers) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": None},
+        {"num_hidden_layers": "many"},
+        {"num_hidden_layers": 2.5},
+        {"num_hidden_layers": 10**12},
+        {"decoder_sparse_step": 0},
+        {"decoder_sparse_step": None},
+        {"mlp_only_layers": 3},
+        {"mlp_only_layers": [[0]]},
+    ],
+    ids=str,
+)
+def test_a_config_whose_layers_make_no_sense_is_refused(tmp_path, config):
+    folder = tiny_checkpoint(tmp_path, family="qwen3_moe")
+    edit_json(folder / "config.json", **config)
+    refusal(folder, "config.json")
+
+
+def test_a_dense_model_is_refused_with_what_was_looked_for(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(BadInput) as caught:
+        read(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}: no MoE layer found (model_type llama); it may be a dense model")
+    for family in FAMILIES:
+        assert f"{family.router} ({family.name})" in message
+
+
+def test_two_stacks_of_layers_are_refused_with_both_names(tmp_path):
+    tensors = tiny_tensors()
+    second = {name.replace("model.", "other."): tensor.clone() for name, tensor in tensors.items()}
+    refusal(
+        write_checkpoint(tmp_path, {**tensors, **second}),
+        FILE,
+        router_name(0),
+        router_name(0).replace("model.", "other."),
+    )
+
+
+def test_a_layer_number_beyond_reason_is_refused_like_any_other_damage(tmp_path):
+    tensors = {**tiny_tensors(), "model.layers." + "9" * 5000 + ".block_sparse_moe.gate.weight": torch.ones(4, 16)}
+    refusal(write_checkpoint(tmp_path, tensors, tiny_config()), "missing")
+
+
+def test_a_fused_layout_that_is_not_known_is_refused_not_misread(tmp_path):
+    tensors = {name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name}
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(4, 48, 16)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(4, 16, 24)
+    refusal(
+        write_checkpoint(tmp_path, tensors, tiny_config(family="qwen3_moe")),
+        expert_name(0, 0, "gate", "qwen3_moe"),
+        "missing",
+    )
+
+
+# --- laziness
+
+
+def test_reading_the_layout_touches_no_tensor_data(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    raw = bytearray((folder / FILE).read_bytes())
+    header = 8 + int.from_bytes(raw[:8], "little")
+    raw[header:] = b"\xff" * (len(raw) - header)  # every float a NaN
+    (folder / FILE).write_bytes(raw)
+    moe = read(folder)
+    assert set(moe.layers) == {0, 1}
+    assert moe.layers[0].router_ED.read().isnan().all()
+
+
+def test_one_expert_is_read_without_the_shards_of_the_others(tmp_path):
+    tensors = tiny_tensors()
+    own = {name: tensor for name, tensor in tensors.items() if ".experts.1." not in name}
+    others = {name: tensor for name, tensor in tensors.items() if ".experts.1." in name}
+    save_file(own, tmp_path / shard_name(0, 2))
+    save_file(others, tmp_path / shard_name(1, 2))
+    gate = read(tmp_path).layers[0].gate_EFD
+    (tmp_path / shard_name(1, 2)).unlink()
+    assert torch.equal(gate.read(0), tensors[expert_name(0, 0, "gate")])
+    with pytest.raises(BadInput, match="cannot read tensor"):
+        gate.read(1)

@@ -1,0 +1,344 @@
+"""The command line as a user meets it: real processes, their exit codes, and what they print where."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from checkpoints import INDEX, expert_name, shard_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from moescope import cli
+from moescope.errors import BadInput
+
+HEAVY = ("torch", "plotly", "pandas", "numpy", "scipy", "pyarrow", "safetensors", "transformers")
+
+
+def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", "moescope", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False)
+
+
+# --- help
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-h"], ["scan", "--help"], ["report", "--help"], ["demo", "--help"]], ids=" ".join
+)
+def test_help_exits_0(arguments):
+    shown = CliRunner().invoke(cli.app, arguments)
+    assert shown.exit_code == 0
+    assert "Usage" in shown.stdout
+
+
+def test_the_help_names_every_verb(tmp_path):
+    shown = moescope("--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert shown.stderr == ""
+    for verb in ("scan", "report", "demo"):
+        assert re.search(rf"\b{verb}\b", shown.stdout)
+
+
+def test_the_help_of_scan_names_the_options_of_the_contract(tmp_path):
+    shown = moescope("scan", "--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    for option in (
+        "--out",
+        "--layers",
+        "--matrix",
+        "--k",
+        "--router",
+        "--fold-norm",
+        "--precision",
+        "--device",
+        "--seed",
+        "--quiet",
+        "--json",
+        "--overwrite",
+        "--keep-going",
+    ):
+        assert option in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["scan", "--help"], ["--version"], ["scan", "--nonsense"]], ids=" ".join
+)
+def test_help_waits_for_no_heavy_import(tmp_path, arguments):
+    source = (
+        "import sys\nfrom moescope.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", source, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
+    )
+    assert shown.stderr.splitlines()[-1] == "heavy: []"
+
+
+def test_the_import_log_of_help_holds_no_torch_and_no_plotly(tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "moescope", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+    imported = {
+        line.rsplit("|", 1)[1].strip().split(".")[0]
+        for line in shown.stderr.splitlines()
+        if line.startswith("import time:")
+    }
+    assert "moescope" in imported
+    assert "typer" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+def test_importing_the_package_imports_nothing_heavy_until_a_verb_is_used(tmp_path):
+    heavy = f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    source = f"import sys, moescope\n{heavy}\nmoescope.scan\nprint('numpy' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
+    )
+    assert shown.stdout.splitlines() == ["[]", "True"]
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    import moescope as package
+
+    with pytest.raises(AttributeError, match="module 'moescope' has no attribute 'scam'"):
+        _ = package.scam
+
+
+def test_version_prints_the_version():
+    shown = CliRunner().invoke(cli.app, ["--version"])
+    assert (shown.exit_code, shown.stdout) == (0, f"moescope {version('moescope')}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["scan"], ["scan", "x", "--nonsense"], ["scam"], ["scan", "x", "--seed", "many"]], ids=" ".join
+)
+def test_a_wrong_command_exits_2(arguments):
+    shown = CliRunner().invoke(cli.app, arguments)
+    assert shown.exit_code == 2
+    assert "Usage" in shown.stderr
+
+
+# --- bad input
+
+
+def truncated(folder: Path) -> list[str]:
+    file = tiny_checkpoint(folder / "model") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return ["model/model.safetensors", "download it again"]
+
+
+def header_beyond_the_file(folder: Path) -> list[str]:
+    file = tiny_checkpoint(folder / "model") / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 10**9) + file.read_bytes()[8:])
+    return ["model/model.safetensors", "download it again"]
+
+
+def missing_shard(folder: Path) -> list[str]:
+    (tiny_checkpoint(folder / "model", shards=2) / shard_name(1, 2)).unlink()
+    return [shard_name(1, 2), "download"]
+
+
+def index_out_of_the_folder(folder: Path) -> list[str]:
+    tiny_checkpoint(folder / "model", shards=2)
+    (folder / "model" / INDEX).write_text(json.dumps({"weight_map": {"a": "../../x"}}))
+    return [INDEX, "../../x"]
+
+
+def dense(folder: Path) -> list[str]:
+    write_checkpoint(folder / "model", {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, {"model_type": "llama"})
+    return ["model: no MoE layer found (model_type llama)", "Looked for"]
+
+
+def wrong_shape(folder: Path) -> list[str]:
+    name = expert_name(1, 2, "down")
+    write_checkpoint(folder / "model", {**tiny_tensors(), name: torch.ones(3, 3)}, tiny_config())
+    return ["model.safetensors", name, "[3, 3]"]
+
+
+def nan_in_an_expert(folder: Path) -> list[str]:
+    tensors = tiny_tensors()
+    tensors[expert_name(0, 1, "gate")][3, 3] = math.nan
+    write_checkpoint(folder / "model", tensors, tiny_config())
+    return ["model.safetensors", expert_name(0, 1, "gate"), "NaN", "--keep-going"]
+
+
+def empty_folder(folder: Path) -> list[str]:
+    (folder / "model").mkdir()
+    return ["model: no .safetensors file here"]
+
+
+def nothing_there(folder: Path) -> list[str]:
+    return ["model: no such folder or file"]
+
+
+def name_with_a_line_break(folder: Path) -> list[str]:
+    (folder / "model").mkdir()
+    save_file({"1.mlp.gate.weight": torch.ones(2, 2), "a\nb": torch.ones(2)}, folder / "model" / "a\nb.safetensors")
+    return ["is missing; download"]
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        truncated,
+        header_beyond_the_file,
+        missing_shard,
+        index_out_of_the_folder,
+        dense,
+        wrong_shape,
+        nan_in_an_expert,
+        empty_folder,
+        nothing_there,
+        name_with_a_line_break,
+    ],
+    ids=lambda prepare: prepare.__name__,
+)
+def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(tmp_path, prepare: Callable[[Path], list[str]]):
+    parts = prepare(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    shown = moescope("scan", "model", cwd=tmp_path)
+    assert shown.returncode == 2, shown.stderr
+    assert shown.stdout == ""
+    assert len(shown.stderr.splitlines()) == 1
+    assert shown.stderr.startswith("moescope: ")
+    assert "Traceback" not in shown.stderr
+    for part in parts:
+        assert part in shown.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--layers", "x"], "write them as 0,5,9-12"),
+        (["--matrix", "w1"], "unknown matrix 'w1'; known: gate, up, gate_up, down"),
+        (["--k", "0"], "numbers must be at least 1"),
+        (["--ambiguity-weights", "a,b"], "give three numbers parted by commas"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+    ],
+)
+def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(tmp_path, monkeypatch, capsys, arguments, part):
+    tiny_checkpoint(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["moescope", "scan", "model", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    shown = capsys.readouterr()
+    assert stop.value.code == 2
+    assert shown.out == ""
+    assert shown.err.startswith("moescope: ")
+    assert len(shown.err.splitlines()) == 1
+    assert part in shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("moescope.workflows.scan.open_steps", lambda *_: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["moescope", "scan", "model"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+# --- success
+
+
+def test_scan_prints_coverage_findings_and_the_folder(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model")
+    shown = moescope("scan", model, "--out", "run", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("mixtral: 2 MoE layers of 2 expected, 4 experts a layer")
+    assert lines[-1] == "run: run"
+    assert all(line.startswith("- ") for line in lines[1:-1])
+    assert "Traceback" not in shown.stderr
+    assert (tmp_path / "run" / "alignment.parquet").exists()
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """The command line in this process; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        shown = CliRunner().invoke(cli.app, list(arguments))
+        if shown.exception is not None and not isinstance(shown.exception, SystemExit):
+            raise shown.exception
+        return shown.exit_code, shown.stdout, shown.stderr
+
+    return run
+
+
+def test_json_prints_the_summary_and_nothing_else(tmp_path, invoke):
+    tiny_checkpoint(tmp_path / "model")
+    code, out, _ = invoke("scan", "model", "--out", "run", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert {"coverage", "findings", "warnings"} <= set(facts)
+    assert all(isinstance(line, str) for line in [*facts["coverage"], *facts["findings"], *facts["warnings"]])
+
+
+def test_quiet_prints_nothing(tmp_path, invoke):
+    tiny_checkpoint(tmp_path / "model")
+    assert invoke("scan", "model", "--out", "run", "--quiet") == (0, "", "")
+
+
+def test_warnings_go_to_stderr(tmp_path, invoke):
+    tiny_checkpoint(tmp_path / "model")
+    code, out, err = invoke("scan", "model", "--out", "run", "--k", "999")
+    assert code == 0
+    assert "warning: k = 999 left out: no matrix has a rank above 16\n" in err
+    assert "warning" not in out
+
+
+def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
+    tiny_checkpoint(tmp_path / "model")
+    options = (
+        "--layers 1 --matrix up,down --router raw,centered --k 3 --fold-norm --device cpu --precision exact "
+        "--null shuffle --n-shuffles 20 --k-star 128 --allow-full-rank --ambiguity-weights 0.5,0.25,0.25 "
+        "--keep-going --seed 3 --quiet"
+    )
+    assert invoke("scan", "model", "--out", "run", *options.split())[0] == 0
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["arguments"] == {
+        "layers": [[1]],
+        "matrix": ["up", "down"],
+        "router": ["raw", "centered"],
+        "fold_norm": True,
+        "k": [3],
+        "precision": "exact",
+        "null": "shuffle",
+        "n_shuffles": 20,
+        "seed": 3,
+        "k_star": 128,
+        "allow_full_rank": True,
+        "ambiguity_weights": [0.5, 0.25, 0.25],
+    }
+    assert (info["device"], info["keep_going"]) == ("cpu", True)
+
+
+def test_a_second_scan_into_the_folder_is_refused_unless_it_may_overwrite(tmp_path, invoke):
+    tiny_checkpoint(tmp_path / "model")
+    assert invoke("scan", "model", "--out", "run", "--quiet")[0] == 0
+    with pytest.raises(BadInput, match=r"other arguments \(seed\)"):
+        invoke("scan", "model", "--out", "run", "--quiet", "--seed", "1")
+    assert invoke("scan", "model", "--out", "run", "--quiet", "--seed", "1", "--overwrite")[0] == 0
+
+
+def test_several_models_are_steps(tmp_path, invoke):
+    for step in (100, 200):
+        tiny_checkpoint(tmp_path / f"checkpoint-{step}", seed=step)
+    assert invoke("scan", "checkpoint-100", "checkpoint-200", "--out", "run", "--quiet")[0] == 0
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [checkpoint["step"] for checkpoint in info["checkpoints"]] == [100, 200]

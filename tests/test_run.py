@@ -1,0 +1,489 @@
+"""Run folders: pieces land whole or not at all, unfinished work is taken up again, and only our files are touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from moescope import run as run_module
+from moescope.errors import BadInput
+from moescope.run import Run, default_folder, open_run
+from moescope.tables import SCHEMA_VERSION, TABLES
+
+IDENTITY = {
+    "arguments": {"layers": None, "matrix": ("gate",), "seed": 0},
+    "checkpoints": [{"path": "/models/a", "header_hash": "1"}],
+}
+
+
+def frame(layer: int, mean: float = 0.5) -> pd.DataFrame:
+    return pd.DataFrame([{"step": 0, "layer": layer, "matrix": "gate", "k": k, "mean": mean} for k in (1, 2)])
+
+
+def flush(writer, layer: int) -> None:
+    writer.flush_piece(f"layer{layer}", {"orthogonality": frame(layer)}, {"layer": layer})
+
+
+def finish(writer) -> Run:
+    return writer.finish({"orthogonality": writer.joined("orthogonality")})
+
+
+def leave_unfinished(
+    folder: Path, error: BaseException, layers: tuple[int, ...] = (0,), identity: dict = IDENTITY
+) -> None:
+    with pytest.raises(type(error)), open_run(folder, "scan", identity) as writer:
+        for layer in layers:
+            flush(writer, layer)
+        raise error
+
+
+def made(folder: Path, identity: dict = IDENTITY, **options: bool) -> Run:
+    with open_run(folder, "scan", identity, **options) as writer:
+        flush(writer, 0)
+        return finish(writer)
+
+
+def info(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# --- pieces
+
+
+def test_a_finished_run_holds_its_tables_and_nothing_of_its_making(tmp_path):
+    run = made(tmp_path / "run")
+    assert listing(tmp_path / "run") == ["orthogonality.parquet", "run.json"]
+    assert run.info == info(tmp_path / "run")
+    assert run.tables == ["orthogonality"]
+    assert run.table("orthogonality")["k"].tolist() == [1, 2]
+    assert run.table("orthogonality").columns.tolist() == list(TABLES["orthogonality"].columns)
+
+
+def test_tables_are_joined_from_all_pieces_and_sorted_by_their_keys(tmp_path):
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        for layer in (10, 2, 1):
+            flush(writer, layer)
+        run = finish(writer)
+    assert run.table("orthogonality")[["layer", "k"]].to_numpy().tolist() == [
+        [1, 1],
+        [1, 2],
+        [2, 1],
+        [2, 2],
+        [10, 1],
+        [10, 2],
+    ]
+
+
+def test_a_piece_whose_writing_fails_is_no_piece(tmp_path):
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        flush(writer, 0)
+        with pytest.raises(ValueError, match="may not be null"):
+            writer.flush_piece("layer1", {"orthogonality": frame(1), "similarity": frame(1)[["layer"]]}, {})
+        assert writer.done_pieces() == {"layer0"}
+        assert writer.joined("orthogonality")["layer"].unique().tolist() == [0]
+        flush(writer, 1)  # what the failure left half-written is not in the way
+        assert writer.done_pieces() == {"layer0", "layer1"}
+
+
+def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path, monkeypatch):
+    seen = []
+
+    def watch(writer_path):
+        real = run_module.write_json
+
+        def watched(path, value):
+            seen.append((path.name, sorted(piece.name for piece in (writer_path / "parts").iterdir())))
+            real(path, value)
+
+        return watched
+
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        monkeypatch.setattr(run_module, "write_json", watch(tmp_path / "run"))
+        flush(writer, 0)
+        monkeypatch.undo()
+        assert seen == [("setup.json", ["layer0.tmp"])]
+        assert writer.done_pieces() == {"layer0"}
+        finish(writer)
+
+
+def test_a_table_that_fails_to_be_written_leaves_the_old_one_whole(tmp_path):
+    path = tmp_path / "orthogonality.parquet"
+    run_module.write_table("orthogonality", frame(0), path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="no column"):
+        run_module.write_table("orthogonality", frame(0).assign(surprise=1), path)
+    assert path.read_bytes() == before
+
+
+def test_a_crash_between_tables_and_done_loses_nothing(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with pytest.raises(OSError, match="full"), open_run(folder, "scan", IDENTITY) as writer:
+        flush(writer, 0)
+        monkeypatch.setattr(writer, "save_info", lambda **_: (_ for _ in ()).throw(OSError("disk full")))
+        try:
+            finish(writer)
+        finally:
+            monkeypatch.undo()
+    assert info(folder)["status"] == "failed"
+    with open_run(folder, "scan", IDENTITY) as writer:
+        assert writer.done_pieces() == {"layer0"}
+        assert finish(writer).info["status"] == "done"
+
+
+# --- resuming
+
+
+def test_an_unfinished_run_is_taken_up_where_it_stopped(tmp_path):
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt(), layers=(0, 1))
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        assert writer.done_pieces() == {"layer0", "layer1"}
+        flush(writer, 2)
+        run = finish(writer)
+    assert run.table("orthogonality")["layer"].unique().tolist() == [0, 1, 2]
+
+
+def test_a_resumed_run_keeps_its_start_and_adds_up_its_timings(tmp_path):
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        writer.timings["decompose"] = 100.0
+        flush(writer, 0)
+        raise KeyboardInterrupt
+    started = info(tmp_path / "run")["started"]
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        with writer.timed("decompose"):
+            pass
+        run = finish(writer)
+    assert run.info["started"] == started
+    assert 100.0 <= run.info["timings"]["decompose"] < 101.0
+
+
+def test_a_run_that_was_resumed_and_finished_tells_of_no_error(tmp_path):
+    leave_unfinished(tmp_path / "run", RuntimeError("boom"))
+    assert info(tmp_path / "run")["error"] == "RuntimeError: boom"
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        finish(writer)
+    assert "error" not in info(tmp_path / "run")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"arguments": {**IDENTITY["arguments"], "seed": 1}}, r"other arguments \(seed\)"),
+        ({"arguments": {**IDENTITY["arguments"], "seed": 1, "matrix": ["up"]}}, r"other arguments \(matrix, seed\)"),
+        ({"arguments": {**IDENTITY["arguments"], "k": [3]}}, r"other arguments \(k\)"),
+        ({"checkpoints": [{"path": "/models/b", "header_hash": "1"}]}, "other checkpoints"),
+        ({"checkpoints": [{"path": "/models/a", "header_hash": "2"}]}, "other checkpoints"),
+    ],
+)
+def test_other_arguments_are_refused_by_the_word_that_differs(tmp_path, finished, change, words):
+    folder = tmp_path / "run"
+    if finished:
+        made(folder)
+    else:
+        leave_unfinished(folder, KeyboardInterrupt())
+    before = {name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()}
+    with (
+        pytest.raises(BadInput, match=f"{words}; give another --out, or --overwrite to replace it"),
+        open_run(folder, "scan", {**IDENTITY, **change}),
+    ):
+        pass
+    assert {name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()} == before
+
+
+def test_equal_arguments_compare_equal_through_json(tmp_path):
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
+    as_lists = json.loads(json.dumps(IDENTITY))
+    with open_run(tmp_path / "run", "scan", as_lists) as writer:
+        assert writer.done_pieces() == {"layer0"}
+        finish(writer)
+
+
+def test_a_run_of_another_schema_version_is_not_continued(tmp_path):
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
+    changed = {**info(tmp_path / "run"), "schema_version": SCHEMA_VERSION + 1}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(changed))
+    with pytest.raises(BadInput, match="other schema version"), open_run(tmp_path / "run", "scan", IDENTITY):
+        pass
+
+
+# --- whose folder it is
+
+
+def test_overwrite_removes_our_own_files_and_no_one_else_s(tmp_path):
+    folder = tmp_path / "run"
+    made(folder)
+    (folder / "report.html").write_text("ours")
+    theirs = ["notes.txt", "draft.tmp", "mine.parquet", "checkpoints/model.safetensors", "figures/a.svg"]
+    for name in theirs:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("theirs")
+    other = {**IDENTITY, "checkpoints": []}
+    run = made(folder, other, overwrite=True)
+    assert not (folder / "report.html").exists()
+    assert all((folder / name).read_text() == "theirs" for name in theirs)
+    assert run.info["checkpoints"] == []
+
+
+def test_overwrite_drops_the_pieces_of_the_run_before(tmp_path):
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt(), layers=(0, 1))
+    with open_run(tmp_path / "run", "scan", IDENTITY, overwrite=True) as writer:
+        assert writer.done_pieces() == set()
+        flush(writer, 5)
+        assert finish(writer).table("orthogonality")["layer"].unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_holds_something_else_is_refused_untouched(tmp_path, overwrite):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with (
+        pytest.raises(BadInput, match="not empty and not a run folder; give another --out"),
+        open_run(tmp_path, "scan", IDENTITY, overwrite),
+    ):
+        pass
+    assert listing(tmp_path) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_json_of_another_tool_is_refused_untouched(tmp_path, overwrite):
+    (tmp_path / "run.json").write_text('{"experiment": 7}')
+    with (
+        pytest.raises(BadInput, match=r"run\.json: not written by moescope"),
+        open_run(tmp_path, "scan", IDENTITY, overwrite),
+    ):
+        pass
+    assert (tmp_path / "run.json").read_text() == '{"experiment": 7}'
+
+
+def test_a_damaged_run_json_is_replaced_by_overwrite_as_its_message_says(tmp_path):
+    made(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{")
+    with (
+        pytest.raises(BadInput, match="give --overwrite to write it anew"),
+        open_run(tmp_path / "run", "scan", IDENTITY),
+    ):
+        pass
+    assert made(tmp_path / "run", overwrite=True).info["status"] == "done"
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with (
+        pytest.raises(BadInput, match="a file is in the way; give another --out"),
+        open_run(tmp_path / "run", "scan", IDENTITY),
+    ):
+        pass
+    with pytest.raises(BadInput, match="cannot be written"), open_run(tmp_path / "run" / "below", "scan", IDENTITY):
+        pass
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+def test_a_folder_that_cannot_be_made_is_refused():
+    with pytest.raises(BadInput, match="cannot be written"), open_run(Path("/proc/no/such"), "scan", IDENTITY):
+        pass
+
+
+def test_an_empty_folder_may_be_used_and_is_kept_when_the_work_fails(tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RuntimeError), open_run(tmp_path / "run", "scan", IDENTITY):
+        raise RuntimeError("boom")
+    assert listing(tmp_path) == ["run"]
+    made(tmp_path / "run")
+
+
+# --- status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), "interrupted"), (RuntimeError("boom"), "failed"), (BadInput("x"), "failed")],
+)
+def test_a_run_that_stops_after_its_first_piece_says_how_it_stopped(tmp_path, error, status):
+    leave_unfinished(tmp_path / "run", error)
+    assert info(tmp_path / "run")["status"] == status
+    assert listing(tmp_path / "run") == [
+        "parts",
+        "parts/layer0",
+        "parts/layer0/orthogonality.parquet",
+        "parts/layer0/setup.json",
+        "run.json",
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("boom"), BadInput("x")])
+@pytest.mark.parametrize("place", ["run", "runs/deep/run"])
+def test_a_failure_before_the_first_piece_leaves_nothing_behind(tmp_path, error, place):
+    leave_unfinished(tmp_path / place, error, layers=())
+    assert listing(tmp_path) == []
+
+
+def test_a_second_failure_before_the_next_piece_keeps_the_first_piece(tmp_path):
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
+    leave_unfinished(tmp_path / "run", RuntimeError("boom"), layers=())
+    assert info(tmp_path / "run")["status"] == "failed"
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        assert writer.done_pieces() == {"layer0"}
+        finish(writer)
+
+
+def test_the_status_runs_from_running_to_done(tmp_path):
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        assert info(tmp_path / "run")["status"] == "running"
+        assert info(tmp_path / "run")["process"] == os.getpid()
+        flush(writer, 0)
+        finish(writer)
+    assert info(tmp_path / "run")["status"] == "done"
+
+
+def test_an_error_after_the_run_is_done_does_not_undo_it(tmp_path):
+    with pytest.raises(RuntimeError), open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        flush(writer, 0)
+        finish(writer)
+        raise RuntimeError("the printer is on fire")
+    assert Run.load(tmp_path / "run").info["status"] == "done"
+
+
+# --- loading
+
+
+def test_loading_refuses_what_is_no_finished_run(tmp_path):
+    with pytest.raises(BadInput, match="no such folder; give a folder that a moescope verb has written"):
+        Run.load(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match=r"no run\.json in it"):
+        Run.load(tmp_path)
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
+    with pytest.raises(BadInput, match="this run is interrupted, not done; give its command again to finish it"):
+        Run.load(tmp_path / "run")
+
+
+def test_an_absent_table_is_refused_with_those_that_are_there(tmp_path):
+    run = made(tmp_path / "run")
+    with pytest.raises(BadInput, match=r"unknown table in .*'alignment'; known: orthogonality"):
+        run.table("alignment")
+    assert repr(run) == f"Run({str(tmp_path / 'run')!r}, scan, tables: orthogonality)"
+    assert run.name == "run"
+
+
+# --- two writers
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from moescope.run import open_run
+import pandas as pd
+identity = {identity!r}
+with open_run(Path(sys.argv[1]), "scan", identity) as writer:
+    frame = pd.DataFrame([{{"step": 0, "layer": 0, "matrix": "gate", "k": 1}}])
+    writer.flush_piece("layer0", {{"orthogonality": frame}}, {{}})
+    print("holding", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process in the midst of writing tmp_path/run."""
+    source = HOLD.format(tests=str(Path(__file__).parent), identity=json.loads(json.dumps(IDENTITY)))
+    process = subprocess.Popen([sys.executable, "-c", source, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holding\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_writer_is_kept_out_and_harms_nothing(tmp_path, holder, overwrite):
+    before = listing(tmp_path / "run")
+    with (
+        pytest.raises(
+            BadInput, match="another moescope process is writing this run; wait for it, or give another --out"
+        ),
+        open_run(tmp_path / "run", "scan", IDENTITY, overwrite),
+    ):
+        pass
+    assert listing(tmp_path / "run") == before
+    assert info(tmp_path / "run")["status"] == "running"
+
+
+def test_the_lock_of_a_killed_process_is_no_lock(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert info(tmp_path / "run")["status"] == "running", "it had no time to say anything else"
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        assert writer.done_pieces() == {"layer0"}
+        assert writer.info["process"] == os.getpid()
+        finish(writer)
+    assert listing(tmp_path / "run") == ["orthogonality.parquet", "run.json"]
+
+
+# --- default folders
+
+
+def test_default_folders_are_numbered_from_one(tmp_path):
+    assert default_folder("scan", "tiny", IDENTITY, tmp_path / "runs") == tmp_path / "runs" / "scan-tiny-1"
+    made(tmp_path / "runs" / "scan-tiny-1")
+    assert default_folder("scan", "tiny", IDENTITY, tmp_path / "runs").name == "scan-tiny-2"
+    made(tmp_path / "runs" / "scan-tiny-10")
+    assert default_folder("scan", "tiny", IDENTITY, tmp_path / "runs").name == "scan-tiny-11"
+    assert default_folder("scan", "other", IDENTITY, tmp_path / "runs").name == "scan-other-1"
+
+
+def test_the_default_folder_of_unfinished_equal_work_is_that_work_s_own(tmp_path):
+    leave_unfinished(tmp_path / "scan-tiny-1", KeyboardInterrupt())
+    assert default_folder("scan", "tiny", IDENTITY, tmp_path).name == "scan-tiny-1"
+    other = {**IDENTITY, "arguments": {}}
+    assert default_folder("scan", "tiny", other, tmp_path).name == "scan-tiny-2"
+
+
+def test_a_default_folder_whose_run_json_is_damaged_is_passed_over(tmp_path):
+    made(tmp_path / "scan-tiny-1")
+    (tmp_path / "scan-tiny-1" / "run.json").write_text("{")
+    assert default_folder("scan", "tiny", IDENTITY, tmp_path).name == "scan-tiny-2"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("a b/c", "scan-a_b_c-1"), ("../x", "scan-.._x-1"), ("", "scan-model-1"), ("modèle", "scan-mod_le-1")],
+)
+def test_a_model_s_name_cannot_lead_out_of_the_runs_folder(tmp_path, name, folder):
+    assert default_folder("scan", name, IDENTITY, tmp_path) == tmp_path / folder
+
+
+# --- run.json
+
+
+def test_run_json_tells_what_was_run_with_what(tmp_path):
+    run = made(tmp_path / "run")
+    assert run.info["schema_version"] == SCHEMA_VERSION
+    assert run.info["verb"] == "scan"
+    assert run.info["arguments"] == {"layers": None, "matrix": ["gate"], "seed": 0}
+    assert {"python", "moescope", "torch", "numpy", "pandas", "pyarrow"} <= set(run.info["versions"])
+    for moment in ("started", "finished"):
+        time.strptime(run.info[moment], "%Y-%m-%dT%H:%M:%S%z")
+
+
+def test_the_git_commit_is_that_of_the_folder_one_works_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_module.git_commit() is None
+    for command in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(["git", *command], check=True)
+    shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert run_module.git_commit() == shown.stdout.strip()

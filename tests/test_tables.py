@@ -1,0 +1,195 @@
+"""The tables' schema: fixed by a copy kept apart, explained in full, and enforced when a frame is written or read."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moescope import tables
+from moescope.errors import BadInput
+from moescope.glossary import COLUMNS
+from moescope.run import write_table
+from moescope.tables import SCHEMA_VERSION, TABLES, arrow_schema, conform, read_parquet, table
+
+GOLDEN = tomllib.loads((Path(__file__).parent / "golden" / "tables.toml").read_text())
+KINDS = {
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+    "text": pa.string(),
+    "floats": pa.list_(pa.float32()),
+}
+
+
+def row(**changes: object) -> pd.DataFrame:
+    keys = {"step": 0, "layer": 1, "layer_name": "model.layers.1.mlp", "matrix": "gate", "k": 1}
+    return pd.DataFrame([{**keys, "mean": 0.5, "n_pairs_above_0_3": 2, **changes}])
+
+
+# --- schema
+
+
+def test_the_nine_scan_tables_stand_in_the_order_of_the_golden_copy():
+    assert list(TABLES) == list(GOLDEN)
+    assert len(TABLES) == 9
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_keys_and_values_equal_the_golden_copy(name):
+    assert list(TABLES[name].keys) == GOLDEN[name]["keys"]
+    assert list(TABLES[name].values) == GOLDEN[name]["values"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_layer_name_follows_layer_and_is_no_key(name):
+    columns = list(TABLES[name].columns)
+    assert columns[columns.index("layer") + 1] == "layer_name"
+    assert [column for column in columns if column != "layer_name"] == GOLDEN[name]["keys"] + GOLDEN[name]["values"]
+    assert "layer_name" not in TABLES[name].keys
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_arrow_schema_has_the_columns_kinds_and_forbids_null_keys(name):
+    schema = arrow_schema(name)
+    assert schema.names == list(TABLES[name].columns)
+    for field in schema:
+        assert field.type == KINDS[TABLES[name].column(field.name).kind]
+        assert field.nullable == (field.name not in TABLES[name].keys)
+    assert schema.metadata == {
+        b"moescope.schema_version": str(SCHEMA_VERSION).encode(),
+        b"moescope.table": name.encode(),
+    }
+
+
+def test_an_unknown_table_is_refused_with_the_known_ones():
+    with pytest.raises(BadInput, match="unknown table 'alignments'; known: alignment, alignment_layers, "):
+        table("alignments")
+
+
+# --- glossary
+
+
+def test_every_column_has_a_meaning_and_a_known_kind():
+    for spec in TABLES.values():
+        assert spec.meaning.endswith(".")
+        for column in spec.columns:
+            entry = spec.column(column)
+            assert entry.kind in KINDS, f"{spec.name}.{column}"
+            assert len(entry.meaning) > 10, f"{spec.name}.{column}"
+            assert entry.meaning.endswith("."), f"{spec.name}.{column}"
+
+
+def test_every_glossary_entry_is_used():
+    used = set()
+    for spec in TABLES.values():
+        for column in spec.columns:
+            used.add(f"{spec.name}.{column}" if f"{spec.name}.{column}" in COLUMNS else column)
+    assert set(COLUMNS) == used
+
+
+def test_a_table_s_own_entry_outweighs_the_common_one():
+    assert TABLES["spectra"].column("rank") is COLUMNS["spectra.rank"]
+    assert TABLES["ambiguity"].column("rank") is COLUMNS["rank"]
+    assert COLUMNS["spectra.rank"] is not COLUMNS["rank"]
+
+
+# --- writing
+
+
+def test_columns_come_out_in_the_schema_s_order_whatever_the_frame_s():
+    frame = row()[["n_pairs_above_0_3", "mean", "k", "matrix", "layer_name", "layer", "step"]]
+    assert conform("orthogonality", frame).column_names == list(TABLES["orthogonality"].columns)
+
+
+def test_a_column_that_is_absent_is_null_never_zero():
+    arrow = conform("orthogonality", row())
+    assert arrow["mean"].to_pylist() == [0.5]
+    for column in ("mean_abs", "max", "chance", "n_pairs_above_0_7"):
+        assert arrow[column].to_pylist() == [None]
+
+
+@pytest.mark.parametrize("absent", [np.nan, None, pd.NA])
+def test_a_value_that_is_absent_is_null_on_disk_and_back(tmp_path, absent):
+    frame = pd.concat([row(), row(k=2, mean=absent, n_pairs_above_0_3=absent)], ignore_index=True)
+    write_table("orthogonality", frame, tmp_path / "orthogonality.parquet")
+    arrow = pq.read_table(tmp_path / "orthogonality.parquet")
+    assert arrow["mean"].to_pylist() == [0.5, None]
+    assert arrow["n_pairs_above_0_3"].to_pylist() == [2, None]
+    back = read_parquet("orthogonality", str(tmp_path / "orthogonality.parquet"))
+    assert back["mean"].isna().tolist() == [False, True]
+
+
+def test_an_unknown_column_is_refused_by_name():
+    with pytest.raises(ValueError, match="table orthogonality has no column surprise; known: step, layer"):
+        conform("orthogonality", row(surprise=1))
+
+
+@pytest.mark.parametrize("key", TABLES["orthogonality"].keys)
+def test_a_null_key_is_refused_by_name(key):
+    with pytest.raises(ValueError, match=f"key {key} may not be null"):
+        conform("orthogonality", row(**{key: None}))
+
+
+@pytest.mark.parametrize("key", TABLES["orthogonality"].keys)
+def test_a_missing_key_is_refused_by_name(key):
+    with pytest.raises(ValueError, match=f"key {key} may not be null"):
+        conform("orthogonality", row().drop(columns=key))
+
+
+def test_rows_with_equal_keys_are_refused():
+    with pytest.raises(ValueError, match="rows with equal keys step, layer, matrix, k"):
+        conform("orthogonality", pd.concat([row(), row(mean=0.7, layer_name="another")]))
+    assert conform("orthogonality", pd.concat([row(), row(k=2)])).num_rows == 2
+
+
+def test_a_number_of_the_wrong_kind_is_refused():
+    with pytest.raises(pa.ArrowInvalid):
+        conform("orthogonality", row(k=1.5))
+    with pytest.raises(pa.ArrowException):
+        conform("orthogonality", row(mean="much"))
+
+
+def test_lists_of_singular_values_survive_the_round_trip(tmp_path):
+    values = np.array([3.0, 2.0, 0.5], dtype=np.float32)
+    frame = pd.DataFrame(
+        [{"step": 0, "layer": 0, "matrix": "up", "expert": 2, "singular_values": values, "rank": 3, "fallback": False}]
+    )
+    write_table("spectra", frame, tmp_path / "spectra.parquet")
+    back = read_parquet("spectra", str(tmp_path / "spectra.parquet"))
+    assert back["singular_values"][0].tolist() == [3.0, 2.0, 0.5]
+    assert bool(back["fallback"][0]) is False
+
+
+# --- reading
+
+
+def test_another_schema_version_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    path = tmp_path / "orthogonality.parquet"
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    write_table("orthogonality", row(), path)
+    monkeypatch.undo()
+    with pytest.raises(
+        BadInput, match=f"schema version {SCHEMA_VERSION + 1}, this moescope reads {SCHEMA_VERSION}; scan again"
+    ):
+        read_parquet("orthogonality", str(path))
+
+
+def test_a_parquet_file_of_someone_else_s_is_refused(tmp_path):
+    path = tmp_path / "orthogonality.parquet"
+    pq.write_table(pa.table({"step": [0]}), path)
+    with pytest.raises(BadInput, match="schema version none"):
+        read_parquet("orthogonality", str(path))
+
+
+def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "orthogonality.parquet"
+    write_table("orthogonality", row(), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(BadInput, match=r"orthogonality\.parquet: .*scan again"):
+        read_parquet("orthogonality", str(path))
