@@ -135,7 +135,9 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
     try:
         lock.acquire(blocking=False)  # the system drops it when its process dies, so it is never stale
     except Timeout:
-        raise BadInput(f"{folder}: another moescope process is writing this run; wait for it, or give another --out") from None
+        raise BadInput(
+            f"{folder}: another moescope process is writing this run; wait for it, or give another --out"
+        ) from None
     writer = None
     try:
         if overwrite:
@@ -143,9 +145,13 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
         before = read_run_json(folder)
         if before is None:
             before = {
-                "schema_version": SCHEMA_VERSION, "verb": verb, **identity, "versions": versions(), "git_commit": git_commit(),
+                "schema_version": SCHEMA_VERSION,
+                "verb": verb,
+                **identity,
+                "versions": versions(),
+                "git_commit": git_commit(),
                 "started": now(),
-            }  # fmt: skip
+            }
         writer = RunWriter(folder, before, dict(before.get("timings", {})))
         writer.save_info(status="running", process=os.getpid())
         yield writer
@@ -204,7 +210,9 @@ def clear_run(folder: Path) -> None:
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
     """runs/<verb>-<model>-<number>: the newest one if it is the same work left unfinished, else the next free number."""
     stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
-    numbers = [int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()]
+    numbers = [
+        int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()
+    ]
     if numbers:
         newest = base / f"{stem}-{max(numbers)}"
         info = read_run_json(newest)

@@ -73,7 +73,9 @@ class Checkpoint:
             with safe_open(info.file, framework="pt") as opened:
                 tensor: Tensor = opened.get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise BadInput(f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again") from None
+            raise BadInput(
+                f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again"
+            ) from None
         return tensor
 
 
@@ -116,7 +118,9 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo]:
     if not files:
         others = sorted({file.suffix for file in folder.iterdir() if file.is_file() and file.suffix})
         held = f"it holds {', '.join(others)} files" if others else "it is empty"
-        raise BadInput(f"{folder}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors")
+        raise BadInput(
+            f"{folder}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors"
+        )
     return gather_headers(files)
 
 
@@ -128,15 +132,21 @@ def indexed_tensors(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
     for tensor, file_name in weight_map.items():
         # An index is untrusted input: it may only name files that lie beside it.
         if not isinstance(file_name, str) or Path(file_name).name != file_name or "\\" in file_name:
-            raise BadInput(f"{index_path}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index")
+            raise BadInput(
+                f"{index_path}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index"
+            )
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
-        raise BadInput(f"{folder / absent[0]}: {len(absent)} of {len(shards)} shards missing; download {', '.join(absent[:3])}")
+        raise BadInput(
+            f"{folder / absent[0]}: {len(absent)} of {len(shards)} shards missing; download {', '.join(absent[:3])}"
+        )
     found = gather_headers([folder / shard for shard in shards])
     for tensor, file_name in weight_map.items():
         if tensor not in found or found[tensor].file.name != file_name:
-            raise BadInput(f"{folder / file_name}: tensor {tensor}, named by {INDEX_NAME}, is not in it; download both again")
+            raise BadInput(
+                f"{folder / file_name}: tensor {tensor}, named by {INDEX_NAME}, is not in it; download both again"
+            )
     return found
 
 
@@ -152,7 +162,9 @@ def gather_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
                 for name in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
                     part = opened.get_slice(name)
                     if name in tensors:
-                        raise BadInput(f"{file}: tensor {name} is also in {tensors[name].file.name}; keep one of the two files")
+                        raise BadInput(
+                            f"{file}: tensor {name} is also in {tensors[name].file.name}; keep one of the two files"
+                        )
                     tensors[name] = TensorInfo(name, tuple(part.get_shape()), str(part.get_dtype()), file)
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(f"{file}: not a whole safetensors file ({first_line(error)}); download it again") from None

@@ -112,12 +112,16 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
         return f"{prefix}.{name}" if prefix else name
 
     if len(router.shape) != 2 or 0 in router.shape:
-        raise BadInput(f"{router.file}: router {router.name} has shape {list(router.shape)}, expected [experts, d_model]")
+        raise BadInput(
+            f"{router.file}: router {router.name} has shape {list(router.shape)}, expected [experts, d_model]"
+        )
     n_experts, d_model = router.shape
     config = checkpoint.config or {}
     stated = next((config[field] for field in family.expert_count_fields if field in config), n_experts)
     if stated != n_experts:
-        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts")
+        raise BadInput(
+            f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts"
+        )
 
     def stack(template: str, shape: tuple[int, int] | None) -> ExpertStack:
         infos = []
@@ -129,13 +133,23 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
         expected = shape or infos[0].shape
         for info in infos:
             if len(info.shape) != 2 or info.shape != expected or 0 in info.shape:
-                raise BadInput(f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {list(expected)}")
+                raise BadInput(
+                    f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {list(expected)}"
+                )
         names = tuple(info.name for info in infos)
         files = tuple(str(info.file) for info in infos)
-        return ExpertStack(names, (n_experts, *expected), infos[0].dtype, files, lambda expert: checkpoint.read(names[expert]))
+        return ExpertStack(
+            names,
+            (n_experts, expected[0], expected[1]),
+            infos[0].dtype,
+            files,
+            lambda expert: checkpoint.read(names[expert]),
+        )
 
     if full(family.gate, n_experts) in checkpoint.tensors:
-        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk")
+        raise BadInput(
+            f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk"
+        )
     gate = stack(family.gate, None)
     d_ff = gate.shape[1]
     if gate.shape[2] != d_model:

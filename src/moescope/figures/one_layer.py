@@ -7,8 +7,21 @@ import numpy as np
 from moescope.figures.alignment import usable
 from moescope.figures.redundancy import sampled_ranks
 from moescope.figures.style import (
-    CATEGORICAL, Figure, FigureSpec, Slider, Tables, Trace, base_layout, expert_lines, grey_line, heatmap, k_axis, number,
-)  # fmt: skip
+    CATEGORICAL,
+    LOG,
+    Figure,
+    FigureSpec,
+    Slider,
+    Tables,
+    Trace,
+    base_layout,
+    expert_lines,
+    from_to,
+    grey_line,
+    heatmap,
+    k_axis,
+    number,
+)
 
 PANEL_HEIGHT = 260
 
@@ -32,16 +45,33 @@ def pair_matrix(tables: Tables) -> Figure:
     for k in ks:
         grid = pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align")
         M = grid.to_numpy(float)
-        data.append(heatmap(M, list(grid.columns), list(grid.index), label="align", axes=("expert", "router"), text=True))
+        data.append(
+            heatmap(M, list(grid.columns), list(grid.index), label="align", axes=("expert", "router"), text=True)
+        )
         winners = np.bincount(M.argmax(axis=1), minlength=len(M))
-        hubs[k] = (int(grid.columns[winners.argmax()]), int(winners.max()), len(M), int((M.argmax(axis=1) == np.arange(len(M))).sum()))
+        hubs[k] = (
+            int(grid.columns[winners.argmax()]),
+            int(winners.max()),
+            len(M),
+            int((M.argmax(axis=1) == np.arange(len(M))).sum()),
+        )
     start = ks.index(best_k(tables)) if best_k(tables) in ks else 0
     hub, attracted, n, hits = hubs[ks[start]]
     title = f"At k = {ks[start]}, {hits} of {n} routers fit their own expert best"
     title += f"; expert {hub} attracts {attracted} of them" if attracted > max(2, n // 4) else ""
-    layout = base_layout("expert", "router", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"})
-    return Figure("pair_matrix", title, "M(k): alignment of every router with every expert. The diagonal is the stored pairing. Slide to change k.",
-                  ("align", "argmax_accuracy"), data, layout, Slider("k", [f"{k:,}" for k in ks], start), 420)  # fmt: skip
+    layout = base_layout(
+        "expert", "router", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
+    )
+    return Figure(
+        "pair_matrix",
+        title,
+        "M(k): alignment of every router with every expert. The diagonal is the stored pairing. Slide to change k.",
+        ("align", "argmax_accuracy"),
+        data,
+        layout,
+        Slider("k", [f"{k:,}" for k in ks], start),
+        420,
+    )
 
 
 def expert_cos_squared(tables: Tables) -> Figure:
@@ -51,30 +81,83 @@ def expert_cos_squared(tables: Tables) -> Figure:
     above = int((rows["cos_squared"] > 10 * chance).sum())
     experts = rows["expert"].to_numpy()
     data: list[Trace] = [
-        {"type": "bar", "x": experts, "y": rows["cos_squared"].to_numpy(), "name": "cos²", "marker": {"color": CATEGORICAL[0]},
-         "hovertemplate": "expert %{x}<br>cos² %{y:.4g}<extra></extra>"},
+        {
+            "type": "bar",
+            "x": experts,
+            "y": rows["cos_squared"].to_numpy(),
+            "name": "cos²",
+            "marker": {"color": CATEGORICAL[0]},
+            "hovertemplate": "expert %{x}<br>cos² %{y:.4g}<extra></extra>",
+        },
         grey_line([float(experts.min()) - 0.5, float(experts.max()) + 0.5], [chance, chance], "chance 1/d"),
-    ]  # fmt: skip
+    ]
     title = f"{above} of {len(rows)} routers are more than ten times chance along their expert's top direction"
-    return Figure("expert_cos_squared", title, "Squared cosine of each router row and its expert's top singular vector.", ("cos_squared",), data,
-                  base_layout("expert", "cos²", xaxis={"dtick": 1} if len(experts) <= 16 else {}))  # fmt: skip
+    return Figure(
+        "expert_cos_squared",
+        title,
+        "Squared cosine of each router row and its expert's top singular vector.",
+        ("cos_squared",),
+        data,
+        base_layout("expert", "cos²", xaxis={"dtick": 1} if len(experts) <= 16 else {}),
+    )
 
 
 def margin_histogram(tables: Tables) -> Figure:
     at = best_k(tables)
     margins = tables["alignment"].loc[lambda f: (f["k"] == at) & f["margin"].notna(), ["expert", "margin"]]
     negative = margins[margins["margin"] <= 0]["expert"]
-    title = f"At k = {at}, {len(negative)} of {len(margins)} margins are negative" if len(negative) else f"At k = {at}, every margin is positive"
+    title = (
+        f"At k = {at}, {len(negative)} of {len(margins)} margins are negative"
+        if len(negative)
+        else f"At k = {at}, every margin is positive"
+    )
+    counts, edges = np.histogram(margins["margin"], bins=max(8, min(40, len(margins) // 3)))
+    every = max(1, -(-int(counts.max()) // 5))
     data: list[Trace] = [
-        {"type": "histogram", "x": margins["margin"].to_numpy(), "nbinsx": max(8, min(40, len(margins) // 2)), "marker": {"color": CATEGORICAL[0], "line": {"width": 1, "color": "white"}},
-         "name": "routers", "hovertemplate": "%{x}<br>%{y} routers<extra></extra>"},
-        {"type": "scatter", "mode": "markers", "x": margins["margin"].to_numpy(), "y": np.full(len(margins), -0.35), "name": "each router", "cliponaxis": False,
-         "marker": {"symbol": "line-ns-open", "size": 10, "color": CATEGORICAL[1]}, "customdata": margins["expert"].to_numpy(),
-         "hovertemplate": "expert %{customdata}<br>margin %{x:.4g}<extra></extra>"},
-    ]  # fmt: skip
-    layout = base_layout("margin", "routers", shapes=[{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "#8A9099", "dash": "dash"}}])
-    return Figure("margin_histogram", title, "Own alignment less the best other expert's, router by router, at the best k. Grey: no preference.",
-                  ("margin", "positive_margin_share", "best_k"), data, layout)  # fmt: skip
+        {
+            "type": "bar",
+            "x": (edges[:-1] + edges[1:]) / 2,
+            "y": counts,
+            "width": np.diff(edges) * 0.94,
+            "marker": {"color": CATEGORICAL[0]},
+            "name": "routers",
+            "hovertemplate": "around %{x:.3g}<br>%{y} routers<extra></extra>",
+        },
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": margins["margin"].to_numpy(),
+            "y": np.full(len(margins), -0.07 * counts.max()),
+            "name": "each router",
+            "marker": {"symbol": "line-ns-open", "size": 10, "color": CATEGORICAL[1]},
+            "customdata": margins["expert"].to_numpy(),
+            "hovertemplate": "expert %{customdata}<br>margin %{x:.4g}<extra></extra>",
+        },
+    ]
+    layout = base_layout(
+        "margin",
+        "routers",
+        yaxis={"tickvals": list(range(0, int(counts.max()) + 1, every))},
+        shapes=[
+            {
+                "type": "line",
+                "x0": 0,
+                "x1": 0,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "line": {"color": "#8A9099", "dash": "dash"},
+            }
+        ],
+    )
+    return Figure(
+        "margin_histogram",
+        title,
+        "Own alignment less the best other expert's, router by router, at the best k. Grey: no preference.",
+        ("margin", "positive_margin_share", "best_k"),
+        data,
+        layout,
+    )
 
 
 def overlap_over_k(tables: Tables) -> Figure:
@@ -90,16 +173,38 @@ def overlap_over_k(tables: Tables) -> Figure:
     chance[at_one] = width
     ks = frame["k"].to_numpy()
     data: list[Trace] = [
-        {"type": "scatter", "mode": "lines", "x": np.concatenate([ks, ks[::-1]]), "y": np.concatenate([high, low[::-1]]), "fill": "toself",
-         "fillcolor": "rgba(0,114,178,0.15)", "line": {"width": 0}, "name": "all pairs", "hoverinfo": "skip"},
-        {"type": "scatter", "mode": "lines+markers", "x": ks, "y": squares, "name": "mean overlap", "line": {"color": CATEGORICAL[0], "width": 2},
-         "hovertemplate": "k %{x}<br>overlap %{y:.4g}<extra></extra>"},
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": np.concatenate([ks, ks[::-1]]),
+            "y": np.concatenate([high, low[::-1]]),
+            "fill": "toself",
+            "fillcolor": "rgba(0,114,178,0.15)",
+            "line": {"width": 0},
+            "name": "all pairs",
+            "hoverinfo": "skip",
+        },
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "x": ks,
+            "y": squares,
+            "name": "mean overlap",
+            "line": {"color": CATEGORICAL[0], "width": 2},
+            "hovertemplate": "k %{x}<br>overlap %{y:.4g}<extra></extra>",
+        },
         grey_line(ks, chance, "chance k/d"),
-    ]  # fmt: skip
+    ]
     last = frame.iloc[-1]
     title = f"At k = {last['k']:.0f}, two experts share {number(100 * last['mean_abs'])} % of their leading subspace on average; chance is {number(100 * last['chance'])} %"
-    return Figure("overlap_over_k", title, "Overlap of two experts' leading subspaces; the band spans all pairs.", ("overlap", "chance"), data,
-                  base_layout("k", "overlap", xaxis=k_axis(ks)))  # fmt: skip
+    return Figure(
+        "overlap_over_k",
+        title,
+        "Overlap of two experts' leading subspaces; the band spans all pairs.",
+        ("overlap", "chance"),
+        data,
+        base_layout("k", "overlap", xaxis=k_axis(ks)),
+    )
 
 
 def expert_spectra(tables: Tables) -> Figure:
@@ -108,11 +213,21 @@ def expert_spectra(tables: Tables) -> Figure:
     length = int(rows["rank"].min())
     places = sampled_ranks(length)
     values = np.stack([np.asarray(row[:length], float)[places - 1] for row in rows["singular_values"]])
-    top = rows.loc[rows["spectral_norm"].idxmax()]
-    title = f"Largest singular values run from {number(rows['spectral_norm'].min())} to {number(top['spectral_norm'])} (expert {top['expert']})"
-    layout = base_layout("place", "singular value", xaxis={"type": "log"}, yaxis={"type": "log"})
-    traces = [{**trace, "mode": "lines"} for trace in expert_lines(list(places), values, [int(e) for e in rows["expert"]], "place")]
-    return Figure("expert_spectra", title, "Singular values of every expert of the layer.", ("singular_values", "stable_rank", "effective_rank"), traces, layout)
+    low, high = rows.loc[rows["spectral_norm"].idxmin()], rows.loc[rows["spectral_norm"].idxmax()]
+    title = f"The largest singular value {from_to(low['spectral_norm'], f'expert {low.expert}', high['spectral_norm'], f'expert {high.expert}')}"
+    layout = base_layout("place", "singular value", xaxis=LOG, yaxis=LOG)
+    traces = [
+        {**trace, "mode": "lines"}
+        for trace in expert_lines(list(places), values, [int(e) for e in rows["expert"]], "place")
+    ]
+    return Figure(
+        "expert_spectra",
+        title,
+        "Singular values of every expert of the layer.",
+        ("singular_values", "stable_rank", "effective_rank"),
+        traces,
+        layout,
+    )
 
 
 def mean_panel(column: str, label: str, title: str, references: dict[str, str] | None = None) -> FigureSpec:
@@ -121,15 +236,32 @@ def mean_panel(column: str, label: str, title: str, references: dict[str, str] |
     def draw(tables: Tables) -> Figure:
         frame = tables["alignment_layers"].sort_values("k")
         ks = frame["k"].to_numpy()
-        data: list[Trace] = [{"type": "scatter", "mode": "lines+markers", "x": ks, "y": frame[column].to_numpy(), "name": label,
-                              "line": {"color": CATEGORICAL[0], "width": 2}, "showlegend": False, "hovertemplate": f"k %{{x}}<br>{label} %{{y:.4g}}<extra></extra>"}]  # fmt: skip
+        data: list[Trace] = [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": ks,
+                "y": frame[column].to_numpy(),
+                "name": label,
+                "line": {"color": CATEGORICAL[0], "width": 2},
+                "showlegend": False,
+                "hovertemplate": f"k %{{x}}<br>{label} %{{y:.4g}}<extra></extra>",
+            }
+        ]
         for source, name in (references or {}).items():
             data.append(grey_line(ks, frame[source].to_numpy() if source in frame else np.zeros(len(ks)), name))
         kept = usable(tables)
         top = kept.loc[kept[column].idxmax()]
         words = f"{title}: at most {number(top[column])}, at k = {top['k']:.0f}"
-        return Figure(f"panel_{column}", words, f"{title} against k.", (column,), data,
-                      base_layout("k", label, xaxis=k_axis(ks)), height=PANEL_HEIGHT)  # fmt: skip
+        return Figure(
+            f"panel_{column}",
+            words,
+            f"{title} against k.",
+            (column,),
+            data,
+            base_layout("k", label, xaxis=k_axis(ks)),
+            height=PANEL_HEIGHT,
+        )
 
     return FigureSpec(f"panel_{column}", ("alignment_layers",), draw)
 
@@ -140,10 +272,23 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
     def draw(tables: Tables) -> Figure:
         z, experts, ks = experts_by_k(tables, column)
         data = [heatmap(z, [f"{k:,}" for k in ks], experts, diverging=diverging, label=label, axes=("k", "expert"))]
-        place = np.unravel_index(np.nanargmax(z), z.shape)
-        title = f"{label.capitalize()} an expert and k: highest for expert {experts[place[0]]} at k = {ks[place[1]]}"
-        layout = base_layout("k", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"})
-        return Figure(f"panel_heat_{column}", title, f"{label.capitalize()} of every expert at every k.", (column,), data, layout, height=PANEL_HEIGHT)
+        told = (
+            z[:, [k < tables["alignment"]["k"].max() for k in ks]] if len(ks) > 1 else z
+        )  # at the last k of full rank all are 1
+        place = np.unravel_index(np.nanargmax(told), told.shape)
+        title = f"{label[:1].upper() + label[1:]} of each expert at each k: highest for expert {experts[place[0]]} at k = {ks[place[1]]}"
+        layout = base_layout(
+            "k", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
+        )
+        return Figure(
+            f"panel_heat_{column}",
+            title,
+            f"{label.capitalize()} of every expert at every k.",
+            (column,),
+            data,
+            layout,
+            height=PANEL_HEIGHT,
+        )
 
     return FigureSpec(f"panel_heat_{column}", ("alignment",), draw)
 
@@ -160,8 +305,15 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
         at = ks.index(best_k(tables)) if best_k(tables) in ks else 0
         low, high = int(np.nanargmin(y[:, at])), int(np.nanargmax(y[:, at]))
         title = f"{label.capitalize()} by expert: at k = {ks[at]} from {number(y[low, at])} (expert {experts[low]}) to {number(y[high, at])} (expert {experts[high]})"
-        return Figure(f"panel_expert_{column}", title, f"{label.capitalize()} of every expert against k.", (column,), data,
-                      base_layout("k", label, xaxis=k_axis(ks), showlegend=False), height=PANEL_HEIGHT)  # fmt: skip
+        return Figure(
+            f"panel_expert_{column}",
+            title,
+            f"{label.capitalize()} of every expert against k.",
+            (column,),
+            data,
+            base_layout("k", label, xaxis=k_axis(ks), showlegend=False),
+            height=PANEL_HEIGHT,
+        )
 
     return FigureSpec(f"panel_expert_{column}", ("alignment", "alignment_tests"), draw)
 

@@ -18,11 +18,21 @@ Tables = dict[str, pd.DataFrame]
 Trace = dict[str, Any]
 
 GREY = "#8A9099"
-CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500")  # Okabe-Ito, no black
-SEQUENTIAL = ("#5E5FB8", "#3F7FB5", "#2A959A", "#2FA778", "#5FB04A", "#9AAE1F")
+CATEGORICAL = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C62C7",
+    "#A3A500",
+)  # Okabe-Ito, no black
+SEQUENTIAL = ("#7A3E9D", "#4C63B6", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
 HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
 DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1.0, "#B2182B"]]
 LEGEND_UP_TO = 10
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -71,7 +81,9 @@ def blend(anchors: Sequence[str], position: float) -> str:
     place = min(max(position, 0.0), 1.0) * (len(anchors) - 1)
     low = min(int(place), len(anchors) - 2)
     parts = [
-        round((1 - place + low) * int(anchors[low][i : i + 2], 16) + (place - low) * int(anchors[low + 1][i : i + 2], 16))
+        round(
+            (1 - place + low) * int(anchors[low][i : i + 2], 16) + (place - low) * int(anchors[low + 1][i : i + 2], 16)
+        )
         for i in (1, 3, 5)
     ]
     return "#" + "".join(f"{part:02X}" for part in parts)
@@ -97,11 +109,19 @@ def k_axis(ks: Iterable[int]) -> dict[str, Any]:
     return {"type": "log", "tickvals": shown, "ticktext": [f"{k:,}" for k in shown]}
 
 
+LOG = {"type": "log", "dtick": "D2", "exponentformat": "power"}
+
+
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
     return {
-        "type": "scatter", "mode": "lines", "x": x, "y": y, "name": name,
-        "line": {"color": GREY, "width": 1.5, "dash": dash}, "hovertemplate": f"{name}: %{{y:.4g}}<extra></extra>",
-    }  # fmt: skip
+        "type": "scatter",
+        "mode": "lines",
+        "x": x,
+        "y": y,
+        "name": name,
+        "line": {"color": GREY, "width": 1.5, "dash": dash},
+        "hovertemplate": f"{name}: %{{y:.4g}}<extra></extra>",
+    }
 
 
 def layer_lines(frame: pd.DataFrame, x: str, y: str) -> list[Trace]:
@@ -114,11 +134,17 @@ def layer_lines(frame: pd.DataFrame, x: str, y: str) -> list[Trace]:
         ordered = rows.sort_values(x)
         traces.append(
             {
-                "type": "scatter", "mode": "lines+markers", "name": f"layer {layer}", "x": ordered[x].to_numpy(),
-                "y": ordered[y].to_numpy(), "line": {"color": colors[layer], "width": 2}, "marker": {"size": 5},
-                "showlegend": not many, "hovertemplate": f"layer {layer}<br>{x} %{{x}}<br>%{{y:.4g}}<extra></extra>",
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"layer {layer}",
+                "x": ordered[x].to_numpy(),
+                "y": ordered[y].to_numpy(),
+                "line": {"color": colors[layer], "width": 2},
+                "marker": {"size": 5},
+                "showlegend": not many,
+                "hovertemplate": f"layer {layer}<br>{x} %{{x}}<br>%{{y:.4g}}<extra></extra>",
             }
-        )  # fmt: skip
+        )
     if many:
         traces.append(layer_colorbar(layers))
     return traces
@@ -128,12 +154,21 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
     """An invisible trace whose colour bar says which colour is which layer."""
     scale = [[position / 5, color] for position, color in enumerate(SEQUENTIAL)]
     return {
-        "type": "scatter", "mode": "markers", "x": [None], "y": [None], "showlegend": False, "hoverinfo": "skip",
+        "type": "scatter",
+        "mode": "markers",
+        "x": [None],
+        "y": [None],
+        "showlegend": False,
+        "hoverinfo": "skip",
         "marker": {
-            "colorscale": scale, "cmin": float(min(layers)), "cmax": float(max(layers)), "color": [float(min(layers))],
-            "showscale": True, "colorbar": {"title": {"text": "layer"}, "thickness": 12, "outlinewidth": 0},
+            "colorscale": scale,
+            "cmin": float(min(layers)),
+            "cmax": float(max(layers)),
+            "color": [float(min(layers))],
+            "showscale": True,
+            "colorbar": {"title": {"text": "layer", "side": "right"}, "thickness": 12, "outlinewidth": 0},
         },
-    }  # fmt: skip
+    }
 
 
 def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
@@ -142,37 +177,70 @@ def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], w
     if len(experts) <= 16:
         return [
             {
-                "type": "scatter", "mode": "lines+markers", "name": f"expert {expert}", "x": x, "y": row,
-                "line": {**category_style(index), "width": 1.8}, "marker": {"size": 4},
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"expert {expert}",
+                "x": x,
+                "y": row,
+                "line": {**category_style(index), "width": 1.8},
+                "marker": {"size": 4},
                 "hovertemplate": f"expert {expert}<br>{what} %{{x}}<br>%{{y:.4g}}<extra></extra>",
             }
             for index, (expert, row) in enumerate(zip(experts, y_EX, strict=True))
-        ]  # fmt: skip
+        ]
     gap = np.full((len(experts), 1), np.nan)
     tangled = {
-        "type": "scatter", "mode": "lines", "name": "each expert", "hoverinfo": "skip", "opacity": 0.35,
-        "x": np.tile([*x, np.nan], len(experts)), "y": np.hstack([y_EX, gap]).ravel(), "line": {"color": CATEGORICAL[5], "width": 0.8},
-    }  # fmt: skip
+        "type": "scatter",
+        "mode": "lines",
+        "name": "each expert",
+        "hoverinfo": "skip",
+        "opacity": 0.35,
+        "x": np.tile([*x, np.nan], len(experts)),
+        "y": np.hstack([y_EX, gap]).ravel(),
+        "line": {"color": CATEGORICAL[5], "width": 0.8},
+    }
     mean = {
-        "type": "scatter", "mode": "lines+markers", "name": "mean", "x": x, "y": np.nanmean(y_EX, axis=0),
-        "line": {"color": CATEGORICAL[0], "width": 2.5}, "hovertemplate": f"mean<br>{what} %{{x}}<br>%{{y:.4g}}<extra></extra>",
-    }  # fmt: skip
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "mean",
+        "x": x,
+        "y": np.nanmean(y_EX, axis=0),
+        "line": {"color": CATEGORICAL[0], "width": 2.5},
+        "hovertemplate": f"mean<br>{what} %{{x}}<br>%{{y:.4g}}<extra></extra>",
+    }
     return [tangled, mean]
 
 
-def heatmap(z: np.ndarray, x: Sequence[Any], y: Sequence[Any], *, diverging: bool = False, bound: float | None = None,
-            low: float | None = None, high: float | None = None, label: str = "", axes: tuple[str, str] = ("x", "y"),
-            text: bool = False) -> Trace:  # fmt: skip
+def heatmap(
+    z: np.ndarray,
+    x: Sequence[Any],
+    y: Sequence[Any],
+    *,
+    diverging: bool = False,
+    bound: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    label: str = "",
+    axes: tuple[str, str] = ("x", "y"),
+    text: bool = False,
+) -> Trace:
     """A heatmap; diverging ones are symmetric about zero."""
     if diverging:
         edge = bound if bound is not None else max(float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0, 1e-12)
         low, high = -edge, edge
     trace: Trace = {
-        "type": "heatmap", "z": np.asarray(z, float), "x": [str(v) for v in x], "y": [str(v) for v in y],
-        "colorscale": DIVERGING if diverging else HEAT, "zmin": low, "zmax": high, "xgap": 1 if len(x) <= 32 else 0,
-        "ygap": 1 if len(y) <= 32 else 0, "colorbar": {"title": {"text": label}, "thickness": 12, "outlinewidth": 0},
+        "type": "heatmap",
+        "z": np.asarray(z, float),
+        "x": [str(v) for v in x],
+        "y": [str(v) for v in y],
+        "colorscale": DIVERGING if diverging else HEAT,
+        "zmin": low,
+        "zmax": high,
+        "xgap": 1 if len(x) <= 32 else 0,
+        "ygap": 1 if len(y) <= 32 else 0,
+        "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{label} %{{z:.4g}}<extra></extra>",
-    }  # fmt: skip
+    }
     if text and len(x) <= 16:
         trace["texttemplate"] = "%{z:.2f}"
         trace["textfont"] = {"size": 10}
@@ -180,7 +248,7 @@ def heatmap(z: np.ndarray, x: Sequence[Any], y: Sequence[Any], *, diverging: boo
 
 
 def named_layers(layers: Iterable[int]) -> str:
-    """"layer 3", "layers 0 and 4", "layers 9 to 30", "layers 0, 2 and 5 to 9": for sentences."""
+    """ "layer 3", "layers 0 and 4", "layers 9 to 30", "layers 0, 2 and 5 to 9": for sentences."""
     values = sorted({int(layer) for layer in layers})
     if not values:
         return "no layer"
@@ -197,6 +265,18 @@ def named_layers(layers: Iterable[int]) -> str:
     return f"{noun} {listed(parts)}"
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 pair", "3 pairs"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def from_to(low: float, low_place: str, high: float, high_place: str) -> str:
+    """ "runs from 3 (layer 0) to 9 (layer 4)", or "is 3 throughout" where both print the same."""
+    if number(low) == number(high):
+        return f"is {number(low)} throughout"
+    return f"runs from {number(low)} ({low_place}) to {number(high)} ({high_place})"
+
+
 def listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
@@ -211,7 +291,7 @@ def number(value: float) -> str:
         return "undefined"
     if value != 0 and abs(value) < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa} × 10^{int(exponent)}"
+        return f"{mantissa} × 10{str(int(exponent)).translate(SUPERSCRIPT)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

@@ -13,9 +13,12 @@ from moescope.reporting.readings import readings
 from moescope.run import Run
 
 PAPER = {
-    "paper_bgcolor": "white", "plot_bgcolor": "white", "font": {"family": "Helvetica, Arial, sans-serif", "size": 13, "color": "#1a1d21"},
-    "margin": {"l": 70, "r": 20, "t": 20, "b": 60}, "width": 720,
-}  # fmt: skip
+    "paper_bgcolor": "white",
+    "plot_bgcolor": "white",
+    "font": {"family": "Helvetica, Arial, sans-serif", "size": 13, "color": "#1a1d21"},
+    "margin": {"l": 70, "r": 20, "t": 20, "b": 60},
+    "width": 720,
+}
 AXIS = {"gridcolor": "#e4e7eb", "zerolinecolor": "#cfd4da", "linecolor": "#9aa1a9"}
 
 
@@ -31,10 +34,18 @@ def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = Fal
         prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router']}"
         drawn = [(f"{prefix}-{spec.name}", spec.draw(reading.tables)) for spec in ACROSS_LAYERS]
         for layer, tables in reading.by_layer():
-            drawn += [(f"{prefix}-layer{layer}-{spec.name}", spec.draw(tables)) for spec in (*ONE_LAYER, *COMPLETE_VIEW)]
+            drawn += [
+                (f"{prefix}-layer{layer}-{spec.name}", spec.draw(tables)) for spec in (*ONE_LAYER, *COMPLETE_VIEW)
+            ]
         for name, figure in drawn:
             path = folder / f"{name}.{format}"
-            jobs.append({"fig": paper_figure(figure), "path": path, "opts": {"format": format, "height": figure.height, "width": 720}})
+            jobs.append(
+                {
+                    "fig": paper_figure(figure),
+                    "path": path,
+                    "opts": {"format": format, "height": figure.height, "width": 720},
+                }
+            )
             written.append(path)
     kaleido.write_fig_from_object_sync(jobs)
     if not quiet:

@@ -50,13 +50,14 @@ def headline(found: list[Reading]) -> list[str]:
     """The first reading's findings, and where another reading of the run comes to other verdicts."""
     sentences = findings(found[0])
     if len(found) > 1:
-        sentences = [f"({found[0].label}) {sentence}" if index == 0 else sentence for index, sentence in enumerate(sentences)]
+        sentences[0] = f"Read from {found[0].label}: {sentences[0][:1].lower()}{sentences[0][1:]}"
     first = verdict_layers(found[0])
     for other in found[1:]:
-        if verdict_layers(other) == first:
-            sentences.append(f"({other.label}) The same verdicts in every layer.")
-        else:
-            sentences.append(f"({other.label}) {verdict_sentence(other.tables)}.")
+        words = verdict_sentence(other.tables)
+        same = verdict_layers(other) == first
+        sentences.append(
+            f"Read from {other.label}: {'the same verdict in every layer' if same else words[:1].lower() + words[1:]}."
+        )
     return sentences
 
 
@@ -80,9 +81,15 @@ def verdict_layers(reading: Reading) -> dict[str, list[int]]:
 def findings(reading: Reading) -> list[str]:
     """The reading's findings, most important first; each names its chance level."""
     return [
-        verdict_finding(reading), *hidden_order_findings(reading), *small_k_findings(reading), *avoidance_findings(reading),
-        *hub_findings(reading), redundancy_finding(reading), *ambiguity_finding(reading), *rank_findings(reading),
-    ]  # fmt: skip
+        verdict_finding(reading),
+        *hidden_order_findings(reading),
+        *small_k_findings(reading),
+        *avoidance_findings(reading),
+        *hub_findings(reading),
+        redundancy_finding(reading),
+        *ambiguity_finding(reading),
+        *rank_findings(reading),
+    ]
 
 
 def verdict_finding(reading: Reading) -> str:
@@ -106,9 +113,17 @@ def hidden_order_findings(reading: Reading) -> list[str]:
         if found is None:
             continue
         k, order = found
-        moved = [f"router {router} fits expert {expert}" for router, expert in order.items() if expert not in (None, router)]
-        shown = listed(moved) if len(moved) <= 8 else f"{', '.join(moved[:NAMED_AT_MOST])} and {len(moved) - NAMED_AT_MOST} more"
-        sentences.append(f"In layer {layer} routers and experts fit one to one, but not in the stored order: at k = {k}, {shown}.")
+        moved = [
+            f"router {router} fits expert {expert}" for router, expert in order.items() if expert not in (None, router)
+        ]
+        shown = (
+            listed(moved)
+            if len(moved) <= 8
+            else f"{', '.join(moved[:NAMED_AT_MOST])} and {len(moved) - NAMED_AT_MOST} more"
+        )
+        sentences.append(
+            f"In layer {layer} routers and experts fit one to one, but not in the stored order: at k = {k}, {shown}."
+        )
     return sentences
 
 
@@ -119,7 +134,9 @@ def stored_hidden_order(reading: Reading, layer: int) -> tuple[int, dict[int, in
     ks = sorted(int(k) for k in pairs["k"].unique())
     grids = [pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align") for k in ks]
     experts = [int(expert) for expert in grids[0].columns]
-    matrix = AlignmentMatrix(ks, np.stack([grid.to_numpy(float) for grid in grids]), np.zeros(len(experts)), reading.setup(layer)["d_model"])
+    matrix = AlignmentMatrix(
+        ks, np.stack([grid.to_numpy(float) for grid in grids]), np.zeros(len(experts)), reading.setup(layer)["d_model"]
+    )
     found = hidden_order(matrix)
     if found is None:
         return None
@@ -172,7 +189,9 @@ def hub_findings(reading: Reading) -> list[str]:
             found.append(f"expert {winners.index[0]} of layer {layer} ({winners.iloc[0]} of {n} routers)")
     if not found:
         return []
-    return [f"Experts that attract half of the routers or more: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; chance is 1 router each."]
+    return [
+        f"Experts that attract half of the routers or more: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; chance is 1 router each."
+    ]
 
 
 def more(found: list[Any]) -> str:
@@ -184,7 +203,12 @@ def collapsed_pairs(reading: Reading) -> list[dict[str, Any]]:
     close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)]
     close = close.reindex(close["cosine"].abs().sort_values(ascending=False).index)
     return [
-        {"layer": int(row["layer"]), "expert_a": int(row["expert_a"]), "expert_b": int(row["expert_b"]), "cosine": float(row["cosine"])}
+        {
+            "layer": int(row["layer"]),
+            "expert_a": int(row["expert_a"]),
+            "expert_b": int(row["expert_b"]),
+            "cosine": float(row["cosine"]),
+        }
         for _, row in close.iterrows()
     ]
 
@@ -196,8 +220,13 @@ def redundancy_finding(reading: Reading) -> str:
     collapsed = collapsed_pairs(reading)
     redundant = int(statistics["n_pairs_above_0_3"].sum())
     if collapsed:
-        named = [f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})" for pair in collapsed[:NAMED_AT_MOST]]
-        start = f"Collapsed experts (|cos| of their top directions above {COLLAPSED}): {', '.join(named)}{more(collapsed)}"
+        named = [
+            f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})"
+            for pair in collapsed[:NAMED_AT_MOST]
+        ]
+        start = (
+            f"Collapsed experts (|cos| of their top directions above {COLLAPSED}): {', '.join(named)}{more(collapsed)}"
+        )
     else:
         start = f"No two experts have collapsed (none above {COLLAPSED})"
     return f"{start}; {redundant} {'pair is' if redundant == 1 else 'pairs are'} above {REDUNDANT}; chance is {chance}."
@@ -206,10 +235,14 @@ def redundancy_finding(reading: Reading) -> str:
 def most_ambiguous(reading: Reading) -> list[dict[str, Any]]:
     ranked = reading.tables["ambiguity"].sort_values("rank").head(3)
     return [
-        {"layer": int(row["layer"]), "ambiguity_score": optional(row["ambiguity_score"]), "absolute_score": optional(row["absolute_score"]),
-         "level": row["level"] if isinstance(row["level"], str) else None}
+        {
+            "layer": int(row["layer"]),
+            "ambiguity_score": optional(row["ambiguity_score"]),
+            "absolute_score": optional(row["absolute_score"]),
+            "level": row["level"] if isinstance(row["level"], str) else None,
+        }
         for _, row in ranked.iterrows()
-    ]  # fmt: skip
+    ]
 
 
 def optional(value: Any) -> float | None:
@@ -221,17 +254,25 @@ def ambiguity_finding(reading: Reading) -> list[str]:
     if table["ambiguity_score"].isna().all():
         return []
     ranked = table.sort_values("rank").head(3)
-    named = [f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute {number(row['absolute_score'])})" for _, row in ranked.iterrows()]
+    named = [
+        f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute {number(row['absolute_score'])})"
+        for _, row in ranked.iterrows()
+    ]
     return [f"Most ambiguous among {named_layers(table['layer'])}: {', '.join(named)}."]
 
 
 def rank_findings(reading: Reading) -> list[str]:
     spectra = reading.tables["spectra"]
-    full = [min(reading.setup(int(layer))["d_model"], stacked_height(reading, int(layer))) for layer in spectra["layer"]]
+    full = [
+        min(reading.setup(int(layer))["d_model"], stacked_height(reading, int(layer))) for layer in spectra["layer"]
+    ]
     deficient = spectra[spectra["rank"].notna() & (spectra["rank"].astype(float) < np.array(full))]
     if deficient.empty:
         return []
-    named = [f"expert {row['expert']} of layer {row['layer']} (rank {row['rank']:.0f})" for _, row in deficient.head(NAMED_AT_MOST).iterrows()]
+    named = [
+        f"expert {row['expert']} of layer {row['layer']} (rank {row['rank']:.0f})"
+        for _, row in deficient.head(NAMED_AT_MOST).iterrows()
+    ]
     return [capital(f"{len(deficient)} rank-deficient matrices: {', '.join(named)}{more(list(deficient.index))}.")]
 
 

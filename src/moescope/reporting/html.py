@@ -13,7 +13,9 @@ def render(content: dict[str, Any]) -> str:
     from plotly.offline import get_plotlyjs
 
     here = files("moescope.reporting")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string((here / "template.html.j2").read_text(encoding="utf-8"))
     return template.render(
         **content,

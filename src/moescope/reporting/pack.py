@@ -58,10 +58,23 @@ def plain(value: Any) -> Any:
 def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
     slider = figure.slider
     return {
-        "name": figure.name, "title": figure.title, "caption": figure.caption, "columns": figure.columns, "height": figure.height, "wide": wide,
-        "data": [plain(trace) for trace in figure.data], "layout": plain(figure.layout),
-        "slider": slider and {"label": slider.label, "values": slider.values, "start": slider.start, "per": slider.per_value, "orders": slider.orders},
-    }  # fmt: skip
+        "name": figure.name,
+        "title": figure.title,
+        "caption": figure.caption,
+        "columns": figure.columns,
+        "height": figure.height,
+        "wide": wide,
+        "data": [plain(trace) for trace in figure.data],
+        "layout": plain(figure.layout),
+        "slider": slider
+        and {
+            "label": slider.label,
+            "values": slider.values,
+            "start": slider.start,
+            "per": slider.per_value,
+            "orders": slider.orders,
+        },
+    }
 
 
 def table_payload(name: str, frame: pd.DataFrame, columns: list[str], title: str) -> dict[str, Any]:
@@ -70,9 +83,16 @@ def table_payload(name: str, frame: pd.DataFrame, columns: list[str], title: str
     return {
         "name": name,
         "title": title,
-        "columns": [{"name": column, "title": spec.column(column).title or column.replace("_", " "), "kind": spec.column(column).kind} for column in columns],
+        "columns": [
+            {
+                "name": column,
+                "title": spec.column(column).title or column.replace("_", " "),
+                "kind": spec.column(column).kind,
+            }
+            for column in columns
+        ],
         "rows": [[plain(value) for value in row] for row in frame[columns].itertuples(index=False, name=None)],
-    }  # fmt: skip
+    }
 
 
 def script_json(value: Any) -> str:

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, COMPLETE_VIEW, ONE_LAYER, FigureSpec
 from moescope.figures.identification import VERDICT_WORDS
-from moescope.figures.style import Tables, number
+from moescope.figures.style import Tables, listed, number
 from moescope.glossary import COLUMNS
-from moescope.reporting.findings import coverage_lines, findings, headline, most_ambiguous, stored_hidden_order, verdict_layers
+from moescope.reporting.findings import coverage_lines, findings, headline, most_ambiguous, stored_hidden_order
 from moescope.reporting.pack import figure_payload, plain, script_json, table_payload
 from moescope.reporting.readings import Reading, readings
 from moescope.run import Run
 from moescope.spectral.pairing import ALPHA
 from moescope.tables import READING, TABLES
 
-K_TABLE = ["k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std", "delta_vs_shuffle", "z_vs_shuffle",
-           "z_ceiling", "argmax_accuracy", "assignment_accuracy", "alignment_margin", "positive_margin_share", "perm_z", "p_adjusted", "degenerate"]  # fmt: skip
-EXPERT_TABLE = ["expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle", "margin", "identified"]
+K_TABLE = [
+    "k",
+    "align",
+    "random_expectation",
+    "effect_over_random",
+    "shuffle_mean",
+    "shuffle_std",
+    "delta_vs_shuffle",
+    "z_vs_shuffle",
+    "z_ceiling",
+    "argmax_accuracy",
+    "assignment_accuracy",
+    "alignment_margin",
+    "positive_margin_share",
+    "perm_z",
+    "p_adjusted",
+    "degenerate",
+]
+EXPERT_TABLE = [
+    "expert",
+    "align",
+    "random_expectation",
+    "shuffle_mean",
+    "delta_vs_shuffle",
+    "z_vs_shuffle",
+    "margin",
+    "identified",
+]
 WHOLE_TABLES = {  # shown across layers, besides the figures
     "alignment_tests": "Tests and verdicts of every layer",
     "ambiguity": "Ambiguity ranking",
@@ -29,7 +55,12 @@ WHOLE_TABLES = {  # shown across layers, besides the figures
     "alignment_layers": "Every layer and k",
 }
 KEY_COLUMNS = {"step", "layer_name", *READING}
-VERDICT_NAMES = {"identifying": "identifies its experts", "non_random": "not random", "permuted": "another order", "chance": "at chance"}
+VERDICT_NAMES = {
+    "identifying": "identifies its experts",
+    "non_random": "not random",
+    "permuted": "another order",
+    "chance": "at chance",
+}
 
 
 def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
@@ -56,15 +87,30 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         across.append({"figures": figures, "tables": tables})
         glance.append(keep(f"r{index}-glance", glance_table(reading)))
         for layer, rows in reading.by_layer():
-            layers.append({"reading": index, **layer_entry(reading, layer, rows, lambda value, i=index, n=layer: keep(f"r{i}-l{n}", value))})
+            layers.append(
+                {
+                    "reading": index,
+                    **layer_entry(reading, layer, rows, lambda value, i=index, n=layer: keep(f"r{i}-l{n}", value)),
+                }
+            )
     return {
-        "title": " and ".join(dict.fromkeys(run.name for run in runs)) if len(runs) < 4 else f"{len(runs)} runs",
+        "title": page_title(runs),
         "runs": [run_entry(run) for run in runs],
-        "headline": [{"run": run.name if len(runs) > 1 else "", "findings": headline(readings([run]))} for run in runs],
-        "readings": [{"label": reading.label, "findings": findings(reading), "ambiguous": most_ambiguous(reading)} for reading in found],
+        "headline": [
+            {"run": run.name if len(runs) > 1 else "", "findings": headline([r for r in found if r.run is run])}
+            for run in runs
+        ],
+        "readings": [
+            {"label": reading.label, "findings": findings(reading), "ambiguous": most_ambiguous(reading)}
+            for reading in found
+        ],
         "across": across,
         "glance": glance,
-        "compare": [keep(f"c-{spec.name}", drawn(spec, stacked(found, spec), "all readings")) for spec in ACROSS_READINGS] if len(found) > 1 else [],
+        "compare": [
+            keep(f"c-{spec.name}", drawn(spec, stacked(found, spec), "all readings")) for spec in ACROSS_READINGS
+        ]
+        if len(found) > 1
+        else [],
         "steps": step_figures(found, keep),
         "layers": layers,
         "glossary": glossary_sections(),
@@ -73,9 +119,21 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     }
 
 
+def page_title(runs: list[Run]) -> str:
+    """The models' names, or how many there are."""
+    names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info["checkpoints"]))
+    return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
+
+
 def stacked(found: list[Reading], spec: FigureSpec) -> Tables:
     """The tables a comparison needs, all readings in one frame with a `reading` column."""
-    return {name: pd.concat([reading.tables[name].assign(reading=reading.label) for reading in found], ignore_index=True) for name in spec.needs}
+    return {
+        name: pd.concat(
+            [reading.tables[name].assign(reading=reading.label, run=str(reading.run.path)) for reading in found],
+            ignore_index=True,
+        )
+        for name in spec.needs
+    }
 
 
 def step_figures(found: list[Reading], keep: Any) -> list[dict[str, Any]]:
@@ -109,16 +167,44 @@ def glance_table(reading: Reading) -> dict[str, Any]:
     for test in tables["alignment_tests"].sort_values("layer").to_dict("records"):
         layer = test["layer"]
         setup = reading.setup(layer)
-        rows.append([
-            layer, VERDICT_NAMES[test["verdict"]], test["best_k"], test["best_accuracy"], 1 / setup["n_experts"], test["p_value"], test["q_value"],
-            ambiguity.loc[layer, "ambiguity_score"], ambiguity.loc[layer, "level"], first.loc[layer, "mean_abs"], first.loc[layer, "chance"],
-            first.loc[layer, "n_pairs_above_0_7"],
-        ])  # fmt: skip
-    heads = [("layer", "layer", "int"), ("verdict", "verdict", "text"), ("best_k", "best k", "int"), ("best_accuracy", "accuracy", "float"),
-             ("argmax_accuracy", "chance", "float"), ("p_value", "p", "float"), ("q_value", "q", "float"), ("ambiguity_score", "ambiguity", "float"),
-             ("level", "level", "text"), ("mean_abs", "mean |cos|", "float"), ("chance", "chance", "float"), ("n_pairs_above_0_7", "collapsed pairs", "int")]  # fmt: skip
+        rows.append(
+            [
+                layer,
+                VERDICT_NAMES[test["verdict"]],
+                test["best_k"],
+                test["best_accuracy"],
+                1 / setup["n_experts"],
+                test["p_value"],
+                test["q_value"],
+                ambiguity.loc[layer, "ambiguity_score"],
+                ambiguity.loc[layer, "level"],
+                first.loc[layer, "mean_abs"],
+                first.loc[layer, "chance"],
+                first.loc[layer, "n_pairs_above_0_7"],
+            ]
+        )
+    heads = [
+        ("layer", "layer", "int"),
+        ("verdict", "verdict", "text"),
+        ("best_k", "best k", "int"),
+        ("best_accuracy", "accuracy", "float"),
+        ("argmax_accuracy", "chance", "float"),
+        ("p_value", "p", "float"),
+        ("q_value", "q", "float"),
+        ("ambiguity_score", "ambiguity", "float"),
+        ("level", "level", "text"),
+        ("mean_abs", "mean |cos|", "float"),
+        ("chance", "chance", "float"),
+        ("n_pairs_above_0_7", "collapsed pairs", "int"),
+    ]
     columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
-    return {"name": "layers_at_a_glance", "title": "Layers at a glance", "columns": columns, "rows": plain(rows), "links": True}
+    return {
+        "name": "layers_at_a_glance",
+        "title": "Layers at a glance",
+        "columns": columns,
+        "rows": plain(rows),
+        "links": True,
+    }
 
 
 def layer_entry(reading: Reading, layer: int, tables: Tables, keep: Any) -> dict[str, Any]:
@@ -148,11 +234,11 @@ def layer_entry(reading: Reading, layer: int, tables: Tables, keep: Any) -> dict
 def verdict_words(reading: Reading, layer: int, test: dict[str, Any]) -> list[str]:
     """The identification verdict of one layer in words, with chance beside every number."""
     n = reading.setup(layer)["n_experts"]
-    how = "all" if test["exact"] else "drawn"
+    against = f"all {test['n_pairings']:,} pairings" if test["exact"] else f"{test['n_pairings']:,} drawn pairings"
     words = [
         f"Layer {layer} {VERDICT_WORDS[test['verdict']][0]}: the best argmax accuracy is {number(test['best_accuracy'])}, at k = {test['best_k']}; "
         f"chance is 1/{n} = {number(1 / n)} at a given k. A random pairing does as well at its own best k with p = {number(test['p_accuracy'])}.",
-        f"Mean alignment over all k: p = {number(test['p_value'])} against {test['n_pairings']:,} {how} pairings "
+        f"Mean alignment over all k: p = {number(test['p_value'])} against {against} "
         f"(q = {number(test['q_value'])} over the layers scanned); lower tail p = {number(test['p_lower'])}.",
     ]
     if test["p_lower"] <= ALPHA:
@@ -197,15 +283,30 @@ def run_entry(run: Run) -> dict[str, Any]:
     """A run in the head and the foot of the page: what was scanned, how to do it again."""
     arguments = run.info["arguments"]
     command = ["moescope", "scan", *(item["path"] for item in run.info["checkpoints"])]
-    defaults = {"matrix": ["gate"], "router": ["raw"], "k": [], "fold_norm": False, "precision": "fast", "null": "closed", "n_shuffles": 200, "seed": 0,
-                "k_star": "max_margin", "allow_full_rank": False, "ambiguity_weights": [0.4, 0.3, 0.3]}  # fmt: skip
+    defaults = {
+        "matrix": ["gate"],
+        "router": ["raw"],
+        "k": [],
+        "fold_norm": False,
+        "precision": "fast",
+        "null": "closed",
+        "n_shuffles": 200,
+        "seed": 0,
+        "k_star": "max_margin",
+        "allow_full_rank": False,
+        "ambiguity_weights": [0.4, 0.3, 0.3],
+    }
     if arguments.get("layers"):
         command += ["--layers", ",".join(map(str, arguments["layers"][0]))]
     for word, default in defaults.items():
         value = arguments[word]
         if value != default:
             flag = f"--{word.replace('_', '-')}"
-            command += [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+            command += (
+                [flag]
+                if value is True
+                else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+            )
     return {
         "name": run.name,
         "info": run.info,
@@ -213,7 +314,6 @@ def run_entry(run: Run) -> dict[str, Any]:
         "command": shlex.join([*command, *(["--keep-going"] if run.info.get("keep_going") else [])]),
         "warnings": run.info.get("warnings", []),
         "seconds": number(sum(run.info["timings"].values())),
-        "verdicts": {VERDICT_NAMES[name]: len(layers) for name, layers in verdict_layers(readings([run])[0]).items()},
     }
 
 

@@ -58,7 +58,10 @@ def readings(runs: list[Run]) -> list[Reading]:
         found += [(run, key, {name: select(frame, key) for name, frame in tables.items()}) for key in keys]
     names = run_names(runs)
     several_steps = len({(run.path, keys["step"]) for run, keys, _ in found}) > len(runs)
-    return [Reading(run, keys, label(names[run.path], keys, len(runs) > 1, several_steps), tables) for run, keys, tables in found]
+    return [
+        Reading(run, keys, label(names[run.path], keys, len(runs) > 1, several_steps), tables)
+        for run, keys, tables in found
+    ]
 
 
 def run_names(runs: list[Run]) -> dict[Any, str]:

@@ -136,7 +136,7 @@
     if (kind === "bool") return value ? "yes" : "no";
     if (kind !== "float") return String(value);
     const size = Math.abs(value);
-    if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("e", " × 10^").replace("+", "");
+    if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(/e(.*)$/, (_, power) => " × 10" + power.replace("+", "").replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]));
     return size >= 1000 ? value.toFixed(0) : value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
   }
   function tableElement(table, folded, reading) {

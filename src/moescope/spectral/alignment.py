@@ -32,7 +32,9 @@ class AlignmentMatrix:
         return np.array(self.ks) >= self.d_model
 
 
-def cumulate(energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, ladder: list[int]) -> AlignmentMatrix:
+def cumulate(
+    energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, ladder: list[int]
+) -> AlignmentMatrix:
     """align(i, j; k) = sum over a <= k of (v_a(W_j) . r_i)^2, for every k of the ladder at once.
 
     `energy_per_expert[j]` is [routers, rungs]: the cumulative sum at each rung of the ladder, ended by the total. Rungs above

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from moescope.spectral.arrays import Array
 
 LEADING_VECTORS = 64  # how many singular vectors the subspace analyses may ask for
-TOLERANCE = {"fast": 1e-6, "exact": 1e-9}  # largest error of align on the ladder that the Gram route may be suspected of
+TOLERANCE = {
+    "fast": 1e-6,
+    "exact": 1e-9,
+}  # largest error of align on the ladder that the Gram route may be suspected of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,11 @@ FORMATS = ("svg", "png", "pdf")
 
 
 def report(
-    *runs: Run | str | Path, out: str | Path | None = None, figures: str | Path | None = None, format: str = "svg", quiet: bool = False
+    *runs: Run | str | Path,
+    out: str | Path | None = None,
+    figures: str | Path | None = None,
+    format: str = "svg",
+    quiet: bool = False,
 ) -> Path:
     """Build the report and return its path: `out`, or report.html in the first run's folder. Reads tables only, needs no torch."""
     from moescope.reporting.html import render
