@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
+OPEN_MAPS = 2
 READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -41,6 +42,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any] | None
     tensors: dict[str, TensorInfo] = field(repr=False)
+    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)  # maps kept open between reads
 
     @property
     def name(self) -> str:
@@ -60,8 +62,8 @@ class Checkpoint:
         return digest.hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """The tensor of that name, a copy in memory of its own: the map of the file is closed again."""
-        from safetensors import SafetensorError, safe_open
+        """The tensor of that name, a copy in memory of its own."""
+        from safetensors import SafetensorError
 
         info = self.tensors[name]
         if info.dtype not in READABLE_DTYPES:
@@ -70,13 +72,27 @@ class Checkpoint:
                 f"give a checkpoint in {', '.join(sorted(READABLE_DTYPES))}"
             )
         try:
-            with safe_open(info.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name).clone()
+            tensor: Tensor = self.handle(info.file).get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise BadInput(
                 f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again"
             ) from None
         return tensor
+
+    def handle(self, file: Path) -> Any:
+        """The open map of a file. Kept, since a header of 20,000 tensors takes 30 ms to parse; two shards at most."""
+        from safetensors import safe_open
+
+        if file not in self.opened:
+            while len(self.opened) >= OPEN_MAPS:
+                self.opened.pop(next(iter(self.opened))).__exit__(None, None, None)
+            self.opened[file] = safe_open(file, framework="pt").__enter__()
+        return self.opened[file]
+
+    def release(self) -> None:
+        """Close all maps: their pages count as resident memory until then. Called after each layer."""
+        while self.opened:
+            self.opened.popitem()[1].__exit__(None, None, None)
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:

@@ -130,6 +130,7 @@ def scan_layers(
             )
             for frame in result.frames.values():
                 frame.insert(0, "step", step.number)
+            step.moe.checkpoint.release()
             seconds = round(time.perf_counter() - start, 4)
             with writer.timed("write"):
                 setup = {"step": step.number, **result.setup, "seconds": seconds, "warnings": result.warnings}
@@ -214,6 +215,7 @@ def check_routers(steps: list[Step], settings: ScanSettings, keep_going: bool) -
             usable = rows[[expert for expert in range(len(rows)) if expert not in bad]]
             for reading in settings.router:
                 normalised_rows(weights, usable, reading)
+        step.moe.checkpoint.release()
 
 
 def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
