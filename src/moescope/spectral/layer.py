@@ -257,7 +257,10 @@ def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
     frames = []
     for k in [k for k in usable if k in DENSITY_KS] or usable[-1:]:
         rung = M.ks.index(k)
-        density, edges = np.histogram(test.null_means_KP[rung], bins=NULL_BINS, density=True)
+        null_P = test.null_means_KP[rung]
+        if np.ptp(null_P) <= 1e-12:  # all pairings agree but for rounding, too narrow to be cut into bins
+            null_P = np.full_like(null_P, null_P.mean())
+        density, edges = np.histogram(null_P, bins=NULL_BINS, density=True)
         observed = float(alignment.diagonal(M.align_KEE)[rung].mean())
         frames.append(
             pd.DataFrame(
