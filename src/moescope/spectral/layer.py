@@ -85,6 +85,7 @@ def analyse_layer(
     marked = readings.unusable_rows(weights, rows_ED)
     if marked and not keep_going:
         raise next(iter(marked.values()))
+    left_out = dict(marked)
     collected: dict[str, list[pd.DataFrame]] = {}
     setup: dict[str, Any] = {
         "layer": weights.layer, "layer_name": weights.layer_name, "n_experts": weights.n_experts, "d_model": weights.d_model,
@@ -106,11 +107,11 @@ def analyse_layer(
             "experts_left_out": sorted(unusable),
         }
         setup["centered_share"] = readings.centered_share(rows_ED[decomposed.experts])
-        marked = {**marked, **unusable}
+        left_out |= unusable
     return LayerResult(
         frames={name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()},
         setup=setup,
-        warnings=[f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(marked.items())],
+        warnings=[f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(left_out.items())],
     )
 
 
