@@ -126,11 +126,15 @@ WHERE_THE_GRAM_MATRIX_ERRS = {
 @pytest.mark.parametrize("case", WHERE_THE_GRAM_MATRIX_ERRS.values(), ids=WHERE_THE_GRAM_MATRIX_ERRS)
 def test_the_fallback_mends_experts_that_the_gram_matrix_alone_gets_wrong(case, monkeypatch):
     shape, values, ks, precision = case
-    matrix, rows = expert_and_rows(4, shape, values)
-    assert decompose(torch.from_numpy(matrix), torch.from_numpy(rows), ks, precision).fallback
-    assert largest_error(matrix, rows, ks, precision) <= BOUND[precision]
+    experts = [expert_and_rows(seed, shape, values) for seed in range(5)]
+
+    def worst_error() -> float:
+        return max(largest_error(matrix, rows, ks, precision) for matrix, rows in experts)
+
+    assert all(decompose(*map(torch.from_numpy, expert), ks, precision).fallback for expert in experts)
+    assert worst_error() <= BOUND[precision]
     monkeypatch.setattr(module, "gram_suffices", lambda *_: True)
-    assert largest_error(matrix, rows, ks, precision) > BOUND[precision]
+    assert worst_error() > 10 * BOUND[precision]
 
 
 def test_exact_is_stricter_than_fast_about_the_same_spectrum():
