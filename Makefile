@@ -4,6 +4,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN = .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+# Tests use small matrices, on which threads only get into each other's way.
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SOURCES = pyproject.toml constraints.txt
 
 .PHONY: demo test test-slow check clean
@@ -12,10 +14,10 @@ demo: .venv/core
 	$(BIN)/moescope demo
 
 test: .venv/everything check
-	$(BIN)/python -m pytest -m "not slow"
+	$(TEST) -m "not slow"
 
 test-slow: .venv/everything
-	$(BIN)/python -m pytest -m slow
+	$(TEST) -m slow
 
 check: .venv/everything
 	$(BIN)/ruff check src tests

@@ -86,7 +86,7 @@ class Checkpoint:
         if file not in self.opened:
             while len(self.opened) >= OPEN_MAPS:
                 self.opened.pop(next(iter(self.opened))).__exit__(None, None, None)
-            self.opened[file] = safe_open(file, framework="pt").__enter__()
+            self.opened[file] = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
         return self.opened[file]
 
     def release(self) -> None:

@@ -254,7 +254,7 @@ def setup_rows(reading: Reading, layer: int, tables: Tables) -> list[list[str]]:
     setup, info = reading.setup(layer), reading.run.info
     of_matrix = setup["matrices"][reading.keys["matrix"]]
     model = next(item for item in info["checkpoints"] if item["step"] == reading.keys["step"])
-    own = pd.Series(setup["centered_share"])
+    own = pd.Series(setup["centered_share"], dtype=float)
     null = "closed form" if setup["null"] == "closed" else f"{setup['n_shuffles']} sampled shuffles"
     rows = {
         "model": model["path"],

@@ -106,11 +106,13 @@ def argmax_accuracy(M_KEE: Array) -> Array:
 def assignment_accuracy(M_KEE: Array) -> Array:
     """[K]: diagonal share of the best one-to-one assignment; an expert that attracts every router does not fool it.
 
-    When everything is tied every assignment is best: the diagonal is then worth 1/n, as under chance.
+    Where every assignment is as good as any other (all entries equal, all experts alike, all routers alike) the diagonal is
+    worth 1/n, as under chance: the solver would name one of them, often the stored order.
     """
     accuracies = []
     for M_EE in M_KEE:
-        if np.ptp(M_EE) <= TIE:
+        interaction_EE = M_EE - M_EE.mean(axis=1, keepdims=True) - M_EE.mean(axis=0, keepdims=True)
+        if np.ptp(interaction_EE) <= TIE:
             accuracies.append(1 / len(M_EE))
             continue
         rows, columns = linear_sum_assignment(M_EE, maximize=True)

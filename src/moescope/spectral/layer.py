@@ -85,6 +85,7 @@ def analyse_layer(
     marked = readings.unusable_rows(weights, rows_ED)
     if marked and not keep_going:
         raise next(iter(marked.values()))
+    left_out = dict(marked)
     collected: dict[str, list[pd.DataFrame]] = {}
     setup: dict[str, Any] = {
         "layer": weights.layer,
@@ -99,6 +100,7 @@ def analyse_layer(
         "null": settings.null,
         "n_shuffles": settings.n_shuffles if settings.null == "shuffle" else None,
         "seed": settings.seed,
+        "centered_share": readings.centered_share(rows_ED, left_out),
         "matrices": {},
     }
     for matrix in settings.matrix:
@@ -116,13 +118,12 @@ def analyse_layer(
             "fallbacks": int(sum(decomposed.fallback)),
             "experts_left_out": sorted(unusable),
         }
-        setup["centered_share"] = readings.centered_share(rows_ED[decomposed.experts])
-        marked = {**marked, **unusable}
+        left_out |= unusable
     return LayerResult(
         frames={name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()},
         setup=setup,
         warnings=[
-            f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(marked.items())
+            f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(left_out.items())
         ],
     )
 
@@ -150,6 +151,8 @@ def decompose_layer(
     ladder: list[int] = []
     energies: dict[int, Array] = {}
     ranks, leading, values, fallback = [], [], [], []
+    for _ in marked:
+        on_expert()  # progress counts every expert, looked at or not
     for expert in usable_rows:
         try:
             with timed("read"):
@@ -285,7 +288,10 @@ def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
     frames = []
     for k in [k for k in usable if k in DENSITY_KS] or usable[-1:]:
         rung = M.ks.index(k)
-        density, edges = np.histogram(test.null_means_KP[rung], bins=NULL_BINS, density=True)
+        null_P = test.null_means_KP[rung]
+        if np.ptp(null_P) <= 1e-12:  # all pairings agree but for rounding, too narrow to be cut into bins
+            null_P = np.full_like(null_P, null_P.mean())
+        density, edges = np.histogram(null_P, bins=NULL_BINS, density=True)
         observed = float(alignment.diagonal(M.align_KEE)[rung].mean())
         frames.append(
             pd.DataFrame(

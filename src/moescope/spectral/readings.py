@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from moescope.errors import BadInput, UnusableExpert, unknown_name
@@ -73,10 +74,12 @@ def normalised_rows(weights: LayerWeights, rows_ED: Tensor, reading: str) -> Ten
     return rows_ED / rows_ED.norm(dim=1, keepdim=True)
 
 
-def centered_share(rows_ED: Tensor) -> list[float]:
-    """||r_i - mean|| / ||r_i|| an expert: how much of each row is its own, not common to all."""
-    own = (rows_ED - rows_ED.mean(0)).norm(dim=1)
-    return [float(share) for share in own / rows_ED.norm(dim=1)]
+def centered_share(rows_ED: Tensor, left_out: Collection[int] = ()) -> dict[int, float]:
+    """Expert -> ||r_i - mean|| / ||r_i||: how much of its row is its own, not common to all."""
+    experts = [expert for expert in range(len(rows_ED)) if expert not in left_out]
+    rows = rows_ED[experts]
+    shares = (rows - rows.mean(0)).norm(dim=1) / rows.norm(dim=1)
+    return {expert: float(share) for expert, share in zip(experts, shares, strict=True)}
 
 
 def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tensor | None) -> Tensor:
