@@ -22,10 +22,14 @@ app = typer.Typer(
 )
 
 MORE = "More"
-Out = Annotated[Path | None, typer.Option(help="Run folder to write.", show_default="runs/VERB-MODEL-NUMBER", metavar="DIR")]
+Out = Annotated[
+    Path | None, typer.Option(help="Run folder to write.", show_default="runs/VERB-MODEL-NUMBER", metavar="DIR")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.", rich_help_panel=MORE)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the run's summary as JSON.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.", rich_help_panel=MORE)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.", rich_help_panel=MORE)
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=MORE)]
 
 
@@ -39,7 +43,9 @@ def show_version(wanted: bool) -> None:
 
 @app.callback()
 def common(
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -75,7 +81,9 @@ def scan(
     try:
         weights = [float(part) for part in ambiguity_weights.split(",")]
     except ValueError:
-        raise BadInput(f"ambiguity weights {ambiguity_weights!r}: give three numbers parted by commas, such as 0.4,0.3,0.3") from None
+        raise BadInput(
+            f"ambiguity weights {ambiguity_weights!r}: give three numbers parted by commas, such as 0.4,0.3,0.3"
+        ) from None
     run = run_scan(
         *models, out=out, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
         n_shuffles=n_shuffles, seed=seed, k_star=k_star, allow_full_rank=allow_full_rank, ambiguity_weights=weights, device=device,

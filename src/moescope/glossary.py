@@ -109,7 +109,7 @@ COLUMNS: dict[str, Column] = {
     "assignment_accuracy": Column(
         "float", "The share of routers that get their own expert in the best one-to-one assignment.",
         "diagonal share of argmax over permutations π of Σᵢ M[i, π(i)]", worst="0", chance="1/n", best="1",
-        misleads="An expert that attracts every router does not lower it; compare with argmax accuracy to see such an expert.",
+        misleads="An expert that attracts every router does not lower it; compare with argmax accuracy to see such an expert. Where some experts are exact copies, the solver picks one.",
         title="assignment accuracy",
     ),
     "alignment_margin": Column(

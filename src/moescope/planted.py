@@ -24,7 +24,9 @@ class PlantedLayer:
 LAYERS = (
     PlantedLayer("random", "routers know nothing of their experts"),
     PlantedLayer("aligned", "every router lies among its own expert's leading directions"),
-    PlantedLayer("small_k", "every router holds its expert's top direction, and nothing more until the far end of the spectrum"),
+    PlantedLayer(
+        "small_k", "every router holds its expert's top direction, and nothing more until the far end of the spectrum"
+    ),
     PlantedLayer("collapsed", "experts 2 and 5 are nearly the same"),
     PlantedLayer("permuted", "as aligned, but router i points at expert (i + 3) mod 8"),
 )
@@ -44,17 +46,21 @@ def unit(vector: np.ndarray) -> np.ndarray:
 def planted_layer(kind: str, generator: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
     """(router [E, D], gate matrices [F, D] an expert) with the structure of that kind.
 
-    Spectra fall as a power law, like those of trained experts.
+    Spectra fall as power laws, like those of trained experts, each expert with a scale and an exponent of its own.
     """
-    values = np.arange(1, D_MODEL + 1) ** -0.4
+    places = np.arange(1, D_MODEL + 1)
+    steepness = generator.uniform(0.25, 0.55)
+    values = [
+        generator.uniform(0.8, 1.25) * places ** -(steepness + generator.uniform(-0.05, 0.05)) for _ in range(EXPERTS)
+    ]
     bases = [orthogonal(generator, D_MODEL, D_MODEL) for _ in range(EXPERTS)]
     lefts = [orthogonal(generator, D_FF, D_MODEL) for _ in range(EXPERTS)]
     if kind == "collapsed":
         kept, copy = COLLAPSED_PAIR
         drift = bases[kept] + 0.01 * generator.standard_normal((D_MODEL, D_MODEL))
         q, r = np.linalg.qr(drift)
-        bases[copy], lefts[copy] = q * np.sign(np.diag(r)), lefts[kept]
-    gates = [(left * values) @ basis.T for left, basis in zip(lefts, bases, strict=True)]
+        bases[copy], lefts[copy], values[copy] = q * np.sign(np.diag(r)), lefts[kept], values[kept]
+    gates = [(left * own) @ basis.T for left, own, basis in zip(lefts, values, bases, strict=True)]
 
     def mixed(expert: int, strength: float, first: int, last: int) -> np.ndarray:
         """A unit row with that much of its length in singular directions first..last of the expert, the rest anywhere."""
@@ -94,7 +100,9 @@ def write_planted(folder: Path, seed: int = 0) -> None:
             put(f"{where}.w3.weight", 0.05 * generator.standard_normal((D_FF, D_MODEL)), shard)
             put(f"{where}.w2.weight", 0.05 * generator.standard_normal((D_MODEL, D_FF)), shard)
         for projection, rows in {"q": D_MODEL, "k": D_MODEL // 2, "v": D_MODEL // 2, "o": D_MODEL}.items():
-            put(f"{prefix}.self_attn.{projection}_proj.weight", 0.05 * generator.standard_normal((rows, D_MODEL)), shard)
+            put(
+                f"{prefix}.self_attn.{projection}_proj.weight", 0.05 * generator.standard_normal((rows, D_MODEL)), shard
+            )
         for norm in ("input_layernorm", "post_attention_layernorm"):
             put(f"{prefix}.{norm}.weight", np.ones(D_MODEL), shard)
 
@@ -107,9 +115,20 @@ def write_planted(folder: Path, seed: int = 0) -> None:
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     config = {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": D_MODEL, "intermediate_size": D_FF,
-        "num_hidden_layers": len(LAYERS), "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 256, "hidden_act": "silu",
-        "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": D_MODEL,
+        "intermediate_size": D_FF,
+        "num_hidden_layers": len(LAYERS),
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -99,7 +99,9 @@ class RunWriter:
         return pd.concat([read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True)
 
     def setups(self) -> list[dict[str, Any]]:
-        return [json.loads((self.path / "parts" / piece / "setup.json").read_text()) for piece in sorted(self.done_pieces())]
+        return [
+            json.loads((self.path / "parts" / piece / "setup.json").read_text()) for piece in sorted(self.done_pieces())
+        ]
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -140,7 +142,9 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)  # the system drops it when its process dies, so it is never stale
     except Timeout:  # an OSError too, so it stands first
-        raise BadInput(f"{folder}: another moescope process is writing this run; wait for it, or give another --out") from None
+        raise BadInput(
+            f"{folder}: another moescope process is writing this run; wait for it, or give another --out"
+        ) from None
     except OSError as error:
         remove_empty(new_folders)
         raise BadInput(f"{folder}: cannot be written ({error.strerror}); give another --out") from None
@@ -151,7 +155,11 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
         before = read_run_json(folder)
         if before is None:
             before = {
-                "schema_version": SCHEMA_VERSION, "verb": verb, **identity, "versions": versions(), "git_commit": git_commit(),
+                "schema_version": SCHEMA_VERSION,
+                "verb": verb,
+                **identity,
+                "versions": versions(),
+                "git_commit": git_commit(),
                 "started": now(),
             }  # fmt: skip
         before.pop("error", None)  # that of an earlier attempt
@@ -225,7 +233,9 @@ def clear_run(folder: Path) -> None:
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
     """runs/<verb>-<model>-<number>: the newest one if it is the same work left unfinished, else the next free number."""
     stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
-    numbers = [int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()]
+    numbers = [
+        int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()
+    ]
     if numbers:
         newest = base / f"{stem}-{max(numbers)}"
         try:

@@ -117,7 +117,10 @@ def arrow_schema(name: str) -> pa.Schema:
     }  # fmt: skip
     spec = table(name)
     return pa.schema(
-        [pa.field(column, kinds[spec.column(column).kind], nullable=column not in spec.keys) for column in spec.columns],
+        [
+            pa.field(column, kinds[spec.column(column).kind], nullable=column not in spec.keys)
+            for column in spec.columns
+        ],
         metadata={"moescope.schema_version": str(SCHEMA_VERSION), "moescope.table": name},
     )
 
@@ -147,9 +150,13 @@ def read_parquet(name: str, path: str) -> pd.DataFrame:
     try:
         arrow = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise BadInput(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); scan again with --overwrite") from None
+        raise BadInput(
+            f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); scan again with --overwrite"
+        ) from None
     written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
     if written != str(SCHEMA_VERSION):
-        raise BadInput(f"{path}: schema version {written}, this moescope reads {SCHEMA_VERSION}; scan again with this version")
+        raise BadInput(
+            f"{path}: schema version {written}, this moescope reads {SCHEMA_VERSION}; scan again with this version"
+        )
     frame: pd.DataFrame = arrow.select(list(table(name).columns)).to_pandas()
     return frame

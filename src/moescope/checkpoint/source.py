@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
+OPEN_MAPS = 2
 READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -42,6 +43,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any] | None
     tensors: dict[str, TensorInfo] = field(repr=False)
+    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)  # maps kept open between reads
 
     @property
     def name(self) -> str:
@@ -61,8 +63,8 @@ class Checkpoint:
         return digest.hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """The tensor of that name, a copy in memory of its own: the map of the file is closed again."""
-        from safetensors import SafetensorError, safe_open
+        """The tensor of that name, a copy in memory of its own."""
+        from safetensors import SafetensorError
 
         info = self.tensors[name]
         if info.dtype not in READABLE_DTYPES:
@@ -71,11 +73,27 @@ class Checkpoint:
                 f"give a checkpoint in {', '.join(sorted(READABLE_DTYPES))}"
             )
         try:
-            with safe_open(info.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name).clone()
+            tensor: Tensor = self.handle(info.file).get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise BadInput(f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again") from None
+            raise BadInput(
+                f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again"
+            ) from None
         return tensor
+
+    def handle(self, file: Path) -> Any:
+        """The open map of a file. Kept, since a header of 20,000 tensors takes 30 ms to parse; two shards at most."""
+        from safetensors import safe_open
+
+        if file not in self.opened:
+            while len(self.opened) >= OPEN_MAPS:
+                self.opened.pop(next(iter(self.opened))).__exit__(None, None, None)
+            self.opened[file] = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+        return self.opened[file]
+
+    def release(self) -> None:
+        """Close all maps: their pages count as resident memory until then. Called after each layer."""
+        while self.opened:
+            self.opened.popitem()[1].__exit__(None, None, None)
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -124,7 +142,9 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo]:
     if not files:
         others = sorted({file.suffix for file in folder.iterdir() if file.is_file() and file.suffix})
         held = f"it holds {', '.join(others)} files" if others else "it is empty"
-        raise BadInput(f"{folder}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors")
+        raise BadInput(
+            f"{folder}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors"
+        )
     return gather_headers(files)
 
 
@@ -135,18 +155,27 @@ def indexed_tensors(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
         raise BadInput(f"{index_path}: no weight_map in it; download the file again")
     for tensor, file_name in weight_map.items():
         # An index is untrusted input: it may only name files that lie beside it.
-        if not isinstance(file_name, str) or file_name in ("", "..") or Path(file_name).name != file_name or "\\" in file_name:
+        if (
+            not isinstance(file_name, str)
+            or file_name in ("", "..")
+            or Path(file_name).name != file_name
+            or "\\" in file_name
+        ):
             raise BadInput(
                 f"{index_path}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index; download it again"
             )
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
-        raise BadInput(f"{folder / absent[0]}: {len(absent)} of {len(shards)} shards missing; download {', '.join(absent[:3])}")
+        raise BadInput(
+            f"{folder / absent[0]}: {len(absent)} of {len(shards)} shards missing; download {', '.join(absent[:3])}"
+        )
     found = gather_headers([folder / shard for shard in shards])
     for tensor, file_name in weight_map.items():
         if tensor not in found or found[tensor].file.name != file_name:
-            raise BadInput(f"{folder / file_name}: tensor {tensor}, named by {INDEX_NAME}, is not in it; download both again")
+            raise BadInput(
+                f"{folder / file_name}: tensor {tensor}, named by {INDEX_NAME}, is not in it; download both again"
+            )
     return found
 
 
@@ -162,7 +191,9 @@ def gather_headers(files: Sequence[Path]) -> dict[str, TensorInfo]:
                 for name in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
                     part = opened.get_slice(name)
                     if name in tensors:
-                        raise BadInput(f"{file}: tensor {name} is also in {tensors[name].file.name}; keep one of the two files")
+                        raise BadInput(
+                            f"{file}: tensor {name} is also in {tensors[name].file.name}; keep one of the two files"
+                        )
                     tensors[name] = TensorInfo(name, tuple(part.get_shape()), str(part.get_dtype()), file)
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(f"{file}: not a whole safetensors file ({first_line(error)}); download it again") from None

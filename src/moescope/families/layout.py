@@ -122,7 +122,9 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
     config = checkpoint.config or {}
     stated = next((config[field] for field in family.expert_count_fields if field in config), n_experts)
     if stated != n_experts:
-        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts; check that they belong together")
+        raise BadInput(
+            f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts; check that they belong together"
+        )
 
     def stack(template: str, shape: tuple[int, int] | None) -> ExpertStack:
         infos = []
@@ -139,10 +141,18 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
                 raise wrong_shape(info, str(list(expected)))
         names = tuple(info.name for info in infos)
         files = tuple(str(info.file) for info in infos)
-        return ExpertStack(names, (n_experts, *expected), infos[0].dtype, files, lambda expert: checkpoint.read(names[expert]))
+        return ExpertStack(
+            names,
+            (n_experts, expected[0], expected[1]),
+            infos[0].dtype,
+            files,
+            lambda expert: checkpoint.read(names[expert]),
+        )
 
     if full(family.gate, n_experts) in checkpoint.tensors:
-        raise BadInput(f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk; download both again")
+        raise BadInput(
+            f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk; download both again"
+        )
     gate = stack(family.gate, None)
     d_ff = gate.shape[1]
     norm = checkpoint.tensors.get(full(family.norm))
@@ -164,7 +174,9 @@ def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, r
 
 
 def wrong_shape(info: TensorInfo, expected: str) -> BadInput:
-    return BadInput(f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {expected}; check how it was saved")
+    return BadInput(
+        f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {expected}; check how it was saved"
+    )
 
 
 def lazy(checkpoint: Checkpoint, info: TensorInfo) -> LazyTensor:

@@ -32,7 +32,9 @@ class AlignmentMatrix:
         return np.array(self.ks) >= self.d_model
 
 
-def cumulate(energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, ladder: list[int]) -> AlignmentMatrix:
+def cumulate(
+    energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, ladder: list[int]
+) -> AlignmentMatrix:
     """align(i, j; k) = sum over a <= k of (v_a(W_j) . r_i)^2, for every k of the ladder at once.
 
     `energy_per_expert[j]` is [routers, rungs]: the cumulative sum at each rung of the ladder, ended by the total. Rungs above
@@ -104,11 +106,13 @@ def argmax_accuracy(M_KEE: Array) -> Array:
 def assignment_accuracy(M_KEE: Array) -> Array:
     """[K]: diagonal share of the best one-to-one assignment; an expert that attracts every router does not fool it.
 
-    When everything is tied every assignment is best: the diagonal is then worth 1/n, as under chance.
+    Where every assignment is as good as any other (all entries equal, all experts alike, all routers alike) the diagonal is
+    worth 1/n, as under chance: the solver would name one of them, often the stored order.
     """
     accuracies = []
     for M_EE in M_KEE:
-        if np.ptp(M_EE) <= TIE:
+        interaction_EE = M_EE - M_EE.mean(axis=1, keepdims=True) - M_EE.mean(axis=0, keepdims=True)
+        if np.ptp(interaction_EE) <= TIE:
             accuracies.append(1 / len(M_EE))
             continue
         rows, columns = linear_sum_assignment(M_EE, maximize=True)

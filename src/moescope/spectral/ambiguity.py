@@ -90,6 +90,6 @@ def min_max(values: pd.Series) -> pd.Series:
 
 
 def level(score: float) -> str | None:
-    if not score == score:  # NaN: undefined
+    if score != score:  # NaN: undefined
         return None
     return "high" if score > HIGH else "medium" if score >= MEDIUM else "low"

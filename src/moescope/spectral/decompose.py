@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from moescope.spectral.arrays import Array
 
 LEADING_VECTORS = 64  # how many singular vectors the subspace analyses may ask for
-TOLERANCE = {"fast": 1e-6, "exact": 1e-9}  # largest error of align on the ladder that the Gram route may be suspected of
+TOLERANCE = {
+    "fast": 1e-6,
+    "exact": 1e-9,
+}  # largest error of align on the ladder that the Gram route may be suspected of
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     tall = hidden >= width
     eigenvalues, basis = torch.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)
     squares = eigenvalues.flip(0)
-    fallback = not gram_suffices(squares.cpu().numpy(), max(hidden, width), ladder, TOLERANCE[precision])
+    fallback = not gram_suffices(squares.cpu().numpy(), hidden, width, ladder, TOLERANCE[precision])
     if fallback:
         _, values, right = torch.linalg.svd(matrix, full_matrices=False)
         rank = int((values > max(hidden, width) * torch.finfo(torch.float64).eps * values[0]).sum())
@@ -76,19 +79,21 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     )
 
 
-def gram_suffices(squares_R: Array, long_side: int, ladder: list[int], tolerance: float) -> bool:
+def gram_suffices(squares_R: Array, hidden: int, width: int, ladder: list[int], tolerance: float) -> bool:
     """Whether eigenvectors of the Gram matrix are good enough, judged from its eigenvalues (falling).
 
     Two ways to fail: an eigenvalue within rounding of zero (rank cannot be told), or a ladder cut k whose gap is so
     narrow that rounding noise e = 8 eps lambda_1 may turn the leading subspace by e / gap > tolerance (Davis-Kahan),
-    deep enough in the spectrum (s_k < s_1 / 8) for an SVD of W itself to do better.
+    deep enough in the spectrum (s_k < s_1 / 8) for an SVD of W itself to do better. For wide W the cut at full rank
+    counts too, its gap being the smallest eigenvalue: coordinates are divided by its root there.
     """
     noise = 8 * np.finfo(np.float64).eps * squares_R[0]
-    if squares_R[-1] <= noise * long_side:
+    if squares_R[-1] <= noise * max(hidden, width):
         return False
+    below_R = np.append(squares_R, 0.0) if hidden < width else squares_R
     for k in ladder:
-        if k < len(squares_R) and squares_R[k - 1] < squares_R[0] / 64:
-            gap = squares_R[k - 1] - squares_R[k]
+        if k < len(below_R) and squares_R[k - 1] < squares_R[0] / 64:
+            gap = squares_R[k - 1] - below_R[k]
             if gap <= 0 or noise / gap > tolerance:
                 return False
     return True

@@ -85,15 +85,28 @@ def analyse_layer(
     marked = readings.unusable_rows(weights, rows_ED)
     if marked and not keep_going:
         raise next(iter(marked.values()))
+    left_out = dict(marked)
     collected: dict[str, list[pd.DataFrame]] = {}
     setup: dict[str, Any] = {
-        "layer": weights.layer, "layer_name": weights.layer_name, "n_experts": weights.n_experts, "d_model": weights.d_model,
-        "d_ff": weights.d_ff, "dtype": weights.gate_EFD.dtype, "router_dtype": weights.router_ED.dtype, "top_k": weights.top_k,
-        "scoring": weights.scoring, "null": settings.null, "n_shuffles": settings.n_shuffles if settings.null == "shuffle" else None,
-        "seed": settings.seed, "matrices": {},
-    }  # fmt: skip
+        "layer": weights.layer,
+        "layer_name": weights.layer_name,
+        "n_experts": weights.n_experts,
+        "d_model": weights.d_model,
+        "d_ff": weights.d_ff,
+        "dtype": weights.gate_EFD.dtype,
+        "router_dtype": weights.router_ED.dtype,
+        "top_k": weights.top_k,
+        "scoring": weights.scoring,
+        "null": settings.null,
+        "n_shuffles": settings.n_shuffles if settings.null == "shuffle" else None,
+        "seed": settings.seed,
+        "centered_share": readings.centered_share(rows_ED, left_out),
+        "matrices": {},
+    }
     for matrix in settings.matrix:
-        decomposed, unusable = decompose_layer(weights, matrix, rows_ED, marked, settings, device, keep_going, timed, on_expert)
+        decomposed, unusable = decompose_layer(
+            weights, matrix, rows_ED, marked, settings, device, keep_going, timed, on_expert
+        )
         with timed("statistics"):
             frames = matrix_frames(decomposed, unusable, matrix, weights.d_model, settings)
         for name, frame in frames.items():
@@ -105,12 +118,13 @@ def analyse_layer(
             "fallbacks": int(sum(decomposed.fallback)),
             "experts_left_out": sorted(unusable),
         }
-        setup["centered_share"] = readings.centered_share(rows_ED[decomposed.experts])
-        marked = {**marked, **unusable}
+        left_out |= unusable
     return LayerResult(
         frames={name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()},
         setup=setup,
-        warnings=[f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(marked.items())],
+        warnings=[
+            f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(left_out.items())
+        ],
     )
 
 
@@ -130,11 +144,15 @@ def decompose_layer(
 
     unusable = dict(marked)
     usable_rows = [expert for expert in range(weights.n_experts) if expert not in marked]
-    unit_rows = torch.cat([readings.normalised_rows(weights, rows_ED[usable_rows], reading) for reading in settings.router]).to(device)
+    unit_rows = torch.cat(
+        [readings.normalised_rows(weights, rows_ED[usable_rows], reading) for reading in settings.router]
+    ).to(device)
     scale_D = readings.norm_scale(weights) if settings.fold_norm else None
     ladder: list[int] = []
     energies: dict[int, Array] = {}
     ranks, leading, values, fallback = [], [], [], []
+    for _ in marked:
+        on_expert()  # progress counts every expert, looked at or not
     for expert in usable_rows:
         try:
             with timed("read"):
@@ -155,12 +173,16 @@ def decompose_layer(
         fallback.append(result.fallback)
         on_expert()
     if len(energies) < 2:
-        raise BadInput(f"{weights.layer_name}: fewer than two experts can be used ({len(unusable)} are marked); mend the checkpoint")
+        raise BadInput(
+            f"{weights.layer_name}: fewer than two experts can be used ({len(unusable)} are marked); mend the checkpoint"
+        )
     experts = list(energies)
     matrices = {}
     for index, reading in enumerate(settings.router):
         rows = [index * len(usable_rows) + usable_rows.index(expert) for expert in experts]
-        matrices[reading] = alignment.cumulate([energies[expert][rows] for expert in experts], ranks, weights.d_model, ladder)
+        matrices[reading] = alignment.cumulate(
+            [energies[expert][rows] for expert in experts], ranks, weights.d_model, ladder
+        )
     return DecomposedLayer(experts, matrices, leading, values, fallback), unusable
 
 
@@ -184,13 +206,20 @@ def matrix_frames(
             frames.setdefault(name, []).append(frame.assign(**keys))
     smallest_rank = min(len(values) for values in layer.singular_values)
     similarity, statistics = similarity_frames(layer, subspace_ladder(len(layer.experts), smallest_rank), d_model)
-    frames["similarity"], frames["orthogonality"] = [similarity.assign(matrix=matrix)], [statistics.assign(matrix=matrix)]
+    frames["similarity"], frames["orthogonality"] = (
+        [similarity.assign(matrix=matrix)],
+        [statistics.assign(matrix=matrix)],
+    )
     frames["spectra"] = [spectra_frame(layer, unusable).assign(matrix=matrix)]
     return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
 
 
 def alignment_frames(
-    M: AlignmentMatrix, test: PairingTest, experts: list[int], unusable: dict[int, UnusableExpert], settings: ScanSettings
+    M: AlignmentMatrix,
+    test: PairingTest,
+    experts: list[int],
+    unusable: dict[int, UnusableExpert],
+    settings: ScanSettings,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(one row an expert and k, one row a k). Experts left out get rows without values: they are marked, not forgotten."""
     align_KEE, ks, n = M.align_KEE, M.ks, M.n_experts
@@ -220,7 +249,9 @@ def alignment_frames(
         left_out = pd.DataFrame({"k": np.repeat(ks, len(unusable)), "expert": np.tile(sorted(unusable), len(ks))})
         per_expert = pd.concat([per_expert, left_out], ignore_index=True)
 
-    per_layer = pd.DataFrame({"k": ks, **{name: values.mean(axis=1) for name, values in values_KE.items() if name != "margin"}})
+    per_layer = pd.DataFrame(
+        {"k": ks, **{name: values.mean(axis=1) for name, values in values_KE.items() if name != "margin"}}
+    )
     per_layer["shuffle_mean"], per_layer["shuffle_std"] = mean_K, std_K
     per_layer["argmax_accuracy"] = alignment.argmax_accuracy(align_KEE)
     per_layer["assignment_accuracy"] = alignment.assignment_accuracy(align_KEE)
@@ -257,14 +288,26 @@ def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
     frames = []
     for k in [k for k in usable if k in DENSITY_KS] or usable[-1:]:
         rung = M.ks.index(k)
-        density, edges = np.histogram(test.null_means_KP[rung], bins=NULL_BINS, density=True)
+        null_P = test.null_means_KP[rung]
+        if np.ptp(null_P) <= 1e-12:  # all pairings agree but for rounding, too narrow to be cut into bins
+            null_P = np.full_like(null_P, null_P.mean())
+        density, edges = np.histogram(null_P, bins=NULL_BINS, density=True)
         observed = float(alignment.diagonal(M.align_KEE)[rung].mean())
         frames.append(
             pd.DataFrame(
-                {"k": k, "bin": range(NULL_BINS), "left": edges[:-1], "right": edges[1:], "density": density, "observed": observed}
+                {
+                    "k": k,
+                    "bin": range(NULL_BINS),
+                    "left": edges[:-1],
+                    "right": edges[1:],
+                    "density": density,
+                    "observed": observed,
+                }
             )
         )
-    empty = pd.DataFrame({name: pd.Series(dtype=float) for name in ("k", "bin", "left", "right", "density", "observed")})
+    empty = pd.DataFrame(
+        {name: pd.Series(dtype=float) for name in ("k", "bin", "left", "right", "density", "observed")}
+    )
     return pd.concat(frames, ignore_index=True) if frames else empty
 
 
@@ -292,7 +335,12 @@ def similarity_frames(layer: DecomposedLayer, ks: list[int], d_model: int) -> tu
 
 def spectra_frame(layer: DecomposedLayer, unusable: dict[int, UnusableExpert]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = [
-        {"expert": expert, "singular_values": values.astype(np.float32), **spectrum_statistics(values), "fallback": fallback}
+        {
+            "expert": expert,
+            "singular_values": values.astype(np.float32),
+            **spectrum_statistics(values),
+            "fallback": fallback,
+        }
         for expert, values, fallback in zip(layer.experts, layer.singular_values, layer.fallback, strict=True)
     ]
     rows += [{"expert": expert} for expert in sorted(unusable)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from moescope.errors import BadInput, UnusableExpert, unknown_name
@@ -20,7 +21,9 @@ def norm_scale(weights: LayerWeights) -> Tensor:
     import torch
 
     if weights.norm_D is None:
-        raise BadInput(f"{weights.layer_name}: no norm in front of this block in the checkpoint; scan without --fold-norm")
+        raise BadInput(
+            f"{weights.layer_name}: no norm in front of this block in the checkpoint; scan without --fold-norm"
+        )
     return weights.norm_D.read().to(torch.float64) + weights.norm_offset
 
 
@@ -38,10 +41,14 @@ def unusable_rows(weights: LayerWeights, rows_ED: Tensor) -> dict[int, UnusableE
     """Expert -> why its router row cannot be normalised."""
     found = {}
     for expert, row in enumerate(rows_ED):
-        reason = "holds NaN or Inf" if not bool(row.isfinite().all()) else "is all zeros" if not bool(row.any()) else None
+        reason = (
+            "holds NaN or Inf" if not bool(row.isfinite().all()) else "is all zeros" if not bool(row.any()) else None
+        )
         if reason:
             message = f"{weights.router_ED.file}: row {expert} of router {weights.router_ED.name} {reason}"
-            found[expert] = UnusableExpert(f"{message}; mend the checkpoint, or mark this expert and go on: --keep-going", expert)
+            found[expert] = UnusableExpert(
+                f"{message}; mend the checkpoint, or mark this expert and go on: --keep-going", expert
+            )
     return found
 
 
@@ -55,18 +62,24 @@ def normalised_rows(weights: LayerWeights, rows_ED: Tensor, reading: str) -> Ten
                 f"{weights.layer_name}: centering assumes a softmax router, this one's scoring is {weights.scoring}; use --router raw"
             )
         if len(rows_ED) < 3:
-            raise BadInput(f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are each other's opposite; use --router raw")
+            raise BadInput(
+                f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are each other's opposite; use --router raw"
+            )
         centered = rows_ED - rows_ED.mean(0)
         if bool((centered.norm(dim=1) <= 1e-12 * rows_ED.norm(dim=1)).any()):
-            raise BadInput(f"{weights.layer_name}: a centered router row is zero (it equals the mean row); use --router raw")
+            raise BadInput(
+                f"{weights.layer_name}: a centered router row is zero (it equals the mean row); use --router raw"
+            )
         rows_ED = centered
     return rows_ED / rows_ED.norm(dim=1, keepdim=True)
 
 
-def centered_share(rows_ED: Tensor) -> list[float]:
-    """||r_i - mean|| / ||r_i|| an expert: how much of each row is its own, not common to all."""
-    own = (rows_ED - rows_ED.mean(0)).norm(dim=1)
-    return [float(share) for share in own / rows_ED.norm(dim=1)]
+def centered_share(rows_ED: Tensor, left_out: Collection[int] = ()) -> dict[int, float]:
+    """Expert -> ||r_i - mean|| / ||r_i||: how much of its row is its own, not common to all."""
+    experts = [expert for expert in range(len(rows_ED)) if expert not in left_out]
+    rows = rows_ED[experts]
+    shares = (rows - rows.mean(0)).norm(dim=1) / rows.norm(dim=1)
+    return {expert: float(share) for expert, share in zip(experts, shares, strict=True)}
 
 
 def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tensor | None) -> Tensor:
@@ -99,7 +112,13 @@ def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tens
 def read_expert(stack: ExpertStack, expert: int) -> Tensor:
     """The expert's tensor, refused where nothing can be said of it."""
     read = stack.read(expert)
-    reason = "holds NaN or Inf" if not bool(read.isfinite().all()) else "is all zeros (rank 0)" if not bool(read.any()) else None
+    reason = (
+        "holds NaN or Inf"
+        if not bool(read.isfinite().all())
+        else "is all zeros (rank 0)"
+        if not bool(read.any())
+        else None
+    )
     if reason:
         message = f"{stack.files[expert]}: tensor {stack.names[expert]} {reason}"
         raise UnusableExpert(f"{message}; mend the checkpoint, or mark this expert and go on: --keep-going", expert)

@@ -14,8 +14,8 @@ def demo(out: str | Path = "runs/demo", seed: int = 0, overwrite: bool = False, 
     from moescope.planted import write_planted
 
     folder = Path(out)
-    checkpoint = folder.parent / f"{folder.name}-checkpoint"
-    if overwrite or not (checkpoint / "config.json").exists():
+    checkpoint = folder.parent / f"planted-mixtral-seed{seed}"
+    if not (checkpoint / "config.json").exists():  # the config is written last: with it, the checkpoint is whole
         write_planted(checkpoint, seed)
     run = scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
     report(run, quiet=quiet)

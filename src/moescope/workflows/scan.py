@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -80,11 +82,15 @@ def scan(
     identity = {
         "arguments": {"layers": None if layers is None else [step.layers for step in steps], **asdict(settings)},
         "checkpoints": [
-            {"step": step.number, "path": str(step.moe.checkpoint.path.resolve()), "revision": None,
-             "header_hash": step.moe.checkpoint.header_hash()}
+            {
+                "step": step.number,
+                "path": str(step.moe.checkpoint.path.resolve()),
+                "revision": None,
+                "header_hash": step.moe.checkpoint.header_hash(),
+            }
             for step in steps
         ],
-    }  # fmt: skip
+    }
     folder = Path(out) if out is not None else default_folder("scan", steps[0].moe.checkpoint.name, identity)
     if not overwrite and (done := finished_run(folder, identity)):
         return done
@@ -103,7 +109,9 @@ def scan(
         return writer.finish(frames)
 
 
-def scan_layers(writer: RunWriter, steps: list[Step], settings: ScanSettings, device: str, keep_going: bool, quiet: bool) -> None:
+def scan_layers(
+    writer: RunWriter, steps: list[Step], settings: ScanSettings, device: str, keep_going: bool, quiet: bool
+) -> None:
     """Analyse every layer that no earlier attempt finished; each is on disk before the next begins."""
     import time
 
@@ -118,10 +126,11 @@ def scan_layers(writer: RunWriter, steps: list[Step], settings: ScanSettings, de
             label = f"layer {layer}" + (f", step {step.number}" if len(steps) > 1 else "")
             start = time.perf_counter()
             result = analyse_layer(
-                step.moe.layers[layer], settings, device, keep_going, writer.timed, lambda label=label: advance(label)
-            )  # fmt: skip
+                step.moe.layers[layer], settings, device, keep_going, writer.timed, functools.partial(advance, label)
+            )
             for frame in result.frames.values():
                 frame.insert(0, "step", step.number)
+            step.moe.checkpoint.release()
             seconds = round(time.perf_counter() - start, 4)
             with writer.timed("write"):
                 setup = {"step": step.number, **result.setup, "seconds": seconds, "warnings": result.warnings}
@@ -164,10 +173,14 @@ def open_steps(models: Sequence[str | Path], layers: str | Iterable[int] | None)
     if not models:
         raise BadInput("no model given; give a checkpoint's folder or .safetensors file")
     opened = [read_moe(open_checkpoint(model)) for model in models]
-    steps = [Step(number, moe, choose_layers(layers, moe)) for number, moe in zip(step_numbers(opened), opened, strict=True)]
+    steps = [
+        Step(number, moe, choose_layers(layers, moe)) for number, moe in zip(step_numbers(opened), opened, strict=True)
+    ]
     for step in steps[1:]:
         if step.layers != steps[0].layers:
-            raise BadInput(f"{step.moe.checkpoint.path}: other MoE layers than {steps[0].moe.checkpoint.path}; scan them apart")
+            raise BadInput(
+                f"{step.moe.checkpoint.path}: other MoE layers than {steps[0].moe.checkpoint.path}; scan them apart"
+            )
     return steps
 
 
@@ -175,7 +188,7 @@ def step_numbers(opened: list[MoeCheckpoint]) -> list[int]:
     """The training steps that the folders' names end in (checkpoint-500, step1000), if all do and rise; else 0, 1, 2, ..."""
     endings = [re.search(r"(\d+)$", moe.checkpoint.name) for moe in opened]
     found = [int(ending[1]) for ending in endings if ending]
-    rising = len(found) == len(opened) and all(a < b for a, b in zip(found, found[1:], strict=False))
+    rising = len(found) == len(opened) and all(a < b for a, b in itertools.pairwise(found))
     return found if rising and len(opened) > 1 else list(range(len(opened)))
 
 
@@ -202,6 +215,7 @@ def check_routers(steps: list[Step], settings: ScanSettings, keep_going: bool) -
             usable = rows[[expert for expert in range(len(rows)) if expert not in bad]]
             for reading in settings.router:
                 normalised_rows(weights, usable, reading)
+        step.moe.checkpoint.release()
 
 
 def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
@@ -210,7 +224,12 @@ def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
 
     info = read_run_json(folder)
     same_version = info is not None and info.get("schema_version") == SCHEMA_VERSION
-    if info and same_version and info.get("status") == "done" and all(info.get(key) == jsonable(identity[key]) for key in identity):
+    if (
+        info
+        and same_version
+        and info.get("status") == "done"
+        and all(info.get(key) == jsonable(identity[key]) for key in identity)
+    ):
         return Run(folder, info)
     return None
 
@@ -247,7 +266,11 @@ def names(kind: str, value: str | Iterable[str], known: tuple[str, ...]) -> tupl
 
 def numbers(kind: str, value: str | Iterable[int]) -> tuple[int, ...]:
     try:
-        given = [int(part) for part in value.split(",") if part.strip()] if isinstance(value, str) else [int(part) for part in value]
+        given = (
+            [int(part) for part in value.split(",") if part.strip()]
+            if isinstance(value, str)
+            else [int(part) for part in value]
+        )
     except ValueError:
         raise BadInput(f"{kind} {value!r}: give whole numbers parted by commas, such as 1,2,4") from None
     if any(number < 1 for number in given):

@@ -1,0 +1,237 @@
+"""Alignment across the layers of one reading: curves over k, the shuffle null, and experts at one k."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from moescope.figures.style import (
+    Figure,
+    Tables,
+    Trace,
+    base_layout,
+    capital,
+    counted,
+    from_to,
+    grey_line,
+    heatmap,
+    k_axis,
+    layer_colorbar,
+    layer_colors,
+    layer_lines,
+    named_layers,
+    number,
+    reference_k,
+)
+
+
+def usable(tables: Tables) -> pd.DataFrame:
+    """alignment_layers without degenerate ks, where something can be told."""
+    frame = tables["alignment_layers"]
+    kept = frame[~frame["degenerate"].astype(bool)]
+    return kept if len(kept) else frame
+
+
+def peak(frame: pd.DataFrame, column: str) -> pd.Series:
+    """The row of the column's largest value."""
+    row: pd.Series = frame.loc[frame[column].idxmax()]
+    return row
+
+
+def align_by_k(tables: Tables) -> Figure:
+    frame = tables["alignment_layers"]
+    at = reference_k(usable(tables)["k"])
+    here = frame[frame["k"] == at]
+    low, high = here.loc[here["align"].idxmin()], peak(here, "align")
+    span = from_to(low["align"], f"layer {low['layer']:.0f}", high["align"], f"layer {high['layer']:.0f}")
+    title = f"At k = {at}, alignment {span}; a random direction gives {number(here['random_expectation'].mean())}"
+    chance = frame.groupby("k")["random_expectation"].mean()
+    data = [
+        *layer_lines(frame, "k", "align"),
+        grey_line(chance.index.to_numpy(), chance.to_numpy(), "random direction"),
+    ]
+    return Figure(
+        "align_by_k",
+        title,
+        "Mean alignment of routers with their own experts against k, one line a layer.",
+        ("align", "random_expectation"),
+        data,
+        base_layout("k", "alignment", xaxis=k_axis(frame["k"])),
+    )
+
+
+def z_by_k(tables: Tables) -> Figure:
+    frame, kept = tables["alignment_layers"], usable(tables)
+    best = kept.groupby("layer")["z_vs_shuffle"].max()
+    ceiling = float(frame["z_ceiling"].max())
+    high = sorted(best.index[best >= 0.9 * ceiling])
+    title = (
+        f"Mean z comes within a tenth of its ceiling of {number(ceiling)} in {named_layers(high)}"
+        if high
+        else (f"Mean z peaks at {number(best.max())}, below its ceiling of {number(ceiling)}")
+    )
+    ks = np.sort(frame["k"].unique())
+    data = [
+        *layer_lines(frame, "k", "z_vs_shuffle"),
+        grey_line(ks, np.full(len(ks), ceiling), "ceiling √(n−1)"),
+        grey_line(ks, np.zeros(len(ks)), "chance", "dot"),
+    ]
+    return Figure(
+        "z_by_k",
+        title,
+        "Mean z over a layer's experts. It cannot exceed the dashed line, so it is not a confidence.",
+        ("z_vs_shuffle", "z_ceiling", "p_value"),
+        data,
+        base_layout("k", "mean z", xaxis=k_axis(frame["k"])),
+    )
+
+
+def effect_by_k(tables: Tables) -> Figure:
+    frame, top = tables["alignment_layers"], peak(usable(tables), "effect_over_random")
+    title = f"Effect over a random direction is largest in layer {top['layer']:.0f}: {number(top['effect_over_random'])} at k = {top['k']:.0f}"
+    ks = np.sort(frame["k"].unique())
+    data = [*layer_lines(frame, "k", "effect_over_random"), grey_line(ks, np.zeros(len(ks)), "random direction")]
+    return Figure(
+        "effect_by_k",
+        title,
+        "Alignment less that of a random direction.",
+        ("effect_over_random", "random_expectation"),
+        data,
+        base_layout("k", "effect over random", xaxis=k_axis(frame["k"])),
+    )
+
+
+def delta_by_k(tables: Tables) -> Figure:
+    frame, top = tables["alignment_layers"], peak(usable(tables), "delta_vs_shuffle")
+    below = sorted(usable(tables).groupby("layer")["delta_vs_shuffle"].max().loc[lambda best: best <= 0.005].index)
+    title = f"Own experts beat the layer's average by up to {number(top['delta_vs_shuffle'])} (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    title += f"; {named_layers(below)} by less than 0.005 at any k" if below else ""
+    ks = np.sort(frame["k"].unique())
+    data = [*layer_lines(frame, "k", "delta_vs_shuffle"), grey_line(ks, np.zeros(len(ks)), "chance")]
+    return Figure(
+        "delta_by_k",
+        title,
+        "Alignment with the own expert less the mean over all experts of the layer.",
+        ("delta_vs_shuffle", "shuffle_mean"),
+        data,
+        base_layout("k", "delta vs shuffle", xaxis=k_axis(frame["k"])),
+    )
+
+
+def cos_squared_by_layer(tables: Tables) -> Figure:
+    experts = tables["alignment"]
+    experts = experts[(experts["k"] == 1) & experts["cos_squared"].notna()]
+    means = experts.groupby("layer")["cos_squared"].mean()
+    chance = float(experts["random_expectation"].mean())
+    colors = layer_colors(list(means.index))
+    data: list[Trace] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "expert",
+            "x": experts["layer"].to_numpy(),
+            "y": experts["cos_squared"].to_numpy(),
+            "marker": {"size": 6, "opacity": 0.6, "color": [colors[layer] for layer in experts["layer"]]},
+            "customdata": experts["expert"].to_numpy(),
+            "hovertemplate": "layer %{x}, expert %{customdata}<br>cos² %{y:.4g}<extra></extra>",
+        },
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": "mean",
+            "x": means.index.to_numpy(),
+            "y": means.to_numpy(),
+            "line": {"color": "#0072B2", "width": 2},
+            "hovertemplate": "layer %{x}<br>mean cos² %{y:.4g}<extra></extra>",
+        },
+        grey_line(means.index.to_numpy(), np.full(len(means), chance), "chance 1/d"),
+    ]
+    title = f"Mean cos² is {number(means.max() / chance)} times chance in layer {means.idxmax()}, {number(means.min() / chance)} times in layer {means.idxmin()}"
+    return Figure(
+        "cos_squared_by_layer",
+        title,
+        "Squared cosine of each router row and its expert's top singular vector; the line is the mean.",
+        ("cos_squared",),
+        data,
+        base_layout("layer", "cos²", xaxis=layer_axis(means.index)),
+    )
+
+
+def layer_axis(layers: pd.Index) -> dict[str, object]:
+    """Whole layers only on the axis."""
+    values = [int(layer) for layer in layers]
+    every = max(1, -(-len(values) // 16))
+    return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
+
+
+def experts_at_k(tables: Tables, column: str, diverging: bool) -> tuple[np.ndarray, list[int], list[int], int]:
+    frame = tables["alignment"]
+    at = reference_k(usable(tables)["k"])
+    grid = frame[frame["k"] == at].pivot(index="layer", columns="expert", values=column)
+    return grid.to_numpy(float), [int(e) for e in grid.columns], [int(layer) for layer in grid.index], at
+
+
+def align_by_expert(tables: Tables) -> Figure:
+    z, experts, layers, at = experts_at_k(tables, "align", False)
+    spread = np.nanmax(z, axis=1) - np.nanmin(z, axis=1)
+    title = f"At k = {at}, experts differ most in layer {layers[int(spread.argmax())]}: alignments from {number(np.nanmin(z[spread.argmax()]))} to {number(np.nanmax(z[spread.argmax()]))}"
+    data = [heatmap(z, experts, layers, low=0.0, label="align", axes=("expert", "layer"))]
+    return Figure(
+        "align_by_expert",
+        title,
+        f"Alignment of every router with its own expert at k = {at}.",
+        ("align",),
+        data,
+        base_layout("expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}),
+        height=max(300, 90 + 18 * len(layers)),
+    )
+
+
+def delta_by_expert(tables: Tables) -> Figure:
+    z, experts, layers, at = experts_at_k(tables, "delta_vs_shuffle", True)
+    negative = int((z < 0).sum())
+    title = (
+        f"At k = {at}, {negative} of {np.isfinite(z).sum()} routers fit their own expert worse than the layer's average"
+    )
+    data = [heatmap(z, experts, layers, diverging=True, label="delta", axes=("expert", "layer"))]
+    return Figure(
+        "delta_by_expert",
+        title,
+        f"Delta vs shuffle of every expert at k = {at}; white is chance.",
+        ("delta_vs_shuffle",),
+        data,
+        base_layout("expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}),
+        height=max(300, 90 + 18 * len(layers)),
+    )
+
+
+def align_against_delta(tables: Tables) -> Figure:
+    frame = tables["alignment"]
+    at = reference_k(usable(tables)["k"])
+    here = frame[(frame["k"] == at) & frame["align"].notna()]
+    colors = layer_colors(sorted(here["layer"].unique()))
+    better = here[here["align"] > here["align"].median()]
+    below = int((better["delta_vs_shuffle"] <= 0).sum())
+    title = f"Of the {counted(len(better), 'expert')} aligned best at k = {at}, {below if below else 'none'} fit no better than their layer's average"
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": here["align"].to_numpy(),
+            "y": here["delta_vs_shuffle"].to_numpy(),
+            "showlegend": False,
+            "marker": {"color": [colors[layer] for layer in here["layer"]], "size": 7, "opacity": 0.8},
+            "customdata": here[["layer", "expert"]].to_numpy().tolist(),
+            "hovertemplate": "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta %{y:.4g}<extra></extra>",
+        },
+        grey_line([float(here["align"].min()), float(here["align"].max())], [0.0, 0.0], "chance"),
+        layer_colorbar(sorted(here["layer"].unique())),
+    ]
+    return Figure(
+        "align_against_delta",
+        capital(title),
+        f"Each dot is an expert at k = {at}, coloured by layer.",
+        ("align", "delta_vs_shuffle"),
+        data,
+        base_layout("alignment", "delta vs shuffle"),
+    )

@@ -1,0 +1,204 @@
+"""What chance looks like: the shuffle null over k, z taken apart, and the permutation null of each layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moescope.figures.alignment import peak, usable
+from moescope.figures.style import (
+    GREY,
+    LOG,
+    Figure,
+    Slider,
+    Tables,
+    Trace,
+    base_layout,
+    grey_line,
+    k_axis,
+    layer_colorbar,
+    layer_colors,
+    layer_lines,
+    named_layers,
+    number,
+)
+
+
+def shuffle_mean_by_k(tables: Tables) -> Figure:
+    frame = tables["alignment_layers"]
+    gap = usable(tables).assign(over=lambda f: f["shuffle_mean"] / f["random_expectation"])
+    top = peak(gap, "over")
+    title = f"An average expert fits a router up to {number(top['over'])} times better than a random direction (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    chance = frame.groupby("k")["random_expectation"].mean()
+    data = [
+        *layer_lines(frame, "k", "shuffle_mean"),
+        grey_line(chance.index.to_numpy(), chance.to_numpy(), "random direction"),
+    ]
+    return Figure(
+        "shuffle_mean_by_k",
+        title,
+        "Mean alignment over all router-expert pairs, right or wrong.",
+        ("shuffle_mean", "random_expectation"),
+        data,
+        base_layout("k", "shuffle mean", xaxis=k_axis(frame["k"])),
+    )
+
+
+def shuffle_std_by_k(tables: Tables) -> Figure:
+    frame, top = tables["alignment_layers"], peak(usable(tables), "shuffle_std")
+    title = f"The null is widest in layer {top['layer']:.0f}: standard deviation {number(top['shuffle_std'])} at k = {top['k']:.0f}"
+    return Figure(
+        "shuffle_std_by_k",
+        title,
+        "Spread of alignment over all router-expert pairs: the unit of z.",
+        ("shuffle_std",),
+        layer_lines(frame, "k", "shuffle_std"),
+        base_layout("k", "shuffle std", xaxis=k_axis(frame["k"])),
+    )
+
+
+def shuffle_log_std_by_k(tables: Tables) -> Figure:
+    frame = usable(tables)
+    frame = frame[frame["shuffle_std"] > 0]
+    spread = frame.groupby("k")["shuffle_std"].agg(lambda values: values.max() / values.min())
+    title = f"At one k the null's width differs between layers by up to {number(spread.max())} times (k = {spread.idxmax()})"
+    if frame["layer"].nunique() == 1:
+        title = f"The null's width grows {number(frame['shuffle_std'].max() / frame['shuffle_std'].min())}-fold over k"
+    layout = base_layout("k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=LOG)
+    return Figure(
+        "shuffle_log_std_by_k",
+        title,
+        "The same on a logarithmic scale, where small k can be read. Degenerate ks have no width.",
+        ("shuffle_std",),
+        layer_lines(frame, "k", "shuffle_std"),
+        layout,
+    )
+
+
+def z_decomposed(tables: Tables) -> Figure:
+    """z is a slope: delta against std, with rays of equal z."""
+    frame = usable(tables)
+    layers = sorted(frame["layer"].unique())
+    colors = layer_colors(layers)
+    widest = float(frame["shuffle_std"].max()) or 1.0
+    ceiling = float(frame["z_ceiling"].max())
+    data: list[Trace] = []
+    for layer, rows in frame.sort_values("k").groupby("layer"):
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"layer {layer}",
+                "x": rows["shuffle_std"].to_numpy(),
+                "y": rows["delta_vs_shuffle"].to_numpy(),
+                "line": {"color": colors[layer], "width": 1.2},
+                "marker": {"size": 6},
+                "customdata": rows[["k", "z_vs_shuffle"]].to_numpy().tolist(),
+                "showlegend": len(layers) <= 10,
+                "hovertemplate": f"layer {layer}, k %{{customdata[0]}}<br>std %{{x:.4g}}<br>delta %{{y:.4g}}<br>z %{{customdata[1]:.3g}}<extra></extra>",
+            }
+        )
+    if len(layers) > 10:
+        data.append(layer_colorbar(layers))
+    for slope, name, dash in (
+        (ceiling, f"z = {ceiling:.2f}, the ceiling", "dash"),
+        (1.0, "z = 1", "dot"),
+        (0.0, "z = 0", "dot"),
+    ):
+        data.append(grey_line([0.0, widest], [0.0, slope * widest], name, dash))
+    top = peak(frame, "z_vs_shuffle")
+    title = (
+        f"z peaks in layer {top['layer']:.0f} at k = {top['k']:.0f}: a delta of {number(top['delta_vs_shuffle'])} "
+        f"over a spread of {number(top['shuffle_std'])}"
+    )
+    caption = "z is the slope from the origin: height is delta, width the null's spread. A large z may come from a small spread. Dots are ks."
+    return Figure(
+        "z_decomposed",
+        title,
+        caption,
+        ("z_vs_shuffle", "delta_vs_shuffle", "shuffle_std", "z_ceiling"),
+        data,
+        base_layout("shuffle std", "delta vs shuffle"),
+    )
+
+
+def null_density(tables: Tables) -> Figure:
+    """One ridge a layer: the permutation null of the mean diagonal, and the observed value on it."""
+    nulls = tables["nulls"]
+    ks = sorted(nulls["k"].unique())
+    layers = sorted(nulls["layer"].unique())
+    colors = layer_colors(layers)
+    data: list[Trace] = []
+    beyond: dict[int, list[int]] = {}
+    for k in ks:
+        here = nulls[nulls["k"] == k]
+        x_ridge: list[float] = []
+        y_ridge: list[float] = []
+        observed = []
+        for row, layer in enumerate(reversed(layers)):  # the first layer on top, as in the heatmaps
+            bins = here[here["layer"] == layer].sort_values("bin")
+            if bins.empty:
+                continue
+            height = bins["density"] / bins["density"].max() * 0.85
+            middle = (bins["left"] + bins["right"]) / 2
+            x_ridge += [bins["left"].iloc[0], *middle, bins["right"].iloc[-1], bins["left"].iloc[0], np.nan]
+            y_ridge += [row, *(row + height), row, row, np.nan]
+            seen = float(bins["observed"].iloc[0])
+            observed.append((seen, row + 0.2, layer))
+            if seen >= bins["right"].iloc[-1] - (bins["right"].iloc[-1] - bins["left"].iloc[-1]) * 1.01:
+                beyond.setdefault(int(k), []).append(layer)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": np.array(x_ridge),
+                "y": np.array(y_ridge),
+                "fill": "toself",
+                "fillcolor": "rgba(138,144,153,0.35)",
+                "line": {"color": GREY, "width": 1},
+                "name": "random pairings",
+                "hoverinfo": "skip",
+            }
+        )
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [o[0] for o in observed],
+                "y": [o[1] for o in observed],
+                "name": "stored pairing",
+                "marker": {"color": [colors[o[2]] for o in observed], "size": 10, "symbol": "diamond"},
+                "customdata": [o[2] for o in observed],
+                "hovertemplate": "layer %{customdata}<br>mean alignment %{x:.4g}<extra></extra>",
+            }
+        )
+    start = len(ks) // 2
+    k = int(ks[start])
+    out = beyond.get(k, [])
+    title = (
+        f"At k = {k}, the stored pairing is at the far end of all random ones in {named_layers(out)}"
+        if out
+        else (f"At k = {k}, no layer's pairing stands at the far end of random ones")
+    )
+    every = max(1, -(-len(layers) // 24))
+    layout = base_layout(
+        "mean alignment of the pairing",
+        "layer",
+        yaxis={
+            "tickvals": list(range(len(layers) - 1, -1, -every)),
+            "ticktext": [str(layer) for layer in layers[::every]],
+        },
+    )
+    caption = (
+        "Grey: mean alignment under every pairing of the layer's routers and experts (all n! up to 8 experts, else 20,000 drawn), "
+        "not a normal approximation. Diamond: the stored pairing. Slide to change k."
+    )
+    return Figure(
+        "null_density",
+        title,
+        caption,
+        ("p_value", "perm_z", "n_pairings"),
+        data,
+        layout,
+        Slider("k", [f"{k:,}" for k in ks], start, per_value=2),
+        max(340, 90 + 26 * len(layers)),
+    )

@@ -1,0 +1,245 @@
+"""Are experts redundant? Cosines of their top singular vectors, layer by layer, and their spectra."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+
+from moescope.figures.alignment import layer_axis
+from moescope.figures.style import (
+    CATEGORICAL,
+    LOG,
+    Figure,
+    Slider,
+    Tables,
+    Trace,
+    base_layout,
+    counted,
+    from_to,
+    grey_line,
+    heatmap,
+    layer_colorbar,
+    layer_colors,
+    named_layers,
+    number,
+)
+
+
+def cosine_matrix(pairs: pd.DataFrame) -> tuple[np.ndarray, list[int]]:
+    """[E, E] signed cosines of one layer at k = 1, and its experts."""
+    first = pairs[pairs["k"] == 1]
+    experts = sorted(set(first["expert_a"]) | set(first["expert_b"]))
+    place = {expert: index for index, expert in enumerate(experts)}
+    matrix = np.eye(len(experts))
+    a, b = first["expert_a"].map(place).to_numpy(), first["expert_b"].map(place).to_numpy()
+    matrix[a, b] = matrix[b, a] = first["cosine"]
+    return matrix, [int(expert) for expert in experts]
+
+
+def similarity_order(matrix: np.ndarray) -> list[int]:
+    """Experts so that similar ones stand together: average linkage on 1 - |cos|."""
+    if len(matrix) < 3:
+        return list(range(len(matrix)))
+    distance = squareform(np.clip(1 - np.abs(matrix), 0, None), checks=False)
+    return [int(leaf) for leaf in leaves_list(linkage(distance, "average"))]
+
+
+def cosine_heatmap(tables: Tables) -> Figure:
+    layers = sorted(tables["similarity"]["layer"].unique())
+    data: list[Trace] = []
+    orders = []
+    highest: list[float] = []
+    for layer, pairs in tables["similarity"].groupby("layer", sort=True):
+        matrix, experts = cosine_matrix(pairs)
+        orders.append([str(experts[place]) for place in similarity_order(matrix)])
+        data.append(
+            heatmap(
+                matrix, experts, experts, diverging=True, bound=1.0, label="cos", axes=("expert", "expert"), text=True
+            )
+        )
+        off = np.abs(matrix - np.eye(len(matrix)))
+        highest.append(float(off.max()))
+        if len(highest) == 1 or highest[-1] >= max(highest):
+            pair = np.unravel_index(off.argmax(), off.shape)
+            most = (layer, experts[min(pair)], experts[max(pair)], highest[-1])
+    title = f"The closest pair of all: experts {most[1]} and {most[2]} of layer {most[0]}, |cos| {number(most[3])}"
+    layout = base_layout(
+        "expert", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
+    )
+    caption = "Cosines of the experts' top singular vectors. Slide to change the layer; order experts by number or by similarity (average linkage)."
+    return Figure(
+        "cosine_heatmap",
+        title,
+        caption,
+        ("cosine", "mean_abs"),
+        data,
+        layout,
+        Slider("layer", [str(layer) for layer in layers], int(np.argmax(highest)), orders=orders),
+        440,
+    )
+
+
+def orthogonality_by_layer(tables: Tables) -> Figure:
+    frame = tables["orthogonality"]
+    frame = frame[frame["k"] == 1].sort_values("layer")
+    layers = frame["layer"].to_numpy()
+    collapsed = sorted(frame.loc[frame["n_pairs_above_0_7"] > 0, "layer"])
+    over = float((frame["mean_abs"] / frame["chance"]).max())
+    title = (
+        f"{counted(int(frame['n_pairs_above_0_7'].sum()), 'collapsed pair')}, in {named_layers(collapsed)}"
+        if collapsed
+        else "No pair of experts has collapsed"
+    )
+    title += f"; mean |cos| is at most {number(over)} times chance"
+    ends = [float(layers.min()), float(layers.max())]
+    data: list[Trace] = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "x": layers,
+            "y": frame[column].to_numpy(),
+            "name": name,
+            "line": {"color": color, "width": 2},
+            "hovertemplate": f"layer %{{x}}<br>{name} %{{y:.4g}}<extra></extra>",
+        }
+        for column, name, color in (
+            ("mean_abs", "mean |cos|", CATEGORICAL[0]),
+            ("max_abs", "max |cos|", CATEGORICAL[1]),
+        )
+    ]
+    data += [
+        grey_line(layers, frame["chance"].to_numpy(), "chance √(2/(πd))"),
+        grey_line(ends, [0.3, 0.3], "redundancy 0.3", "dot"),
+        grey_line(ends, [0.7, 0.7], "collapse 0.7", "dot"),
+    ]
+    return Figure(
+        "orthogonality_by_layer",
+        title,
+        "Absolute cosines of the experts' top singular vectors, over all pairs of a layer.",
+        ("mean_abs", "max_abs", "chance"),
+        data,
+        base_layout("layer", "|cos|", xaxis=layer_axis(frame["layer"]), yaxis={"range": [0, 1.04]}),
+    )
+
+
+def overlap_by_k(tables: Tables) -> Figure:
+    frame = tables["orthogonality"]
+    frame = frame[frame["k"] > 1].assign(over=lambda f: f["mean_abs"] / f["chance"])
+    layers = sorted(frame["layer"].unique())
+    colors = layer_colors(layers)
+    ks = np.sort(frame["k"].unique())
+    data: list[Trace] = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": f"layer {layer}",
+            "x": rows["k"].to_numpy(),
+            "y": rows["over"].to_numpy(),
+            "line": {"color": colors[layer], "width": 2},
+            "showlegend": len(layers) <= 10,
+            "hovertemplate": f"layer {layer}, k %{{x}}<br>%{{y:.3g}} times chance<extra></extra>",
+        }
+        for layer, rows in frame.sort_values("k").groupby("layer")
+    ]
+    if len(layers) > 10:
+        data.append(layer_colorbar(layers))
+    data.append(grey_line(ks, np.ones(len(ks)), "chance k/d"))
+    top = frame.loc[frame["over"].idxmax()]
+    title = f"Leading subspaces share up to {number(top['over'])} times what chance gives (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    layout = base_layout(
+        "k", "mean overlap / chance", xaxis={"type": "log", "tickvals": ks.tolist(), "ticktext": [str(k) for k in ks]}
+    )
+    return Figure(
+        "overlap_by_k",
+        title,
+        "Mean overlap of two experts' leading k-dimensional subspaces, in units of chance.",
+        ("overlap",),
+        data,
+        layout,
+    )
+
+
+def sampled_ranks(length: int, points: int = 60) -> np.ndarray:
+    """Up to `points` places along a spectrum, evenly spaced on a logarithmic axis, ends included."""
+    return np.unique(np.round(np.geomspace(1, length, min(points, length))).astype(int))
+
+
+def spectra_by_layer(tables: Tables) -> Figure:
+    spectra = tables["spectra"]
+    spectra = spectra[spectra["rank"].notna()]
+    layers = sorted(spectra["layer"].unique())
+    colors = layer_colors(layers)
+    data: list[Trace] = []
+    for layer, rows in spectra.groupby("layer", sort=True):
+        length = int(rows["rank"].min())
+        places = sampled_ranks(length)
+        normalised = np.stack([np.asarray(values[:length], float) / values[0] for values in rows["singular_values"]])
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"layer {layer}",
+                "x": places,
+                "y": np.median(normalised, axis=0)[places - 1],
+                "line": {"color": colors[layer], "width": 2},
+                "showlegend": len(layers) <= 10,
+                "hovertemplate": f"layer {layer}, place %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>",
+            }
+        )
+    if len(layers) > 10:
+        data.append(layer_colorbar(layers))
+    half = (
+        spectra.assign(share=spectra["stable_rank"] / spectra["rank"].astype(float)).groupby("layer")["share"].median()
+    )
+    title = f"Stable rank, in % of full rank, {from_to(100 * half.min(), f'layer {half.idxmin()}', 100 * half.max(), f'layer {half.idxmax()}')}"
+    layout = base_layout("place of the singular value", "share of the largest", xaxis=LOG, yaxis=LOG)
+    return Figure(
+        "spectra_by_layer",
+        title,
+        "Singular values of an expert, as shares of its largest; the median expert of each layer.",
+        ("singular_values", "stable_rank"),
+        data,
+        layout,
+    )
+
+
+def ranks_by_layer(tables: Tables) -> Figure:
+    spectra = tables["spectra"]
+    spectra = spectra[spectra["rank"].notna()]
+    data: list[Trace] = []
+    for index, (column, name) in enumerate([("effective_rank", "effective rank"), ("stable_rank", "stable rank")]):
+        grouped = spectra.groupby("layer")[column]
+        middle, low, high = grouped.median(), grouped.min(), grouped.max()
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": name,
+                "x": middle.index.to_numpy(),
+                "y": middle.to_numpy(),
+                "line": {"color": CATEGORICAL[index], "width": 2},
+                "error_y": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": (high - middle).to_numpy(),
+                    "arrayminus": (middle - low).to_numpy(),
+                    "thickness": 1,
+                },
+                "hovertemplate": f"layer %{{x}}<br>{name} %{{y:.4g}}<extra></extra>",
+            }
+        )
+    full = spectra.groupby("layer")["rank"].max().astype(float)
+    data.append(grey_line(full.index.to_numpy(), full.to_numpy(), "rank"))
+    middle = spectra.groupby("layer")["effective_rank"].median()
+    title = f"Median effective rank {from_to(middle.min(), f'layer {middle.idxmin()}', middle.max(), f'layer {middle.idxmax()}')}; full rank is {number(full.max())}"
+    layout = base_layout("layer", "rank", xaxis=layer_axis(full.index), yaxis={"rangemode": "tozero"})
+    return Figure(
+        "ranks_by_layer",
+        title,
+        "Median over experts; whiskers reach the extreme experts.",
+        ("effective_rank", "stable_rank"),
+        data,
+        layout,
+    )

@@ -1,0 +1,1 @@
+"""Tables and figures into words and one HTML file. Needs no torch."""

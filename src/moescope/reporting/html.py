@@ -1,0 +1,25 @@
+"""The page's content through the template into one file that opens offline."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+
+def render(content: dict[str, Any]) -> str:
+    """The whole HTML document: style, script and plotly.js inside it, each once."""
+    from plotly.offline import get_plotlyjs
+
+    here = files("moescope.reporting")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((here / "template.html.j2").read_text(encoding="utf-8"))
+    return template.render(
+        **content,
+        style=(here / "style.css").read_text(encoding="utf-8"),
+        script=(here / "script.js").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
+    )

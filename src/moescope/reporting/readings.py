@@ -1,0 +1,88 @@
+"""A reading: one step, matrix and router of one run. A report shows one reading at a time, or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from moescope.errors import BadInput
+from moescope.run import Run
+from moescope.tables import READING
+
+KEYS = ("step", *READING)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The tables of one reading of one run, and the words that tell it from the others of the report."""
+
+    run: Run
+    keys: dict[str, Any]
+    label: str
+    tables: dict[str, pd.DataFrame]
+
+    def setup(self, layer: int) -> dict[str, Any]:
+        """What run.json says about how this layer was analysed."""
+        for setup in self.run.info["setup"]:
+            if setup["step"] == self.keys["step"] and setup["layer"] == layer:
+                return dict(setup)
+        raise BadInput(f"{self.run.path}: run.json has no setup of layer {layer}; scan again with --overwrite")
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(int(layer) for layer in self.tables["alignment_tests"]["layer"])
+
+    def one_layer(self, layer: int) -> dict[str, pd.DataFrame]:
+        return {name: frame[frame["layer"] == layer] for name, frame in self.tables.items()}
+
+    def by_layer(self) -> Iterator[tuple[int, dict[str, pd.DataFrame]]]:
+        """Each layer with its rows of every table; grouped once, since filtering 48 times is slow on large runs."""
+        groups = {name: dict(tuple(frame.groupby("layer"))) for name, frame in self.tables.items()}
+        for layer in self.layers:
+            yield layer, {name: rows.get(layer, self.tables[name].iloc[:0]) for name, rows in groups.items()}
+
+
+def readings(runs: list[Run]) -> list[Reading]:
+    """Every reading of every run, in the order given, each named by what tells it from the others."""
+    found: list[tuple[Run, dict[str, Any], dict[str, pd.DataFrame]]] = []
+    for run in runs:
+        tables = {name: run.table(name) for name in run.tables}
+        if "alignment_tests" not in tables or tables["alignment_tests"].empty:
+            raise BadInput(f"{run.path}: this run holds no scan; give a folder written by moescope scan")
+        keys = tables["alignment_tests"][list(KEYS)].drop_duplicates().to_dict("records")
+        order = run.info["arguments"]
+        keys.sort(key=lambda k: (k["step"], order["matrix"].index(k["matrix"]), order["router"].index(k["router"])))
+        found += [(run, key, {name: select(frame, key) for name, frame in tables.items()}) for key in keys]
+    names = run_names(runs)
+    several_steps = len({(run.path, keys["step"]) for run, keys, _ in found}) > len(runs)
+    return [
+        Reading(run, keys, label(names[run.path], keys, len(runs) > 1, several_steps), tables)
+        for run, keys, tables in found
+    ]
+
+
+def run_names(runs: list[Run]) -> dict[Any, str]:
+    """Path -> short name: the folder's, with its parent where two runs share it."""
+    plain = [run.name for run in runs]
+    if len(set(plain)) < len(plain):
+        return {run.path: f"{run.path.resolve().parent.name}/{run.name}" for run in runs}
+    return {run.path: run.name for run in runs}
+
+
+def select(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
+    """The rows of those keys; tables without a router (spectra, similarity) serve every router's reading."""
+    mask = pd.Series(True, index=frame.index)
+    for key, value in keys.items():
+        if key in frame.columns:
+            mask &= frame[key] == value
+    return frame[mask]
+
+
+def label(run_name: str, keys: dict[str, Any], several_runs: bool, several_steps: bool) -> str:
+    parts = [run_name] if several_runs else []
+    parts += [f"step {keys['step']}"] if several_steps else []
+    parts += [f"{keys['matrix']}, {keys['router']} router" + (", norm folded in" if keys["fold_norm"] else "")]
+    return " · ".join(parts)

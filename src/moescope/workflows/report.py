@@ -1,0 +1,43 @@
+"""report: one run or several into one HTML file, and on request every figure as a picture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moescope.errors import BadInput, unknown_name
+from moescope.run import Run
+
+FORMATS = ("svg", "png", "pdf")
+
+
+def report(
+    *runs: Run | str | Path,
+    out: str | Path | None = None,
+    figures: str | Path | None = None,
+    format: str = "svg",
+    quiet: bool = False,
+) -> Path:
+    """Build the report and return its path: `out`, or report.html in the first run's folder. Reads tables only, needs no torch."""
+    from moescope.reporting.html import render
+    from moescope.reporting.page import page_content
+
+    if format not in FORMATS:
+        raise unknown_name("format", format, list(FORMATS))
+    loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
+    if not loaded:
+        raise BadInput("no run given; give a folder that moescope scan has written")
+    target = Path(out) if out is not None else loaded[0].path / "report.html"
+    if target.is_dir():
+        raise BadInput(f"{target}: a folder; give --out a file name such as report.html")
+    if not target.parent.is_dir():
+        raise BadInput(f"{target.parent}: no such folder; make it, or give another --out")
+    text = render(page_content(loaded))
+    partial = target.with_name(target.name + ".tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)
+    if figures is not None:
+        from moescope.reporting.export import export_figures
+
+        export_figures(loaded, Path(figures), format, quiet)
+    return target

@@ -1,0 +1,219 @@
+import numpy as np
+import pytest
+import torch
+
+from moescope.errors import BadInput
+from moescope.spectral import decompose as module
+from moescope.spectral.alignment import cumulative_energy
+from moescope.spectral.decompose import LEADING_VECTORS, decompose, gram_suffices, k_ladder
+from spectral.builders import expert_with_spectrum, lapack_align, unit_rows
+
+SHAPES = {"tall": (96, 40), "wide": (40, 96), "square": (48, 48)}
+BOUND = {"exact": 1e-9, "fast": 1e-6}
+
+
+def spectrum(kind: str, size: int) -> np.ndarray:
+    one_small_value = np.append(np.linspace(1, 0.5, size - 1), 1e-4)
+    return {
+        "flat": np.linspace(2, 1, size),
+        "power law": np.arange(1, size + 1) ** -0.8,
+        "condition 1e4, geometric": np.geomspace(1, 1e-4, size),
+        "condition 1e4, linear": np.linspace(1, 1e-4, size),
+        "condition 1e4, one small value": one_small_value,
+        "condition 1e6, geometric": np.geomspace(1, 1e-6, size),
+        "rank-deficient": np.linspace(2, 1, size - 7),
+        "rank one": np.ones(1),
+    }[kind]
+
+
+def expert_and_rows(seed: int, shape: tuple[int, int], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The expert, and unit rows with its last right singular vector among them: the hardest for a Gram matrix."""
+    generator = np.random.default_rng(seed)
+    matrix = expert_with_spectrum(generator, *shape, values)
+    rows = unit_rows(generator, 6, shape[1])
+    rows[0] = np.linalg.svd(matrix, full_matrices=False)[2][len(values) - 1]
+    return matrix, rows
+
+
+def largest_error(matrix: np.ndarray, rows: np.ndarray, ks: list[int], precision: str) -> float:
+    """Of align at those ks, against LAPACK's SVD in fp64."""
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), ks, precision)
+    ours = cumulative_energy(result.energy_ER, ks)[:, : len(ks)]
+    return max(float(np.abs(ours[:, rung] - lapack_align(matrix, rows, k)).max()) for rung, k in enumerate(ks))
+
+
+@pytest.mark.parametrize("precision", BOUND)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "flat",
+        "power law",
+        "condition 1e4, geometric",
+        "condition 1e4, linear",
+        "condition 1e4, one small value",
+        "condition 1e6, geometric",
+        "rank-deficient",
+        "rank one",
+    ],
+)
+def test_align_agrees_with_lapack_at_every_k_of_the_ladder(kind, shape, precision):
+    values = spectrum(kind, min(shape))
+    for seed in range(3):
+        matrix, rows = expert_and_rows(seed, shape, values)
+        ladder = k_ladder(min(shape), named=(3, len(values)))
+        assert largest_error(matrix, rows, ladder, precision) <= BOUND[precision]
+
+
+@pytest.mark.parametrize("precision", BOUND)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_align_agrees_with_lapack_where_k_does_not_cut_a_tie(shape, precision):
+    size = min(shape)
+    values = np.repeat([3.0, 2.0, 1.0, 0.05], [4, 12, 16, size - 32])
+    matrix, rows = expert_and_rows(0, shape, values)
+    assert largest_error(matrix, rows, [4, 16, 32, size], precision) <= BOUND[precision]
+
+
+def test_a_bf16_expert_is_decomposed_in_fp64():
+    generator = np.random.default_rng(0)
+    matrix = torch.from_numpy(generator.standard_normal((80, 32))).to(torch.bfloat16)
+    rows = unit_rows(generator, 4, 32)
+    ladder = k_ladder(32)
+    result = decompose(matrix, torch.from_numpy(rows), ladder, "exact")
+    ours = cumulative_energy(result.energy_ER, ladder)
+    for rung, k in enumerate(ladder):
+        np.testing.assert_allclose(ours[:, rung], lapack_align(matrix.double().numpy(), rows, k), atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_singular_values_agree_with_lapack(shape):
+    matrix, rows = expert_and_rows(1, shape, spectrum("power law", min(shape)))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)))
+    np.testing.assert_allclose(result.singular_values_R, np.linalg.svd(matrix, compute_uv=False), rtol=1e-10)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("missing", [1, 7, 30])
+def test_rank_is_found_and_rank_deficient_experts_take_the_fallback(shape, missing):
+    rank = min(shape) - missing
+    matrix, rows = expert_and_rows(2, shape, np.linspace(2, 1, rank))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)))
+    assert (result.rank, result.full_rank, result.fallback) == (rank, min(shape), True)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("kind", ["flat", "power law"])
+def test_well_conditioned_experts_need_no_fallback(kind, shape):
+    matrix, rows = expert_and_rows(3, shape, spectrum(kind, min(shape)))
+    for precision in BOUND:
+        result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)), precision)
+        assert (result.rank, result.fallback) == (min(shape), False)
+
+
+WHERE_THE_GRAM_MATRIX_ERRS = {
+    "wide, at full rank": ((40, 96), np.append(np.linspace(1, 0.5, 39), 1e-5), [40], "exact"),
+    "wide, very ill-conditioned": ((40, 96), np.append(np.linspace(1, 0.5, 39), 1e-6), [40], "fast"),
+    "a narrow gap deep in the spectrum": (
+        (96, 40),
+        np.r_[np.linspace(1, 0.5, 16), np.linspace(1e-5, 0.8e-5, 24)],
+        [24],
+        "exact",
+    ),
+    "the same, wide": ((40, 96), np.r_[np.linspace(1, 0.5, 16), np.linspace(1e-5, 0.8e-5, 24)], [24], "exact"),
+}
+
+
+@pytest.mark.parametrize("case", WHERE_THE_GRAM_MATRIX_ERRS.values(), ids=WHERE_THE_GRAM_MATRIX_ERRS)
+def test_the_fallback_mends_experts_that_the_gram_matrix_alone_gets_wrong(case, monkeypatch):
+    shape, values, ks, precision = case
+    experts = [expert_and_rows(seed, shape, values) for seed in range(5)]
+
+    def worst_error() -> float:
+        return max(largest_error(matrix, rows, ks, precision) for matrix, rows in experts)
+
+    assert all(decompose(*map(torch.from_numpy, expert), ks, precision).fallback for expert in experts)
+    assert worst_error() <= BOUND[precision]
+    monkeypatch.setattr(module, "gram_suffices", lambda *_: True)
+    assert worst_error() > 10 * BOUND[precision]
+
+
+def test_exact_is_stricter_than_fast_about_the_same_spectrum():
+    squares = np.geomspace(1, 1e-5, 40) ** 2
+    assert gram_suffices(squares, 96, 40, [32], BOUND["fast"])
+    assert not gram_suffices(squares, 96, 40, [32], BOUND["exact"])
+
+
+def test_the_smallest_value_matters_to_wide_experts_only():
+    squares = np.append(np.linspace(1, 0.5, 39), 1e-5) ** 2
+    assert gram_suffices(squares, 96, 40, [40], BOUND["exact"])
+    assert not gram_suffices(squares, 40, 96, [40], BOUND["exact"])
+
+
+def test_align_of_a_wide_expert_levels_off_below_one_at_full_rank():
+    generator = np.random.default_rng(5)
+    matrix, rows = generator.standard_normal((16, 64)), unit_rows(generator, 200, 64)
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(16))
+    plateau = result.energy_ER.sum(axis=1)
+    assert plateau.max() < 0.6
+    assert plateau.mean() == pytest.approx(16 / 64, rel=0.05)
+
+
+def test_align_of_a_tall_expert_reaches_one_at_full_rank():
+    matrix, rows = expert_and_rows(6, (96, 40), spectrum("power law", 40))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(40))
+    np.testing.assert_allclose(result.energy_ER.sum(axis=1), 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(200, 90), (90, 200), (70, 70), (30, 50)], ids=str)
+@pytest.mark.parametrize("kind", ["power law", "condition 1e4, geometric", "rank-deficient"])
+def test_leading_vectors_are_orthonormal_singular_vectors_with_positive_mean_output(shape, kind):
+    matrix, rows = expert_and_rows(7, shape, spectrum(kind, min(shape)))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)))
+    leading, count = result.leading_DK, min(LEADING_VECTORS, result.rank)
+    assert leading.shape == (shape[1], count)
+    np.testing.assert_allclose(leading.T @ leading, np.eye(count), atol=1e-9)
+    np.testing.assert_allclose(np.linalg.norm(matrix @ leading, axis=0), result.singular_values_R[:count], rtol=1e-8)
+    assert ((matrix @ leading).mean(axis=0) > 0).all()
+
+
+@pytest.mark.parametrize("shape", [(96, 40), (40, 96)], ids=str)
+@pytest.mark.parametrize("kind", ["power law", "rank-deficient"])
+def test_leading_vectors_do_not_depend_on_the_signs_the_solver_returns(shape, kind, monkeypatch):
+    matrix, rows = expert_and_rows(8, shape, spectrum(kind, min(shape)))
+
+    def leading() -> np.ndarray:
+        return decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape))).leading_DK
+
+    as_solved, eigh, svd = leading(), torch.linalg.eigh, torch.linalg.svd
+
+    def flipped_eigh(gram):
+        values, vectors = eigh(gram)
+        return values, -vectors
+
+    def flipped_svd(*arguments, **options):
+        left, values, right = svd(*arguments, **options)
+        return -left, values, -right
+
+    monkeypatch.setattr(torch.linalg, "eigh", flipped_eigh)
+    monkeypatch.setattr(torch.linalg, "svd", flipped_svd)
+    np.testing.assert_array_equal(leading(), as_solved)
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones():
+    with pytest.raises(BadInput, match=r"'half'.*fast, exact"):
+        decompose(torch.eye(3), torch.eye(3), [1], "half")
+
+
+@pytest.mark.parametrize(
+    ("full_rank", "named", "expected"),
+    [
+        (1, (), [1]),
+        (8, (), [1, 2, 4, 8]),
+        (12, (), [1, 2, 4, 8, 12]),
+        (12, (3, 8), [1, 2, 3, 4, 8, 12]),
+        (12, (13, 4096), [1, 2, 4, 8, 12]),
+        (4096, (), [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]),
+    ],
+)
+def test_the_ladder_doubles_up_to_the_rank_and_takes_named_values(full_rank, named, expected):
+    assert k_ladder(full_rank, named) == expected
