@@ -52,7 +52,7 @@ def common(
 
 @app.command()
 def scan(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Checkpoint: folder or .safetensors file. Several are the steps of one run.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Checkpoint: folder or .safetensors file. Several are the steps of one run.")],
     out: Out = None,
     layers: Annotated[str | None, typer.Option(help="Layers to scan: 0,5,9-12.", show_default="all")] = None,
     matrix: Annotated[str, typer.Option(help="Expert matrices: gate, up, gate_up, down.")] = "gate",
@@ -94,7 +94,7 @@ def scan(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared side by side.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,
     figures: Annotated[Path | None, typer.Option(help="Also write every figure into this folder (needs the extra `export`).", metavar="DIR")] = None,
     format: Annotated[str, typer.Option(help="Figure format: svg, png or pdf.")] = "svg",

@@ -25,7 +25,7 @@ ACROSS_LAYERS = [
     FigureSpec("delta_by_expert", ("alignment", "alignment_layers"), alignment.delta_by_expert),
     FigureSpec("cosine_heatmap", ("similarity",), redundancy.cosine_heatmap),
     FigureSpec("orthogonality_by_layer", ("orthogonality",), redundancy.orthogonality_by_layer),
-    FigureSpec("overlap_by_k", ("orthogonality",), redundancy.overlap_by_k),
+    FigureSpec("overlap_by_k", ("orthogonality", "similarity"), redundancy.overlap_by_k),
     FigureSpec("ambiguity_by_layer", ("ambiguity",), identification.ambiguity_by_layer),
     FigureSpec("absolute_ambiguity_by_layer", ("ambiguity",), identification.absolute_ambiguity_by_layer),
     FigureSpec(

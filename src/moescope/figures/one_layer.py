@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moescope.figures.alignment import usable
-from moescope.figures.redundancy import sampled_ranks
+from moescope.figures.redundancy import overlaps, sampled_ranks
 from moescope.figures.style import (
     CATEGORICAL,
     LOG,
@@ -161,17 +161,8 @@ def margin_histogram(tables: Tables) -> Figure:
 
 
 def overlap_over_k(tables: Tables) -> Figure:
-    frame = tables["orthogonality"].sort_values("k")
-    squares = frame["mean_abs"].to_numpy().copy()
-    low, high = frame["min"].to_numpy().copy(), frame["max"].to_numpy().copy()
-    chance = frame["chance"].to_numpy().copy()
-    overlaps = tables["similarity"]
-    at_one = (frame["k"] == 1).to_numpy()
-    first = overlaps.loc[overlaps["k"] == 1, "overlap"]
-    squares[at_one], low[at_one], high[at_one] = first.mean(), first.min(), first.max()
-    width = np.median(chance[~at_one] / frame["k"].to_numpy()[~at_one]) if (~at_one).any() else np.nan
-    chance[at_one] = width
-    ks = frame["k"].to_numpy()
+    frame = overlaps(tables)
+    ks, low, high = frame["k"].to_numpy(), frame["min"].to_numpy(), frame["max"].to_numpy()
     data: list[Trace] = [
         {
             "type": "scatter",
@@ -188,15 +179,15 @@ def overlap_over_k(tables: Tables) -> Figure:
             "type": "scatter",
             "mode": "lines+markers",
             "x": ks,
-            "y": squares,
+            "y": frame["mean"].to_numpy(),
             "name": "mean overlap",
             "line": {"color": CATEGORICAL[0], "width": 2},
             "hovertemplate": "k %{x}<br>overlap %{y:.4g}<extra></extra>",
         },
-        grey_line(ks, chance, "chance k/d"),
+        grey_line(ks, frame["chance"].to_numpy(), "chance k/d"),
     ]
     last = frame.iloc[-1]
-    title = f"At k = {last['k']:.0f}, two experts share {number(100 * last['mean_abs'])} % of their leading subspace on average; chance is {number(100 * last['chance'])} %"
+    title = f"At k = {last['k']:.0f}, two experts share {number(100 * last['mean'])} % of their leading subspace on average; chance is {number(100 * last['chance'])} %"
     return Figure(
         "overlap_over_k",
         title,

@@ -124,9 +124,16 @@ def orthogonality_by_layer(tables: Tables) -> Figure:
     )
 
 
+def overlaps(tables: Tables) -> pd.DataFrame:
+    """A row a layer and k: mean, least and largest overlap over expert pairs, and chance k/d."""
+    frame = tables["similarity"].groupby(["layer", "k"])["overlap"].agg(["mean", "min", "max"]).reset_index()
+    first = tables["orthogonality"].query("k == 1").set_index("layer")["chance"]
+    d_model = (2 / (np.pi * first**2)).round()  # chance at k = 1 is sqrt(2 / (pi d))
+    return frame.assign(chance=frame["k"] / frame["layer"].map(d_model))
+
+
 def overlap_by_k(tables: Tables) -> Figure:
-    frame = tables["orthogonality"]
-    frame = frame[frame["k"] > 1].assign(over=lambda f: f["mean_abs"] / f["chance"])
+    frame = overlaps(tables).assign(over=lambda f: f["mean"] / f["chance"])
     layers = sorted(frame["layer"].unique())
     colors = layer_colors(layers)
     ks = np.sort(frame["k"].unique())

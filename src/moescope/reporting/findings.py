@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.special import bdtrc
 
 from moescope.figures.identification import verdict_sentence
 from moescope.figures.style import capital, listed, named_layers, number
 from moescope.reporting.readings import Reading, readings
 from moescope.run import Run
-from moescope.spectral.alignment import AlignmentMatrix
+from moescope.spectral.alignment import TIE, AlignmentMatrix
 from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, benjamini_hochberg, hidden_order
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
 from moescope.types import Coverage
@@ -175,22 +176,25 @@ def avoidance_findings(reading: Reading) -> list[str]:
 
 
 def hub_findings(reading: Reading) -> list[str]:
-    """Experts that are the best match of half of the routers or more, at the layer's best k."""
+    """Experts that are the best match of more routers than chance allows, at the layer's best k.
+
+    Chance: n routers choosing among n experts at random; the likeliest expert's count, all experts, ks and layers paid for.
+    """
     found = []
-    pairs = reading.tables["pairs"]
     best = reading.tables["alignment_tests"].set_index("layer")["best_k"]
-    for layer, rows in pairs.groupby("layer"):
-        at = rows[rows["k"] == best[layer]]
-        if at.empty:
-            continue
-        winners = at.loc[at.groupby("router_index")["align"].idxmax(), "expert"].value_counts()
-        n = int(at["router_index"].nunique())
-        if winners.iloc[0] >= max(3, n / 2):
-            found.append(f"expert {winners.index[0]} of layer {layer} ({winners.iloc[0]} of {n} routers)")
+    looked_at = reading.tables["alignment_layers"].groupby("layer")["k"].nunique().sum()
+    for layer, rows in reading.tables["pairs"].groupby("layer"):
+        grid = rows[rows["k"] == best[layer]].pivot(index="router_index", columns="expert", values="align")
+        M, n = grid.to_numpy(float), len(grid)
+        second, first = np.partition(M, -2, axis=1)[:, -2:].T
+        wins = np.bincount(M.argmax(axis=1)[first - second > TIE], minlength=n)
+        if looked_at * n * bdtrc(wins.max() - 1, n, 1 / n) <= ALPHA:
+            found.append(f"expert {grid.columns[wins.argmax()]} of layer {layer} ({wins.max()} of {n} routers)")
     if not found:
         return []
     return [
-        f"Experts that attract half of the routers or more: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; chance is 1 router each."
+        f"Experts that attract more routers than chance allows: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; "
+        "by chance each is the best match of one."
     ]
 
 
@@ -229,7 +233,9 @@ def redundancy_finding(reading: Reading) -> str:
         )
     else:
         start = f"No two experts have collapsed (none above {COLLAPSED})"
-    return f"{start}; {redundant} {'pair is' if redundant == 1 else 'pairs are'} above {REDUNDANT}; chance is {chance}."
+    return (
+        f"{start}; {redundant:,} {'pair is' if redundant == 1 else 'pairs are'} above {REDUNDANT}; chance is {chance}."
+    )
 
 
 def most_ambiguous(reading: Reading) -> list[dict[str, Any]]:

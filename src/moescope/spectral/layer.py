@@ -78,8 +78,9 @@ def analyse_layer(
     from contextlib import nullcontext
 
     timed = timed or (lambda stage: nullcontext())
-    if weights.n_experts < 2:
-        raise BadInput(f"{weights.layer_name}: one expert only; there is nothing to pair or compare")
+    if weights.n_experts < 2 or weights.d_model < 2:
+        small = "one expert only" if weights.n_experts < 2 else "d_model is 1"
+        raise BadInput(f"{weights.layer_name}: {small}; there is nothing to pair or compare, scan other layers")
     with timed("read"):
         rows_ED = readings.router_rows(weights, settings.fold_norm)
     marked = readings.unusable_rows(weights, rows_ED)

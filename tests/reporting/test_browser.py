@@ -1,0 +1,186 @@
+"""The report in a real browser: no error, no request, and what a reader does works."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from moescope import figures
+from moescope.workflows.report import report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        if os.environ.get("MOESCOPE_REQUIRE_BROWSER"):
+            pytest.fail("no Chromium on this machine, and MOESCOPE_REQUIRE_BROWSER is set")
+        pytest.skip("NO BROWSER: install Chromium (apt-get install chromium) to test the report's page")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def planted_report(planted_run, tmp_path_factory):
+    return report(planted_run, out=tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.fixture
+def opened(browser, planted_report):
+    """Opens the report at a width and colour scheme; afterwards no error may have been said and nothing asked for."""
+    contexts, troubles, requests = [], [], []
+
+    def open_page(width=1400, scheme="light"):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on(
+            "console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(planted_report.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert troubles == []
+    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def scroll_through(page):
+    """Down the whole page, so that everything drawn on sight is drawn."""
+    page.evaluate(
+        """async () => { for (let y = 0; y < document.body.scrollHeight; y += 500) {
+             window.scrollTo(0, y); await new Promise((resolve) => setTimeout(resolve, 60)); } }"""
+    )
+
+
+def open_layer(page, layer, reading=0):
+    page.locator(f"#r{reading}-layer-{layer} > summary").click()
+    body = page.locator(f"#r{reading}-layer-{layer} .body")
+    expect(body.locator("figure").first).to_be_visible()
+    return body
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
+    page = opened(width, scheme)
+    scroll_through(page)
+    slots = page.locator("#across [data-reading='0'] .figure-slot, #compare .figure-slot")
+    assert slots.count() == 23 + 6
+    for index in range(slots.count()):
+        expect(slots.nth(index).locator(".plot.drawn .main-svg").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+
+
+def test_a_reader_opens_a_layer_and_moves_the_k_slider(opened):
+    page = opened()
+    body = open_layer(page, 1)
+    figure = body.locator("figure[data-name=pair_matrix]")
+    shown = "figure => figure.querySelector('.plot').data.findIndex((trace) => trace.visible === true)"
+    expect(figure.locator(".main-svg").first).to_be_visible()
+    before = figure.evaluate(shown)
+    names = ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
+    expect(figure.locator("output")).to_have_text(names[before])
+    figure.locator("input[type=range]").focus()
+    page.keyboard.press("ArrowRight")
+    expect(figure.locator("output")).to_have_text(names[before + 1])
+    assert figure.evaluate(shown) == before + 1
+
+
+def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
+    page = opened()
+    figure = open_layer(page, 3).locator("figure[data-name=pair_matrix]")
+    expect(figure.locator(".main-svg").first).to_be_visible()
+    drawn = figure.evaluate(
+        "figure => figure.querySelector('.plot').data.map((trace) => Array.from(trace.z, (row) => Array.from(row)))"
+    )
+    pairs = (
+        planted_run.table("pairs").query("layer == 3 and router == 'raw'").sort_values(["k", "router_index", "expert"])
+    )
+    flat = [cell for matrix in drawn for row in matrix for cell in row]
+    assert flat == pytest.approx(pairs["align"].tolist(), abs=2e-5)
+
+
+def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
+    page = opened()
+    with page.expect_download() as download:
+        page.locator("#summary [data-reading='0'] button.csv").click()
+    lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
+    assert download.value.suggested_filename == "moescope-layers_at_a_glance.csv"
+    assert lines[0].startswith("layer,verdict,best_k,best_accuracy")
+    assert len(lines) == 1 + 5
+    best = planted_run.table("alignment_tests").query("layer == 2 and router == 'raw'")["best_k"].iloc[0]
+    assert lines[3].split(",")[:3] == ["2", "identifies its experts", str(best)]
+
+
+def test_a_reader_changes_the_reading_and_sees_only_that_one(opened):
+    page = opened()
+    page.locator("#reading").select_option("1")
+    expect(page.locator("#r0-layer-0")).to_be_hidden()
+    expect(page.locator("#r1-layer-0")).to_be_visible()
+    open_layer(page, 2, reading=1)
+
+
+def test_the_glance_table_leads_to_a_layer_and_a_heading_to_the_glossary(opened):
+    page = opened()
+    page.locator("#summary [data-reading='0'] td a").nth(2).click()
+    expect(page.locator("#r0-layer-2")).to_have_attribute("open", "")
+    page.locator("#summary [data-reading='0'] th a", has_text="ambiguity").click()
+    expect(page.locator("[id='g-ambiguity_score']")).to_be_in_viewport()
+
+
+def test_the_theme_button_repaints_the_figures(opened):
+    page = opened()
+    scroll_through(page)
+    color = "document.querySelector('#across .plot.drawn').layout.font.color"
+    light = page.evaluate(color)
+    page.locator("#theme").click()
+    assert page.evaluate(color) != light
+
+
+def test_experts_can_be_ordered_by_similarity(opened):
+    page = opened()
+    scroll_through(page)
+    figure = page.locator("#across [data-reading='0'] figure[data-name=cosine_heatmap]")
+    figure.locator("input[type=checkbox]").check()
+    order = figure.evaluate("figure => figure.querySelector('.plot').layout.xaxis.categoryarray")
+    assert abs(order.index("2") - order.index("5")) == 1
+
+
+def test_the_definition_of_a_figure_is_one_click_away(opened):
+    page = opened()
+    scroll_through(page)
+    figure = page.locator("#across [data-reading='0'] figure[data-name=accuracy_by_k]")
+    figure.locator(".definition summary").click()
+    expect(figure.locator(".definition")).to_contain_text("chance 1/n")
+
+
+def test_printing_draws_everything_that_is_open(opened):
+    page = opened()
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    drawn = page.locator("#across [data-reading='0'] .plot.drawn")
+    expect(drawn).to_have_count(23)
+
+
+def test_figures_are_written_as_pictures(browser, planted_run, tmp_path, monkeypatch):
+    for name, kept in {"ACROSS_LAYERS": 2, "ONE_LAYER": 1, "COMPLETE_VIEW": 0}.items():  # half a second each
+        monkeypatch.setattr(f"moescope.reporting.export.{name}", getattr(figures, name)[:kept])
+    report(planted_run, out=tmp_path / "report.html", figures=tmp_path / "figures", format="svg", quiet=True)
+    written = list((tmp_path / "figures").iterdir())
+    assert len(written) == 2 * (2 + 5 * 1)
+    picture = (tmp_path / "figures" / "0-gate-raw-accuracy_by_k.svg").read_text(encoding="utf-8")
+    assert picture.lstrip().startswith("<svg")
+    assert "argmax accuracy" in picture
