@@ -28,7 +28,7 @@ CATEGORICAL = (
     "#8C62C7",
     "#A3A500",
 )  # Okabe-Ito, no black
-SEQUENTIAL = ("#7A3E9D", "#4C63B6", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
+SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
 HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
 DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1.0, "#B2182B"]]
 LEGEND_UP_TO = 10
