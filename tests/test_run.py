@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,18 @@ def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path
         assert seen == [("setup.json", ["layer0.tmp"])]
         assert writer.done_pieces() == {"layer0"}
         finish(writer)
+
+
+def test_a_disk_that_is_nearly_full_is_refused_before_the_piece_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    full = shutil._ntuple_diskusage(10**9, 10**9 - 5_000_000, 5_000_000)
+    with pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space"):
+        with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+            flush(writer, 0)
+            monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: full)
+            flush(writer, 1)
+    monkeypatch.undo()
+    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        assert writer.done_pieces() == {"layer0"}
 
 
 def test_a_table_that_fails_to_be_written_leaves_the_old_one_whole(tmp_path):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Frames = dict[str, "pd.DataFrame"]
+SPARE_DISK = 32 * 2**20
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
 OWN_FOLDERS = ("parts",)
 
@@ -263,9 +264,21 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
 def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
     import pyarrow.parquet as pq
 
+    table = conform(name, frame)
+    check_disk(path.parent, table.nbytes)
     partial = path.with_suffix(".tmp")
-    pq.write_table(conform(name, frame), partial, compression="zstd")
+    pq.write_table(table, partial, compression="zstd")
     replace_synced(partial, path)
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Refuse before a disk is full, not after: `needed` is what is to be written, uncompressed."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE_DISK:
+        raise BadInput(
+            f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB needed; "
+            "free some space, then the same command goes on"
+        )
 
 
 def write_json(path: Path, value: Any) -> None:
