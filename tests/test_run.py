@@ -121,11 +121,11 @@ def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path
 
 def test_a_disk_that_is_nearly_full_is_refused_before_the_piece_and_the_run_goes_on_later(tmp_path, monkeypatch):
     full = shutil._ntuple_diskusage(10**9, 10**9 - 5_000_000, 5_000_000)
-    with pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space"):
-        with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
-            flush(writer, 0)
-            monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: full)
-            flush(writer, 1)
+    refused = pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space")
+    with refused, open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+        flush(writer, 0)
+        monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: full)
+        flush(writer, 1)
     monkeypatch.undo()
     with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
         assert writer.done_pieces() == {"layer0"}
