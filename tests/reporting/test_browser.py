@@ -85,6 +85,13 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width,
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
 
 
+def test_every_figure_of_an_opened_layer_is_drawn(opened):
+    page = opened()
+    body = open_layer(page, 3)
+    scroll_through(page)
+    expect(body.locator(".plot.drawn .main-svg:first-child")).to_have_count(5 + 12)
+
+
 def test_a_reader_opens_a_layer_and_moves_the_k_slider(opened):
     page = opened()
     body = open_layer(page, 1)

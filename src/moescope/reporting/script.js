@@ -208,8 +208,8 @@
   }
   if (select) select.addEventListener("change", showReading);
   showReading();
-  watch(document);
-  reveal();
+  document.querySelectorAll("#summary .table-slot").forEach(fillTable);
+  document.addEventListener("DOMContentLoaded", () => { watch(document); reveal(); });  // when all payloads and plotly are there
 
   // ---- paper has no scrolling: draw what is open before it is printed
   window.addEventListener("beforeprint", () => {
