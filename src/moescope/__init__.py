@@ -26,6 +26,10 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:  # imported when first used: `moescope --help` must not wait for torch
     if name not in _HOME:
         raise AttributeError(f"module 'moescope' has no attribute {name!r}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,15 +81,9 @@ def scan(
     """
     from moescope.workflows.scan import scan as run_scan
 
-    try:
-        weights = [float(part) for part in ambiguity_weights.split(",")]
-    except ValueError:
-        raise BadInput(
-            f"ambiguity weights {ambiguity_weights!r}: give three numbers parted by commas, such as 0.4,0.3,0.3"
-        ) from None
     run = run_scan(
         *models, out=out, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
-        n_shuffles=n_shuffles, seed=seed, k_star=k_star, allow_full_rank=allow_full_rank, ambiguity_weights=weights, device=device,
+        n_shuffles=n_shuffles, seed=seed, k_star=k_star, allow_full_rank=allow_full_rank, ambiguity_weights=ambiguity_weights, device=device,
         keep_going=keep_going, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
     show_run(run, as_json, quiet)
@@ -120,6 +117,13 @@ def demo(
     from moescope.workflows.demo import demo as run_demo
 
     run = run_demo(out=out, seed=seed, overwrite=overwrite, quiet=quiet)
+    if not quiet and not as_json:
+        from moescope.planted import LAYERS
+
+        typer.echo(f"planted in {run.info['checkpoints'][0]['path']}:")
+        for layer, planted in enumerate(LAYERS):
+            typer.echo(f"  layer {layer}, {planted.kind}: {planted.truth}")
+        typer.echo("found:")
     show_run(run, as_json, quiet)
     if not quiet and not as_json:
         typer.echo(f"report: {run.path / 'report.html'}")
@@ -132,17 +136,23 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not quiet:
-        for line in facts["coverage"]:
+        if run.info.get("process") != os.getpid():
+            typer.echo("this very scan was done before; nothing was computed")
+        for line in dict.fromkeys(facts["coverage"]):
             typer.echo(line)
         for finding in facts["findings"]:
             typer.echo(f"- {finding}")
         for warning in facts["warnings"]:
             typer.echo(f"warning: {warning}", err=True)
         typer.echo(f"run: {run.path}")
+        if not (run.path / "report.html").exists():
+            typer.echo(f"next: moescope report {shlex.quote(str(run.path))}")
 
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2, an interruption says how to go on."""
+    # a batch system's stop is an interruption like Ctrl-C: the run is marked so and can be taken up again
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except BadInput as error:

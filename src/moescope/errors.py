@@ -1,6 +1,12 @@
 """The one exception a user is meant to see."""
 
 
+def printable(text: str) -> str:
+    """The text on one line, its control characters spelled out: names from a checkpoint must not steer a terminal."""
+    flat = " ".join(text.splitlines())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
+
+
 class BadInput(Exception):
     """Something the user gave cannot be used: one line that names the thing and the remedy.
 
@@ -8,7 +14,7 @@ class BadInput(Exception):
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.splitlines()))  # a tensor's or a file's name may hold line breaks
+        super().__init__(printable(message))
 
 
 class UnusableExpert(BadInput):

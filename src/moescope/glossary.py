@@ -142,7 +142,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "q_value": Column(
         "float", "The false-discovery rate at which this layer would be called, over all layers of the same step, matrix and router.",
-        "Benjamini–Hochberg over p_value", worst="1", chance="1", best="near 0", title="q",
+        "Benjamini–Hochberg over p_value", worst="1", chance="near 1; the smallest over many layers is uniform", best="near 0", title="q",
     ),
     "p_lower": Column(
         "float", "How often a random pairing looks as badly matched: small where routers avoid their own experts.",
@@ -157,10 +157,10 @@ COLUMNS: dict[str, Column] = {
     "exact": Column("bool", "Whether those are all the pairings there are."),
     "verdict": Column(
         "text",
-        "identifying: at best_k at least 90 % of experts are told from the weights alone, with positive margin. non_random: "
-        "accuracy beats the permutation null (p ≤ 0.05), short of that. permuted: routers and experts are each other's best match "
-        "under another order than the stored one. chance: none of these.",
-        misleads="At p ≤ 0.05, one random layer in twenty is called non-random.",
+        "identifying: at best_k at least 90 % of experts are told from the weights alone, with positive margin, and p_accuracy ≤ 0.05. "
+        "non_random: p_accuracy ≤ 0.05, short of that. permuted: at least 90 % of routers and experts are each other's best match under "
+        "another order than the stored one, p ≤ 0.01. chance: none of these; not distinguishable from it.",
+        misleads="Up to one random layer in twenty is called something else. Fewer than four experts have too few pairings to be called anything.",
     ),
     # --- nulls
     "left": Column("float", "The bin's left edge."),
@@ -195,8 +195,8 @@ COLUMNS: dict[str, Column] = {
         "float", "Largest absolute value over expert pairs.", worst="1", chance="grows with the number of pairs", best="0", title="max |cos|",
     ),
     "chance": Column("float", "What random directions would give.", "√(2/(πd)) at k = 1, k/d beyond"),
-    "n_pairs_above_0_3": Column("int", "Expert pairs above 0.3: redundancy.", title="pairs > 0.3"),
-    "n_pairs_above_0_7": Column("int", "Expert pairs above 0.7: collapse.", title="pairs > 0.7"),
+    "n_pairs_above_0_3": Column("int", "Expert pairs with |cos| above 0.3: redundancy, where d is large; at k = 1 only.", chance="pairs × P(|cos| > 0.3); 1.5 % of them at d = 64, none at d = 256", title="pairs > 0.3"),
+    "n_pairs_above_0_7": Column("int", "Expert pairs with |cos| above 0.7: collapse; at k = 1 only.", chance="0 for any d above 30", title="pairs > 0.7"),
     # --- ambiguity
     "rank": Column("int", "The layer's place, 1 = most ambiguous; null where the score is undefined."),
     "ambiguity_score": Column(
@@ -210,10 +210,10 @@ COLUMNS: dict[str, Column] = {
     "absolute_score": Column(
         "float", "The same idea without reference to other layers.",
         "0.4 (1 − accuracy) + 0.3 (1 − clip(margin/align)) + 0.3 (1 − clip(z/√(n−1)))",
-        worst="1", chance="about 0.4 (1 − 1/n) + 0.6", best="0", title="absolute ambiguity",
+        worst="1", chance="0.4 (1 − 1/n) + 0.6 at a given k; less where k* is chosen: 0.91 for 8 experts, 0.77 for 4", best="0", title="absolute ambiguity",
     ),
     "k_star": Column("int", "The k at which the layer was judged: the one of the largest margin, or a fixed one.", title="k*"),
-    "z_score": Column("float", "Mean z_vs_shuffle at k*.", chance="0", best="√(n−1)", title="z at k*"),
+    "z_score": Column("float", "Mean z_vs_shuffle at k*.", chance="a little above 0, since k* is chosen: 0.1 for 8 experts", best="√(n−1)", title="z at k*"),
     "accuracy_term": Column("float", "The accuracy's part of the score.", title="accuracy term"),
     "margin_term": Column("float", "The margin's part of the score.", title="margin term"),
     "z_term": Column("float", "z's part of the score.", title="z term"),

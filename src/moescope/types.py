@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moescope.errors import printable
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -82,8 +84,8 @@ class Coverage:
         experts = "/".join(str(n) for n in self.experts_per_layer)
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
-        return (
-            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
+        return printable(
+            f"{self.family}: {self.layers_found} of {expected} MoE layers found, {experts} experts a layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
         )

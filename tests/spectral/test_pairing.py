@@ -19,7 +19,7 @@ from moescope.spectral.pairing import (
     PairingTest,
     benjamini_hochberg,
     best_index,
-    hidden_order,
+    other_order,
     mutual_best_bound,
     null_moments,
     paired_means,
@@ -270,7 +270,7 @@ def test_right_hits_with_a_negative_mean_margin_do_not_identify():
 def test_a_permuted_layer_is_called_permuted_and_its_order_is_found(shift):
     layer = diagonal_layer(8, shift, rungs=2)
     assert pairing_test(layer).verdict == PERMUTED
-    assert hidden_order(layer) == (1, [(router + shift) % 8 for router in range(8)])
+    assert (other_order(layer).k, other_order(layer).experts) == (1, [(router + shift) % 8 for router in range(8)])
 
 
 def test_the_hidden_order_is_that_of_the_planted_layer():
@@ -279,29 +279,43 @@ def test_the_hidden_order_is_that_of_the_planted_layer():
     energy = np.stack([np.cumsum((rows @ np.linalg.svd(gate)[2].T) ** 2, axis=1) for gate in gates], axis=-1)
     layer = matrix_of(*(energy[:, k - 1] for k in (1, 4, 16, 64)), ks=[1, 4, 16, 64], d_model=256)
     assert pairing_test(layer).verdict == PERMUTED
-    assert hidden_order(layer)[1] == [(expert + 3) % 8 for expert in range(8)]
+    assert other_order(layer).experts == [(expert + 3) % 8 for expert in range(8)]
 
 
-def test_a_router_without_a_mutual_best_is_left_open_in_the_hidden_order():
+def test_a_router_without_a_mutual_best_is_left_open_in_the_other_order():
     table = 0.1 + 0.5 * np.roll(np.eye(12), 1, axis=1)
     table[4] = 0.1  # fits nothing
-    assert hidden_order(matrix_of(table))[1] == [*range(1, 5), -1, *range(6, 12), 0]
+    assert other_order(matrix_of(table)).experts == [*range(1, 5), -1, *range(6, 12), 0]
+
+
+def test_the_p_of_another_order_is_its_bound_times_the_ks_looked_at():
+    layer = diagonal_layer(8, 3, rungs=2)
+    assert pairing_test(layer).other_order.p == pytest.approx(2 * mutual_best_bound(8, 8))
+    assert pairing_test(diagonal_layer(8)).other_order is None
+
+
+def test_the_chance_of_the_best_accuracy_pays_for_the_choice_of_k():
+    """Two ks whose winners differ in every row: a random pairing's better one hits more than 1/n."""
+    one, other = np.eye(4), np.roll(np.eye(4), 1, axis=1)
+    assert pairing_test(matrix_of(one)).chance_accuracy == pytest.approx(1 / 4)
+    both = [max((p == np.arange(4)).mean(), (p == np.roll(np.arange(4), -1)).mean()) for p in permutations(4)]
+    assert pairing_test(matrix_of(one, other)).chance_accuracy == pytest.approx(np.mean(both))
 
 
 def test_the_stored_order_is_not_a_hidden_one():
-    assert hidden_order(diagonal_layer(8)) is None
+    assert other_order(diagonal_layer(8)) is None
 
 
-def test_a_degenerate_k_shows_no_hidden_order():
+def test_a_degenerate_k_shows_no_other_order():
     permuted = np.roll(np.eye(8), 1, axis=1)
-    assert hidden_order(matrix_of(permuted, ks=[16], d_model=16)) is None
+    assert other_order(matrix_of(permuted, ks=[16], d_model=16)) is None
 
 
-def test_looking_at_many_ks_is_paid_for_in_the_search_for_a_hidden_order():
+def test_looking_at_many_ks_is_paid_for_in_the_search_for_a_other_order():
     """Five mutual-best experts happen by chance with p = 0.008: enough at one k, not at two."""
     permuted = np.roll(np.eye(5), 1, axis=1)
-    assert hidden_order(matrix_of(permuted)) is not None
-    assert hidden_order(matrix_of(*[permuted] * 2)) is None
+    assert other_order(matrix_of(permuted)) is not None
+    assert other_order(matrix_of(*[permuted] * 2)) is None
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -315,6 +329,10 @@ def test_the_best_k_is_the_smallest_of_the_most_accurate_and_never_degenerate():
     assert best_index(accuracy, degenerate) == 1
     assert best_index(accuracy, ~degenerate) == 3
     assert best_index(accuracy, np.ones(4, bool)) is None
+
+
+def permutations(n: int) -> list[np.ndarray]:
+    return [np.array(order) for order in itertools.permutations(range(n))]
 
 
 # --- chance of mutual-best pairs

@@ -23,7 +23,7 @@ ACROSS_LAYERS = [
     FigureSpec("align_against_delta", ("alignment", "alignment_layers"), alignment.align_against_delta),
     FigureSpec("align_by_expert", ("alignment", "alignment_layers"), alignment.align_by_expert),
     FigureSpec("delta_by_expert", ("alignment", "alignment_layers"), alignment.delta_by_expert),
-    FigureSpec("cosine_heatmap", ("similarity",), redundancy.cosine_heatmap),
+    FigureSpec("cosine_heatmap", ("similarity", "orthogonality"), redundancy.cosine_heatmap),
     FigureSpec("orthogonality_by_layer", ("orthogonality",), redundancy.orthogonality_by_layer),
     FigureSpec("overlap_by_k", ("orthogonality", "similarity"), redundancy.overlap_by_k),
     FigureSpec("ambiguity_by_layer", ("ambiguity",), identification.ambiguity_by_layer),

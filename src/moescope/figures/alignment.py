@@ -19,6 +19,7 @@ from moescope.figures.style import (
     layer_colorbar,
     layer_colors,
     layer_lines,
+    listed,
     named_layers,
     number,
     reference_k,
@@ -63,19 +64,19 @@ def align_by_k(tables: Tables) -> Figure:
 def z_by_k(tables: Tables) -> Figure:
     frame, kept = tables["alignment_layers"], usable(tables)
     best = kept.groupby("layer")["z_vs_shuffle"].max()
-    ceiling = float(frame["z_ceiling"].max())
-    high = sorted(best.index[best >= 0.9 * ceiling])
+    ceilings = frame.groupby("layer")["z_ceiling"].max()
+    high = sorted(best.index[best >= 0.9 * ceilings])
+    bounds = listed([number(ceiling) for ceiling in sorted(ceilings.unique())])
     title = (
-        f"Mean z comes within a tenth of its ceiling of {number(ceiling)} in {named_layers(high)}"
+        f"Mean z comes within a tenth of its ceiling of {bounds} in {named_layers(high)}"
         if high
-        else (f"Mean z peaks at {number(best.max())}, below its ceiling of {number(ceiling)}")
+        else f"Mean z peaks at {number(best.max())} (layer {best.idxmax()}), below its ceiling of {bounds}"
     )
     ks = np.sort(frame["k"].unique())
-    data = [
-        *layer_lines(frame, "k", "z_vs_shuffle"),
-        grey_line(ks, np.full(len(ks), ceiling), "ceiling √(n−1)"),
-        grey_line(ks, np.zeros(len(ks)), "chance", "dot"),
-    ]
+    data = layer_lines(frame, "k", "z_vs_shuffle")
+    for ceiling in sorted(ceilings.unique()):
+        data.append(grey_line(ks, np.full(len(ks), ceiling), "ceiling √(n−1)"))
+    data.append(grey_line(ks, np.zeros(len(ks)), "chance", "dot"))
     return Figure(
         "z_by_k",
         title,
@@ -88,7 +89,10 @@ def z_by_k(tables: Tables) -> Figure:
 
 def effect_by_k(tables: Tables) -> Figure:
     frame, top = tables["alignment_layers"], peak(usable(tables), "effect_over_random")
-    title = f"Effect over a random direction is largest in layer {top['layer']:.0f}: {number(top['effect_over_random'])} at k = {top['k']:.0f}"
+    title = (
+        f"Effect over a random direction is largest in layer {top['layer']:.0f}: {number(top['effect_over_random'])} at k = {top['k']:.0f}, "
+        f"where random routers would stray by ±{number(2 * stray_of_mean(top))}"
+    )
     ks = np.sort(frame["k"].unique())
     data = [*layer_lines(frame, "k", "effect_over_random"), grey_line(ks, np.zeros(len(ks)), "random direction")]
     return Figure(
@@ -101,17 +105,34 @@ def effect_by_k(tables: Tables) -> Figure:
     )
 
 
+def experts_in(row: pd.Series) -> float:
+    """n, from the ceiling sqrt(n - 1) of z."""
+    return float(row["z_ceiling"]) ** 2 + 1
+
+
+def stray_of_mean(row: pd.Series) -> float:
+    """Standard deviation of the mean alignment of n random directions: each follows Beta(k/2, (d - k)/2)."""
+    share = float(row["random_expectation"])
+    d_model = max(float(row["k"]) / share, 1.0)
+    return float(np.sqrt(2 * share * (1 - share) / (d_model + 2) / experts_in(row)))
+
+
 def delta_by_k(tables: Tables) -> Figure:
-    frame, top = tables["alignment_layers"], peak(usable(tables), "delta_vs_shuffle")
-    below = sorted(usable(tables).groupby("layer")["delta_vs_shuffle"].max().loc[lambda best: best <= 0.005].index)
-    title = f"Own experts beat the layer's average by up to {number(top['delta_vs_shuffle'])} (layer {top['layer']:.0f}, k = {top['k']:.0f})"
-    title += f"; {named_layers(below)} by less than 0.005 at any k" if below else ""
+    frame, kept = tables["alignment_layers"], usable(tables)
+    beyond = kept[(kept["p_adjusted"] <= 0.05) & (kept["delta_vs_shuffle"] > 0)]
+    top = peak(beyond if len(beyond) else kept, "delta_vs_shuffle")
+    largest = f"{number(top['delta_vs_shuffle'])} (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    title = (
+        f"Own experts beat the layer's average beyond chance in {named_layers(beyond['layer'])}, by up to {largest}"
+        if len(beyond)
+        else f"In no layer do own experts beat the layer's average beyond chance; the largest delta is {largest}"
+    )
     ks = np.sort(frame["k"].unique())
     data = [*layer_lines(frame, "k", "delta_vs_shuffle"), grey_line(ks, np.zeros(len(ks)), "chance")]
     return Figure(
         "delta_by_k",
         title,
-        "Alignment with the own expert less the mean over all experts of the layer.",
+        "Alignment with the own expert less the mean over all experts of the layer. Beyond chance: adjusted p ≤ 0.05.",
         ("delta_vs_shuffle", "shuffle_mean"),
         data,
         base_layout("k", "delta vs shuffle", xaxis=k_axis(frame["k"])),
@@ -146,7 +167,13 @@ def cos_squared_by_layer(tables: Tables) -> Figure:
         },
         grey_line(means.index.to_numpy(), np.full(len(means), chance), "chance 1/d"),
     ]
-    title = f"Mean cos² is {number(means.max() / chance)} times chance in layer {means.idxmax()}, {number(means.min() / chance)} times in layer {means.idxmin()}"
+    stray = 2 * np.sqrt(
+        2 / experts.groupby("layer").size().min()
+    )  # cos² of a random direction is about chi-squared over d
+    title = (
+        f"Mean cos² in units of chance {from_to(means.min() / chance, f'layer {means.idxmin()}', means.max() / chance, f'layer {means.idxmax()}')}; "
+        f"random routers would stray by ±{number(stray)} around 1"
+    )
     return Figure(
         "cos_squared_by_layer",
         title,
@@ -164,7 +191,7 @@ def layer_axis(layers: pd.Index) -> dict[str, object]:
     return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
 
 
-def experts_at_k(tables: Tables, column: str, diverging: bool) -> tuple[np.ndarray, list[int], list[int], int]:
+def experts_at_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int], int]:
     frame = tables["alignment"]
     at = reference_k(usable(tables)["k"])
     grid = frame[frame["k"] == at].pivot(index="layer", columns="expert", values=column)
@@ -172,7 +199,7 @@ def experts_at_k(tables: Tables, column: str, diverging: bool) -> tuple[np.ndarr
 
 
 def align_by_expert(tables: Tables) -> Figure:
-    z, experts, layers, at = experts_at_k(tables, "align", False)
+    z, experts, layers, at = experts_at_k(tables, "align")
     spread = np.nanmax(z, axis=1) - np.nanmin(z, axis=1)
     title = f"At k = {at}, experts differ most in layer {layers[int(spread.argmax())]}: alignments from {number(np.nanmin(z[spread.argmax()]))} to {number(np.nanmax(z[spread.argmax()]))}"
     data = [heatmap(z, experts, layers, low=0.0, label="align", axes=("expert", "layer"))]
@@ -188,11 +215,9 @@ def align_by_expert(tables: Tables) -> Figure:
 
 
 def delta_by_expert(tables: Tables) -> Figure:
-    z, experts, layers, at = experts_at_k(tables, "delta_vs_shuffle", True)
+    z, experts, layers, at = experts_at_k(tables, "delta_vs_shuffle")
     negative = int((z < 0).sum())
-    title = (
-        f"At k = {at}, {negative} of {np.isfinite(z).sum()} routers fit their own expert worse than the layer's average"
-    )
+    title = f"At k = {at}, {negative} of {np.isfinite(z).sum()} routers fit their own expert worse than the layer's average; by chance about half would"
     data = [heatmap(z, experts, layers, diverging=True, label="delta", axes=("expert", "layer"))]
     return Figure(
         "delta_by_expert",

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pandas as pd
 
 from moescope.figures.alignment import layer_axis
 from moescope.figures.style import (
+    LEGEND_UP_TO,
     Figure,
     FigureSpec,
     Tables,
     Trace,
     base_layout,
     category_style,
-    from_to,
     grey_line,
     layer_colorbar,
     layer_colors,
+    number,
 )
 
 
@@ -43,67 +45,109 @@ def without_router(frame: pd.DataFrame) -> pd.DataFrame:
     return kept.assign(reading=kept["reading"].str.replace(r", (raw|centered) router", "", regex=True))
 
 
+Reference = Callable[[Tables], pd.Series]
+
+
+def per_layer(tables: Tables, table: str, column: str) -> pd.Series:
+    """(reading, layer) -> the column's largest value."""
+    found: pd.Series = tables[table].groupby(["reading", "layer"], sort=False)[column].max()
+    return found
+
+
 def one_over_n(tables: Tables) -> pd.Series:
-    """Layer -> 1/n, from the ceiling sqrt(n - 1) of z."""
-    return 1 / (tables["alignment_layers"].groupby("layer")["z_ceiling"].max() ** 2 + 1)
+    """1/n, from the ceiling sqrt(n - 1) of z."""
+    return 1 / (per_layer(tables, "alignment_layers", "z_ceiling") ** 2 + 1)
 
 
 def stated_chance(tables: Tables) -> pd.Series:
-    frame = tables["orthogonality"]
-    chance: pd.Series = frame[frame["k"] == 1].groupby("layer")["chance"].mean()
-    return chance
+    first = tables["orthogonality"]
+    return per_layer({"orthogonality": first[first["k"] == 1]}, "orthogonality", "chance")
 
 
 def zero(tables: Tables) -> pd.Series:
-    return tables["alignment_layers"].groupby("layer")["z_ceiling"].max() * 0.0
+    return per_layer(tables, "alignment_layers", "z_ceiling") * 0.0
 
 
 def full_rank(tables: Tables) -> pd.Series:
-    ranks: pd.Series = tables["spectra"].groupby("layer")["rank"].max().astype(float)
-    return ranks
+    return per_layer(tables, "spectra", "rank").astype(float)
 
 
 def nothing_told(tables: Tables) -> pd.Series:
-    """Layer -> the absolute score of a layer at chance: accuracy 1/n, no margin, no z."""
+    """The absolute score of a layer at chance: accuracy 1/n, no margin, no z."""
     return 0.4 * (1 - one_over_n(tables)) + 0.6
 
 
-def by_layer(
-    name: str, needs: tuple[str, ...], column: str, what: str, reference: Callable[[Tables], pd.Series], called: str
-) -> FigureSpec:
-    """A column of the first table needed against the layer, one line a reading, with its reference in grey."""
+@dataclass(frozen=True)
+class Compared:
+    """A number that is compared over layers or steps: where it stands, what it is called, and its reference."""
+
+    name: str
+    needs: tuple[str, ...]  # the first holds the column
+    column: str
+    what: str
+    reference: Reference
+    reference_name: str
+
+
+def rows_of(compared: Compared, tables: Tables) -> pd.DataFrame:
+    """One row a reading, step and layer."""
+    frame = tables[compared.needs[0]]
+    if compared.needs[0] == "orthogonality":
+        return without_router(frame[frame["k"] == 1])
+    if compared.needs[0] == "spectra":
+        grouped = without_router(frame).groupby(["reading", "step", "layer"], sort=False)[compared.column].median()
+        return grouped.reset_index()
+    return frame
+
+
+def by_layer(compared: Compared) -> FigureSpec:
+    """The number against the layer, one line a reading, each reading's reference in grey."""
 
     def draw(tables: Tables) -> Figure:
-        frame = tables[needs[0]]
-        if needs[0] == "orthogonality":
-            frame = without_router(frame[frame["k"] == 1])
-        if needs[0] == "spectra":
-            frame = without_router(frame).groupby(["reading", "layer"], sort=False)[column].median().reset_index()
-        means = frame.groupby("reading", sort=False)[column].mean()
-        span = from_to(means.min(), str(means.idxmin()), means.max(), str(means.idxmax()))
-        title = f"{what}, mean over layers, {span}"
-        chance = reference(tables)
-        data = [*reading_lines(frame, column), grey_line(chance.index.to_numpy(), chance.to_numpy(), called)]
-        label = what[:1].lower() + what[1:]
+        frame = rows_of(compared, tables)
+        shared = (
+            {name: without_router(rows) for name, rows in tables.items()}
+            if frame is not tables[compared.needs[0]]
+            else tables
+        )
+        references = compared.reference(shared)
+        lines, notes = [], []
+        drawn: dict[tuple[float, ...], str] = {}
+        for reading in frame["reading"].unique():
+            reference = references[reading].sort_index()
+            drawn.setdefault(tuple(reference.round(9)), str(reading))
+            mean = frame.loc[frame["reading"] == reading, compared.column].mean()
+            notes.append(f"{number(mean)} for {reading} ({number(reference.mean())})")
+        for reading in drawn.values():
+            reference = references[reading].sort_index()
+            name = compared.reference_name if len(drawn) == 1 else f"{compared.reference_name}: {reading}"
+            lines.append(grey_line(reference.index.to_numpy(), reference.to_numpy(), name))
+        more = f" and {len(notes) - 3} more" if len(notes) > 3 else ""
+        title = (
+            f"{compared.what}, mean over layers: {', '.join(notes[:3])}{more}; in brackets {compared.reference_name}"
+        )
         return Figure(
-            name,
+            f"compare_{compared.name}",
             title,
-            f"{what} of every layer, one line a reading.",
-            (column,),
-            data,
-            base_layout("layer", label, xaxis=layer_axis(pd.Index(sorted(frame["layer"].unique())))),
+            f"{compared.what} of every layer, one line a reading. Grey: {compared.reference_name}.",
+            (compared.column,),
+            [*reading_lines(frame, compared.column), *lines],
+            base_layout(
+                "layer",
+                compared.what[:1].lower() + compared.what[1:],
+                xaxis=layer_axis(pd.Index(sorted(frame["layer"].unique()))),
+            ),
+            height=340 + 18 * max(0, len(notes) + len(lines) - 4),
         )
 
-    return FigureSpec(name, needs, draw)
+    return FigureSpec(f"compare_{compared.name}", compared.needs, draw)
 
 
-def by_step(name: str, table: str, column: str, label: str, what: str) -> FigureSpec:
-    """A column against the training step, one line a layer; for runs of several checkpoints."""
+def by_step(compared: Compared) -> FigureSpec:
+    """The number against the training step, one line a layer, the reference in grey; for runs of several checkpoints."""
 
     def draw(tables: Tables) -> Figure:
-        frame = tables[table]
-        if table == "orthogonality":
-            frame = frame[frame["k"] == 1]
+        frame = rows_of(compared, tables)
         layers = sorted(frame["layer"].unique())
         colors = layer_colors(layers)
         data: list[Trace] = [
@@ -112,59 +156,66 @@ def by_step(name: str, table: str, column: str, label: str, what: str) -> Figure
                 "mode": "lines+markers",
                 "name": f"layer {layer}",
                 "x": rows["step"].to_numpy(),
-                "y": rows[column].to_numpy(),
+                "y": rows[compared.column].to_numpy(),
                 "line": {"color": colors[layer], "width": 2},
-                "showlegend": len(layers) <= 10,
+                "showlegend": len(layers) <= LEGEND_UP_TO,
                 "hovertemplate": f"layer {layer}, step %{{x}}<br>%{{y:.4g}}<extra></extra>",
             }
             for layer, rows in frame.sort_values("step").groupby("layer")
         ]
-        if len(layers) > 10:
+        if len(layers) > LEGEND_UP_TO:
             data.append(layer_colorbar(layers))
-        ends = frame.sort_values("step").groupby("layer")[column].agg(["first", "last"])
+        level = float(compared.reference(tables).mean())
+        data.append(
+            grey_line([int(frame["step"].min()), int(frame["step"].max())], [level, level], compared.reference_name)
+        )
+        ends = frame.sort_values("step").groupby("layer")[compared.column].agg(["first", "last"])
         rising, falling = int((ends["last"] > ends["first"]).sum()), int((ends["last"] < ends["first"]).sum())
-        title = f"{what} rises from first to last step in {rising} of {len(ends)} layers, falls in {falling}"
+        title = (
+            f"{compared.what} rises from first to last step in {rising} of {len(ends)} layers, falls in {falling}; "
+            f"{compared.reference_name} is {number(level)}"
+        )
         return Figure(
-            name, title, f"{what} of every layer against the step.", (column,), data, base_layout("step", label)
+            f"steps_{compared.name}",
+            title,
+            f"{compared.what} of every layer against the step. Grey: {compared.reference_name}.",
+            (compared.column,),
+            data,
+            base_layout("step", compared.what[:1].lower() + compared.what[1:]),
         )
 
-    return FigureSpec(name, (table,), draw)
+    return FigureSpec(f"steps_{compared.name}", compared.needs, draw)
 
 
-ACROSS_READINGS = [
-    by_layer(
-        "compare_accuracy",
-        ("alignment_tests", "alignment_layers"),
-        "best_accuracy",
-        "Best argmax accuracy",
-        one_over_n,
-        "1/n, chance at one k",
-    ),
-    by_layer(
-        "compare_margin", ("ambiguity", "alignment_layers"), "alignment_margin", "Margin at k*", zero, "no preference"
-    ),
-    by_layer(
-        "compare_ambiguity",
-        ("ambiguity", "alignment_layers"),
-        "absolute_score",
-        "Absolute ambiguity",
-        nothing_told,
-        "a layer at chance",
-    ),
-    by_layer("compare_z", ("ambiguity", "alignment_layers"), "z_score", "Mean z at k*", zero, "chance"),
-    by_layer(
-        "compare_orthogonality",
-        ("orthogonality",),
-        "mean_abs",
-        "Mean |cos| between experts",
-        stated_chance,
-        "chance √(2/(πd))",
-    ),
-    by_layer("compare_effective_rank", ("spectra",), "effective_rank", "Median effective rank", full_rank, "full rank"),
-]
-ACROSS_STEPS = [
-    by_step("steps_accuracy", "alignment_tests", "best_accuracy", "best accuracy", "Best argmax accuracy"),
-    by_step("steps_margin", "ambiguity", "alignment_margin", "margin at k*", "Margin at k*"),
-    by_step("steps_ambiguity", "ambiguity", "absolute_score", "absolute ambiguity", "Absolute ambiguity"),
-    by_step("steps_orthogonality", "orthogonality", "mean_abs", "mean |cos|", "Mean |cos| between experts"),
-]
+ACCURACY = Compared(
+    "accuracy",
+    ("alignment_tests", "alignment_layers"),
+    "best_accuracy",
+    "Best argmax accuracy",
+    one_over_n,
+    "chance at one k, 1/n",
+)
+MARGIN = Compared(
+    "margin",
+    ("ambiguity", "alignment_layers"),
+    "alignment_margin",
+    "Margin at k*",
+    zero,
+    "no preference (chance lies below)",
+)
+AMBIGUITY = Compared(
+    "ambiguity",
+    ("ambiguity", "alignment_layers"),
+    "absolute_score",
+    "Absolute ambiguity",
+    nothing_told,
+    "a layer at chance",
+)
+Z = Compared("z", ("ambiguity", "alignment_layers"), "z_score", "Mean z at k*", zero, "chance")
+ORTHOGONALITY = Compared(
+    "orthogonality", ("orthogonality",), "mean_abs", "Mean |cos| between experts", stated_chance, "chance √(2/(πd))"
+)
+RANK = Compared("effective_rank", ("spectra",), "effective_rank", "Median effective rank", full_rank, "full rank")
+
+ACROSS_READINGS = [by_layer(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, Z, ORTHOGONALITY, RANK)]
+ACROSS_STEPS = [by_step(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, ORTHOGONALITY)]

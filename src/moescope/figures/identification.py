@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
 from moescope.figures.alignment import layer_axis, usable
 from moescope.figures.style import (
@@ -23,11 +24,11 @@ from moescope.figures.style import (
 VERDICT_WORDS = {
     "identifying": ("identifies its experts", "identify their experts"),
     "non_random": (
-        "is not random, but does not identify every expert",
-        "are not random, but do not identify every expert",
+        "beats chance without identifying its experts",
+        "beat chance without identifying their experts",
     ),
     "permuted": ("fits one to one, but in another order", "fit one to one, but in another order"),
-    "chance": ("is at chance", "are at chance"),
+    "chance": ("is not distinguishable from chance", "are not distinguishable from chance"),
 }
 
 
@@ -42,11 +43,17 @@ def verdict_sentence(tables: Tables) -> str:
     return capital("; ".join(parts))
 
 
+def expert_counts(frame: pd.DataFrame) -> list[int]:
+    """The numbers of experts of the layers, from the ceiling sqrt(n - 1) of z."""
+    return sorted({round(float(ceiling) ** 2 + 1) for ceiling in frame["z_ceiling"].unique()})
+
+
 def accuracy_by_k(tables: Tables) -> Figure:
     frame = tables["alignment_layers"]
-    n = round(float(frame["z_ceiling"].max()) ** 2 + 1)
     ks = np.sort(frame["k"].unique())
-    data = [*layer_lines(frame, "k", "argmax_accuracy"), grey_line(ks, np.full(len(ks), 1 / n), f"chance 1/{n}")]
+    data = layer_lines(frame, "k", "argmax_accuracy")
+    for n in expert_counts(frame):
+        data.append(grey_line(ks, np.full(len(ks), 1 / n), f"chance 1/{n}"))
     caption = "Share of routers whose own expert is their best match. At k = d all are tied, which counts 1/n."
     return Figure(
         "accuracy_by_k",
@@ -166,7 +173,6 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
 
 def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
-    n = round(float(tables["alignment_layers"]["z_ceiling"].max()) ** 2 + 1)
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
     title = (
@@ -194,8 +200,9 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
             "line": {"color": CATEGORICAL[1]},
             "hovertemplate": "layer %{x}<br>margin %{y:.3g}<extra></extra>",
         },
-        grey_line([float(layers.min()), float(layers.max())], [1 / n, 1 / n], f"chance accuracy 1/{n}"),
     ]
+    chance = 1 / (tables["alignment_layers"].groupby("layer")["z_ceiling"].max() ** 2 + 1)
+    data.append(grey_line(chance.index.to_numpy(), chance.to_numpy(), "chance accuracy 1/n"))
     return Figure(
         "accuracy_and_margin_by_layer",
         title,

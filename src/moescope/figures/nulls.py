@@ -27,7 +27,7 @@ def shuffle_mean_by_k(tables: Tables) -> Figure:
     frame = tables["alignment_layers"]
     gap = usable(tables).assign(over=lambda f: f["shuffle_mean"] / f["random_expectation"])
     top = peak(gap, "over")
-    title = f"An average expert fits a router up to {number(top['over'])} times better than a random direction (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    title = f"Over all pairs, alignment is at most {number(top['over'])} times that of a random direction (layer {top['layer']:.0f}, k = {top['k']:.0f})"
     chance = frame.groupby("k")["random_expectation"].mean()
     data = [
         *layer_lines(frame, "k", "shuffle_mean"),
@@ -121,6 +121,17 @@ def z_decomposed(tables: Tables) -> Figure:
     )
 
 
+TAIL = 0.01
+
+
+def density_title(k: int, above: list[int], below: list[int], layers: int) -> str:
+    """Which layers' pairings are better, or worse, than 99 % of random ones, and how many would be by chance."""
+    parts = [f"better than 99 % of random ones in {named_layers(above)}"] if above else []
+    parts += [f"worse than 99 % in {named_layers(below)}"] if below else []
+    words = " and ".join(parts) or "within the middle 98 % of random ones in every layer"
+    return f"At k = {k}, the stored pairing is {words}; by chance {number(2 * TAIL * layers)} of {layers} layers would stand outside"
+
+
 def null_density(tables: Tables) -> Figure:
     """One ridge a layer: the permutation null of the mean diagonal, and the observed value on it."""
     nulls = tables["nulls"]
@@ -128,12 +139,13 @@ def null_density(tables: Tables) -> Figure:
     layers = sorted(nulls["layer"].unique())
     colors = layer_colors(layers)
     data: list[Trace] = []
-    beyond: dict[int, list[int]] = {}
+    titles = []
     for k in ks:
         here = nulls[nulls["k"] == k]
         x_ridge: list[float] = []
         y_ridge: list[float] = []
         observed = []
+        above, below = [], []
         for row, layer in enumerate(reversed(layers)):  # the first layer on top, as in the heatmaps
             bins = here[here["layer"] == layer].sort_values("bin")
             if bins.empty:
@@ -144,8 +156,12 @@ def null_density(tables: Tables) -> Figure:
             y_ridge += [row, *(row + height), row, row, np.nan]
             seen = float(bins["observed"].iloc[0])
             observed.append((seen, row + 0.2, layer))
-            if seen >= bins["right"].iloc[-1] - (bins["right"].iloc[-1] - bins["left"].iloc[-1]) * 1.01:
-                beyond.setdefault(int(k), []).append(layer)
+            share = bins["density"] * (bins["right"] - bins["left"])
+            if share[bins["left"] >= seen].sum() <= TAIL:
+                above.append(layer)
+            elif share[bins["right"] <= seen].sum() <= TAIL:
+                below.append(layer)
+        titles.append(density_title(int(k), above, below, len(observed)))
         data.append(
             {
                 "type": "scatter",
@@ -172,13 +188,6 @@ def null_density(tables: Tables) -> Figure:
             }
         )
     start = len(ks) // 2
-    k = int(ks[start])
-    out = beyond.get(k, [])
-    title = (
-        f"At k = {k}, the stored pairing is at the far end of all random ones in {named_layers(out)}"
-        if out
-        else (f"At k = {k}, no layer's pairing stands at the far end of random ones")
-    )
     every = max(1, -(-len(layers) // 24))
     layout = base_layout(
         "mean alignment of the pairing",
@@ -194,11 +203,11 @@ def null_density(tables: Tables) -> Figure:
     )
     return Figure(
         "null_density",
-        title,
+        titles[start],
         caption,
         ("p_value", "perm_z", "n_pairings"),
         data,
         layout,
-        Slider("k", [f"{k:,}" for k in ks], start, per_value=2),
+        Slider("k", [f"{k:,}" for k in ks], start, per_value=2, titles=titles),
         max(340, 90 + 26 * len(layers)),
     )

@@ -41,35 +41,31 @@ def pair_matrix(tables: Tables) -> Figure:
     pairs = tables["pairs"]
     ks = sorted(int(k) for k in pairs["k"].unique())
     data: list[Trace] = []
-    hubs = {}
+    titles, mutual = [], []
     for k in ks:
         grid = pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align")
         M = grid.to_numpy(float)
         data.append(
             heatmap(M, list(grid.columns), list(grid.index), label="align", axes=("expert", "router"), text=True)
         )
-        winners = np.bincount(M.argmax(axis=1), minlength=len(M))
-        hubs[k] = (
-            int(grid.columns[winners.argmax()]),
-            int(winners.max()),
-            len(M),
-            int((M.argmax(axis=1) == np.arange(len(M))).sum()),
-        )
+        places = np.arange(len(M))
+        hits = int((M.argmax(axis=1) == places).sum())
+        mutual.append(int((M.argmax(axis=0)[M.argmax(axis=1)] == places).sum()))
+        titles.append(f"At k = {k}, {hits} of {len(M)} routers fit their own expert best; by chance one would")
     start = ks.index(best_k(tables)) if best_k(tables) in ks else 0
-    hub, attracted, n, hits = hubs[ks[start]]
-    title = f"At k = {ks[start]}, {hits} of {n} routers fit their own expert best"
-    title += f"; expert {hub} attracts {attracted} of them" if attracted > max(2, n // 4) else ""
+    if tables["alignment_tests"]["verdict"].iloc[0] == "permuted":
+        start = int(np.argmax(mutual))  # where the other order is seen best
     layout = base_layout(
         "expert", "router", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
     )
     return Figure(
         "pair_matrix",
-        title,
+        titles[start],
         "M(k): alignment of every router with every expert. The diagonal is the stored pairing. Slide to change k.",
         ("align", "argmax_accuracy"),
         data,
         layout,
-        Slider("k", [f"{k:,}" for k in ks], start),
+        Slider("k", [f"{k:,}" for k in ks], start, titles=titles),
         420,
     )
 
@@ -91,7 +87,7 @@ def expert_cos_squared(tables: Tables) -> Figure:
         },
         grey_line([float(experts.min()) - 0.5, float(experts.max()) + 0.5], [chance, chance], "chance 1/d"),
     ]
-    title = f"{above} of {len(rows)} routers are more than ten times chance along their expert's top direction"
+    title = f"{above} of {len(rows)} routers exceed ten times chance along their expert's top direction; by chance {number(0.00157 * len(rows))} would"
     return Figure(
         "expert_cos_squared",
         title,
@@ -107,9 +103,7 @@ def margin_histogram(tables: Tables) -> Figure:
     margins = tables["alignment"].loc[lambda f: (f["k"] == at) & f["margin"].notna(), ["expert", "margin"]]
     negative = margins[margins["margin"] <= 0]["expert"]
     title = (
-        f"At k = {at}, {len(negative)} of {len(margins)} margins are negative"
-        if len(negative)
-        else f"At k = {at}, every margin is positive"
+        f"At k = {at}, {len(negative)} of {len(margins)} margins are negative; by chance {len(margins) - 1} would be"
     )
     counts, edges = np.histogram(margins["margin"], bins=max(8, min(40, len(margins) // 3)))
     every = max(1, -(-int(counts.max()) // 5))
@@ -263,9 +257,9 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
     def draw(tables: Tables) -> Figure:
         z, experts, ks = experts_by_k(tables, column)
         data = [heatmap(z, [f"{k:,}" for k in ks], experts, diverging=diverging, label=label, axes=("k", "expert"))]
-        told = (
-            z[:, [k < tables["alignment"]["k"].max() for k in ks]] if len(ks) > 1 else z
-        )  # at the last k of full rank all are 1
+        layers = tables["alignment_layers"]
+        degenerate = set(layers.loc[layers["degenerate"].astype(bool), "k"])  # where every alignment is 1
+        told = np.where([k in degenerate for k in ks], -np.inf, z)
         place = np.unravel_index(np.nanargmax(told), told.shape)
         title = f"{label[:1].upper() + label[1:]} of each expert at each k: highest for expert {experts[place[0]]} at k = {ks[place[1]]}"
         layout = base_layout(
@@ -281,7 +275,7 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
             height=PANEL_HEIGHT,
         )
 
-    return FigureSpec(f"panel_heat_{column}", ("alignment",), draw)
+    return FigureSpec(f"panel_heat_{column}", ("alignment", "alignment_layers"), draw)
 
 
 def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
@@ -293,6 +287,9 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
         data = expert_lines(ks, y[finite], [expert for expert, kept in zip(experts, finite, strict=True) if kept], "k")
         if zero:
             data.append(grey_line(ks, np.zeros(len(ks)), zero))
+        else:
+            chance, _, _ = experts_by_k(tables, "random_expectation")
+            data.append(grey_line(ks, np.nanmean(chance, axis=0), "random direction"))
         at = ks.index(best_k(tables)) if best_k(tables) in ks else 0
         low, high = int(np.nanargmin(y[:, at])), int(np.nanargmax(y[:, at]))
         title = f"{label.capitalize()} by expert: at k = {ks[at]} from {number(y[low, at])} (expert {experts[low]}) to {number(y[high, at])} (expert {experts[high]})"
@@ -311,7 +308,7 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
 
 COMPLETE_VIEW = [
     mean_panel("align", "alignment", "Alignment", {"random_expectation": "random direction"}),
-    mean_panel("z_vs_shuffle", "mean z", "Mean z", {"z_ceiling": "ceiling √(n−1)"}),
+    mean_panel("z_vs_shuffle", "mean z", "Mean z", {"z_ceiling": "ceiling √(n−1)", "zero": "chance"}),
     mean_panel("effect_over_random", "effect", "Effect over random", {"zero": "random direction"}),
     mean_panel("delta_vs_shuffle", "delta", "Delta vs shuffle", {"zero": "chance"}),
     mean_panel("shuffle_mean", "shuffle mean", "Shuffle mean", {"random_expectation": "random direction"}),

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
+from scipy.special import betainc, betaincinv
 
 from moescope.figures.alignment import layer_axis
 from moescope.figures.style import (
@@ -46,10 +47,28 @@ def similarity_order(matrix: np.ndarray) -> list[int]:
     return [int(leaf) for leaf in leaves_list(linkage(distance, "average"))]
 
 
+def width_of(tables: Tables, layer: int) -> int:
+    """d_model, from the chance level sqrt(2 / (pi d)) of |cos| at k = 1."""
+    rows = tables["orthogonality"].query("k == 1 and layer == @layer")
+    return round(2 / (np.pi * float(rows["chance"].iloc[0]) ** 2))
+
+
+def share_above(threshold: float, d_model: int) -> float:
+    """P(|cos| > threshold) of two random directions: cos^2 follows Beta(1/2, (d - 1)/2)."""
+    return float(1 - betainc(0.5, (d_model - 1) / 2, threshold**2))
+
+
+def chance_of_closest(tables: Tables, layer: int) -> float:
+    """|cos| that half of all sets of so many random pairs exceed at least once."""
+    n_pairs = len(tables["similarity"].query("k == 1 and layer == @layer"))
+    each = 0.5 ** (1 / n_pairs)  # the chance of one pair to stay below
+    return float(np.sqrt(betaincinv(0.5, (width_of(tables, layer) - 1) / 2, each)))
+
+
 def cosine_heatmap(tables: Tables) -> Figure:
     layers = sorted(tables["similarity"]["layer"].unique())
     data: list[Trace] = []
-    orders = []
+    orders, titles = [], []
     highest: list[float] = []
     for layer, pairs in tables["similarity"].groupby("layer", sort=True):
         matrix, experts = cosine_matrix(pairs)
@@ -61,22 +80,24 @@ def cosine_heatmap(tables: Tables) -> Figure:
         )
         off = np.abs(matrix - np.eye(len(matrix)))
         highest.append(float(off.max()))
-        if len(highest) == 1 or highest[-1] >= max(highest):
-            pair = np.unravel_index(off.argmax(), off.shape)
-            most = (layer, experts[min(pair)], experts[max(pair)], highest[-1])
-    title = f"The closest pair of all: experts {most[1]} and {most[2]} of layer {most[0]}, |cos| {number(most[3])}"
+        pair = sorted(np.unravel_index(off.argmax(), off.shape))
+        titles.append(
+            f"The closest pair of layer {layer}: experts {experts[pair[0]]} and {experts[pair[1]]}, |cos| {number(highest[-1])}; "
+            f"by chance the closest of {len(pairs) // pairs['k'].nunique():,} pairs has about {number(chance_of_closest(tables, layer))}"
+        )
+    start = int(np.argmax(highest))
     layout = base_layout(
         "expert", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
     )
     caption = "Cosines of the experts' top singular vectors. Slide to change the layer; order experts by number or by similarity (average linkage)."
     return Figure(
         "cosine_heatmap",
-        title,
+        titles[start],
         caption,
         ("cosine", "mean_abs"),
         data,
         layout,
-        Slider("layer", [str(layer) for layer in layers], int(np.argmax(highest)), orders=orders),
+        Slider("layer", [str(layer) for layer in layers], start, orders=orders, titles=titles),
         440,
     )
 
@@ -127,9 +148,8 @@ def orthogonality_by_layer(tables: Tables) -> Figure:
 def overlaps(tables: Tables) -> pd.DataFrame:
     """A row a layer and k: mean, least and largest overlap over expert pairs, and chance k/d."""
     frame = tables["similarity"].groupby(["layer", "k"])["overlap"].agg(["mean", "min", "max"]).reset_index()
-    first = tables["orthogonality"].query("k == 1").set_index("layer")["chance"]
-    d_model = (2 / (np.pi * first**2)).round()  # chance at k = 1 is sqrt(2 / (pi d))
-    return frame.assign(chance=frame["k"] / frame["layer"].map(d_model))
+    widths = {layer: width_of(tables, layer) for layer in frame["layer"].unique()}
+    return frame.assign(chance=frame["k"] / frame["layer"].map(widths))
 
 
 def overlap_by_k(tables: Tables) -> Figure:
@@ -154,7 +174,7 @@ def overlap_by_k(tables: Tables) -> Figure:
         data.append(layer_colorbar(layers))
     data.append(grey_line(ks, np.ones(len(ks)), "chance k/d"))
     top = frame.loc[frame["over"].idxmax()]
-    title = f"Leading subspaces share up to {number(top['over'])} times what chance gives (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    title = f"Mean overlap is at most {number(top['over'])} times chance (layer {top['layer']:.0f}, k = {top['k']:.0f})"
     layout = base_layout(
         "k", "mean overlap / chance", xaxis={"type": "log", "tickvals": ks.tolist(), "ticktext": [str(k) for k in ks]}
     )

@@ -58,6 +58,9 @@ class Slider:
     values: list[str]
     start: int = 0
     per_value: int = 1
+    titles: list[str] = field(
+        default_factory=list
+    )  # the figure's title at each value; the first shown is the figure's own
     orders: list[list[str]] = field(default_factory=list)  # another order of the categories, one a position
 
 
@@ -289,13 +292,15 @@ def number(value: float) -> str:
     """A number as people write it: three significant digits, no exponent in between."""
     if value is None or not math.isfinite(value):
         return "undefined"
+    if value < 0:
+        return f"−{number(-value)}"
     if value != 0 and abs(value) < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa} × 10{str(int(exponent)).translate(SUPERSCRIPT)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def reference_k(ks: Iterable[int], d_model_reached: Iterable[int] = ()) -> int:
+def reference_k(ks: Iterable[int]) -> int:
     """k = 128 where it exists, else the median of the ladder: where experts are compared at one k."""
-    rungs = sorted(set(ks) - set(d_model_reached)) or sorted(set(ks))
+    rungs = sorted(set(ks))
     return 128 if 128 in rungs else rungs[len(rungs) // 2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from moescope.figures.style import Figure
 from moescope.reporting.readings import readings
 from moescope.run import Run
 
-PAPER = {
+PAPER: dict[str, Any] = {
     "paper_bgcolor": "white",
     "plot_bgcolor": "white",
     "font": {"family": "Helvetica, Arial, sans-serif", "size": 13, "color": "#1a1d21"},
@@ -22,13 +24,20 @@ PAPER = {
 AXIS = {"gridcolor": "#e4e7eb", "zerolinecolor": "#cfd4da", "linecolor": "#9aa1a9"}
 
 
-def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = False) -> list[Path]:
-    """Write every figure of every reading as `<reading>-<figure>.<format>`; sliders at their starting value."""
+def check_export(folder: Path) -> None:
+    """Refuse before the report is built what would fail after it."""
+    if find_spec("kaleido") is None:
+        raise BadInput("figures as files need kaleido; install it with: python -m pip install kaleido")
     try:
-        import kaleido
-    except ImportError:
-        raise BadInput("figures need kaleido: pip install 'moescope[export]'") from None
-    folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot be written ({error.strerror}); give another folder to --figures") from None
+
+
+def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = False) -> list[Path]:
+    """Write every figure of every reading as `<number of the reading>-<matrix>-<router>-<figure>.<format>`; sliders at their starting value."""
+    import kaleido
+
     written, jobs = [], []
     for index, reading in enumerate(readings(runs)):
         prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router']}"
@@ -43,7 +52,7 @@ def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = Fal
                 {
                     "fig": paper_figure(figure),
                     "path": path,
-                    "opts": {"format": format, "height": figure.height, "width": 720},
+                    "opts": {"format": format, "height": figure.height + 60, "width": 720},
                 }
             )
             written.append(path)
@@ -57,12 +66,15 @@ def paper_figure(figure: Figure) -> dict[str, Any]:
     """The figure on white; of a slider's traces only those of its starting value."""
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    data = figure.data
+    data, title = figure.data, figure.title
     if figure.slider is not None:
         count = len(figure.slider.values) * figure.slider.per_value
         first = figure.slider.start * figure.slider.per_value
         data = [*data[first : first + figure.slider.per_value], *data[count:]]
-    layout = {**PAPER, **figure.layout}
+    lines = textwrap.wrap(title, 90)
+    heading = {"text": "<br>".join(lines), "x": 0.02, "xanchor": "left", "font": {"size": 14}}
+    layout = {**PAPER, "title": heading, **figure.layout}
+    layout["margin"] = {**PAPER["margin"], "t": 30 + 20 * len(lines)}
     for axis in ("xaxis", "yaxis"):
         layout[axis] = {**AXIS, **layout.get(axis, {})}
     shown: dict[str, Any] = PlotlyFigure({"data": data, "layout": layout}).to_plotly_json()

@@ -9,11 +9,12 @@ import pandas as pd
 from scipy.special import bdtrc
 
 from moescope.figures.identification import verdict_sentence
+from moescope.figures.redundancy import share_above, width_of
 from moescope.figures.style import capital, listed, named_layers, number
 from moescope.reporting.readings import Reading, readings
 from moescope.run import Run
-from moescope.spectral.alignment import TIE, AlignmentMatrix
-from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, benjamini_hochberg, hidden_order
+from moescope.spectral.alignment import TIE
+from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, benjamini_hochberg
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
 from moescope.types import Coverage
 
@@ -53,12 +54,22 @@ def headline(found: list[Reading]) -> list[str]:
     if len(found) > 1:
         sentences[0] = f"Read from {found[0].label}: {sentences[0][:1].lower()}{sentences[0][1:]}"
     first = verdict_layers(found[0])
-    for other in found[1:]:
+    others = [reading for reading in found[1:] if verdict_layers(reading) != first]
+    for other in others[:NAMED_AT_MOST]:
         words = verdict_sentence(other.tables)
-        same = verdict_layers(other) == first
-        sentences.append(
-            f"Read from {other.label}: {'the same verdict in every layer' if same else words[:1].lower() + words[1:]}."
-        )
+        sentences.append(f"Read from {other.label}: {words[:1].lower()}{words[1:]}.")
+    seen = {found[0].keys["matrix"]}
+    for other in found[1:]:
+        if other.keys["matrix"] not in seen:
+            seen.add(other.keys["matrix"])
+            words = redundancy_finding(other)
+            sentences.append(f"Of the {other.keys['matrix']} matrices: {words[:1].lower()}{words[1:]}")
+    agreeing = [reading.label for reading in found[1:] if verdict_layers(reading) == first]
+    if agreeing:
+        who = f"{len(agreeing)} other readings" if len(agreeing) > 1 else agreeing[0]
+        sentences.append(f"Read from {who}: the same verdicts as from {found[0].label}.")
+    if len(others) > NAMED_AT_MOST:
+        sentences.append(f"{len(others) - NAMED_AT_MOST} more readings come to other verdicts; see Side by side.")
     return sentences
 
 
@@ -83,7 +94,8 @@ def findings(reading: Reading) -> list[str]:
     """The reading's findings, most important first; each names its chance level."""
     return [
         verdict_finding(reading),
-        *hidden_order_findings(reading),
+        *quiet_pairing_findings(reading),
+        *other_order_findings(reading),
         *small_k_findings(reading),
         *avoidance_findings(reading),
         *hub_findings(reading),
@@ -95,53 +107,51 @@ def findings(reading: Reading) -> list[str]:
 
 def verdict_finding(reading: Reading) -> str:
     tests = reading.tables["alignment_tests"]
-    n = n_experts(reading)
-    expected = ALPHA * len(tests)
+    counts = sorted({reading.n_experts(layer) for layer in reading.layers})
+    chance = " or ".join(f"1/{n}" for n in counts)
     return (
-        f"{verdict_sentence(reading.tables)}. Chance accuracy is 1/{n}; if every layer were random, {number(expected)} of "
-        f"{len(tests)} would still be called non-random at p ≤ {ALPHA}."
+        f"{verdict_sentence(reading.tables)}. Chance accuracy at one k is {chance}; if every layer were random, "
+        f"up to {number(ALPHA * len(tests))} of {len(tests)} would still be called something else."
     )
 
 
-def n_experts(reading: Reading) -> int:
-    return round(float(reading.tables["alignment_layers"]["z_ceiling"].max()) ** 2 + 1)
+def quiet_pairing_findings(reading: Reading) -> list[str]:
+    """Layers whose mean alignment beats random pairings though no router can tell its expert by its best match."""
+    tests = reading.tables["alignment_tests"]
+    small = sorted(layer for layer in reading.layers if reading.n_experts(layer) < 4)
+    sentences = (
+        [f"{capital(named_layers(small))}: too few experts to be tested, since 3 have 6 pairings only."]
+        if small
+        else []
+    )
+    quiet = tests[(tests["verdict"] == "chance") & (tests["q_value"] <= ALPHA)]
+    if len(quiet):
+        layers = reading.tables["alignment_layers"]
+        best = layers[layers["layer"].isin(quiet["layer"])].groupby("layer")["assignment_accuracy"].max()
+        sentences.append(
+            f"In {named_layers(quiet['layer'])} the pairing is not random all the same: mean alignment beats other pairings "
+            f"(largest q {number(quiet['q_value'].max())}; best one-to-one assignment right for up to {number(best.max())} of the routers), "
+            "but a router's best match is not its own expert."
+        )
+    return sentences
 
 
-def hidden_order_findings(reading: Reading) -> list[str]:
+def other_order_findings(reading: Reading) -> list[str]:
     sentences = []
     for layer in verdict_layers(reading).get("permuted", []):
-        found = stored_hidden_order(reading, layer)
-        if found is None:
-            continue
-        k, order = found
-        moved = [
-            f"router {router} fits expert {expert}" for router, expert in order.items() if expert not in (None, router)
-        ]
+        order = reading.facts(layer)["other_order"]
+        pairs = zip(order["routers"], order["experts"], strict=True)
+        moved = [f"router {router} fits expert {expert}" for router, expert in pairs if expert not in (None, router)]
         shown = (
             listed(moved)
             if len(moved) <= 8
             else f"{', '.join(moved[:NAMED_AT_MOST])} and {len(moved) - NAMED_AT_MOST} more"
         )
         sentences.append(
-            f"In layer {layer} routers and experts fit one to one, but not in the stored order: at k = {k}, {shown}."
+            f"In layer {layer} routers and experts fit one to one, but not in the stored order: at k = {order['k']}, {shown} "
+            f"(p ≤ {number(order['p'])})."
         )
     return sentences
-
-
-def stored_hidden_order(reading: Reading, layer: int) -> tuple[int, dict[int, int | None]] | None:
-    """(k, router -> expert) of a permuted layer, found again from the pairs table."""
-    pairs = reading.tables["pairs"]
-    pairs = pairs[pairs["layer"] == layer]
-    ks = sorted(int(k) for k in pairs["k"].unique())
-    grids = [pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align") for k in ks]
-    experts = [int(expert) for expert in grids[0].columns]
-    matrix = AlignmentMatrix(
-        ks, np.stack([grid.to_numpy(float) for grid in grids]), np.zeros(len(experts)), reading.setup(layer)["d_model"]
-    )
-    found = hidden_order(matrix)
-    if found is None:
-        return None
-    return found[0], {experts[router]: experts[place] if place >= 0 else None for router, place in enumerate(found[1])}
 
 
 def small_k_findings(reading: Reading) -> list[str]:
@@ -193,8 +203,8 @@ def hub_findings(reading: Reading) -> list[str]:
     if not found:
         return []
     return [
-        f"Experts that attract more routers than chance allows: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; "
-        "by chance each is the best match of one."
+        f"Experts that attract more routers than independent router rows would: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; "
+        "one each is expected. A direction common to all rows does this too; the centered reading leaves it out."
     ]
 
 
@@ -220,9 +230,10 @@ def collapsed_pairs(reading: Reading) -> list[dict[str, Any]]:
 def redundancy_finding(reading: Reading) -> str:
     statistics = reading.tables["orthogonality"]
     statistics = statistics[statistics["k"] == 1]
-    chance = number(float(statistics["chance"].mean()))
     collapsed = collapsed_pairs(reading)
     redundant = int(statistics["n_pairs_above_0_3"].sum())
+    pairs = reading.tables["similarity"].query("k == 1").groupby("layer").size()
+    by_chance = sum(count * share_above(REDUNDANT, width_of(reading.tables, layer)) for layer, count in pairs.items())
     if collapsed:
         named = [
             f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})"
@@ -234,7 +245,8 @@ def redundancy_finding(reading: Reading) -> str:
     else:
         start = f"No two experts have collapsed (none above {COLLAPSED})"
     return (
-        f"{start}; {redundant:,} {'pair is' if redundant == 1 else 'pairs are'} above {REDUNDANT}; chance is {chance}."
+        f"{start}; {redundant:,} of {pairs.sum():,} pairs are above {REDUNDANT}, "
+        f"where random directions give {number(by_chance)}."
     )
 
 
@@ -259,12 +271,20 @@ def ambiguity_finding(reading: Reading) -> list[str]:
     table = reading.tables["ambiguity"]
     if table["ambiguity_score"].isna().all():
         return []
-    ranked = table.sort_values("rank").head(3)
+    ranked = table[table["level"].isin(["high", "medium"])].sort_values("rank").head(NAMED_AT_MOST)
+    weights = reading.run.info["arguments"]["ambiguity_weights"]
+    if ranked.empty:
+        return [f"No layer is ambiguous, compared with the others of {named_layers(table['layer'])}."]
+    accuracy, rest = weights[0], weights[1] + weights[2]
+    at_chance = accuracy * (1 - 1 / reading.n_experts(int(ranked["layer"].iloc[0]))) + rest
     named = [
         f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute {number(row['absolute_score'])})"
         for _, row in ranked.iterrows()
     ]
-    return [f"Most ambiguous among {named_layers(table['layer'])}: {', '.join(named)}."]
+    return [
+        f"Most ambiguous among {named_layers(table['layer'])}: {', '.join(named)}. The score is relative to these layers; "
+        f"at a given k, a layer at chance has an absolute score of {number(at_chance)}."
+    ]
 
 
 def rank_findings(reading: Reading) -> list[str]:

@@ -73,6 +73,7 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
             "start": slider.start,
             "per": slider.per_value,
             "orders": slider.orders,
+            "titles": slider.titles,
         },
     }
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.run import Run
-from moescope.tables import READING
+from moescope.tables import READING, TABLES
 
 KEYS = ("step", *READING)
 
@@ -31,6 +31,16 @@ class Reading:
                 return dict(setup)
         raise BadInput(f"{self.run.path}: run.json has no setup of layer {layer}; scan again with --overwrite")
 
+    def n_experts(self, layer: int) -> int:
+        """How many experts of the layer took part: all but those marked as unusable."""
+        setup = self.setup(layer)
+        return int(setup["n_experts"]) - len(setup["matrices"][self.keys["matrix"]]["experts_left_out"])
+
+    def facts(self, layer: int) -> dict[str, Any]:
+        """What the scan noted of this reading of a layer beside the tables: chance accuracy, another order if one was found."""
+        found: dict[str, Any] = self.setup(layer)["matrices"][self.keys["matrix"]]["readings"][self.keys["router"]]
+        return found
+
     @property
     def layers(self) -> list[int]:
         return sorted(int(layer) for layer in self.tables["alignment_tests"]["layer"])
@@ -50,8 +60,10 @@ def readings(runs: list[Run]) -> list[Reading]:
     found: list[tuple[Run, dict[str, Any], dict[str, pd.DataFrame]]] = []
     for run in runs:
         tables = {name: run.table(name) for name in run.tables}
-        if "alignment_tests" not in tables or tables["alignment_tests"].empty:
+        if run.info["verb"] != "scan":
             raise BadInput(f"{run.path}: this run holds no scan; give a folder written by moescope scan")
+        if missing := [name for name in TABLES if name not in tables]:
+            raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; scan again with --overwrite")
         keys = tables["alignment_tests"][list(KEYS)].drop_duplicates().to_dict("records")
         order = run.info["arguments"]
         keys.sort(key=lambda k: (k["step"], order["matrix"].index(k["matrix"]), order["router"].index(k["router"])))
@@ -82,7 +94,8 @@ def select(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
 
 
 def label(run_name: str, keys: dict[str, Any], several_runs: bool, several_steps: bool) -> str:
-    parts = [run_name] if several_runs else []
+    # plotly reads some HTML in names; a folder's name is not to be trusted with that
+    parts = [run_name.replace("<", "‹").replace(">", "›")] if several_runs else []
     parts += [f"step {keys['step']}"] if several_steps else []
     parts += [f"{keys['matrix']}, {keys['router']} router" + (", norm folded in" if keys["fold_norm"] else "")]
     return " · ".join(parts)

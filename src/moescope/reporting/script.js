@@ -74,6 +74,16 @@
     return figure.data.map((_, index) => index >= per * values.length || Math.floor(index / per) === position);
   }
 
+  // A picture is for paper: light whatever the page is, with its title in it.
+  function picture(figure, plot) {
+    const light = { "font.color": "#1a1d21", paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", "xaxis.gridcolor": "#e9ecef", "yaxis.gridcolor": "#e9ecef" };
+    const title = plot.closest("figure").querySelector("h4").textContent;
+    const lines = title.match(/.{1,95}(\s|$)/g) || [title];
+    const layout = assign(structuredClone(plot.layout), { ...light, title: { text: lines.map((line) => line.replaceAll("<", "&lt;")).join("<br>"), x: 0.02, font: { size: 14 } },
+      margin: { ...plot.layout.margin, t: 70 + 20 * lines.length }, height: figure.height + 90, width: 900, autosize: false });
+    return Plotly.downloadImage({ data: plot.data, layout }, { format: "svg", filename: "moescope-" + figure.name, width: 900, height: figure.height + 90 });
+  }
+
   function draw(figure, div) {
     const narrow = div.clientWidth < 480;
     const data = unpack(figure.data);
@@ -84,17 +94,19 @@
     });
     layout.showlegend ??= true;
     layout.legend = { ...layout.legend, orientation: "h", yanchor: "bottom", y: 1.01, x: 0, xanchor: "left", font: { size: narrow ? 10 : 11.5 }, bgcolor: "rgba(0,0,0,0)" };
-    const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
-      toImageButtonOptions: { format: "svg", filename: "moescope-" + figure.name } };
+    const camera = { name: "picture", title: "Download as picture", icon: Plotly.Icons.camera, click: (plot) => picture(figure, plot) };
+    const config = { displaylogo: false, responsive: true, plotlyServerURL: "", modeBarButtons: [[camera, "zoom2d", "pan2d", "resetScale2d"]],  // named: plotly's own choice offers an upload
+    };
     div.classList.add("drawn");
     return Plotly.newPlot(div, data, layout, config);
   }
 
   function figureElement(figure) {
     const div = make("div", { class: "plot", style: `height:${figure.height}px` });
-    const element = make("figure", { "data-name": figure.name }, make("h4", {}, figure.title));
+    const title = make("h4", {}, figure.title);
+    const element = make("figure", { "data-name": figure.name }, title);
     if (figure.slider) {
-      const { label, values, start, orders } = figure.slider;
+      const { label, values, start, orders, titles } = figure.slider;
       let position = start;
       const output = make("output", {}, values[start]);
       const range = make("input", { type: "range", min: 0, max: values.length - 1, value: start, step: 1, "aria-label": label });
@@ -106,6 +118,7 @@
       range.addEventListener("input", () => {
         position = Number(range.value);
         output.textContent = values[position];
+        if (titles.length) title.textContent = titles[position];
         Plotly.update(div, { visible: shown(figure, position) }, orders.length ? reorder() : {});
       });
       similar.addEventListener("change", () => Plotly.relayout(div, reorder()));
@@ -195,6 +208,8 @@
   function reveal() {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
+    const hidden = target.closest("[data-reading][hidden]");
+    if (hidden && select) { select.value = hidden.dataset.reading; showReading(); }
     for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
     target.scrollIntoView();
   }

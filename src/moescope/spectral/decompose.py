@@ -51,6 +51,8 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     import torch
 
     matrix = matrix_FD.to(torch.float64)
+    scale = matrix.abs().max()  # taken out first: the squares of very large or small weights would leave fp64's range
+    matrix = matrix / scale
     routers = routers_ED.to(matrix)
     hidden, width = matrix.shape
     tall = hidden >= width
@@ -71,7 +73,7 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     vectors = vectors[:, :LEADING_VECTORS]
     orientation = torch.where((matrix @ vectors).mean(0) < 0, -1.0, 1.0).to(vectors)
     return Decomposition(
-        singular_values_R=values.cpu().numpy(),
+        singular_values_R=(values * scale).cpu().numpy(),
         energy_ER=coordinates.square().cpu().numpy(),
         leading_DK=(vectors * orientation).cpu().numpy(),
         full_rank=min(hidden, width),
@@ -88,7 +90,7 @@ def gram_suffices(squares_R: Array, hidden: int, width: int, ladder: list[int], 
     counts too, its gap being the smallest eigenvalue: coordinates are divided by its root there.
     """
     noise = 8 * np.finfo(np.float64).eps * squares_R[0]
-    if squares_R[-1] <= noise * max(hidden, width):
+    if not squares_R[-1] > noise * max(hidden, width):  # so written, NaN fails too
         return False
     below_R = np.append(squares_R, 0.0) if hidden < width else squares_R
     for k in ladder:

@@ -109,7 +109,8 @@ def analyse_layer(
             weights, matrix, rows_ED, marked, settings, device, keep_going, timed, on_expert
         )
         with timed("statistics"):
-            frames = matrix_frames(decomposed, unusable, matrix, weights.d_model, settings)
+            tests = {reading: pairing_test(M, settings.seed) for reading, M in decomposed.matrices.items()}
+            frames = matrix_frames(decomposed, tests, unusable, matrix, weights.d_model, settings)
         for name, frame in frames.items():
             frame.insert(0, "layer", weights.layer)
             frame.insert(1, "layer_name", weights.layer_name)
@@ -118,15 +119,25 @@ def analyse_layer(
             "k": next(iter(decomposed.matrices.values())).ks,
             "fallbacks": int(sum(decomposed.fallback)),
             "experts_left_out": sorted(unusable),
+            "readings": {reading: reading_facts(test, decomposed.experts) for reading, test in tests.items()},
         }
         left_out |= unusable
     return LayerResult(
         frames={name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()},
         setup=setup,
         warnings=[
-            f"layer {weights.layer}: expert {expert} left out: {error}" for expert, error in sorted(left_out.items())
+            f"layer {weights.layer}: expert {expert} left out: {str(error).split(';')[0]}"
+            for expert, error in sorted(left_out.items())
         ],
     )
+
+
+def reading_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
+    """What the report says of one reading beyond the tables: chance of the best accuracy, and another order if one was found."""
+    found = test.other_order
+    named = [experts[place] if place >= 0 else None for place in found.experts] if found else []
+    order = {"k": found.k, "p": found.p, "routers": experts, "experts": named} if found else None
+    return {"chance_accuracy": test.chance_accuracy, "other_order": order}
 
 
 def decompose_layer(
@@ -188,12 +199,17 @@ def decompose_layer(
 
 
 def matrix_frames(
-    layer: DecomposedLayer, unusable: dict[int, UnusableExpert], matrix: str, d_model: int, settings: ScanSettings
+    layer: DecomposedLayer,
+    tests: dict[str, PairingTest],
+    unusable: dict[int, UnusableExpert],
+    matrix: str,
+    d_model: int,
+    settings: ScanSettings,
 ) -> dict[str, pd.DataFrame]:
     """All tables of one layer and matrix, keyed but for step and layer."""
     frames: dict[str, list[pd.DataFrame]] = {}
     for reading, M in layer.matrices.items():
-        test = pairing_test(M, settings.seed)
+        test = tests[reading]
         per_expert, per_layer = alignment_frames(M, test, layer.experts, unusable, settings)
         k_star = choose_k_star(per_layer, settings.k_star, settings.allow_full_rank)
         for name, frame in {
@@ -206,7 +222,9 @@ def matrix_frames(
             keys = {"matrix": matrix, "router": reading, "fold_norm": settings.fold_norm}
             frames.setdefault(name, []).append(frame.assign(**keys))
     smallest_rank = min(len(values) for values in layer.singular_values)
-    similarity, statistics = similarity_frames(layer, subspace_ladder(len(layer.experts), smallest_rank), d_model)
+    similarity, statistics = similarity_frames(
+        layer, subspace_ladder(len(layer.experts), smallest_rank, d_model), d_model
+    )
     frames["similarity"], frames["orthogonality"] = (
         [similarity.assign(matrix=matrix)],
         [statistics.assign(matrix=matrix)],
@@ -331,7 +349,8 @@ def similarity_frames(layer: DecomposedLayer, ks: list[int], d_model: int) -> tu
             )
         )
         statistics.append({"k": similarity.k, **orthogonality(similarity, d_model)})
-    return pd.concat(pairs, ignore_index=True), pd.DataFrame(statistics)
+    counts = {"n_pairs_above_0_3": "Int64", "n_pairs_above_0_7": "Int64"}
+    return pd.concat(pairs, ignore_index=True), pd.DataFrame(statistics).astype(counts)
 
 
 def spectra_frame(layer: DecomposedLayer, unusable: dict[int, UnusableExpert]) -> pd.DataFrame:

@@ -27,6 +27,15 @@ IDENTIFYING, PERMUTED, NON_RANDOM, CHANCE = "identifying", "permuted", "non_rand
 
 
 @dataclass(frozen=True)
+class OtherOrder:
+    """Routers and experts that fit one to one, but not as stored: router i fits expert experts[i], -1 where none does."""
+
+    k: int
+    experts: list[int]
+    p: float  # an upper bound on chance, all ks looked at paid for
+
+
+@dataclass(frozen=True)
 class PairingTest:
     perm_z_K: Array
     p_adjusted_K: Array
@@ -37,7 +46,11 @@ class PairingTest:
     exact: bool
     best_k: int | None  # None where every k is degenerate
     best_accuracy: float
+    chance_accuracy: (
+        float  # the mean over pairings of their own best accuracy: what the best of several ks gives by chance
+    )
     verdict: str
+    other_order: OtherOrder | None
     null_means_KP: Array  # the mean diagonal under every pairing, for the density figure
 
 
@@ -110,8 +123,10 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
     if len(candidates):
         best_accuracy_P = np.max([paired_means(hits_KEE[k], pairings_EP) for k in candidates], axis=0)
         p_accuracy = tail(best_accuracy_P, accuracy_K[candidates].max())
+        chance_accuracy = float(best_accuracy_P.mean())
     else:
-        p_accuracy = 1.0
+        p_accuracy, chance_accuracy = 1.0, 1 / n
+    called = verdict(matrix, accuracy_K, best, p_accuracy)
     return PairingTest(
         perm_z_K=perm_z_K,
         p_adjusted_K=p_adjusted_K,
@@ -122,7 +137,9 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         exact=exact,
         best_k=None if best is None else matrix.ks[best],
         best_accuracy=float("nan") if best is None else float(accuracy_K[best]),
-        verdict=verdict(matrix, accuracy_K, best, p_accuracy),
+        chance_accuracy=chance_accuracy,
+        verdict=called,
+        other_order=other_order(matrix) if called == PERMUTED else None,
         null_means_KP=null_KP,
     )
 
@@ -147,18 +164,18 @@ def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accu
     if p_accuracy <= ALPHA:
         margin = float(margins(matrix.align_KEE[best : best + 1]).mean())
         return IDENTIFYING if accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 else NON_RANDOM
-    return PERMUTED if hidden_order(matrix) is not None else CHANCE
+    return PERMUTED if other_order(matrix) is not None else CHANCE
 
 
-def hidden_order(matrix: AlignmentMatrix) -> tuple[int, list[int]] | None:
-    """(k, order): router i and expert order[i] are each other's best match, where that map is not the stored order.
+def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
+    """The order in which routers and experts are each other's best match, where that is not the stored one.
 
     Looked for at every k that is not degenerate; taken where at least 0.9 of the routers are in mutual-best pairs and
     chance, all ks looked at, would do that with p <= 0.01 (`mutual_best_bound`). Routers without a mutual best get -1.
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     rungs = np.flatnonzero(~matrix.degenerate_K)
-    found: tuple[int, list[int]] | None = None
+    found: OtherOrder | None = None
     most = 0
     for rung in rungs:
         M_EE = M_KEE[rung]
@@ -170,8 +187,8 @@ def hidden_order(matrix: AlignmentMatrix) -> tuple[int, list[int]] | None:
         chance = len(rungs) * mutual_best_bound(n, pairs)
         if pairs > most and pairs >= IDENTIFYING_ACCURACY * n and chance <= ORDER_ALPHA:
             most = pairs
-            found = (matrix.ks[rung], [int(best_expert[i]) if mutual[i] else -1 for i in range(n)])
-    if found is None or all(expert in (-1, router) for router, expert in enumerate(found[1])):
+            found = OtherOrder(matrix.ks[rung], [int(best_expert[i]) if mutual[i] else -1 for i in range(n)], chance)
+    if found is None or all(expert in (-1, router) for router, expert in enumerate(found.experts)):
         return None
     return found
 

@@ -22,10 +22,13 @@ class Similarity:
     largest_principal_cosine_P: Array
 
 
-def subspace_ladder(n_experts: int, smallest_rank: int) -> list[int]:
-    """1, 2, ... 64 as powers of two up to 32 experts, else 1, 16, 64: what can be stored and read."""
+def subspace_ladder(n_experts: int, smallest_rank: int, d_model: int) -> list[int]:
+    """1, 2, ... 64 as powers of two up to 32 experts, else 1, 16, 64: what can be stored and read.
+
+    k = d is left out: every subspace of full dimension is the same.
+    """
     rungs = [2**power for power in range(7)] if n_experts <= 32 else [1, 16, 64]
-    return [k for k in rungs if k <= min(smallest_rank, LEADING_VECTORS)]
+    return [k for k in rungs if k <= min(smallest_rank, LEADING_VECTORS, d_model - 1)]
 
 
 def expert_pairs(n: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], np.ndarray[tuple[int], np.dtype[np.intp]]]:
@@ -58,8 +61,10 @@ def similarities(leading_EDK: list[Array], ks: list[int]) -> list[Similarity]:
     ]
 
 
-def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int]:
+def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int | None]:
     """Statistics over expert pairs: of the signed cosine at k = 1, of the subspace overlap beyond.
+
+    The counts above 0.3 and 0.7 are of |cos|, so they exist at k = 1 only: overlaps grow with k by themselves.
 
     Chance: E|cos| = sqrt(2 / (pi d)) at k = 1, k / d beyond. The sign of a cosine rests on how singular vectors were
     oriented, so the headline is the mean of |cos|; `mean`, `max` and `min` are signed for comparison with older results.
@@ -74,6 +79,6 @@ def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int
         "std": float(values.std(ddof=1)) if len(values) > 1 else float("nan"),
         "max_abs": float(sizes.max()),
         "chance": float(np.sqrt(2 / (np.pi * d_model))) if similarity.k == 1 else similarity.k / d_model,
-        "n_pairs_above_0_3": int((sizes > REDUNDANT).sum()),
-        "n_pairs_above_0_7": int((sizes > COLLAPSED).sum()),
+        "n_pairs_above_0_3": int((sizes > REDUNDANT).sum()) if similarity.k == 1 else None,
+        "n_pairs_above_0_7": int((sizes > COLLAPSED).sum()) if similarity.k == 1 else None,
     }

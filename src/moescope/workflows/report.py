@@ -9,6 +9,7 @@ from moescope.errors import BadInput, unknown_name
 from moescope.run import Run
 
 FORMATS = ("svg", "png", "pdf")
+OWN_MARK = b'<meta name="generator" content="moescope">'
 
 
 def report(
@@ -18,7 +19,10 @@ def report(
     format: str = "svg",
     quiet: bool = False,
 ) -> Path:
-    """Build the report and return its path: `out`, or report.html in the first run's folder. Reads tables only, needs no torch."""
+    """Build the report and return its path: `out`, or report.html (of several runs: compared.html) in the first run's folder.
+
+    Reads tables only, needs no torch.
+    """
     from moescope.reporting.html import render
     from moescope.reporting.page import page_content
 
@@ -27,17 +31,34 @@ def report(
     loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
     if not loaded:
         raise BadInput("no run given; give a folder that moescope scan has written")
-    target = Path(out) if out is not None else loaded[0].path / "report.html"
-    if target.is_dir():
-        raise BadInput(f"{target}: a folder; give --out a file name such as report.html")
-    if not target.parent.is_dir():
-        raise BadInput(f"{target.parent}: no such folder; make it, or give another --out")
+    target = Path(out) if out is not None else loaded[0].path / ("report.html" if len(loaded) == 1 else "compared.html")
+    check_target(target)
+    if figures is not None:
+        from moescope.reporting.export import check_export
+
+        check_export(Path(figures))
     text = render(page_content(loaded))
     partial = target.with_name(target.name + ".tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        raise BadInput(f"{target}: cannot be written ({error.strerror}); give another --out") from None
     if figures is not None:
         from moescope.reporting.export import export_figures
 
         export_figures(loaded, Path(figures), format, quiet)
     return target
+
+
+def check_target(target: Path) -> None:
+    """Refuse a place where no report can or should be written, before any work."""
+    if target.is_dir():
+        raise BadInput(f"{target}: a folder; give --out a file name such as report.html")
+    if not target.parent.is_dir():
+        raise BadInput(f"{target.parent}: no such folder; make it, or give another --out")
+    if target.exists():
+        with target.open("rb") as file:
+            ours = OWN_MARK in file.read(4000)
+        if not ours:
+            raise BadInput(f"{target}: exists and is not a report of moescope's; give another --out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import open_checkpoint
-from moescope.errors import BadInput, unknown_name
+from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.spectral.ambiguity import ambiguity_ranking, check_settings
@@ -20,6 +19,7 @@ from moescope.spectral.layer import ScanSettings, analyse_layer
 from moescope.spectral.pairing import benjamini_hochberg
 from moescope.spectral.readings import MATRICES, ROUTERS, normalised_rows, router_rows, unusable_rows
 from moescope.tables import READING, SCHEMA_VERSION, TABLES
+from moescope.workflows.arguments import choose_device, names, number_ranges, numbers, one_of, ranges, weights
 from moescope.workflows.progress import progress
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class Step:
 def scan(
     *models: str | Path,
     out: str | Path | None = None,
-    layers: str | Iterable[int] | None = None,
+    layers: int | str | Iterable[int] | None = None,
     matrix: str | Iterable[str] = "gate",
     router: str | Iterable[str] = "raw",
-    k: str | Iterable[int] = (),
+    k: int | str | Iterable[int] = (),
     fold_norm: bool = False,
     precision: str = "fast",
     null: str = "closed",
@@ -52,7 +52,7 @@ def scan(
     seed: int = 0,
     k_star: str | int = "max_margin",
     allow_full_rank: bool = False,
-    ambiguity_weights: Sequence[float] = (0.4, 0.3, 0.3),
+    ambiguity_weights: str | Sequence[float] = (0.4, 0.3, 0.3),
     device: str = "auto",
     keep_going: bool = False,
     overwrite: bool = False,
@@ -70,11 +70,11 @@ def scan(
         seed=seed,
         k_star=int(k_star) if str(k_star).isdecimal() else k_star,
         allow_full_rank=allow_full_rank,
-        ambiguity_weights=tuple(ambiguity_weights),  # type: ignore[arg-type]  # its length is checked on the next line
+        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]  # its length is checked on the next line
     )
     check_settings(settings.k_star, settings.ambiguity_weights)
-    if n_shuffles < 1:
-        raise BadInput(f"n_shuffles {n_shuffles} must be at least 1")
+    if n_shuffles < 1 or seed < 0:
+        raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
     steps = open_steps(models, layers)
     place = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_routers(steps, settings, keep_going)
@@ -102,7 +102,8 @@ def scan(
             frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
             frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
-        warnings = [*unused_ks(setups, settings), *undefined_ambiguity(frames["ambiguity"])]
+        warnings = unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
+        warnings += undefined_ambiguity(frames["ambiguity"])
         warnings += [warning for setup in setups for warning in setup.pop("warnings")]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
@@ -160,39 +161,61 @@ def unused_ks(setups: list[dict[str, Any]], settings: ScanSettings) -> list[str]
     return [f"k = {', '.join(map(str, beyond))} left out: no matrix has a rank above {largest}"] if beyond else []
 
 
-def undefined_ambiguity(ambiguity: pd.DataFrame) -> list[str]:
-    if ambiguity["ambiguity_score"].notna().any():
+def unreached_k_star(ambiguity: pd.DataFrame, settings: ScanSettings) -> list[str]:
+    others = sorted(int(k) for k in ambiguity["k_star"].dropna().unique() if k != settings.k_star)
+    if settings.k_star == "max_margin" or not others:
         return []
-    return ["ambiguity_score is undefined: it compares layers, and there is one only, or all have equal margin or z"]
+    return [
+        f"k* = {settings.k_star} is not on every ladder: the largest k below it was taken, {', '.join(map(str, others))}"
+    ]
+
+
+def undefined_ambiguity(ambiguity: pd.DataFrame) -> list[str]:
+    undefined = ambiguity[ambiguity["ambiguity_score"].isna()]
+    readings = undefined[["step", "matrix", "router"]].drop_duplicates().itertuples(index=False)
+    named = [f"step {step} {matrix} {router}" for step, matrix, router in readings]
+    why = "it compares layers, and there is one only, or all have equal margin or z"
+    return [f"ambiguity_score is undefined ({', '.join(named)}): {why}"] if named else []
 
 
 # --- reading the arguments
 
 
-def open_steps(models: Sequence[str | Path], layers: str | Iterable[int] | None) -> list[Step]:
+def open_steps(models: Sequence[str | Path], layers: int | str | Iterable[int] | None) -> list[Step]:
+    """The checkpoints to scan. Several are training steps of one model, so they must have one shape."""
     if not models:
         raise BadInput("no model given; give a checkpoint's folder or .safetensors file")
     opened = [read_moe(open_checkpoint(model)) for model in models]
-    steps = [
-        Step(number, moe, choose_layers(layers, moe)) for number, moe in zip(step_numbers(opened), opened, strict=True)
-    ]
-    for step in steps[1:]:
-        if step.layers != steps[0].layers:
+    paths = [moe.checkpoint.path.resolve() for moe in opened]
+    for index, moe in enumerate(opened[1:], start=1):
+        if paths[index] in paths[:index]:
+            raise BadInput(f"{moe.checkpoint.path}: given twice; give each step once")
+        if shape(moe) != shape(opened[0]):
             raise BadInput(
-                f"{step.moe.checkpoint.path}: other MoE layers than {steps[0].moe.checkpoint.path}; scan them apart"
+                f"{moe.checkpoint.path}: another family, shape or number of experts than {opened[0].checkpoint.path}, so not a step of "
+                "the same run; scan each alone, then `moescope report RUN RUN` compares them"
             )
-    return steps
+    found = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
+    return sorted(
+        (Step(number, moe, choose_layers(layers, moe)) for number, moe in found), key=lambda step: step.number
+    )
 
 
-def step_numbers(opened: list[MoeCheckpoint]) -> list[int]:
-    """The training steps that the folders' names end in (checkpoint-500, step1000), if all do and rise; else 0, 1, 2, ..."""
-    endings = [re.search(r"(\d+)$", moe.checkpoint.name) for moe in opened]
-    found = [int(ending[1]) for ending in endings if ending]
-    rising = len(found) == len(opened) and all(a < b for a, b in itertools.pairwise(found))
-    return found if rising and len(opened) > 1 else list(range(len(opened)))
+def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
+    """What all steps of one run have in common."""
+    return moe.coverage.family, tuple((number, weights.gate_EFD.shape) for number, weights in moe.layers.items())
 
 
-def choose_layers(layers: str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:
+def step_numbers(model_names: list[str]) -> list[int]:
+    """The training steps that the folders' names end in (checkpoint-500, step1000) if that is all they differ in; else 0, 1, 2, ..."""
+    endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
+    found = [(ending[1], int(ending[2])) for ending in endings if ending]
+    alike = len(found) == len(model_names) and len({stem for stem, _ in found}) == 1
+    distinct = len({number for _, number in found}) == len(model_names) > 1
+    return [number for _, number in found] if alike and distinct else list(range(len(model_names)))
+
+
+def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:
     known = list(moe.layers)
     if layers is None:
         return known
@@ -232,70 +255,3 @@ def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
     ):
         return Run(folder, info)
     return None
-
-
-def choose_device(device: str) -> str:
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return device
-    if not re.fullmatch(r"cuda(:\d+)?", device):
-        raise unknown_name("device", device, ["auto", "cpu", "cuda", "cuda:0"])
-    if not torch.cuda.is_available():
-        raise BadInput(f"device {device}: no CUDA device here; use --device cpu")
-    if ":" in device and int(device.split(":")[1]) >= torch.cuda.device_count():
-        raise BadInput(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0")
-    return device
-
-
-def one_of(kind: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise unknown_name(kind, value, list(known))
-    return value
-
-
-def names(kind: str, value: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
-    given = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    chosen = tuple(dict.fromkeys(one_of(kind, part, known) for part in given))
-    if not chosen:
-        raise BadInput(f"no {kind} given; known: {', '.join(known)}")
-    return chosen
-
-
-def numbers(kind: str, value: str | Iterable[int]) -> tuple[int, ...]:
-    try:
-        given = (
-            [int(part) for part in value.split(",") if part.strip()]
-            if isinstance(value, str)
-            else [int(part) for part in value]
-        )
-    except ValueError:
-        raise BadInput(f"{kind} {value!r}: give whole numbers parted by commas, such as 1,2,4") from None
-    if any(number < 1 for number in given):
-        raise BadInput(f"{kind} {value!r}: numbers must be at least 1")
-    return tuple(sorted(set(given)))
-
-
-def number_ranges(value: str | Iterable[int]) -> list[int]:
-    if not isinstance(value, str):
-        return [int(part) for part in value]
-    found: list[int] = []
-    for part in value.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if not match or (match[2] and not 0 <= int(match[2]) - int(match[1]) < 100_000):
-            raise BadInput(f"layers {value!r}: cannot read {part.strip()!r}; write them as 0,5,9-12")
-        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
-
-
-def ranges(values: list[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
-    parts: list[list[int]] = []
-    for value in values:
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1].append(value)
-        else:
-            parts.append([value])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

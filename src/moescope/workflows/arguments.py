@@ -1,0 +1,92 @@
+"""What users write, checked and turned into values: lists, ranges, names, devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from moescope.errors import BadInput, unknown_name
+
+
+def choose_device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise unknown_name("device", device, ["auto", "cpu", "cuda", "cuda:0"])
+    if not torch.cuda.is_available():
+        raise BadInput(f"device {device}: no CUDA device here; use --device cpu")
+    if ":" in device and int(device.split(":")[1]) >= torch.cuda.device_count():
+        raise BadInput(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    return device
+
+
+def one_of(kind: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise unknown_name(kind, value, list(known))
+    return value
+
+
+def names(kind: str, value: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    given = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    chosen = tuple(dict.fromkeys(one_of(kind, part, known) for part in given))
+    if not chosen:
+        raise BadInput(f"no {kind} given; known: {', '.join(known)}")
+    return chosen
+
+
+def numbers(kind: str, value: int | str | Iterable[int]) -> tuple[int, ...]:
+    """Whole numbers from 1, parted by commas, in a list, or one alone."""
+    value = str(value) if isinstance(value, int) else value
+    try:
+        given = (
+            [int(part) for part in value.split(",") if part.strip()]
+            if isinstance(value, str)
+            else [int(part) for part in value]
+        )
+    except ValueError:
+        raise BadInput(f"{kind} {value!r}: give whole numbers parted by commas, such as 1,2,4") from None
+    if any(number < 1 for number in given):
+        raise BadInput(f"{kind} {value!r}: numbers must be at least 1")
+    return tuple(sorted(set(given)))
+
+
+def number_ranges(value: int | str | Iterable[int]) -> list[int]:
+    """0,5,9-12 -> 0, 5, 9, 10, 11, 12; a number or a list of them as it is."""
+    value = str(value) if isinstance(value, int) else value
+    if not isinstance(value, str):
+        given = list(value)
+        if not all(isinstance(part, int) and part >= 0 for part in given):
+            raise BadInput(f"layers {given!r}: give whole numbers from 0")
+        return given
+    found: list[int] = []
+    for part in value.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not match or (match[2] and not 0 <= int(match[2]) - int(match[1]) < 100_000):
+            raise BadInput(f"layers {value!r}: cannot read {part.strip()!r}; write them as 0,5,9-12")
+        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+def ranges(values: list[int]) -> str:
+    """0, 1, 2, 5 -> "0-2, 5"."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1].append(value)
+        else:
+            parts.append([value])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def weights(value: str | Sequence[float]) -> tuple[float, ...]:
+    """The ambiguity weights: numbers parted by commas, or a list of them."""
+    try:
+        return tuple(float(part) for part in (value.split(",") if isinstance(value, str) else value))
+    except (TypeError, ValueError):
+        raise BadInput(
+            f"ambiguity weights {value!r}: give three numbers parted by commas, such as 0.4,0.3,0.3"
+        ) from None
