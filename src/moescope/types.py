@@ -85,7 +85,7 @@ class Coverage:
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
         return printable(
-            f"{self.family}: {self.layers_found} of {expected} MoE layers found, {experts} experts a layer, "
+            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
         )

@@ -86,10 +86,10 @@ def titles(run) -> dict[str, str]:
 def test_titles_state_what_was_planted(planted_run):
     found = titles(planted_run)
     assert found["accuracy_by_k"] == (
-        "Layers 1 and 2 identify their experts; layer 3 is not random, but does not identify every expert; "
-        "layer 4 fits one to one, but in another order; layer 0 is at chance"
+        "Layers 1 and 2 identify their experts; layer 3 beats chance without identifying its experts; "
+        "layer 4 fits one to one, but in another order; layer 0 is not distinguishable from chance"
     )
-    assert "experts 2 and 5 of layer 3" in found["cosine_heatmap"]
+    assert found["cosine_heatmap"].startswith("The closest pair of layer 3: experts 2 and 5, |cos| 0.98")
     assert found["orthogonality_by_layer"].startswith("1 collapsed pair, in layer 3")
     assert "layer 2" in found["cos_squared_by_layer"]
 
@@ -145,7 +145,7 @@ def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(plant
 
 def test_the_null_density_shows_the_stored_value_outside_the_null_where_planted(planted_run):
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(readings([planted_run])[0].tables)
-    assert "in layers 1 and 3" in figure.title
+    assert "better than 99 % of random ones in layers 1 and 3 and worse than 99 % in layer 2" in figure.title
     assert figure.slider.per_value == 2
 
 

@@ -26,15 +26,18 @@ def test_each_planted_fact_is_found(raw):
     assert "router 7 fits expert 2" in text
 
 
-def test_the_hidden_order_is_the_planted_one(raw):
-    _, order = words.stored_hidden_order(raw, 4)
-    assert order == {router: (router + 3) % 8 for router in range(8)}
-    assert words.stored_hidden_order(raw, 0) is None
+def test_the_other_order_is_the_planted_one_with_its_p(raw):
+    order = raw.facts(4)["other_order"]
+    assert dict(zip(order["routers"], order["experts"], strict=True)) == {
+        router: (router + 3) % 8 for router in range(8)
+    }
+    assert order["p"] == pytest.approx(8 * 1.554e-4, rel=1e-3)
+    assert raw.facts(0)["other_order"] is None
 
 
 def test_nothing_is_found_in_the_random_layer(raw):
     specific = [
-        *words.hidden_order_findings(raw), *words.small_k_findings(raw), *words.avoidance_findings(raw), *words.hub_findings(raw),
+        *words.other_order_findings(raw), *words.small_k_findings(raw), *words.avoidance_findings(raw), *words.hub_findings(raw),
         words.redundancy_finding(raw),
     ]  # fmt: skip
     assert not [sentence for sentence in specific if "layer 0" in sentence.lower()]
@@ -72,7 +75,7 @@ def test_an_expert_that_attracts_every_router_is_named(tmp_path):
 def test_random_checkpoints_have_no_hubs_and_no_hidden_order(tmp_path):
     tensors = tiny_tensors(layers=6, experts=8, d_model=32, d_ff=48)
     reading = scanned(tmp_path, tensors, layers=6, experts=8)
-    assert words.hub_findings(reading) == words.hidden_order_findings(reading) == words.small_k_findings(reading) == []
+    assert words.hub_findings(reading) == words.other_order_findings(reading) == words.small_k_findings(reading) == []
 
 
 def test_rank_deficient_experts_are_named(tmp_path):

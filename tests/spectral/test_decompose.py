@@ -164,6 +164,15 @@ def test_align_of_a_tall_expert_reaches_one_at_full_rank():
     np.testing.assert_allclose(result.energy_ER.sum(axis=1), 1, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-160, 1e160])
+def test_the_scale_of_the_weights_changes_singular_values_and_nothing_else(scale):
+    matrix, rows = expert_and_rows(3, (50, 30), spectrum("power law", 30))
+    plain = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(30))
+    scaled = decompose(torch.from_numpy(matrix * scale), torch.from_numpy(rows), k_ladder(30))
+    np.testing.assert_allclose(scaled.singular_values_R, plain.singular_values_R * scale, rtol=1e-12)
+    np.testing.assert_allclose(scaled.energy_ER, plain.energy_ER, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(200, 90), (90, 200), (70, 70), (30, 50)], ids=str)
 @pytest.mark.parametrize("kind", ["power law", "condition 1e4, geometric", "rank-deficient"])
 def test_leading_vectors_are_orthonormal_singular_vectors_with_positive_mean_output(shape, kind):

@@ -303,7 +303,10 @@ def test_setup_says_under_what_the_numbers_were_made():
         "seed": 4,
     }
     assert {name: setup[name] for name in expected} == expected
-    assert setup["matrices"]["gate"] == {"k": [1, 2, 4, 8], "fallbacks": 0, "experts_left_out": []}
+    of_gate = setup["matrices"]["gate"]
+    assert (of_gate["k"], of_gate["fallbacks"], of_gate["experts_left_out"]) == ([1, 2, 4, 8], 0, [])
+    assert 1 / 5 < of_gate["readings"]["raw"]["chance_accuracy"] < 1
+    assert of_gate["readings"]["raw"]["other_order"] is None
     router = random_weights(0, hidden=8, width=12).router_ED.read().numpy()
     shares = np.linalg.norm(router - router.mean(axis=0), axis=1) / np.linalg.norm(router, axis=1)
     assert setup["centered_share"] == pytest.approx(dict(enumerate(shares)))

@@ -110,7 +110,7 @@ def test_beyond_k_one_statistics_are_of_the_overlap():
     similarity = Similarity(4, None, np.array([0.1, 0.8]), np.array([0.9, 1.0]))
     statistics = orthogonality(similarity, d_model=64)
     assert statistics["mean"] == pytest.approx(0.45)
-    assert (statistics["n_pairs_above_0_3"], statistics["chance"]) == (1, 4 / 64)
+    assert (statistics["n_pairs_above_0_3"], statistics["chance"]) == (None, 4 / 64)  # counts are of |cos| only
 
 
 def test_one_pair_has_no_sample_deviation():
@@ -118,14 +118,15 @@ def test_one_pair_has_no_sample_deviation():
 
 
 @pytest.mark.parametrize(
-    ("n_experts", "smallest_rank", "expected"),
+    ("n_experts", "smallest_rank", "d_model", "expected"),
     [
-        (8, 4096, [1, 2, 4, 8, 16, 32, 64]),
-        (32, 64, [1, 2, 4, 8, 16, 32, 64]),
-        (33, 4096, [1, 16, 64]),
-        (8, 20, [1, 2, 4, 8, 16]),
-        (128, 10, [1]),
+        (8, 4096, 4096, [1, 2, 4, 8, 16, 32, 64]),
+        (32, 64, 128, [1, 2, 4, 8, 16, 32, 64]),
+        (32, 64, 64, [1, 2, 4, 8, 16, 32]),  # k = d: every subspace is the whole space
+        (33, 4096, 4096, [1, 16, 64]),
+        (8, 20, 64, [1, 2, 4, 8, 16]),
+        (128, 10, 64, [1]),
     ],
 )
-def test_the_subspace_ladder_stops_at_64_and_at_the_smallest_rank(n_experts, smallest_rank, expected):
-    assert subspace_ladder(n_experts, smallest_rank) == expected
+def test_the_subspace_ladder_stops_at_64_at_the_smallest_rank_and_below_d(n_experts, smallest_rank, d_model, expected):
+    assert subspace_ladder(n_experts, smallest_rank, d_model) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -201,7 +202,8 @@ def test_layers_are_ranked_within_step_matrix_and_router(tmp_path):
     [
         (["checkpoint-100", "checkpoint-200"], [100, 200]),
         (["step9", "step10"], [9, 10]),
-        (["checkpoint-200", "checkpoint-100"], [0, 1]),
+        (["checkpoint-200", "checkpoint-100"], [100, 200]),
+        (["base-100", "tuned-200"], [0, 1]),
         (["checkpoint-100", "final"], [0, 1]),
         (["early", "late"], [0, 1]),
         (["checkpoint-100"], [0]),
@@ -213,6 +215,8 @@ def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folde
     assert [checkpoint["step"] for checkpoint in run.info["checkpoints"]] == steps
     for frame in tables_of(run).values():
         assert sorted(set(frame["step"])) == steps
+    if len(steps) > 1 and steps[0] > 0:  # by number, in whatever order they were given
+        models = sorted(models, key=lambda model: int(re.search(r"\d+$", model.name)[0]))
     for step, model in zip(steps, models, strict=True):
         alone = scan(model, out=tmp_path / f"alone{step}").table("pairs")
         together = run.table("pairs")
@@ -221,8 +225,36 @@ def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folde
 
 def test_checkpoints_with_other_layers_are_refused(tmp_path):
     models = [tiny_checkpoint(tmp_path / f"m{layers}", layers=layers) for layers in (1, 2)]
-    with pytest.raises(BadInput, match=r"m2: other MoE layers than .*m1; scan them apart"):
+    with pytest.raises(
+        BadInput, match=r"m2: another family, shape or number of experts than .*m1, so not a step .* scan each alone"
+    ):
         scan(*models, out=tmp_path / "run")
+
+
+def test_the_same_checkpoint_twice_and_another_number_of_experts_are_no_steps(tmp_path):
+    model = tiny_checkpoint(tmp_path / "m")
+    with pytest.raises(BadInput, match="given twice"):
+        scan(model, model, out=tmp_path / "run")
+    other = tiny_checkpoint(tmp_path / "m8", experts=8)
+    with pytest.raises(BadInput, match="not a step of the same run"):
+        scan(model, other, out=tmp_path / "run")
+
+
+def test_a_fixed_k_star_beyond_the_ladder_is_said(tmp_path):
+    run = scan(tiny_checkpoint(tmp_path / "m"), k_star=128, out=tmp_path / "run")
+    assert "k* = 128 is not on every ladder: the largest k below it was taken, 8" in run.info["warnings"]
+
+
+def test_a_negative_seed_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="seed -1 at least 0"):
+        scan(tiny_checkpoint(tmp_path / "m"), seed=-1)
+
+
+def test_one_number_is_as_good_as_a_list_in_python(tmp_path):
+    model = tiny_checkpoint(tmp_path / "m")
+    run = scan(model, layers=1, k=3, ambiguity_weights="0.4,0.3,0.3", out=tmp_path / "run")
+    assert set(run.table("alignment")["layer"]) == {1}
+    assert 3 in set(run.table("alignment")["k"])
 
 
 def test_no_model_is_refused():

@@ -51,7 +51,8 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     import torch
 
     matrix = matrix_FD.to(torch.float64)
-    scale = matrix.abs().max()  # taken out first: the squares of very large or small weights would leave fp64's range
+    # Squares of very large or small weights would leave fp64's range; a power of two is taken out without rounding.
+    scale = torch.exp2(torch.floor(torch.log2(matrix.abs().max())))
     matrix = matrix / scale
     routers = routers_ED.to(matrix)
     hidden, width = matrix.shape
