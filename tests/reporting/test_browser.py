@@ -176,6 +176,41 @@ def test_the_definition_of_a_figure_is_one_click_away(opened):
     expect(figure.locator(".definition")).to_contain_text("chance 1/n")
 
 
+def test_no_figure_offers_to_upload_itself(opened):
+    page = opened()
+    scroll_through(page)
+    buttons = page.locator("#across .modebar-btn").evaluate_all("all => [...new Set(all.map((b) => b.dataset.title))]")
+    assert sorted(buttons) == ["Download as picture", "Pan", "Reset axes", "Zoom"]
+
+
+def test_a_figure_is_downloaded_on_white_with_its_title_even_from_a_dark_page(opened):
+    page = opened(scheme="dark")
+    scroll_through(page)
+    figure = page.locator("#across [data-reading='0'] figure[data-name=margin_by_k]")
+    figure.hover()
+    with page.expect_download() as download:
+        figure.locator(".modebar-btn").first.click(force=True)
+    picture = Path(download.value.path()).read_text(encoding="utf-8")
+    assert "The mean margin is positive at some k" in picture
+    assert "background: rgb(255, 255, 255)" in picture or "fill: rgb(255, 255, 255)" in picture
+
+
+def test_the_title_follows_the_slider(opened):
+    page = opened()
+    figure = open_layer(page, 1).locator("figure[data-name=pair_matrix]")
+    expect(figure.locator(".main-svg").first).to_be_visible()
+    figure.locator("input[type=range]").fill("0")
+    expect(figure.locator("h4")).to_contain_text("At k = 1,")
+
+
+def test_findings_of_the_chosen_reading_are_shown_and_links_change_the_reading(opened):
+    page = opened()
+    page.locator("#reading").select_option("1")
+    expect(page.locator("#summary h3", has_text="gate, centered router")).to_be_visible()
+    page.evaluate("location.hash = '#r0-layer-2'")
+    expect(page.locator("#r0-layer-2")).to_be_visible()
+
+
 def test_printing_draws_everything_that_is_open(opened):
     page = opened()
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")

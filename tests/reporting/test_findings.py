@@ -97,3 +97,76 @@ def test_routers_that_avoid_their_experts_are_named(tmp_path):
         ].new_tensor(row)
     (sentence,) = words.avoidance_findings(scanned(tmp_path, tensors, layers=1, experts=8))
     assert sentence.startswith("In layer 0 routers avoid their own experts at k = ")
+
+
+def test_a_permuted_layer_of_many_experts_tells_its_order(tmp_path):
+    tensors = tiny_tensors(layers=1, experts=40, d_model=64, d_ff=64)
+    for router in range(40):
+        weight = tensors[f"model.layers.0.block_sparse_moe.experts.{(router + 7) % 40}.w1.weight"].double().numpy()
+        leading = np.linalg.svd(weight)[2][:6]
+        row = leading.T @ np.random.default_rng(router).standard_normal(6)
+        tensors["model.layers.0.block_sparse_moe.gate.weight"][router] = tensors[
+            "model.embed_tokens.weight"
+        ].new_tensor(row)
+    reading = scanned(tmp_path, tensors, layers=1, experts=40)
+    (sentence,) = words.other_order_findings(reading)
+    assert "router 0 fits expert 7" in sentence
+    assert "and 35 more" in sentence
+
+
+def test_chance_counts_only_the_experts_that_took_part(tmp_path):
+    tensors = tiny_tensors(layers=1, experts=5)
+    tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"][0, 0] = float("nan")
+    path = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=1, experts=5))
+    run = scan(path, out=tmp_path / "run", keep_going=True, quiet=True)
+    reading = readings([run])[0]
+    assert reading.n_experts(0) == 4
+    assert "Chance accuracy at one k is 1/4" in words.verdict_finding(reading)
+    (warning,) = [text for text in run.info["warnings"] if "left out" in text]
+    assert warning.endswith("holds NaN or Inf")
+
+
+def test_a_pairing_that_is_proven_but_tells_no_expert_is_not_passed_over(tmp_path):
+    """Routers share one strong direction that expert 0 hears best, and each has a little of its own expert's top direction."""
+    tensors = tiny_tensors(layers=1, experts=8, d_model=64, d_ff=64)
+    common = np.random.default_rng(5).standard_normal(64)
+    common /= np.linalg.norm(common)
+    for expert in range(8):
+        weight = tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight"]
+        own = np.random.default_rng(expert).standard_normal(64)
+        own -= (own @ common) * common
+        own /= np.linalg.norm(own)
+        size = 400.0 if expert == 0 else 100.0
+        weight += size * weight.new_tensor(np.outer(np.ones(64) / 8, common if expert == 0 else own))
+        row = common * 3 + own
+        tensors["model.layers.0.block_sparse_moe.gate.weight"][expert] = weight.new_tensor(row)
+    reading = scanned(tmp_path, tensors, layers=1, experts=8)
+    test = reading.tables["alignment_tests"].iloc[0]
+    if test["verdict"] == "chance":
+        (sentence,) = words.quiet_pairing_findings(reading)
+        assert "the pairing is not random all the same" in sentence
+    assert test["q_value"] <= 0.05
+
+
+def test_three_experts_are_said_to_be_too_few(tmp_path):
+    (sentence,) = words.quiet_pairing_findings(scanned(tmp_path, tiny_tensors(experts=3), experts=3))
+    assert sentence == "Layers 0 and 1: too few experts to be tested, since 3 have 6 pairings only."
+
+
+def test_redundancy_is_counted_beside_what_random_directions_give(tmp_path):
+    sentence = words.redundancy_finding(scanned(tmp_path, tiny_tensors(layers=2, experts=8), experts=8))
+    # 56 pairs at d = 16: cos √15 / √(1 − cos²) follows t with 15 degrees of freedom, so P(|cos| > 0.3) = 0.242
+    assert "of 56 pairs are above 0.3, where random directions give 13.6" in sentence
+
+
+def test_other_matrices_of_a_run_speak_for_themselves(tmp_path):
+    tensors = tiny_tensors(layers=1, experts=4)
+    tensors["model.layers.0.block_sparse_moe.experts.3.w2.weight"] = tensors[
+        "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    ].clone()
+    path = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=1, experts=4))
+    sentences = words.summary(scan(path, out=tmp_path / "run", matrix="gate,down", quiet=True))["findings"]
+    assert any(
+        text.startswith("Of the down matrices: collapsed experts") and "1 and 3 of layer 0 (1)" in text
+        for text in sentences
+    )

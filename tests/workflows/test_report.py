@@ -174,3 +174,41 @@ def test_the_report_of_48_layers_of_128_experts_stays_under_25_megabytes(tmp_pat
     model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=48, experts=128, family="qwen3_moe"))
     size = report(scan(model, out=tmp_path / "run", quiet=True)).stat().st_size
     assert 10e6 < size < 25e6
+
+
+def test_a_run_with_a_table_missing_is_refused_by_the_tables_name(planted_run, tmp_path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(planted_run.path, copy)
+    (copy / "spectra.parquet").unlink()
+    with pytest.raises(BadInput, match="table spectra is missing; scan again with --overwrite"):
+        report(copy)
+
+
+def test_a_file_that_is_no_report_is_not_overwritten(planted_run, tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("precious")
+    with pytest.raises(BadInput, match="exists and is not a report of moescope's"):
+        report(planted_run, out=mine)
+    assert mine.read_text() == "precious"
+    assert report(planted_run, out=tmp_path / "r.html") == report(planted_run, out=tmp_path / "r.html")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(planted_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: pytest.fail("work was done"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be written"):
+        report(planted_run, out=tmp_path / "r.html", figures=tmp_path / "file" / "figures")
+
+
+def test_several_runs_are_not_written_over_the_first_ones_report(planted_run, tmp_path):
+    model = write_checkpoint(tmp_path / "other", tiny_tensors(layers=1), tiny_config(layers=1))
+    first = scan(model, out=tmp_path / "first", quiet=True)
+    assert report(first, planted_run) == tmp_path / "first" / "compared.html"
+
+
+def test_names_that_hold_control_characters_are_spelled_out():
+    from moescope.errors import BadInput as Refusal
+
+    assert str(Refusal("model_type \x1b[2Jx\x07\ny")) == "model_type \\x1b[2Jx\\x07 y"

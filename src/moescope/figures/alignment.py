@@ -117,9 +117,18 @@ def stray_of_mean(row: pd.Series) -> float:
     return float(np.sqrt(2 * share * (1 - share) / (d_model + 2) / experts_in(row)))
 
 
+def discoveries(p_values: pd.Series, rate: float = 0.05) -> list[int]:
+    """Layers called at that false-discovery rate: all up to the largest rank i of m with p_(i) <= rate i / m."""
+    ordered = p_values.sort_values()
+    passed = np.flatnonzero(ordered.to_numpy() <= rate * np.arange(1, len(ordered) + 1) / len(ordered))
+    return [int(layer) for layer in ordered.index[: passed[-1] + 1]] if len(passed) else []
+
+
 def delta_by_k(tables: Tables) -> Figure:
     frame, kept = tables["alignment_layers"], usable(tables)
-    beyond = kept[(kept["p_adjusted"] <= 0.05) & (kept["delta_vs_shuffle"] > 0)]
+    smallest = kept.groupby("layer")["p_adjusted"].min()
+    called = discoveries(smallest)
+    beyond = kept[kept["layer"].isin(called) & (kept["p_adjusted"] <= 0.05) & (kept["delta_vs_shuffle"] > 0)]
     top = peak(beyond if len(beyond) else kept, "delta_vs_shuffle")
     largest = f"{number(top['delta_vs_shuffle'])} (layer {top['layer']:.0f}, k = {top['k']:.0f})"
     title = (
@@ -132,7 +141,7 @@ def delta_by_k(tables: Tables) -> Figure:
     return Figure(
         "delta_by_k",
         title,
-        "Alignment with the own expert less the mean over all experts of the layer. Beyond chance: adjusted p ≤ 0.05.",
+        "Alignment with the own expert less the mean over all experts of the layer. Beyond chance: q ≤ 0.05 over ks and layers.",
         ("delta_vs_shuffle", "shuffle_mean"),
         data,
         base_layout("k", "delta vs shuffle", xaxis=k_axis(frame["k"])),
