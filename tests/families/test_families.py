@@ -40,6 +40,9 @@ MODELS = {
 }
 
 
+LAYOUTS = {"mixtral": "mixtral", "qwen3_moe": "mlp_experts"}
+
+
 def read(folder: Path) -> MoeCheckpoint:
     return read_moe(open_checkpoint(folder))
 
@@ -225,10 +228,11 @@ def test_one_shard_alone_may_be_looked_at_and_coverage_says_how_little_it_is(tmp
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_checkpoint_without_a_config_is_read_from_its_names(tmp_path, family):
     moe = read(write_checkpoint(tmp_path, tiny_tensors(family=family)))
-    assert moe.family.name == moe.coverage.family == family
+    assert moe.family.name == LAYOUTS[family]
+    assert moe.coverage.family == f"{LAYOUTS[family]} layout"
     assert moe.coverage.layers_expected is None
     assert "an unknown number" in moe.coverage.line()
-    assert (moe.layers[0].top_k, moe.layers[0].scoring, moe.layers[0].activation) == (None, "softmax", None)
+    assert (moe.layers[0].top_k, moe.layers[0].scoring, moe.layers[0].activation) == (None, "unknown", None)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -237,7 +241,7 @@ def test_an_unknown_model_type_with_known_names_works_and_says_which_layout_it_t
     edit_json(folder / "config.json", model_type="newcomer", num_hidden_layers=40)
     moe = read(folder)
     assert moe.coverage.line().startswith(
-        f"{family} layout, model_type newcomer: 2 MoE layers of an unknown number expected"
+        f"{LAYOUTS[family]} layout, model_type newcomer: 2 MoE layers of an unknown number expected"
     )
     assert moe.layers[0].scoring == "unknown", "nobody has said that a newcomer's router is a softmax"
 
@@ -245,7 +249,7 @@ def test_an_unknown_model_type_with_known_names_works_and_says_which_layout_it_t
 def test_names_outweigh_a_config_that_claims_another_family(tmp_path):
     folder = tiny_checkpoint(tmp_path, family="qwen3_moe")
     (folder / "config.json").write_text(json.dumps(tiny_config()))
-    assert read(folder).family.name == "qwen3_moe"
+    assert read(folder).family.name == "mlp_experts"
 
 
 def test_layers_stand_in_the_order_of_their_numbers_not_of_their_names(tmp_path):
@@ -390,18 +394,52 @@ def test_two_stacks_of_layers_are_refused_with_both_names(tmp_path):
 
 def test_a_layer_number_beyond_reason_is_refused_like_any_other_damage(tmp_path):
     tensors = {**tiny_tensors(), "model.layers." + "9" * 5000 + ".block_sparse_moe.gate.weight": torch.ones(4, 16)}
-    refusal(write_checkpoint(tmp_path, tensors, tiny_config()), "missing")
+    refusal(write_checkpoint(tmp_path, tensors, tiny_config()), FILE, "9999", "5000 digits", "download")
 
 
-def test_a_fused_layout_that_is_not_known_is_refused_not_misread(tmp_path):
+@pytest.mark.parametrize(
+    ("gate_up", "down"),
+    [((4, 48, 16), (4, 24, 16)), ((4, 48, 16), (4, 16, 12)), ((4, 47, 16), (4, 16, 24)), ((48, 16), (4, 16, 24))],
+    ids=str,
+)
+def test_fused_experts_that_do_not_fit_together_are_refused_not_misread(tmp_path, gate_up, down):
     tensors = {name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name}
     for layer in range(2):
-        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(4, 48, 16)
-        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(4, 16, 24)
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(gate_up)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(down)
     refusal(
         write_checkpoint(tmp_path, tensors, tiny_config(family="qwen3_moe")),
-        expert_name(0, 0, "gate", "qwen3_moe"),
-        "missing",
+        FILE,
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    )
+
+
+def test_fused_experts_of_another_number_than_the_router_s_rows_are_refused(tmp_path):
+    tensors = {name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name}
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(5, 48, 16)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(5, 16, 24)
+    folder = write_checkpoint(tmp_path, tensors, tiny_config(family="qwen3_moe"))
+    refusal(folder, FILE, "model.layers.0.mlp.experts.gate_up_proj", "[5, 48, 16]", "[4, 48, 16]")
+
+
+def test_mxfp4_blocks_are_refused_by_name(tmp_path):
+    tensors = {
+        "model.layers.0.mlp.router.weight": torch.ones(4, 64),
+        "model.layers.0.mlp.experts.gate_up_proj_blocks": torch.ones(4, 128, 2, 16, dtype=torch.uint8),
+        "model.layers.0.mlp.experts.gate_up_proj_scales": torch.ones(4, 128, 2, dtype=torch.uint8),
+    }
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": 4}
+    folder = write_checkpoint(tmp_path, tensors, config)
+    refusal(folder, FILE, "model.layers.0.mlp.experts.gate_up_proj_blocks", "MXFP4", "give a checkpoint in bf16")
+
+
+def test_stacked_experts_that_cannot_be_shared_out_are_refused(tmp_path):
+    tensors = {"transformer.blocks.0.ffn.router.layer.weight": torch.ones(4, 16)}
+    tensors |= {f"transformer.blocks.0.ffn.experts.mlp.{name}": torch.ones(98, 16) for name in ("w1", "v1", "w2")}
+    refusal(
+        write_checkpoint(tmp_path, tensors), FILE, "transformer.blocks.0.ffn.experts.mlp.w1", "98 rows", "4 experts"
     )
 
 

@@ -66,8 +66,8 @@ class Checkpoint:
         """The tensor of that name, a copy in memory of its own."""
         return self.fetch(name, lambda handle: handle.get_tensor(name))
 
-    def read_slice(self, name: str, index: int) -> Tensor:
-        """One index of a tensor's first axis; no other part of it is read."""
+    def read_slice(self, name: str, index: int | slice) -> Tensor:
+        """One index, or a run of them, of a tensor's first axis; no other part of it is read."""
         return self.fetch(name, lambda handle: handle.get_slice(name)[index])
 
     def fetch(self, name: str, get: Callable[[Any], Tensor]) -> Tensor:

@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
-from moescope.families.layout import Family
+from moescope.families.dbrx import DBRX
+from moescope.families.feed_forward import FEED_FORWARD
+from moescope.families.gpt_oss import GPT_OSS
+from moescope.families.granite import GRANITE, GRANITE_FUSED
+from moescope.families.hunyuan import HUNYUAN
+from moescope.families.layout import Family, Model
+from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
 from moescope.families.mlp_experts import MLP_EXPERTS
-from moescope.families.reading import MoeCheckpoint, fits, read_layout, routers
+from moescope.families.mlp_router import MLP_ROUTER
+from moescope.families.nllb import NLLB
+from moescope.families.reading import MoeCheckpoint, fits, known_model, read_layout, routers
+from moescope.families.router_gate import ROUTER_GATE
+from moescope.families.switch import SWITCH
 
-FAMILIES: list[Family] = [MIXTRAL, MLP_EXPERTS]
+# Where two layouts fit the same tensors, the first counts: GPT_OSS asks for more than MLP_ROUTER.
+FAMILIES: list[Family] = [
+    MIXTRAL,
+    MLP_EXPERTS,
+    GPT_OSS,
+    MLP_ROUTER,
+    ROUTER_GATE,
+    HUNYUAN,
+    FEED_FORWARD,
+    LFM2,
+    DBRX,
+    GRANITE,
+    GRANITE_FUSED,
+    NLLB,
+    SWITCH,
+]
+# A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
+MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
 
 __all__ = ["FAMILIES", "Family", "MoeCheckpoint", "read_moe"]
 
@@ -28,6 +55,6 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
             f"or a layout not known yet. Looked for: {looked_for}"
         )
     fitting = [family for family in with_router if fits(family, checkpoint)] or with_router
-    model_type = (checkpoint.config or {}).get("model_type")
-    named = [family for family in fitting if model_type in family.models]
-    return read_layout((named or fitting)[0], checkpoint)
+    model = known_model(MODELS, checkpoint.config)
+    named = [family for family in fitting if model in family.models.values()]
+    return read_layout((named or fitting)[0], model, checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moescope.errors import BadInput
-from moescope.families.layout import LayerTensors, Stacks
+from moescope.families.layout import LayerTensors, Stacks, check_shape
 from moescope.types import LazyTensor, SharedExpert
 
 
@@ -13,7 +13,7 @@ def per_expert(gate: str, up: str | None, down: str) -> Callable[[LayerTensors],
     """One [out, in] tensor an expert and projection; `up` is None for experts without a gate."""
 
     def read(tensors: LayerTensors) -> Stacks:
-        gates = tensors.each(gate, None, tensors.d_model)
+        gates = tensors.each(gate, "d_ff", tensors.d_model)
         d_ff = gates.shape[1]
         ups = tensors.each(up, d_ff, tensors.d_model) if up else None
         return gates, ups, tensors.each(down, tensors.d_model, d_ff)
@@ -41,7 +41,7 @@ def fused_gate_up(gate_up: str, down: str, interleaved: bool = False) -> Callabl
         if plain == turned:
             raise BadInput(
                 f"{stored.file}: tensors {stored.name} {list(stored.shape)} and {lower.name} {list(lower.shape)} do not fit "
-                f"d_model {width}; expected [E, 2F, {width}] and [E, {width}, F], or both transposed"
+                f"d_model {width}; expected [E, 2F, {width}] and [E, {width}, F], or both transposed; check how they were saved"
             )
         d_ff = lower.shape[2] if plain else lower.shape[1]
 
@@ -84,12 +84,46 @@ def shared_expert(pattern: str, gate: str | None = None) -> Callable[[LayerTenso
         names = {part: pattern.replace("{p}", part) for part in ("gate", "up", "down")}
         if not tensors.has(names["gate"]):
             return None
-        hidden = tensors.info(names["gate"]).shape[0]
+        info = tensors.info(names["gate"])
+        check_shape(info, ("d_ff", tensors.d_model))
+        hidden = info.shape[0]
         parts: dict[str, LazyTensor] = {
             part: tensors.lazy(name, (tensors.d_model, hidden) if part == "down" else (hidden, tensors.d_model))
             for part, name in names.items()
         }
         front = tensors.lazy(gate, (1, tensors.d_model)) if gate and tensors.has(gate) else None
         return SharedExpert(parts["gate"], parts["up"], parts["down"], front)
+
+    return read
+
+
+def shared_gate_up(gate_up: str, down: str) -> Callable[[LayerTensors], SharedExpert | None]:
+    """The shared expert whose gate and up lie one below the other in one tensor [2F, D]; None where the layer has none."""
+
+    def read(tensors: LayerTensors) -> SharedExpert | None:
+        if not tensors.has(gate_up):
+            return None
+        stored = tensors.info(gate_up)
+        check_shape(stored, ("2 * d_ff", tensors.d_model))
+        hidden = stored.shape[0] // 2
+        lower = tensors.lazy(down, (tensors.d_model, hidden))
+
+        def half(which: int) -> LazyTensor:
+            rows = slice(which * hidden, (which + 1) * hidden)
+            return LazyTensor(
+                stored.name, (hidden, tensors.d_model), stored.dtype, str(stored.file),
+                lambda: tensors.checkpoint.read_slice(stored.name, rows),
+            )  # fmt: skip
+
+        return SharedExpert(half(0), half(1), lower)
+
+    return read
+
+
+def first_shared(*ways: Callable[[LayerTensors], SharedExpert | None]) -> Callable[[LayerTensors], SharedExpert | None]:
+    """The first of several ways that finds a shared expert."""
+
+    def read(tensors: LayerTensors) -> SharedExpert | None:
+        return next((found for way in ways if (found := way(tensors)) is not None), None)
 
     return read

@@ -33,6 +33,7 @@ class Model:
     moe_layers: Callable[[Config], set[int]]  # given the config of the text model
     scoring: str = "softmax"
     norm_offset: float = 0.0  # 1.0 where the norm multiplies by (1 + weight)
+    norm: str | None = "as the layout has it"  # where the norm in front of the block lies; None where there is none
     activation: tuple[str, ...] | str = ("hidden_act", "hidden_activation")  # a plain string is the activation itself
 
 
@@ -44,7 +45,7 @@ class Family:
     """
 
     name: str
-    models: dict[str, Model]  # config.model_type -> what it says
+    models: dict[str, Model]  # config.model_type -> what it says, of the models that transformers writes in this layout
     router: str
     markers: tuple[str, ...]  # of these one must be there: tells layouts apart whose routers have the same name
     experts: Callable[[LayerTensors], Stacks]
@@ -66,6 +67,7 @@ class LayerTensors:
     sublayer: str  # what {S} stands for
     n_experts: int
     d_model: int
+    router: str = ""  # the router's name, for messages
     taken: set[str] = field(default_factory=set, compare=False)  # names understood so far, for coverage
 
     def name(self, template: str, expert: int | None = None) -> str:
@@ -90,38 +92,58 @@ class LayerTensors:
         check_shape(info, shape)
         return LazyTensor(info.name, info.shape, info.dtype, str(info.file), lambda: self.checkpoint.read(info.name))
 
-    def each(self, template: str, rows: int | None, columns: int | None) -> ExpertStack:
-        """One tensor an expert, [out, in]; a side given as None is taken from expert 0."""
+    def each(self, template: str, *sides: int | str) -> ExpertStack:
+        """One tensor an expert; a side given by name is taken from expert 0."""
         infos = [self.info(template, expert) for expert in range(self.n_experts)]
         if self.has(template, self.n_experts):
             raise BadInput(
-                f"{infos[0].file}: the router has {self.n_experts} rows, but there is a tensor "
-                f"{self.name(template, self.n_experts)}; download both again"
+                f"{infos[0].file}: router {self.router} has {self.n_experts} rows, but there are more experts than that "
+                f"on disk, such as {self.name(template, self.n_experts)}; download both again"
             )
-        first = infos[0].shape
-        expected = (rows or (first[0] if first else 0), columns or (first[-1] if first else 0))
+        check_shape(infos[0], sides)
         for info in infos:
-            check_shape(info, expected)
+            check_shape(info, infos[0].shape)
         names = tuple(info.name for info in infos)
         return ExpertStack(
-            names, (self.n_experts, *expected), infos[0].dtype, tuple(str(info.file) for info in infos),
+            names, (self.n_experts, *infos[0].shape), infos[0].dtype, tuple(str(info.file) for info in infos),
             lambda expert: self.checkpoint.read(names[expert]),
         )  # fmt: skip
 
     def slices(
-        self, template: str, take: Callable[[Tensor], Tensor], stored: tuple[int, ...], shape: tuple[int, int]
+        self, template: str, take: Callable[[Tensor], Tensor], stored: tuple[int, ...], shape: tuple[int, ...]
     ) -> ExpertStack:
-        """Expert slices of one fused tensor [E, ...]: `take` turns a stored slice into [out, in]."""
+        """Expert slices of one fused tensor [E, *stored]: `take` turns a stored slice into one of `shape`."""
         info = self.info(template)
         check_shape(info, (self.n_experts, *stored))
+        return self.parts(info, take, shape, lambda expert: expert)
+
+    def row_blocks(self, template: str, take: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> ExpertStack:
+        """Experts one below the other in one tensor [E * rows, columns]: `take` turns a block into one of `shape`."""
+        info = self.info(template)
+        rows = info.shape[0] // self.n_experts
+        return self.parts(info, take, shape, lambda expert: slice(expert * rows, (expert + 1) * rows))
+
+    def parts(
+        self,
+        info: TensorInfo,
+        take: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...],
+        where: Callable[[int], int | slice],
+    ) -> ExpertStack:
         return ExpertStack(
-            (info.name,), (self.n_experts, *shape), info.dtype, (str(info.file),) * self.n_experts,
-            lambda expert: take(self.checkpoint.read_slice(info.name, expert)),
+            tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts)),
+            (self.n_experts, *shape), info.dtype, (str(info.file),) * self.n_experts,
+            lambda expert: take(self.checkpoint.read_slice(info.name, where(expert))),
         )  # fmt: skip
 
 
-def check_shape(info: TensorInfo, expected: tuple[int, ...]) -> None:
-    if info.shape != expected or 0 in info.shape:
+def check_shape(info: TensorInfo, expected: tuple[int | str, ...]) -> None:
+    """Refuse another shape than expected; a side given by name may be of any length."""
+    fits = len(info.shape) == len(expected) and all(
+        isinstance(side, str) or side == found for side, found in zip(expected, info.shape, strict=True)
+    )
+    if not fits or 0 in info.shape:
+        wanted = f"[{', '.join(map(str, expected))}]"
         raise BadInput(
-            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {list(expected)}; check how it was saved"
+            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {wanted}; check how it was saved"
         )

@@ -2,7 +2,7 @@
 
 from moescope.families.experts import either, fused_gate_up, per_expert
 from moescope.families.layout import Family, Model
-from moescope.families.sparsity import every_layer
+from moescope.families.sparsity import after_dense, every_layer
 
 EXPERTS, TOP_K = ("num_local_experts",), ("num_experts_per_tok",)
 EACH, FUSED = "{L}.block_sparse_moe.experts.{e}.w1.weight", "{L}.block_sparse_moe.experts.gate_up_proj"
@@ -14,6 +14,7 @@ MIXTRAL = Family(
         "minimax": Model(EXPERTS, TOP_K, every_layer),
         "minimax_m2": Model(EXPERTS, TOP_K, every_layer, scoring="sigmoid"),
         "phimoe": Model(EXPERTS, TOP_K, every_layer, scoring="sparsemixer"),
+        "kimi_linear": Model(("num_experts",), ("num_experts_per_token",), after_dense(1), scoring="sigmoid"),
     },
     router="{L}.block_sparse_moe.gate.weight",
     markers=(EACH, FUSED),

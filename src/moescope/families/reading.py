@@ -37,7 +37,7 @@ class FoundRouter:
 def pattern(template: str) -> re.Pattern[str]:
     escaped = re.escape(template)
     for letter in "LeS":
-        escaped = escaped.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>\d{{1,9}})", 1)
+        escaped = escaped.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>\d+)", 1)
     return re.compile(rf"(?P<P>.*?)\.?{escaped}")
 
 
@@ -49,6 +49,11 @@ def routers(family: Family, checkpoint: Checkpoint) -> list[FoundRouter]:
         match = match_router.fullmatch(info.name)
         if match and not is_mtp(info.name):
             groups = match.groupdict()
+            if len(groups["L"]) > 9:
+                raise BadInput(
+                    f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(groups['L'])} digits; "
+                    "download the file again"
+                )
             found.append(FoundRouter(groups["P"], int(groups["L"]), groups.get("S") or "", info))
     return found
 
@@ -68,41 +73,48 @@ def fits(family: Family, checkpoint: Checkpoint) -> bool:
 
 
 def text_config(config: Config | None) -> Config:
-    """The part of a config that speaks of the language model."""
+    """The part of a config that speaks of the language model, laid over the whole: it may be nested more than once."""
     config = config or {}
-    nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, dict) else config
+    for name in ("thinker_config", "text_config"):
+        nested = config.get(name)
+        if isinstance(nested, dict):
+            config = {**config, **nested}
+    return config
 
 
-def known_model(family: Family, config: Config | None) -> Model | None:
-    """What is known of the model beyond its tensors' names; None without a config or for a model_type nobody claims."""
-    return family.models.get((config or {}).get("model_type", ""))
+def known_model(models: dict[str, Model], config: Config | None) -> Model | None:
+    """What is known of the model beyond its tensors' names; None without a config or for a model_type nobody claims.
+
+    A model around a language model (vision, speech) may be unknown by its own type and known by that of its text_config.
+    """
+    kinds = ((config or {}).get("model_type"), text_config(config).get("model_type"))
+    return next((models[kind] for kind in kinds if isinstance(kind, str) and kind in models), None)
 
 
 def stated(config: Config, fields: tuple[str, ...], layer: int) -> Any:
     """The first of the fields that the config has; where it is a list, this layer's entry."""
-    value = next((config[name] for name in fields if config.get(name) is not None), None)
-    if isinstance(value, list):
-        return value[layer] if layer < len(value) else None
-    return value
+    for path in fields:
+        value: Any = config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            return value[layer] if layer < len(value) else None
+        if value is not None:
+            return value
+    return None
 
 
-def read_layout(family: Family, checkpoint: Checkpoint) -> MoeCheckpoint:
+def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> MoeCheckpoint:
     """The checkpoint's MoE layers; refuses one whose layers are missing or do not fit together."""
-    model = known_model(family, checkpoint.config)
     config = text_config(checkpoint.config)
     expected = expected_layers(family, model, checkpoint)
-    offset = int(config.get("encoder_layers") or config.get("num_layers") or 0)
+    depth = config.get("num_hidden_layers")
     found: dict[int, FoundRouter] = {}
     beyond: set[str] = set()
     for router in routers(family, checkpoint):
-        layer = router.number + (offset if "decoder" in router.prefix.split(".") else 0)
-        if (
-            expected is not None
-            and layer not in expected
-            and layer >= config.get("num_hidden_layers", MOST_LAYERS)
-            and not offset
-        ):
+        layer = router.number + layers_before(router.prefix, config, checkpoint)
+        in_stack = not isinstance(depth, int) or router.number < depth or layer != router.number
+        if expected is not None and layer not in expected and not in_stack:
             beyond.add(f"{router.prefix}.{router.number}.")  # DeepSeek and GLM store their MTP head as one layer more
             continue
         if layer in found:
@@ -121,14 +133,27 @@ def read_layout(family: Family, checkpoint: Checkpoint) -> MoeCheckpoint:
     )
 
 
+def layers_before(prefix: str, config: Config, checkpoint: Checkpoint) -> int:
+    """How many layers come before this stack: an encoder's, where the stack is its decoder; else none."""
+    if "decoder" not in prefix.split("."):
+        return 0
+    said = [config.get(name) for name in ("encoder_layers", "num_layers")]
+    counts = [count for count in said if isinstance(count, int) and 0 <= count <= MOST_LAYERS]
+    if counts:
+        return counts[0]
+    numbers = (re.match(r"(?:.*\.)?encoder\.\w+\.(\d{1,9})\.", name) for name in checkpoint.tensors)
+    return max((int(match[1]) + 1 for match in numbers if match), default=0)
+
+
 def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint) -> set[int] | None:
     """The layers the config says are MoE; None where there is no config, or one of a model whose rule is not known."""
     if model is None:
         return None
     config = text_config(checkpoint.config)
     try:
-        if config.get("num_hidden_layers", 0) > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers {config['num_hidden_layers']}")
+        for name in ("num_hidden_layers", "n_layers", "num_layers", "encoder_layers", "decoder_layers"):
+            if config.get(name, 0) > MOST_LAYERS:
+                raise ValueError(f"{name} {config[name]}")
         return model.moe_layers(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         folder = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
@@ -171,13 +196,16 @@ def one_layer(
                 f"{router.info.file}: router {router.info.name} has {n_experts} rows, but config.json says {said} experts; "
                 "check that they belong together"
             )
-    tensors = LayerTensors(checkpoint, router.prefix, router.number, router.sublayer, n_experts, d_model, taken)
+    tensors = LayerTensors(
+        checkpoint, router.prefix, router.number, router.sublayer, n_experts, d_model, router.info.name, taken
+    )
     gate, up, down = family.experts(tensors)
     correction = next((name for name in family.correction_bias if tensors.has(name)), None)
     top_k: Any = (
         stated(config, model.top_k, layer) if model and not isinstance(model.top_k, int) else model and model.top_k
     )
     activation = model.activation if model else ("hidden_act",)
+    norm = model.norm if model and model.norm != Model.norm else family.norm
     return LayerWeights(
         layer=layer,
         layer_name=tensors.name(family.block),
@@ -185,7 +213,7 @@ def one_layer(
         gate_EFD=gate,
         up_EFD=up,
         down_EDF=down,
-        norm_D=tensors.lazy(family.norm, (d_model,)) if family.norm and tensors.has(family.norm) else None,
+        norm_D=tensors.lazy(norm, (d_model,)) if norm and tensors.has(norm) else None,
         norm_offset=model.norm_offset if model else 0.0,
         top_k=top_k if model else config.get("num_experts_per_tok"),
         scoring=model.scoring if model else "unknown",
@@ -226,9 +254,9 @@ def coverage(
             reason = "multi-token prediction" if extra else "not part of an MoE block"
             skipped[reason] = skipped.get(reason, 0) + 1
     model_type = (checkpoint.config or {}).get("model_type")
-    unclaimed = checkpoint.config is not None and model is None
+    layout = f"{family.name} layout" + ("" if model_type is None else f", model_type {model_type}")
     return Coverage(
-        family=f"{family.name} layout, model_type {model_type}" if unclaimed or model_type is None else str(model_type),
+        family=layout if model is None else str(model_type),
         layers_found=len(layers),
         layers_expected=None if expected is None else len(expected),
         experts_per_layer=tuple(sorted({weights.n_experts for weights in layers.values()})),

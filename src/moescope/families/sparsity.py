@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moescope.families.layout import Config
 
 
@@ -16,15 +18,24 @@ def by_step(config: Config) -> set[int]:
     return {layer for layer in every_layer(config) if layer not in dense and (layer + 1) % step == 0}
 
 
-def after_dense(config: Config) -> set[int]:
-    """DeepSeek, GLM: all but the first few."""
-    return {layer for layer in every_layer(config) if layer >= config.get("first_k_dense_replace", 0)}
+def every_block(config: Config) -> set[int]:
+    """DBRX counts its layers under another name."""
+    return set(range(config["n_layers"]))
 
 
-def listed_or_after_dense(config: Config) -> set[int]:
-    """Newer configs list each layer's kind; older ones count the dense layers at the start."""
-    kinds = config.get("mlp_layer_types")
-    return {layer for layer, kind in enumerate(kinds) if kind == "sparse"} if kinds else after_dense(config)
+def after_dense(unless_told: int) -> Callable[[Config], set[int]]:
+    """All but the first few. Newer configs list each layer's kind, older ones count the dense layers at the start."""
+
+    def rule(config: Config) -> set[int]:
+        kinds = config.get("mlp_layer_types")
+        if kinds:
+            return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
+        counts = [config.get(name) for name in ("first_k_dense_replace", "num_dense_layers")]
+        dense = next((count for count in counts if count is not None), unless_told)
+        every: int = config.get("moe_layer_freq") or 1
+        return {layer for layer in every_layer(config) if layer >= dense and layer % every == 0}
+
+    return rule
 
 
 def in_window(config: Config) -> set[int]:
@@ -49,17 +60,27 @@ def by_period(config: Config) -> set[int]:
     return {layer for layer in every_layer(config) if layer % period == offset}
 
 
-def encoder_decoder(encoder: str, decoder: str, encoder_step: str, decoder_step: str, first: int):  # type: ignore[no-untyped-def]
-    """NLLB, Switch: every so many layers of each half; decoder layers are numbered after the encoder's."""
+def nllb(config: Config) -> set[int]:
+    """NLLB: every so many layers of each half; decoder layers are numbered after the encoder's."""
+    encoder, decoder = config["encoder_layers"], config["decoder_layers"]
+    steps = (config.get("encoder_sparse_step", 4), config.get("decoder_sparse_step", 4))
+    return stacks((encoder, steps[0]), (decoder, steps[1]), last=True)
 
-    def rule(config: Config) -> set[int]:
-        halves = ((config[encoder], config[encoder_step], 0), (config[decoder], config[decoder_step], config[encoder]))
-        return {
-            start + layer
-            for count, step, start in halves
-            if step
-            for layer in range(count)
-            if step == 1 or layer % step == first % step
-        }
 
-    return rule
+def switch(config: Config) -> set[int]:
+    """Switch: so many layers of each half, spread evenly; decoder layers are numbered after the encoder's."""
+    encoder = config["num_layers"]
+    decoder = config.get("num_decoder_layers") or encoder
+    sparse = (config.get("num_sparse_encoder_layers", 3), config.get("num_sparse_decoder_layers", 3))
+    steps = [count // wanted if wanted else count for count, wanted in zip((encoder, decoder), sparse, strict=True)]
+    return stacks((encoder, steps[0]), (decoder, steps[1]), last=False)
+
+
+def stacks(*halves: tuple[int, int], last: bool) -> set[int]:
+    """Of each (count, step): the last layer of every step, or its second; a step of 0 has none."""
+    found, start = set(), 0
+    for count, step in halves:
+        place = (step - 1 if last else 1 % step) if step > 0 else None
+        found |= {start + layer for layer in range(count) if step > 0 and layer % step == place}
+        start += count
+    return found
