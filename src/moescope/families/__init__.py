@@ -38,7 +38,7 @@ FAMILIES: list[Family] = [
 # A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
 
-__all__ = ["FAMILIES", "Family", "MoeCheckpoint", "read_moe"]
+__all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe"]
 
 
 def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:

@@ -1,6 +1,6 @@
 """Mixtral's layout: w1 is the gate, w3 is up, w2 is down, under `block_sparse_moe`."""
 
-from moescope.families.experts import either, fused_gate_up, per_expert
+from moescope.families.experts import either, fused_gate_up, per_expert, shared_expert
 from moescope.families.layout import Family, Model
 from moescope.families.sparsity import after_dense, every_layer
 
@@ -28,4 +28,5 @@ MIXTRAL = Family(
         "{L}.block_sparse_moe.e_score_correction_bias",
         "{L}.block_sparse_moe.gate.e_score_correction_bias",
     ),
+    shared=shared_expert("{L}.block_sparse_moe.shared_experts.{p}_proj.weight"),
 )

@@ -4,7 +4,7 @@ from moescope.families.experts import either, first_shared, fused_gate_up, per_e
 from moescope.families.layout import Family, Model
 from moescope.families.sparsity import after_dense, by_step, every_layer, in_window
 
-COUNT, TOP_K = ("num_experts", "num_local_experts"), ("num_experts_per_tok",)
+COUNT, TOP_K = ("num_experts", "num_local_experts"), ("num_experts_per_tok", "num_experts_per_token")
 ROUTED = ("n_routed_experts", "num_local_experts", "num_experts")
 EACH, FUSED = "{L}.mlp.experts.{e}.gate_proj.weight", "{L}.mlp.experts.gate_up_proj"
 
@@ -24,7 +24,6 @@ MLP_EXPERTS = Family(
         "qwen3_5_moe_text": Model(COUNT, TOP_K, every_layer, norm_offset=1.0),
         "qwen3_vl_moe": Model(COUNT, TOP_K, by_step),
         "qwen3_vl_moe_text": Model(COUNT, TOP_K, by_step),
-        "qwen3_omni_moe_text": Model(COUNT, TOP_K, by_step),
         "olmoe": Model(COUNT, TOP_K, every_layer),
         "flex_olmo": Model(COUNT, TOP_K, every_layer, norm=None),  # its norms stand behind the blocks
         "mellum": Model(COUNT, TOP_K, after_dense(0)),
