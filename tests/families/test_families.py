@@ -212,6 +212,61 @@ def test_multi_token_prediction_layers_are_skipped_and_counted(tmp_path):
     assert moe.coverage.skipped == {"not part of an MoE block": 1, "multi-token prediction": 5}
 
 
+def test_a_layer_beyond_the_last_is_a_multi_token_prediction_head_not_a_layer(tmp_path):
+    tensors = tiny_tensors(layers=3, family="qwen3_moe")
+    config = tiny_config(family="qwen3_moe") | {"model_type": "deepseek_v3", "first_k_dense_replace": 0}
+    moe = read(write_checkpoint(tmp_path, tensors, config))
+    assert set(moe.layers) == {0, 1}
+    assert moe.coverage.skipped == {"not part of an MoE block": 1, "multi-token prediction": 2 + 4 * 3}
+
+
+def test_kimi_k2_is_read_as_the_deepseek_v3_it_is(tmp_path):
+    config = tiny_config(family="qwen3_moe") | {"model_type": "kimi_k2", "first_k_dense_replace": 0}
+    tensors = tiny_tensors(family="qwen3_moe")
+    bias = torch.arange(4.0)
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = bias
+    layers = read(write_checkpoint(tmp_path, tensors, config)).layers
+    assert (layers[1].scoring, layers[1].top_k) == ("sigmoid", 2)
+    assert layers[0].correction_bias_E is None
+    assert torch.equal(layers[1].correction_bias_E.read(), bias)
+
+
+def test_a_language_model_within_another_is_known_by_its_own_type(tmp_path):
+    inner = tiny_config(family="qwen3_moe") | {"model_type": "deepseek_v3", "first_k_dense_replace": 0}
+    folder = write_checkpoint(
+        tmp_path, tiny_tensors(family="qwen3_moe"), {"model_type": "kimi_k25", "text_config": inner}
+    )
+    moe = read(folder)
+    assert moe.layers[0].scoring == "sigmoid"
+    assert (moe.coverage.family, moe.coverage.layers_expected) == ("kimi_k25", 2)
+
+
+def fused(tensors: dict[str, torch.Tensor], transposed: bool) -> dict[str, torch.Tensor]:
+    """The experts of tiny Qwen tensors in two tensors a layer, the released Qwen3-VL's way round or transformers'."""
+    out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        gate, up, down = (
+            torch.stack([tensors[expert_name(layer, expert, matrix, "qwen3_moe")] for expert in range(4)])
+            for matrix in ("gate", "up", "down")
+        )
+        both = torch.cat([gate, up], 1)
+        out[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = both.mT.contiguous() if transposed else both
+        out[f"model.layers.{layer}.mlp.experts.down_proj"] = down.mT.contiguous() if transposed else down
+    return out
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("d_ff", [8, 16, 24, 32])  # with d_model 16: 2F = D, F = D, and F = 2D look most alike
+def test_fused_experts_are_told_from_transposed_ones_by_both_shapes(tmp_path, d_ff, transposed):
+    tensors = tiny_tensors(family="qwen3_moe", d_ff=d_ff)
+    moe = read(write_checkpoint(tmp_path, fused(tensors, transposed), tiny_config(family="qwen3_moe")))
+    for layer, weights in moe.layers.items():
+        stacks = {"gate": weights.gate_EFD, "up": weights.up_EFD, "down": weights.down_EDF}
+        for matrix, stack in stacks.items():
+            for expert in range(4):
+                assert torch.equal(stack.read(expert), tensors[expert_name(layer, expert, matrix, "qwen3_moe")])
+
+
 def test_one_shard_alone_may_be_looked_at_and_coverage_says_how_little_it_is(tmp_path):
     tensors = tiny_tensors()
     folder = write_checkpoint(

@@ -15,7 +15,7 @@ from moescope.families.mixtral import MIXTRAL
 from moescope.families.mlp_experts import MLP_EXPERTS
 from moescope.families.mlp_router import MLP_ROUTER
 from moescope.families.nllb import NLLB
-from moescope.families.reading import MoeCheckpoint, fits, known_model, read_layout, routers
+from moescope.families.reading import MoeCheckpoint, fits, known_kind, read_layout, routers
 from moescope.families.router_gate import ROUTER_GATE
 from moescope.families.switch import SWITCH
 
@@ -55,6 +55,6 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
             f"or a layout not known yet. Looked for: {looked_for}"
         )
     fitting = [family for family in with_router if fits(family, checkpoint)] or with_router
-    model = known_model(MODELS, checkpoint.config)
-    named = [family for family in fitting if model in family.models.values()]
-    return read_layout((named or fitting)[0], model, checkpoint)
+    kind = known_kind(MODELS, checkpoint.config)
+    named = [family for family in fitting if kind in family.models]
+    return read_layout((named or fitting)[0], MODELS[kind] if kind else None, checkpoint)

@@ -82,13 +82,13 @@ def text_config(config: Config | None) -> Config:
     return config
 
 
-def known_model(models: dict[str, Model], config: Config | None) -> Model | None:
-    """What is known of the model beyond its tensors' names; None without a config or for a model_type nobody claims.
+def known_kind(models: dict[str, Model], config: Config | None) -> str | None:
+    """The model_type by which the model is known; None without a config or for one that nobody claims.
 
     A model around a language model (vision, speech) may be unknown by its own type and known by that of its text_config.
     """
     kinds = ((config or {}).get("model_type"), text_config(config).get("model_type"))
-    return next((models[kind] for kind in kinds if isinstance(kind, str) and kind in models), None)
+    return next((kind for kind in kinds if isinstance(kind, str) and kind in models), None)
 
 
 def stated(config: Config, fields: tuple[str, ...], layer: int) -> Any:
