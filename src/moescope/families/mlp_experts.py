@@ -28,9 +28,11 @@ MLP_EXPERTS = Family(
         "flex_olmo": Model(COUNT, TOP_K, every_layer, norm=None),  # its norms stand behind the blocks
         "mellum": Model(COUNT, TOP_K, after_dense(0)),
         "deepseek_v2": Model(ROUTED, TOP_K, after_dense(0)),
+        "mistral4": Model(ROUTED, TOP_K, after_dense(0)),
         "deepseek_v3": like_deepseek(3),
         "deepseek_v32": like_deepseek(3),
         "kimi_k2": like_deepseek(1),
+        "kimi_k25": like_deepseek(1),
         "glm4_moe": like_deepseek(1),
         "glm4_moe_lite": like_deepseek(1),
         "glm4v_moe": like_deepseek(1),
