@@ -47,7 +47,7 @@ def test_a_missing_expert_is_named(tmp_path, family, matrix, expert):
     tensors = tiny_tensors(family=family)
     name = expert_name(1, expert, matrix, family)
     del tensors[name]
-    refusal(write_checkpoint(tmp_path, tensors, tiny_config(family=family)), name, "missing")
+    refusal(write_checkpoint(tmp_path, tensors, tiny_config(family=family)), name, "is missing; download the shard")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,23 @@ def check_numbers(weights: LayerWeights, model: TinyModel, number: int) -> None:
         mixed_TD = (gates_TK[..., None] * outputs_ETD[chosen_TK, rows]).sum(1)
         close(mixed_TD, seen.output.reshape(mixed_TD.shape))
         check_scoring(weights, logits_TE, chosen_TK, gates_TK)
+    check_shared(weights, seen)
     check_norm(weights, model, x_TD)
+
+
+def check_shared(weights: LayerWeights, seen) -> None:
+    """The shared expert gives what its module gave, and so does the gate in front of it."""
+    shared = weights.shared
+    assert (shared is None) == ("expert" not in seen.shared)
+    if shared is None:
+        return
+    x_TD, output_TD = seen.shared["expert"]
+    gate, up = x_TD @ shared.gate_FD.read().T, x_TD @ shared.up_FD.read().T
+    close((activation(weights.activation)(gate) * up) @ shared.down_DF.read().T, output_TD)
+    assert (shared.gate_D is None) == ("front" not in seen.shared)
+    if shared.gate_D:
+        given, gave = seen.shared["front"]
+        close(given @ shared.gate_D.read().T, gave)
 
 
 def check_logits(weights: LayerWeights, logits_TE: Tensor, gave: tuple[Tensor, ...]) -> None:
@@ -226,6 +242,9 @@ MUTATIONS = {
     ),
     "another scoring": lambda w: replace(w, scoring="softmax" if w.scoring == "sigmoid" else "sigmoid"),
     "another activation": lambda w: replace(w, activation="gelu"),
+    "shared gate and up swapped": lambda w: replace(
+        w, shared=w.shared and replace(w.shared, gate_FD=w.shared.up_FD, up_FD=w.shared.gate_FD)
+    ),
     "norm lost": lambda w: replace(w, norm_D=None),
     "norm offset": lambda w: replace(w, norm_offset=1.0 - w.norm_offset),
 }
@@ -235,6 +254,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "llama4_text", "dbrx", "deepseek_v3", "qwen3_next"])
 def test_the_parity_check_sees_each_mistake(tmp_path, kind, mutation):
     weights = read(kind, "saved", tmp_path)[0]
+    if weights.shared is None and "shared" in mutation:
+        return
     check_numbers(weights, tiny(kind), 0)
     with pytest.raises(AssertionError):
         check_numbers(MUTATIONS[mutation](weights), tiny(kind), 0)

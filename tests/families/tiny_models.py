@@ -104,6 +104,9 @@ class Seen:
     output: Tensor | None = None
     x_TD: Tensor | None = None  # what the block was given
     router_gave: tuple[Tensor, ...] = ()
+    shared: dict[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # what the shared expert and its gate were given, and gave
 
 
 @dataclass
@@ -205,6 +208,12 @@ def run(tiny: TinyModel) -> None:
 
         hooks.append(seen.experts.register_forward_hook(keep_experts, with_kwargs=True))
         hooks.append(seen.block.register_forward_pre_hook(keep_block, with_kwargs=True))
+        for part, module in shared_of(seen).items():
+
+            def keep_shared(module, args, output, seen=seen, part=part):
+                seen.shared[part] = tensors_in((args[0], output))
+
+            hooks.append(module.register_forward_hook(keep_shared))
         owner, _ = router_of(seen)
         hooks.append(owner.register_forward_hook(keep_router))
     for module in tiny.model.modules():
@@ -269,19 +278,29 @@ def own_experts(experts: nn.Module) -> dict[str, Tensor]:
     return {part: tensor.detach() for part, tensor in found.items()}
 
 
+def shared_of(seen: Seen) -> dict[str, nn.Module]:
+    """The shared expert's module and the gate in front of it; empty where there is none."""
+    found: dict[str, nn.Module] = {}
+    for name, module in seen.layer.named_modules():
+        if "shared" in name and (hasattr(module, "output_linear") or hasattr(module, "down_proj")):
+            found["expert"] = module
+        elif name.endswith("shared_expert_gate"):
+            found["front"] = module
+    return found
+
+
 def own_shared(seen: Seen) -> dict[str, Tensor]:
     """The shared expert's matrices and the gate in front of it; empty where there is none."""
+    modules = shared_of(seen)
+    expert: Any = modules.get("expert")
     found: dict[str, Tensor] = {}
-    for name, module in seen.layer.named_modules():
-        if "shared" not in name:
-            continue
-        if hasattr(module, "output_linear"):
-            gate, up = module.input_linear.weight.chunk(2)
-            found |= {"gate": gate, "up": up, "down": module.output_linear.weight}
-        elif hasattr(module, "down_proj"):
-            found |= {part: getattr(module, f"{part}_proj").weight for part in ("gate", "up", "down")}
-        elif name.endswith("shared_expert_gate"):
-            found["front"] = module.weight
+    if hasattr(expert, "output_linear"):
+        gate, up = expert.input_linear.weight.chunk(2)
+        found = {"gate": gate, "up": up, "down": expert.output_linear.weight}
+    elif expert is not None:
+        found = {part: getattr(expert, f"{part}_proj").weight for part in ("gate", "up", "down")}
+    if "front" in modules:
+        found["front"] = modules["front"].weight
     return {part: tensor.detach() for part, tensor in found.items()}
 
 

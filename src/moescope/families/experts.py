@@ -69,9 +69,10 @@ def either(*ways: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[Lay
         for template, way in ways:
             if tensors.has(template, 0):
                 return way(tensors)
-        looked_for = " or ".join(tensors.name(template, 0) for template, _ in ways)
+        first, *others = (tensors.name(template, 0) for template, _ in ways)
+        instead = "".join(f", or {other} in its place," for other in others)
         raise BadInput(
-            f"{tensors.checkpoint.path}: no experts of layer {tensors.number}; looked for {looked_for}; download all shards"
+            f"{tensors.checkpoint.path}: tensor {first}{instead} is missing; download the shard that holds it"
         )
 
     return read
