@@ -231,6 +231,16 @@ def test_kimi_k2_is_read_as_the_deepseek_v3_it_is(tmp_path):
     assert torch.equal(layers[1].correction_bias_E.read(), bias)
 
 
+def test_counts_may_be_lists_with_an_entry_a_layer(tmp_path):
+    tensors = {
+        name.replace("mlp.gate.weight", "mlp.gate.wg.weight"): tensor
+        for name, tensor in tiny_tensors(family="qwen3_moe").items()
+    }
+    config = {"model_type": "hunyuan_v1_moe", "num_hidden_layers": 2, "num_experts": [4, 4], "moe_topk": [1, 2]}
+    layers = read(write_checkpoint(tmp_path, tensors, config)).layers
+    assert [weights.top_k for weights in layers.values()] == [1, 2]
+
+
 def test_a_language_model_within_another_is_known_by_its_own_type(tmp_path):
     inner = tiny_config(family="qwen3_moe") | {"model_type": "deepseek_v3", "first_k_dense_replace": 0}
     folder = write_checkpoint(

@@ -64,6 +64,15 @@ def test_every_tensor_of_every_moe_block_is_the_model_s_own(tmp_path, kind, form
         check_bits(weights, tiny(kind), number)
 
 
+@pytest.mark.parametrize("form", ["saved", "memory"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_and_shapes_alone_tell_the_layout(tmp_path, kind, form):
+    (tiny(kind).save(tmp_path, form) / "config.json").unlink()
+    layers = read_moe(open_checkpoint(tmp_path)).layers
+    for number, weights in enumerate(layers.values()):
+        check_bits(weights, tiny(kind), number)
+
+
 # --- the same numbers
 
 
