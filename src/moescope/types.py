@@ -32,10 +32,20 @@ class ExpertStack:
     """One projection of every expert of a layer, in [out, in] orientation; `stack.read(e)` reads expert e and no other."""
 
     names: tuple[str, ...]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]  # [E, out, in], or [E, out] of a bias
     dtype: str
     files: tuple[str, ...]
     read: Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The expert every token goes through, and the gate in front of it where there is one."""
+
+    gate_FD: LazyTensor
+    up_FD: LazyTensor | None
+    down_DF: LazyTensor
+    gate_D: LazyTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,12 @@ class LayerWeights:
     top_k: int | None  # None when no config tells
     scoring: str  # how logits become scores: "softmax", "sigmoid", ...
     activation: str | None
+    router_bias_E: LazyTensor | None = None
+    correction_bias_E: LazyTensor | None = None  # added to scores for choosing only
+    shared: SharedExpert | None = None
+    gate_bias_EF: ExpertStack | None = None
+    up_bias_EF: ExpertStack | None = None
+    down_bias_ED: ExpertStack | None = None
 
     @property
     def n_experts(self) -> int:

@@ -4,13 +4,41 @@ from __future__ import annotations
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
-from moescope.families.layout import Family, MoeCheckpoint, read_layout, router_tensors
+from moescope.families.dbrx import DBRX
+from moescope.families.feed_forward import FEED_FORWARD
+from moescope.families.gpt_oss import GPT_OSS
+from moescope.families.granite import GRANITE, GRANITE_FUSED
+from moescope.families.hunyuan import HUNYUAN
+from moescope.families.layout import Family, Model
+from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
-from moescope.families.qwen3_moe import QWEN3_MOE
+from moescope.families.mlp_experts import MLP_EXPERTS
+from moescope.families.mlp_router import MLP_ROUTER
+from moescope.families.nllb import NLLB
+from moescope.families.reading import MoeCheckpoint, fits, known_kind, read_layout, routers
+from moescope.families.router_gate import ROUTER_GATE
+from moescope.families.switch import SWITCH
 
-FAMILIES: list[Family] = [MIXTRAL, QWEN3_MOE]
+# Where two layouts fit the same tensors, the first counts: GPT_OSS asks for more than MLP_ROUTER.
+FAMILIES: list[Family] = [
+    MIXTRAL,
+    MLP_EXPERTS,
+    GPT_OSS,
+    MLP_ROUTER,
+    ROUTER_GATE,
+    HUNYUAN,
+    FEED_FORWARD,
+    LFM2,
+    DBRX,
+    GRANITE,
+    GRANITE_FUSED,
+    NLLB,
+    SWITCH,
+]
+# A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
+MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
 
-__all__ = ["FAMILIES", "Family", "MoeCheckpoint", "read_moe"]
+__all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe"]
 
 
 def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
@@ -18,14 +46,15 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
 
     A config whose model_type nobody claims still works when its tensors fit a layout; the coverage line names that layout.
     """
-    fitting = [family for family in FAMILIES if router_tensors(family, checkpoint)]
-    if not fitting:
+    with_router = [family for family in FAMILIES if routers(family, checkpoint)]
+    if not with_router:
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
             f"{checkpoint.path}: no MoE layer found (model_type {model_type}); it may be a dense model, "
             f"or a layout not known yet. Looked for: {looked_for}"
         )
-    model_type = (checkpoint.config or {}).get("model_type")
-    named = [family for family in fitting if model_type in family.model_types]
-    return read_layout((named or fitting)[0], checkpoint)
+    fitting = [family for family in with_router if fits(family, checkpoint)] or with_router
+    kind = known_kind(MODELS, checkpoint.config)
+    named = [family for family in fitting if kind in family.models]
+    return read_layout((named or fitting)[0], MODELS[kind] if kind else None, checkpoint)

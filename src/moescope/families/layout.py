@@ -1,208 +1,149 @@
-"""What a disk layout is, and how the layers of a checkpoint in that layout become LayerWeights."""
+"""What a disk layout is: where a layer's tensors lie, and how they become LayerWeights.
+
+Three words: a *layout* is how tensors are named and shaped on disk (`Family`, one file each); a *model* is what a config
+of one model_type says beyond that (`Model`); `LayerTensors` is one layer of one checkpoint while it is being read.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import Checkpoint, TensorInfo
 from moescope.errors import BadInput
-from moescope.types import Coverage, ExpertStack, LayerWeights, LazyTensor
+from moescope.types import ExpertStack, LazyTensor, SharedExpert
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Config = dict[str, Any]
-MOST_LAYERS = 100_000  # a config that claims more is damaged; its layers must not be counted one by one
+Stacks = tuple[ExpertStack, ExpertStack | None, ExpertStack]  # gate, up, down
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the config of one model_type says: how many experts, how many chosen, how they are scored, which layers are MoE.
+
+    Fields are paths into the config (`text_config.num_experts`); the first that is there counts.
+    """
+
+    experts: tuple[str, ...]
+    top_k: tuple[str, ...] | int
+    moe_layers: Callable[[Config], set[int]]  # given the config of the text model
+    scoring: str = "softmax"
+    norm_offset: float = 0.0  # 1.0 where the norm multiplies by (1 + weight)
+    norm: str | None = "as the layout has it"  # where the norm in front of the block lies; None where there is none
+    activation: tuple[str, ...] | str = ("hidden_act", "hidden_activation")  # a plain string is the activation itself
 
 
 @dataclass(frozen=True)
 class Family:
-    """One disk layout. Templates are anchored tensor names; {L} is the layer's number, {e} the expert's.
+    """One disk layout. Templates are anchored tensor names: {L} is the layer's number, {e} the expert's, {S} any number.
 
     Each template is what follows the layers' prefix (`model.layers` and the like), which is found, not assumed.
     """
 
     name: str
-    model_types: tuple[str, ...]  # config.model_type values known to use it
+    models: dict[str, Model]  # config.model_type -> what it says, of the models that transformers writes in this layout
     router: str
-    gate: str
-    up: str
-    down: str
-    norm: str
+    markers: tuple[str, ...]  # of these one must be there: tells layouts apart whose routers have the same name
+    experts: Callable[[LayerTensors], Stacks]
     block: str  # the block's own name, for `layer_name`
-    expert_count_fields: tuple[str, ...]
-    moe_layers: Callable[[Config], set[int]]  # which layers the config says are MoE
-    scoring: str = "softmax"
-    norm_offset: float = 0.0
+    norm: str | None
+    router_bias: str | None = None
+    correction_bias: tuple[str, ...] = ()  # where the bias for choosing may lie
+    shared: Callable[[LayerTensors], SharedExpert | None] = lambda tensors: None
+    biases: Callable[[LayerTensors], dict[str, ExpertStack]] = lambda tensors: {}
 
 
 @dataclass(frozen=True)
-class MoeCheckpoint:
-    """A checkpoint whose layout is known: its MoE layers in order, and what was covered."""
+class LayerTensors:
+    """One layer of a checkpoint, by template: what a layout's functions read from."""
 
     checkpoint: Checkpoint
-    family: Family
-    layers: dict[int, LayerWeights]
-    coverage: Coverage
+    prefix: str
+    number: int  # as it stands in the tensors' names
+    sublayer: str  # what {S} stands for
+    n_experts: int
+    d_model: int
+    router: str = ""  # the router's name, for messages
+    taken: set[str] = field(default_factory=set, compare=False)  # names understood so far, for coverage
 
-
-def pattern(template: str) -> re.Pattern[str]:
-    escaped = re.escape(template).replace(r"\{L\}", r"(?P<L>\d{1,9})").replace(r"\{e\}", r"(?P<e>\d{1,9})")
-    return re.compile(rf"(?P<P>.*?)\.?{escaped}")
-
-
-def router_tensors(family: Family, checkpoint: Checkpoint) -> dict[int, tuple[str, TensorInfo]]:
-    """Layer number -> (prefix, router tensor), multi-token-prediction layers left out."""
-    match_router = pattern(family.router)
-    found: dict[int, tuple[str, TensorInfo]] = {}
-    for info in checkpoint.tensors.values():
-        match = match_router.fullmatch(info.name)
-        if match and not match["P"].startswith("mtp"):
-            layer = int(match["L"])
-            if layer in found:
-                raise BadInput(
-                    f"{info.file}: two routers for layer {layer}: {found[layer][1].name} and {info.name}; "
-                    "give a checkpoint with one stack of layers"
-                )
-            found[layer] = (match["P"], info)
-    return found
-
-
-def read_layout(family: Family, checkpoint: Checkpoint) -> MoeCheckpoint:
-    """The checkpoint seen through the family's eyes; refuses one whose layers are missing or do not fit together."""
-    routers = router_tensors(family, checkpoint)
-    check_expected_layers(family, checkpoint, routers)
-    layers = {layer: one_layer(family, checkpoint, layer, *routers[layer]) for layer in sorted(routers)}
-    return MoeCheckpoint(checkpoint, family, layers, coverage(family, checkpoint, layers))
-
-
-def claims(family: Family, config: Config | None) -> bool:
-    """Whether the family knows this model, not only its tensor names; without a config the names must do."""
-    return config is None or config.get("model_type") in family.model_types
-
-
-def expected_layers(family: Family, checkpoint: Checkpoint) -> set[int] | None:
-    """The layers the config says are MoE; None where there is no config, or one of a model whose rule is not known."""
-    config = checkpoint.config
-    if config is None or not claims(family, config):
-        return None
-    try:
-        if config["num_hidden_layers"] > MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers {config['num_hidden_layers']}")
-        return family.moe_layers(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        folder = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
-        raise BadInput(
-            f"{folder / 'config.json'}: cannot tell which layers are MoE ({type(error).__name__}: {error}); "
-            f"check its fields against a {family.name} config"
-        ) from None
-
-
-def check_expected_layers(family: Family, checkpoint: Checkpoint, routers: dict[int, tuple[str, TensorInfo]]) -> None:
-    if checkpoint.path.is_file():
-        return  # one shard alone is a legitimate thing to look at; coverage says how much of the model it is
-    absent = sorted((expected_layers(family, checkpoint) or set()) - set(routers))
-    if absent:
-        raise BadInput(
-            f"{checkpoint.path}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
-            "download the missing shards"
-        )
-
-
-def one_layer(family: Family, checkpoint: Checkpoint, layer: int, prefix: str, router: TensorInfo) -> LayerWeights:
-    def full(template: str, expert: int | None = None) -> str:
-        name = template.replace("{L}", str(layer))
+    def name(self, template: str, expert: int | None = None) -> str:
+        text = template.replace("{L}", str(self.number)).replace("{S}", self.sublayer)
         if expert is not None:
-            name = name.replace("{e}", str(expert))
-        return f"{prefix}.{name}" if prefix else name
+            text = text.replace("{e}", str(expert))
+        return f"{self.prefix}.{text}" if self.prefix else text
 
-    if len(router.shape) != 2 or 0 in router.shape:
-        raise wrong_shape(router, "[experts, d_model]")
-    n_experts, d_model = router.shape
-    config = checkpoint.config or {}
-    stated = next((config[field] for field in family.expert_count_fields if field in config), n_experts)
-    if stated != n_experts:
-        raise BadInput(
-            f"{router.file}: router {router.name} has {n_experts} rows, but config.json says {stated} experts; check that they belong together"
-        )
+    def has(self, template: str, expert: int | None = None) -> bool:
+        return self.name(template, expert) in self.checkpoint.tensors
 
-    def stack(template: str, shape: tuple[int, int] | None) -> ExpertStack:
-        infos = []
-        for expert in range(n_experts):
-            name = full(template, expert)
-            if name not in checkpoint.tensors:
-                raise BadInput(f"{checkpoint.path}: tensor {name} is missing; download the shard that holds it")
-            infos.append(checkpoint.tensors[name])
-        expected = shape or infos[0].shape
-        if len(expected) != 2 or 0 in expected or (shape is None and expected[1] != d_model):
-            raise wrong_shape(infos[0], f"[d_ff, {d_model}]")
+    def info(self, template: str, expert: int | None = None) -> TensorInfo:
+        name = self.name(template, expert)
+        if name not in self.checkpoint.tensors:
+            raise BadInput(f"{self.checkpoint.path}: tensor {name} is missing; download the shard that holds it")
+        self.taken.add(name)
+        return self.checkpoint.tensors[name]
+
+    def lazy(self, template: str, shape: tuple[int, ...]) -> LazyTensor:
+        """A whole tensor of known shape."""
+        info = self.info(template)
+        check_shape(info, shape)
+        return LazyTensor(info.name, info.shape, info.dtype, str(info.file), lambda: self.checkpoint.read(info.name))
+
+    def each(self, template: str, *sides: int | str) -> ExpertStack:
+        """One tensor an expert; a side given by name is taken from expert 0."""
+        infos = [self.info(template, expert) for expert in range(self.n_experts)]
+        if self.has(template, self.n_experts):
+            raise BadInput(
+                f"{infos[0].file}: router {self.router} has {self.n_experts} rows, but there are more experts than that "
+                f"on disk, such as {self.name(template, self.n_experts)}; download both again"
+            )
+        check_shape(infos[0], sides)
         for info in infos:
-            if info.shape != expected:
-                raise wrong_shape(info, str(list(expected)))
+            check_shape(info, infos[0].shape)
         names = tuple(info.name for info in infos)
-        files = tuple(str(info.file) for info in infos)
         return ExpertStack(
-            names,
-            (n_experts, expected[0], expected[1]),
-            infos[0].dtype,
-            files,
-            lambda expert: checkpoint.read(names[expert]),
-        )
+            names, (self.n_experts, *infos[0].shape), infos[0].dtype, tuple(str(info.file) for info in infos),
+            lambda expert: self.checkpoint.read(names[expert]),
+        )  # fmt: skip
 
-    if full(family.gate, n_experts) in checkpoint.tensors:
+    def slices(
+        self, template: str, take: Callable[[Tensor], Tensor], stored: tuple[int, ...], shape: tuple[int, ...]
+    ) -> ExpertStack:
+        """Expert slices of one fused tensor [E, *stored]: `take` turns a stored slice into one of `shape`."""
+        info = self.info(template)
+        check_shape(info, (self.n_experts, *stored))
+        return self.parts(info, take, shape, lambda expert: expert)
+
+    def row_blocks(self, template: str, take: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> ExpertStack:
+        """Experts one below the other in one tensor [E * rows, columns]: `take` turns a block into one of `shape`."""
+        info = self.info(template)
+        rows = info.shape[0] // self.n_experts
+        return self.parts(info, take, shape, lambda expert: slice(expert * rows, (expert + 1) * rows))
+
+    def parts(
+        self,
+        info: TensorInfo,
+        take: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...],
+        where: Callable[[int], int | slice],
+    ) -> ExpertStack:
+        return ExpertStack(
+            tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts)),
+            (self.n_experts, *shape), info.dtype, (str(info.file),) * self.n_experts,
+            lambda expert: take(self.checkpoint.read_slice(info.name, where(expert))),
+        )  # fmt: skip
+
+
+def check_shape(info: TensorInfo, expected: tuple[int | str, ...]) -> None:
+    """Refuse another shape than expected; a side given by name may be of any length."""
+    fits = len(info.shape) == len(expected) and all(
+        isinstance(side, str) or side == found for side, found in zip(expected, info.shape, strict=True)
+    )
+    if not fits or 0 in info.shape:
+        wanted = f"[{', '.join(map(str, expected))}]"
         raise BadInput(
-            f"{router.file}: router {router.name} has {n_experts} rows, but there are more experts than that on disk; download both again"
+            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {wanted}; check how it was saved"
         )
-    gate = stack(family.gate, None)
-    d_ff = gate.shape[1]
-    norm = checkpoint.tensors.get(full(family.norm))
-    if norm is not None and norm.shape != (d_model,):
-        raise wrong_shape(norm, f"[{d_model}]")
-    return LayerWeights(
-        layer=layer,
-        layer_name=full(family.block),
-        router_ED=lazy(checkpoint, router),
-        gate_EFD=gate,
-        up_EFD=stack(family.up, (d_ff, d_model)),
-        down_EDF=stack(family.down, (d_model, d_ff)),
-        norm_D=lazy(checkpoint, norm) if norm is not None else None,
-        norm_offset=family.norm_offset,
-        top_k=config.get("num_experts_per_tok"),
-        scoring=family.scoring if claims(family, checkpoint.config) else "unknown",
-        activation=config.get("hidden_act"),
-    )
-
-
-def wrong_shape(info: TensorInfo, expected: str) -> BadInput:
-    return BadInput(
-        f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {expected}; check how it was saved"
-    )
-
-
-def lazy(checkpoint: Checkpoint, info: TensorInfo) -> LazyTensor:
-    return LazyTensor(info.name, info.shape, info.dtype, str(info.file), lambda: checkpoint.read(info.name))
-
-
-def coverage(family: Family, checkpoint: Checkpoint, layers: dict[int, LayerWeights]) -> Coverage:
-    understood: set[str] = set()
-    for weights in layers.values():
-        stacks = [stack for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF) if stack is not None]
-        understood.update(*(stack.names for stack in stacks), (weights.router_ED.name,))
-        if weights.norm_D is not None:
-            understood.add(weights.norm_D.name)
-    skipped: dict[str, int] = {}
-    for name in checkpoint.tensors:
-        if name not in understood:
-            reason = "multi-token prediction" if name.startswith("mtp") else "not part of an MoE block"
-            skipped[reason] = skipped.get(reason, 0) + 1
-    expected = expected_layers(family, checkpoint)
-    model_type = (checkpoint.config or {}).get("model_type")
-    return Coverage(
-        family=family.name if claims(family, checkpoint.config) else f"{family.name} layout, model_type {model_type}",
-        layers_found=len(layers),
-        layers_expected=None if expected is None else len(expected),
-        experts_per_layer=tuple(sorted({weights.n_experts for weights in layers.values()})),
-        parameters_understood=sum(checkpoint.tensors[name].parameters for name in understood),
-        parameters_total=sum(info.parameters for info in checkpoint.tensors.values()),
-        skipped=skipped,
-    )

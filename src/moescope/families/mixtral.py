@@ -1,21 +1,32 @@
-"""Mixtral's layout: w1 is the gate, w3 is up, w2 is down, under `block_sparse_moe`; every layer is MoE."""
+"""Mixtral's layout: w1 is the gate, w3 is up, w2 is down, under `block_sparse_moe`."""
 
-from moescope.families.layout import Config, Family
+from moescope.families.experts import either, fused_gate_up, per_expert, shared_expert
+from moescope.families.layout import Family, Model
+from moescope.families.sparsity import after_dense, every_layer
 
-
-def moe_layers(config: Config) -> set[int]:
-    return set(range(config["num_hidden_layers"]))
-
+EXPERTS, TOP_K = ("num_local_experts",), ("num_experts_per_tok",)
+EACH, FUSED = "{L}.block_sparse_moe.experts.{e}.w1.weight", "{L}.block_sparse_moe.experts.gate_up_proj"
 
 MIXTRAL = Family(
     name="mixtral",
-    model_types=("mixtral",),
+    models={
+        "mixtral": Model(EXPERTS, TOP_K, every_layer),
+        "minimax": Model(EXPERTS, TOP_K, every_layer),
+        "minimax_m2": Model(EXPERTS, TOP_K, every_layer, scoring="sigmoid"),
+        "phimoe": Model(EXPERTS, TOP_K, every_layer, scoring="sparsemixer"),
+        "kimi_linear": Model(("num_experts",), ("num_experts_per_token",), after_dense(1), scoring="sigmoid"),
+    },
     router="{L}.block_sparse_moe.gate.weight",
-    gate="{L}.block_sparse_moe.experts.{e}.w1.weight",
-    up="{L}.block_sparse_moe.experts.{e}.w3.weight",
-    down="{L}.block_sparse_moe.experts.{e}.w2.weight",
-    norm="{L}.post_attention_layernorm.weight",
+    markers=(EACH, FUSED),
+    experts=either(
+        (EACH, per_expert(EACH, EACH.replace("w1", "w3"), EACH.replace("w1", "w2"))),
+        (FUSED, fused_gate_up(FUSED, "{L}.block_sparse_moe.experts.down_proj")),
+    ),
     block="{L}.block_sparse_moe",
-    expert_count_fields=("num_local_experts",),
-    moe_layers=moe_layers,
+    norm="{L}.post_attention_layernorm.weight",
+    correction_bias=(
+        "{L}.block_sparse_moe.e_score_correction_bias",
+        "{L}.block_sparse_moe.gate.e_score_correction_bias",
+    ),
+    shared=shared_expert("{L}.block_sparse_moe.shared_experts.{p}_proj.weight"),
 )

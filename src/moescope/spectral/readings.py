@@ -82,6 +82,14 @@ def centered_share(rows_ED: Tensor, left_out: Collection[int] = ()) -> dict[int,
     return {expert: float(share) for expert, share in zip(experts, shares, strict=True)}
 
 
+def check_matrix(weights: LayerWeights, matrix: str) -> None:
+    """Refuse a matrix that the layer's experts do not have."""
+    if matrix not in MATRICES:
+        raise unknown_name("matrix", matrix, list(MATRICES))
+    if matrix in ("up", "gate_up") and weights.up_EFD is None:
+        raise BadInput(f"{weights.layer_name}: these experts have no up matrix; use --matrix gate or down")
+
+
 def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tensor | None) -> Tensor:
     """[F, D] the expert's matrix with d_model along its rows, in the checkpoint's precision unless something is multiplied in.
 
@@ -90,16 +98,12 @@ def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tens
     """
     import torch
 
-    if matrix not in MATRICES:
-        raise unknown_name("matrix", matrix, list(MATRICES))
+    check_matrix(weights, matrix)
     if matrix == "down":
         return read_expert(weights.down_EDF, expert).T
-    if matrix == "gate":
-        read = read_expert(weights.gate_EFD, expert)
-    else:
-        if weights.up_EFD is None:
-            raise BadInput(f"{weights.layer_name}: these experts have no up matrix; use --matrix gate or down")
-        read = read_expert(weights.up_EFD, expert)
+    stack = weights.gate_EFD if matrix == "gate" else weights.up_EFD
+    assert stack is not None  # said by check_matrix
+    read = read_expert(stack, expert)
     if scale_D is not None:
         read = read.to(torch.float64) * scale_D
     if matrix == "gate_up":

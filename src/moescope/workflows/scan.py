@@ -17,7 +17,7 @@ from moescope.spectral.ambiguity import ambiguity_ranking, check_settings
 from moescope.spectral.decompose import TOLERANCE
 from moescope.spectral.layer import ScanSettings, analyse_layer
 from moescope.spectral.pairing import benjamini_hochberg
-from moescope.spectral.readings import MATRICES, ROUTERS, normalised_rows, router_rows, unusable_rows
+from moescope.spectral.readings import MATRICES, ROUTERS, check_matrix, normalised_rows, router_rows, unusable_rows
 from moescope.tables import READING, SCHEMA_VERSION, TABLES
 from moescope.workflows.arguments import choose_device, names, number_ranges, numbers, one_of, ranges, weights
 from moescope.workflows.progress import progress
@@ -77,7 +77,7 @@ def scan(
         raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
     steps = open_steps(models, layers)
     place = choose_device(device)  # after the headers: a mistyped path should not wait for torch
-    check_routers(steps, settings, keep_going)
+    check_layers(steps, settings, keep_going)
 
     identity = {
         "arguments": {"layers": None if layers is None else [step.layers for step in steps], **asdict(settings)},
@@ -226,11 +226,13 @@ def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) 
     return wanted
 
 
-def check_routers(steps: list[Step], settings: ScanSettings, keep_going: bool) -> None:
-    """Look at every router before any long work: they are small, and a bad one should not be found an hour in."""
+def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) -> None:
+    """Look for matrices not there and at every router before any long work: a bad one should not be found an hour in."""
     for step in steps:
         for layer in step.layers:
             weights = step.moe.layers[layer]
+            for matrix in settings.matrix:
+                check_matrix(weights, matrix)
             rows = router_rows(weights, settings.fold_norm)
             bad = unusable_rows(weights, rows)
             if bad and not keep_going:

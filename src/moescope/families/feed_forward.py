@@ -1,0 +1,28 @@
+"""`feed_forward.router` routes: Llama 4, fused and transposed, and Jamba, one tensor an expert or fused."""
+
+from moescope.families.experts import either, fused_gate_up, per_expert, shared_expert
+from moescope.families.layout import Family, Model
+from moescope.families.sparsity import by_period, interleaved
+
+TOP_K = ("num_experts_per_tok",)
+EACH, FUSED = "{L}.feed_forward.experts.{e}.gate_proj.weight", "{L}.feed_forward.experts.gate_up_proj"
+# Llama 4's sigmoid multiplies what goes into an expert, not what comes out of it.
+LLAMA4 = Model(("num_local_experts",), TOP_K, interleaved, scoring="sigmoid")
+
+FEED_FORWARD = Family(
+    name="feed_forward",
+    models={
+        "llama4": LLAMA4,
+        "llama4_text": LLAMA4,
+        "jamba": Model(("num_experts",), TOP_K, by_period, norm="{L}.pre_ff_layernorm.weight"),
+    },
+    router="{L}.feed_forward.router.weight",
+    markers=(EACH, FUSED),
+    experts=either(
+        (EACH, per_expert(EACH, EACH.replace("gate_proj", "up_proj"), EACH.replace("gate_proj", "down_proj"))),
+        (FUSED, fused_gate_up(FUSED, "{L}.feed_forward.experts.down_proj")),
+    ),
+    block="{L}.feed_forward",
+    norm="{L}.post_attention_layernorm.weight",
+    shared=shared_expert("{L}.feed_forward.shared_expert.{p}_proj.weight"),
+)

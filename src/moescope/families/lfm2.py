@@ -1,0 +1,25 @@
+"""LFM2's layout: `feed_forward.gate` routes, w1 is the gate, w3 is up, w2 is down."""
+
+from moescope.families.experts import either, fused_gate_up, per_expert
+from moescope.families.layout import Family, Model
+from moescope.families.sparsity import after_dense
+
+EACH, FUSED = "{L}.feed_forward.experts.{e}.w1.weight", "{L}.feed_forward.experts.gate_up_proj"
+
+LFM2 = Family(
+    name="lfm2",
+    models={
+        "lfm2_moe": Model(
+            ("num_experts",), ("num_experts_per_tok",), after_dense(2), scoring="sigmoid", activation="silu"
+        ),
+    },
+    router="{L}.feed_forward.gate.weight",
+    markers=(EACH, FUSED),
+    experts=either(
+        (EACH, per_expert(EACH, EACH.replace("w1", "w3"), EACH.replace("w1", "w2"))),
+        (FUSED, fused_gate_up(FUSED, "{L}.feed_forward.experts.down_proj")),
+    ),
+    block="{L}.feed_forward",
+    norm="{L}.ffn_norm.weight",
+    correction_bias=("{L}.feed_forward.expert_bias", "{L}.feed_forward.gate.e_score_correction_bias"),
+)

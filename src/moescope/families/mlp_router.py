@@ -1,0 +1,16 @@
+"""`mlp.router` over fused experts without biases: how Phi-3.5-MoE lies in transformers' memory, and where that is saved as it is."""
+
+from moescope.families.experts import fused_gate_up
+from moescope.families.layout import Family
+
+FUSED = "{L}.mlp.experts.gate_up_proj"
+
+MLP_ROUTER = Family(
+    name="mlp_router",
+    models={},
+    router="{L}.mlp.router.weight",
+    markers=(FUSED,),
+    experts=fused_gate_up(FUSED, "{L}.mlp.experts.down_proj"),
+    block="{L}.mlp",
+    norm="{L}.post_attention_layernorm.weight",
+)

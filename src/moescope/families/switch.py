@@ -1,0 +1,18 @@
+"""Switch Transformers' layout: two stacks of blocks, the MoE a sublayer of its block, experts of two matrices without a gate."""
+
+from moescope.families.experts import per_expert
+from moescope.families.layout import Family, Model
+from moescope.families.sparsity import switch
+
+FIRST = "{L}.layer.{S}.mlp.experts.expert_{e}.wi.weight"
+
+SWITCH = Family(
+    name="switch",
+    models={"switch_transformers": Model(("num_experts",), 1, switch, activation=("dense_act_fn",))},
+    router="{L}.layer.{S}.mlp.router.classifier.weight",
+    markers=(FIRST,),
+    experts=per_expert(FIRST, None, FIRST.replace("wi", "wo")),
+    block="{L}.layer.{S}.mlp",
+    norm="{L}.layer.{S}.layer_norm.weight",
+    router_bias="{L}.layer.{S}.mlp.router.classifier.bias",
+)
