@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.run import Run
     from moescope.workflows.demo import demo
+    from moescope.workflows.inspect import inspect
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
 
-__all__ = ["BadInput", "Run", "demo", "report", "scan"]
+__all__ = ["BadInput", "Run", "demo", "inspect", "report", "scan"]
 
 _HOME = {
     "BadInput": "moescope.errors",
     "Run": "moescope.run",
     "demo": "moescope.workflows.demo",
+    "inspect": "moescope.workflows.inspect",
     "report": "moescope.workflows.report",
     "scan": "moescope.workflows.scan",
 }

@@ -54,6 +54,19 @@ def common(
 
 
 @app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint: folder or .safetensors file.")],
+    as_json: AsJson = False,
+) -> None:
+    """What a checkpoint is, from its headers alone: family, shape, parameters, coverage, what a scan will cost."""
+    from moescope.workflows.inspect import inspect as look
+    from moescope.workflows.inspect import lines
+
+    facts = look(model)
+    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
+
+
+@app.command()
 def scan(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Checkpoint: folder or .safetensors file. Several are the steps of one run.")],
     out: Out = None,

@@ -1,0 +1,131 @@
+"""inspect: what a checkpoint is, from its headers alone; no tensor is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moescope.checkpoint import Checkpoint, open_checkpoint
+from moescope.families import MoeCheckpoint, read_moe
+from moescope.types import LayerWeights
+
+FP64_FLOPS = 20e9  # a modest processor core's sustained rate: the estimate is of the order of magnitude only
+READ_BYTES = 500e6  # a second, from a plain disk
+
+
+def inspect(model: str | Path) -> dict[str, Any]:
+    """Family, shape, parameters, bytes, coverage, and about what a gate scan will cost."""
+    moe = read_moe(open_checkpoint(model))
+    layers = list(moe.layers.values())
+    first = layers[0]
+    parameters = count_parameters(moe)
+    return {
+        "model": str(moe.checkpoint.path),
+        "family": moe.coverage.family,
+        "layout": moe.family.name,
+        "moe_layers": sorted(moe.layers),
+        "layers": (moe.checkpoint.config or {}).get("num_hidden_layers"),
+        "experts": one_or_all([weights.n_experts for weights in layers]),
+        "top_k": one_or_all([weights.top_k for weights in layers]),
+        "scoring": first.scoring,
+        "activation": first.activation,
+        "d_model": first.d_model,
+        "d_ff": one_or_all([weights.d_ff for weights in layers]),
+        "shared_d_ff": one_or_all([shared_width(weights) for weights in layers]),
+        "dtypes": dict(Counter(info.dtype for info in moe.checkpoint.tensors.values()).most_common()),
+        "quantisation": ((moe.checkpoint.config or {}).get("quantization_config") or {}).get("quant_method"),
+        "parameters": parameters,
+        "bytes": sum(file.stat().st_size for file in {info.file for info in moe.checkpoint.tensors.values()}),
+        "files": len({info.file for info in moe.checkpoint.tensors.values()}),
+        "coverage": asdict(moe.coverage),
+        "coverage_line": moe.coverage.line(),
+        "scan_estimate": scan_estimate(moe),
+    }
+
+
+def one_or_all(values: list[Any]) -> Any:
+    """The value all layers share, or the list of them."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def shared_width(weights: LayerWeights) -> int | None:
+    return weights.shared.gate_FD.shape[0] if weights.shared else None
+
+
+def count_parameters(moe: MoeCheckpoint) -> dict[str, int | None]:
+    """Total, routed, shared, and active: what one token passes through (top_k of the routed experts, all of the rest)."""
+    routed = shared = used = 0
+    for weights in moe.layers.values():
+        stacks = [stack for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF) if stack is not None]
+        in_layer = sum(stack.shape[0] * stack.shape[1] * stack.shape[2] for stack in stacks)
+        routed += in_layer
+        used += in_layer * (weights.top_k or 0) // weights.n_experts
+        if weights.shared:
+            parts = (weights.shared.gate_FD, weights.shared.up_FD, weights.shared.down_DF)
+            shared += sum(part.shape[0] * part.shape[1] for part in parts if part is not None)
+    total = moe.coverage.parameters_total
+    known = all(weights.top_k for weights in moe.layers.values())
+    return {"total": total, "routed": routed, "shared": shared, "active": total - routed + used if known else None}
+
+
+def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
+    """Seconds and bytes of a gate scan on a modest processor: Gram 2 D F min(D, F), eigenvectors about 9 min(D, F)^3, in fp64."""
+    flops = read = 0.0
+    largest = 0
+    for weights in moe.layers.values():
+        small = min(weights.d_model, weights.d_ff)
+        each = weights.d_model * weights.d_ff
+        flops += weights.n_experts * (2.0 * each * small + 9.0 * small**3)
+        read += weights.n_experts * each * bytes_of(moe.checkpoint, weights.gate_EFD.names[0])
+        kept = weights.n_experts * weights.d_model * 64 * 8  # leading vectors of every expert
+        largest = max(largest, kept + 8 * (2 * each + 3 * small**2))
+    return {
+        "seconds": round(flops / FP64_FLOPS + read / READ_BYTES, 1),
+        "memory_bytes": largest,
+        "read_bytes": int(read),
+    }
+
+
+def bytes_of(checkpoint: Checkpoint, name: str) -> float:
+    return {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 0.5, "I32": 0.5}.get(
+        checkpoint.tensors[name].dtype, 2
+    )
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as a person reads them."""
+    parameters, estimate = facts["parameters"], facts["scan_estimate"]
+    active = (
+        f"{short(parameters['active'])} active a token"
+        if parameters["active"]
+        else "active unknown (no top_k in the config)"
+    )
+    shared = f", {short(parameters['shared'])} in shared experts" if parameters["shared"] else ""
+    return [
+        f"{facts['model']}",
+        f"  family       {facts['family']} ({facts['layout']} layout), scoring {facts['scoring']}, activation {facts['activation'] or 'not stated'}",
+        f"  MoE layers   {len(facts['moe_layers'])} of {facts['layers'] or 'an unknown number of'} layers",
+        f"  experts      {facts['experts']} a layer, top {facts['top_k'] or 'not stated'}, d_model {facts['d_model']}, d_ff {facts['d_ff']}"
+        + (f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""),
+        f"  parameters   {short(parameters['total'])} in all, {short(parameters['routed'])} in routed experts{shared}, {active}",
+        f"  on disk      {facts['bytes'] / 1e9:,.3g} GB in {facts['files']} files, {', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
+        + (f", {facts['quantisation']}" if facts["quantisation"] else ""),
+        f"  coverage     {facts['coverage_line']}",
+        f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, {estimate['memory_bytes'] / 1e9:,.2g} GB of memory, "
+        f"{estimate['read_bytes'] / 1e9:,.3g} GB read",
+    ]  # fmt: skip
+
+
+def short(count: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
