@@ -58,10 +58,16 @@ def opened(browser, planted_report):
 
 
 def scroll_through(page):
-    """Down the whole page, so that everything drawn on sight is drawn."""
+    """To every figure that is not hidden, as a reader would, waiting for each to be drawn when it is in view."""
     page.evaluate(
-        """async () => { for (let y = 0; y < document.body.scrollHeight; y += 500) {
-             window.scrollTo(0, y); await new Promise((resolve) => setTimeout(resolve, 60)); } }"""
+        """async () => {
+             for (const slot of document.querySelectorAll(".figure-slot")) {
+               if (!slot.offsetParent) continue;
+               slot.scrollIntoView({ block: "center" });
+               for (let wait = 0; wait < 100 && !slot.querySelector(".plot.drawn .main-svg"); wait++)
+                 await new Promise((resolve) => setTimeout(resolve, 50));
+             }
+           }"""
     )
 
 
