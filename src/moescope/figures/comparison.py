@@ -115,11 +115,15 @@ def by_layer(compared: Compared) -> FigureSpec:
         drawn: dict[tuple[float, ...], str] = {}
         for reading in frame["reading"].unique():
             reference = references[reading].sort_index()
-            drawn.setdefault(tuple(reference.round(9)), str(reading))
+            # a constant is one line however many layers a model has; else the line is the reading's own
+            constant = reference.round(9).nunique() == 1
+            drawn.setdefault(tuple(reference.round(9))[: 1 if constant else None], str(reading))
             mean = frame.loc[frame["reading"] == reading, compared.column].mean()
             notes.append(f"{number(mean)} for {reading} ({number(reference.mean())})")
-        for reading in drawn.values():
+        for values, reading in drawn.items():
             reference = references[reading].sort_index()
+            if len(values) == 1:
+                reference = pd.Series(reference.iloc[0], index=sorted(frame["layer"].unique()))
             name = compared.reference_name if len(drawn) == 1 else f"{compared.reference_name}: {reading}"
             lines.append(grey_line(reference.index.to_numpy(), reference.to_numpy(), name))
         more = f" and {len(notes) - 3} more" if len(notes) > 3 else ""
