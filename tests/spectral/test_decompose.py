@@ -137,16 +137,41 @@ def test_the_fallback_mends_experts_that_the_gram_matrix_alone_gets_wrong(case, 
     assert worst_error() > 10 * BOUND[precision]
 
 
+def suffices(values, precision, ladder, tall=True, row=None):
+    """Whether the check lets a spectrum pass, for a router that lies evenly in all directions unless given."""
+    squares = torch.from_numpy(values) ** 2
+    row = np.ones(len(values)) if row is None else row
+    coordinates = torch.from_numpy(row / np.linalg.norm(row))[None]
+    return gram_suffices(squares, coordinates, 96, tall, ladder, BOUND[precision])
+
+
 def test_exact_is_stricter_than_fast_about_the_same_spectrum():
-    squares = np.geomspace(1, 1e-5, 40) ** 2
-    assert gram_suffices(squares, 96, 40, [32], BOUND["fast"])
-    assert not gram_suffices(squares, 96, 40, [32], BOUND["exact"])
+    values = np.geomspace(1, 1e-5, 40)
+    assert suffices(values, "fast", [32])
+    assert not suffices(values, "exact", [32])
 
 
 def test_the_smallest_value_matters_to_wide_experts_only():
-    squares = np.append(np.linspace(1, 0.5, 39), 1e-5) ** 2
-    assert gram_suffices(squares, 96, 40, [40], BOUND["exact"])
-    assert not gram_suffices(squares, 40, 96, [40], BOUND["exact"])
+    values = np.append(np.linspace(1, 0.5, 39), 1e-5)
+    assert suffices(values, "exact", [40])
+    assert not suffices(values, "exact", [40], tall=False)
+
+
+def test_a_narrow_gap_matters_only_to_routers_that_lie_at_it():
+    values = np.r_[np.linspace(1, 0.5, 16), np.linspace(1e-4, 0.8e-4, 24)]
+    far = np.r_[np.ones(16), np.zeros(24)]
+    assert suffices(values, "exact", [24], row=far)
+    assert not suffices(values, "exact", [24])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("smallest", [1e-2, 1e-3, 1e-4])
+def test_the_bound_holds_where_the_check_passes(smallest, shape):
+    """The error really made stays below the tolerance on every spectrum that is let pass, and bad ones are let pass by none."""
+    for seed in range(4):
+        matrix, rows = expert_and_rows(seed, shape, np.geomspace(1, smallest, min(shape)))
+        for precision in BOUND:
+            assert largest_error(matrix, rows, k_ladder(min(shape)), precision) <= BOUND[precision]
 
 
 def test_align_of_a_wide_expert_levels_off_below_one_at_full_rank():

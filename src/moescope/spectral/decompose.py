@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from moescope.errors import unknown_name
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     Formula: with W'W = V S^2 V', energy = (V' r)^2; when F < D the small side is used: W W' = U S^2 U' and
     v_a . r = (u_a . W r) / s_a. All of it in fp64: a fp32 Gram matrix errs by 1e-2 at condition number 1e3.
 
-    Squaring W costs half the digits at the small end of the spectrum, so the result is checked (`gram_suffices`) and
+    Squaring W costs half the digits at the small end of the spectrum, so the result is checked (`gram_suffices`), and
     the expert is decomposed again by SVD where the check fails: rank-deficient and very ill-conditioned experts.
     Misleads where k cuts a tie of singular values: the leading subspace is then not defined, by any method.
     """
@@ -58,17 +56,16 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     hidden, width = matrix.shape
     tall = hidden >= width
     eigenvalues, basis = torch.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)
-    squares = eigenvalues.flip(0)
-    fallback = not gram_suffices(squares.cpu().numpy(), hidden, width, ladder, TOLERANCE[precision])
+    squares, basis = eigenvalues.flip(0), basis.flip(1)
+    values = squares.clamp_min(0).sqrt()
+    coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
+    fallback = not gram_suffices(squares, coordinates, max(hidden, width), tall, ladder, TOLERANCE[precision])
     if fallback:
         _, values, right = torch.linalg.svd(matrix, full_matrices=False)
         rank = int((values > max(hidden, width) * torch.finfo(torch.float64).eps * values[0]).sum())
         values, vectors = values[:rank], right[:rank].T
         coordinates = routers @ vectors
     else:
-        values = squares.clamp_min(0).sqrt()
-        basis = basis.flip(1)
-        coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
         leading = basis[:, :LEADING_VECTORS]
         vectors = leading if tall else matrix.T @ leading / values[:LEADING_VECTORS]
     vectors = vectors[:, :LEADING_VECTORS]
@@ -82,23 +79,37 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     )
 
 
-def gram_suffices(squares_R: Array, hidden: int, width: int, ladder: list[int], tolerance: float) -> bool:
-    """Whether eigenvectors of the Gram matrix are good enough, judged from its eigenvalues (falling).
+def gram_suffices(
+    squares_R: Tensor, coordinates_ER: Tensor, long_side: int, tall: bool, ladder: list[int], tolerance: float
+) -> bool:
+    """Whether the Gram route may be trusted: the error of align it can have made is within the tolerance at every cut.
 
-    Two ways to fail: an eigenvalue within rounding of zero (rank cannot be told), or a ladder cut k whose gap is so
-    narrow that rounding noise e = 8 eps lambda_1 may turn the leading subspace by e / gap > tolerance (Davis-Kahan),
-    deep enough in the spectrum (s_k < s_1 / 8) for an SVD of W itself to do better. For wide W the cut at full rank
-    counts too, its gap being the smallest eigenvalue: coordinates are divided by its root there.
+    Rounding puts noise of norm e = 8 eps lambda_1 into the Gram matrix. To first order align(k) then moves by at most
+    2 e sum over a <= k < b of |x_a| |x_b| / (lambda_a - lambda_b), x the router's coordinates (tall W); for wide W, whose
+    coordinates are divided by s_a, by e sum over a <= k of x_a^2 / lambda_a and that sum with s_b / s_a in each term.
+    Fails where that is too much, where e is not small against the gap at the cut (first order says nothing there), or
+    where an eigenvalue is within rounding of zero, so that the rank cannot be told. Cuts near the top (s_k > s_1 / 8) are
+    let pass: an SVD of W does no better there.
     """
-    noise = 8 * np.finfo(np.float64).eps * squares_R[0]
-    if not squares_R[-1] > noise * max(hidden, width):  # so written, NaN fails too
+    import torch
+
+    noise = 8 * torch.finfo(torch.float64).eps * squares_R[0]
+    if not bool(squares_R[-1] > noise * long_side):  # so written, NaN fails too
         return False
-    below_R = np.append(squares_R, 0.0) if hidden < width else squares_R
+    sizes, values = coordinates_ER.abs(), squares_R.sqrt()
     for k in ladder:
-        if k < len(below_R) and squares_R[k - 1] < squares_R[0] / 64:
-            gap = squares_R[k - 1] - below_R[k]
-            if gap <= 0 or noise / gap > tolerance:
+        if bool(squares_R[k - 1] >= squares_R[0] / 64):
+            continue
+        moved = torch.zeros_like(sizes[:, 0]) if tall else (sizes[:, :k].square() / squares_R[:k]).sum(1)
+        if k < len(squares_R):
+            if not bool(squares_R[k - 1] - squares_R[k] > 10 * noise):
                 return False
+            mixing = 1 / (squares_R[:k, None] - squares_R[None, k:])
+            if not tall:
+                mixing *= values[None, k:] / values[:k, None]
+            moved = moved + 2 * (sizes[:, :k] @ mixing * sizes[:, k:]).sum(1)
+        if not bool(noise * moved.max() <= tolerance):
+            return False
     return True
 
 
