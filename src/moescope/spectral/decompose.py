@@ -84,9 +84,11 @@ def gram_suffices(
 ) -> bool:
     """Whether the Gram route may be trusted: the error of align it can have made is within the tolerance at every cut.
 
-    Rounding puts noise of norm e = 8 eps lambda_1 into the Gram matrix. To first order align(k) then moves by at most
-    2 e sum over a <= k < b of |x_a| |x_b| / (lambda_a - lambda_b), x the router's coordinates (tall W); for wide W, whose
-    coordinates are divided by s_a, by e sum over a <= k of x_a^2 / lambda_a and that sum with s_b / s_a in each term.
+    Rounding puts noise of norm e = 8 eps lambda_1 into the Gram matrix. To first order align(k) then moves by
+    2 sum over a <= k < b of E_ab x_a x_b / (lambda_a - lambda_b), x the router's coordinates. The entries of such noise have
+    no common sign and are far smaller than its norm, so the terms are added as squares with E_ab = e; no sum of absolute
+    values, which is five orders too large at 4096 dimensions. For wide W, whose coordinates are divided by s_a, each term
+    carries s_b / s_a, and e sum over a <= k of x_a^2 / lambda_a comes on top.
     Fails where that is too much, where e is not small against the gap at the cut (first order says nothing there), or
     where an eigenvalue is within rounding of zero, so that the rank cannot be told. Cuts near the top (s_k > s_1 / 8) are
     let pass: an SVD of W does no better there.
@@ -96,18 +98,18 @@ def gram_suffices(
     noise = 8 * torch.finfo(torch.float64).eps * squares_R[0]
     if not bool(squares_R[-1] > noise * long_side):  # so written, NaN fails too
         return False
-    sizes, values = coordinates_ER.abs(), squares_R.sqrt()
+    energy, values = coordinates_ER.square(), squares_R.sqrt()
     for k in ladder:
         if bool(squares_R[k - 1] >= squares_R[0] / 64):
             continue
-        moved = torch.zeros_like(sizes[:, 0]) if tall else (sizes[:, :k].square() / squares_R[:k]).sum(1)
+        moved = torch.zeros_like(energy[:, 0]) if tall else (energy[:, :k] / squares_R[:k]).sum(1)
         if k < len(squares_R):
             if not bool(squares_R[k - 1] - squares_R[k] > 10 * noise):
                 return False
             mixing = 1 / (squares_R[:k, None] - squares_R[None, k:])
             if not tall:
                 mixing *= values[None, k:] / values[:k, None]
-            moved = moved + 2 * (sizes[:, :k] @ mixing * sizes[:, k:]).sum(1)
+            moved = moved + 2 * (energy[:, :k] @ mixing.square() * energy[:, k:]).sum(1).sqrt()
         if not bool(noise * moved.max() <= tolerance):
             return False
     return True
