@@ -9,7 +9,6 @@ import pandas as pd
 
 from moescope.figures.alignment import layer_axis
 from moescope.figures.style import (
-    LEGEND_UP_TO,
     Figure,
     FigureSpec,
     Tables,
@@ -17,8 +16,7 @@ from moescope.figures.style import (
     base_layout,
     category_style,
     grey_line,
-    layer_colorbar,
-    layer_colors,
+    layer_lines,
     number,
 )
 
@@ -152,23 +150,7 @@ def by_step(compared: Compared) -> FigureSpec:
 
     def draw(tables: Tables) -> Figure:
         frame = rows_of(compared, tables)
-        layers = sorted(frame["layer"].unique())
-        colors = layer_colors(layers)
-        data: list[Trace] = [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"layer {layer}",
-                "x": rows["step"].to_numpy(),
-                "y": rows[compared.column].to_numpy(),
-                "line": {"color": colors[layer], "width": 2},
-                "showlegend": len(layers) <= LEGEND_UP_TO,
-                "hovertemplate": f"layer {layer}, step %{{x}}<br>%{{y:.4g}}<extra></extra>",
-            }
-            for layer, rows in frame.sort_values("step").groupby("layer")
-        ]
-        if len(layers) > LEGEND_UP_TO:
-            data.append(layer_colorbar(layers))
+        data = layer_lines(frame, "step", compared.column)
         level = float(compared.reference(tables).mean())
         data.append(
             grey_line([int(frame["step"].min()), int(frame["step"].max())], [level, level], compared.reference_name)

@@ -15,7 +15,6 @@ from moescope.figures.style import (
     base_layout,
     grey_line,
     k_axis,
-    layer_colorbar,
     layer_colors,
     layer_lines,
     named_layers,
@@ -77,28 +76,10 @@ def shuffle_log_std_by_k(tables: Tables) -> Figure:
 def z_decomposed(tables: Tables) -> Figure:
     """z is a slope: delta against std, with rays of equal z."""
     frame = usable(tables)
-    layers = sorted(frame["layer"].unique())
-    colors = layer_colors(layers)
     widest = float(frame["shuffle_std"].max()) or 1.0
     ceiling = float(frame["z_ceiling"].max())
-    data: list[Trace] = []
-    for layer, rows in frame.sort_values("k").groupby("layer"):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"layer {layer}",
-                "x": rows["shuffle_std"].to_numpy(),
-                "y": rows["delta_vs_shuffle"].to_numpy(),
-                "line": {"color": colors[layer], "width": 1.2},
-                "marker": {"size": 6},
-                "customdata": rows[["k", "z_vs_shuffle"]].to_numpy().tolist(),
-                "showlegend": len(layers) <= 10,
-                "hovertemplate": f"layer {layer}, k %{{customdata[0]}}<br>std %{{x:.4g}}<br>delta %{{y:.4g}}<br>z %{{customdata[1]:.3g}}<extra></extra>",
-            }
-        )
-    if len(layers) > 10:
-        data.append(layer_colorbar(layers))
+    hover = "std %{x:.4g}<br>delta %{y:.4g}"
+    data = layer_lines(frame, "shuffle_std", "delta_vs_shuffle", order="k", hover=hover)
     for slope, name, dash in (
         (ceiling, f"z = {ceiling:.2f}, the ceiling", "dash"),
         (1.0, "z = 1", "dot"),

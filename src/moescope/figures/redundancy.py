@@ -21,8 +21,7 @@ from moescope.figures.style import (
     from_to,
     grey_line,
     heatmap,
-    layer_colorbar,
-    layer_colors,
+    layer_lines,
     named_layers,
     number,
 )
@@ -154,24 +153,8 @@ def overlaps(tables: Tables) -> pd.DataFrame:
 
 def overlap_by_k(tables: Tables) -> Figure:
     frame = overlaps(tables).assign(over=lambda f: f["mean"] / f["chance"])
-    layers = sorted(frame["layer"].unique())
-    colors = layer_colors(layers)
     ks = np.sort(frame["k"].unique())
-    data: list[Trace] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": f"layer {layer}",
-            "x": rows["k"].to_numpy(),
-            "y": rows["over"].to_numpy(),
-            "line": {"color": colors[layer], "width": 2},
-            "showlegend": len(layers) <= 10,
-            "hovertemplate": f"layer {layer}, k %{{x}}<br>%{{y:.3g}} times chance<extra></extra>",
-        }
-        for layer, rows in frame.sort_values("k").groupby("layer")
-    ]
-    if len(layers) > 10:
-        data.append(layer_colorbar(layers))
+    data = layer_lines(frame, "k", "over", hover="%{y:.3g} times chance")
     data.append(grey_line(ks, np.ones(len(ks)), "chance k/d"))
     top = frame.loc[frame["over"].idxmax()]
     title = f"Mean overlap is at most {number(top['over'])} times chance (layer {top['layer']:.0f}, k = {top['k']:.0f})"
@@ -196,27 +179,15 @@ def sampled_ranks(length: int, points: int = 60) -> np.ndarray:
 def spectra_by_layer(tables: Tables) -> Figure:
     spectra = tables["spectra"]
     spectra = spectra[spectra["rank"].notna()]
-    layers = sorted(spectra["layer"].unique())
-    colors = layer_colors(layers)
-    data: list[Trace] = []
+    medians = []
     for layer, rows in spectra.groupby("layer", sort=True):
         length = int(rows["rank"].min())
         places = sampled_ranks(length)
         normalised = np.stack([np.asarray(values[:length], float) / values[0] for values in rows["singular_values"]])
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"layer {layer}",
-                "x": places,
-                "y": np.median(normalised, axis=0)[places - 1],
-                "line": {"color": colors[layer], "width": 2},
-                "showlegend": len(layers) <= 10,
-                "hovertemplate": f"layer {layer}, place %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>",
-            }
+        medians.append(
+            pd.DataFrame({"layer": layer, "place": places, "share": np.median(normalised, axis=0)[places - 1]})
         )
-    if len(layers) > 10:
-        data.append(layer_colorbar(layers))
+    data = layer_lines(pd.concat(medians), "place", "share", hover="%{y:.3g} of the largest", mode="lines")
     half = (
         spectra.assign(share=spectra["stable_rank"] / spectra["rank"].astype(float)).groupby("layer")["share"].median()
     )

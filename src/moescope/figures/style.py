@@ -127,25 +127,34 @@ def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
     }
 
 
-def layer_lines(frame: pd.DataFrame, x: str, y: str) -> list[Trace]:
-    """One line a layer; named in a legend up to ten layers, by a colour bar beyond."""
+def layer_lines(
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    *,
+    order: str | None = None,
+    hover: str = "%{y:.4g}",
+    mode: str = "lines+markers",
+) -> list[Trace]:
+    """One line a layer, along `order` (x unless given); named in a legend up to ten layers, by a colour bar beyond."""
     layers = sorted(frame["layer"].unique())
     colors = layer_colors(layers)
     many = len(layers) > LEGEND_UP_TO
     traces: list[Trace] = []
     for layer, rows in frame.groupby("layer", sort=True):
-        ordered = rows.sort_values(x)
+        ordered = rows.sort_values(order or x)
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",
+                "mode": mode,
                 "name": f"layer {layer}",
                 "x": ordered[x].to_numpy(),
                 "y": ordered[y].to_numpy(),
+                "customdata": ordered[order or x].to_numpy(),
                 "line": {"color": colors[layer], "width": 2},
                 "marker": {"size": 5},
                 "showlegend": not many,
-                "hovertemplate": f"layer {layer}<br>{x} %{{x}}<br>%{{y:.4g}}<extra></extra>",
+                "hovertemplate": f"layer {layer}<br>{(order or x).replace('_', ' ')} %{{customdata}}<br>{hover}<extra></extra>",
             }
         )
     if many:
