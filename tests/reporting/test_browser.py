@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from moescope import figures
+from moescope.reporting.export import export_figures
 from moescope.workflows.report import report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -233,3 +234,12 @@ def test_figures_are_written_as_pictures(browser, planted_run, tmp_path, monkeyp
     picture = (tmp_path / "figures" / "0-gate-raw-accuracy_by_k.svg").read_text(encoding="utf-8")
     assert picture.lstrip().startswith("<svg")
     assert "argmax accuracy" in picture
+
+
+def test_a_picture_that_cannot_be_written_fails_and_is_not_passed_over(browser, planted_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder: None)
+    monkeypatch.setattr("moescope.reporting.export.ACROSS_LAYERS", figures.ACROSS_LAYERS[:1])
+    monkeypatch.setattr("moescope.reporting.export.ONE_LAYER", [])
+    monkeypatch.setattr("moescope.reporting.export.COMPLETE_VIEW", [])
+    with pytest.raises(Exception, match="missing"):
+        export_figures([planted_run], tmp_path / "missing", "svg", quiet=True)

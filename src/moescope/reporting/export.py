@@ -36,6 +36,7 @@ def check_export(folder: Path) -> None:
 
 def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = False) -> list[Path]:
     """Write every figure of every reading as `<number of the reading>-<matrix>-<router>-<figure>.<format>`; sliders at their starting value."""
+    check_export(folder)
     import kaleido
 
     written, jobs = [], []
@@ -52,11 +53,16 @@ def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = Fal
                 {
                     "fig": paper_figure(figure),
                     "path": path,
-                    "opts": {"format": format, "height": figure.height + 60, "width": 720},
+                    "opts": {
+                        "format": format,
+                        "height": figure.height + 60,
+                        "width": 720,
+                        "scale": 2 if format == "png" else 1,
+                    },
                 }
             )
             written.append(path)
-    kaleido.write_fig_from_object_sync(jobs)
+    kaleido.write_fig_from_object_sync(jobs, cancel_on_error=True)  # else it keeps its errors to itself
     if not quiet:
         print(f"{len(written)} figures in {folder}", file=sys.stderr)
     return written
