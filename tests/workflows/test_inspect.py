@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from typer.testing import CliRunner
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
@@ -54,6 +54,18 @@ def test_shared_experts_are_counted_apart(tmp_path):
     assert facts["parameters"]["routed"] == 2 * 6 * 3 * 32 * 24
     assert facts["moe_layers"] == [0, 2]
     assert facts["shared_d_ff"] == 40
+
+
+def test_experts_fused_into_one_tensor_are_counted_too(tmp_path):
+    config = GraniteMoeConfig(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6,
+        num_experts_per_tok=2, vocab_size=50,
+    )  # fmt: skip
+    GraniteMoeForCausalLM(config).save_pretrained(tmp_path / "granite")
+    facts = inspect(tmp_path / "granite")
+    assert facts["parameters"]["routed"] == 2 * 6 * 3 * 32 * 24
+    assert facts["scan_estimate"]["read_bytes"] == 2 * 6 * 32 * 24 * 4
+    assert (facts["experts"], facts["top_k"], facts["d_ff"]) == (6, 2, 24)
 
 
 def test_the_command_prints_a_page_or_json(model):

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moescope.checkpoint import Checkpoint, open_checkpoint
+from moescope.checkpoint import open_checkpoint
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.types import LayerWeights
 
 FP64_FLOPS = 20e9  # a modest processor core's sustained rate: the estimate is of the order of magnitude only
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 0.5}  # a stored number
 READ_BYTES = 500e6  # a second, from a plain disk
 
 
@@ -78,7 +79,7 @@ def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
         small = min(weights.d_model, weights.d_ff)
         each = weights.d_model * weights.d_ff
         flops += weights.n_experts * (2.0 * each * small + 9.0 * small**3)
-        read += weights.n_experts * each * bytes_of(moe.checkpoint, weights.gate_EFD.names[0])
+        read += weights.n_experts * each * BYTES.get(weights.gate_EFD.dtype, 2)
         kept = weights.n_experts * weights.d_model * 64 * 8  # leading vectors of every expert
         largest = max(largest, kept + 8 * (2 * each + 3 * small**2))
     return {
@@ -86,12 +87,6 @@ def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
         "memory_bytes": largest,
         "read_bytes": int(read),
     }
-
-
-def bytes_of(checkpoint: Checkpoint, name: str) -> float:
-    return {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 0.5, "I32": 0.5}.get(
-        checkpoint.tensors[name].dtype, 2
-    )
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
