@@ -544,7 +544,7 @@ def change_json(value: dict, draw: random.Random) -> str:
     return f"{way} {key}"
 
 
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", range(20))
 def test_no_corruption_escapes_as_anything_but_bad_input(tmp_path, batch):
     refused = 0
     for number in range(100):
