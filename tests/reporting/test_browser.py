@@ -141,6 +141,12 @@ def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
     assert lines[3].split(",")[3] == str(best)
 
 
+def test_the_glance_table_fits_a_wide_page(opened):
+    page = opened()
+    scroll = page.locator("#summary [data-reading='0'] .scroll")
+    assert scroll.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
 def test_a_reader_changes_the_reading_and_sees_only_that_one(opened):
     page = opened()
     page.locator("#reading").select_option("1")

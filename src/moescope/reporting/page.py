@@ -136,16 +136,16 @@ def glance_table(reading: Reading) -> dict[str, Any]:
     heads = [
         ("layer", "layer", "int"),
         ("verdict", "verdict", "text"),
-        ("p_accuracy", "p of verdict", "float"),
+        ("p_accuracy", "verdict p", "float"),
         ("best_k", "best k", "int"),
-        ("best_accuracy", "best accuracy", "float"),
+        ("best_accuracy", "accuracy", "float"),
         ("chance_accuracy", "by chance", "float"),
-        ("p_value", "p of alignment", "float"),
+        ("p_value", "alignment p", "float"),
         ("q_value", "q", "float"),
         ("ambiguity_score", "ambiguity", "float"),
         ("mean_abs", "mean |cos|", "float"),
         ("chance", "by chance", "float"),
-        ("n_pairs_above_0_7", "collapsed pairs", "int"),
+        ("n_pairs_above_0_7", "collapsed", "int"),
     ]
     columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
     return {
