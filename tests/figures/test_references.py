@@ -44,6 +44,7 @@ ACROSS = {
         "collapse 0.7": np.full(2, 0.7),
     },
     "ambiguity_by_layer": {"high above 0.7": np.full(2, 0.7), "medium above 0.4": np.full(2, 0.4)},
+    "absolute_ambiguity_by_layer": {"a layer at chance, at one k": np.full(5, 0.4 * 7 / 8 + 0.6)},
     "accuracy_and_margin_by_layer": {"chance accuracy 1/n": np.full(5, 1 / N)},
     "ranks_by_layer": {"rank": np.full(5, D)},
 }
@@ -201,7 +202,7 @@ def test_titles_of_a_random_model_claim_nothing(tmp_path):
         drawn = {spec.name: spec.draw(tables).title for spec in ONE_LAYER}
         assert "by chance one would" in drawn["pair_matrix"]
         assert "by chance 7 would be" in drawn["margin_histogram"]
-        assert "by chance 0.0126 would" in drawn["expert_cos_squared"]
+        assert "by chance 0.0125 would" in drawn["expert_cos_squared"]
 
 
 def test_discoveries_are_those_of_scipy():
@@ -211,3 +212,26 @@ def test_discoveries_are_those_of_scipy():
     for _ in range(50):
         p = pd.Series(generator.uniform(size=12) ** 4, index=range(100, 112))
         assert sorted(discoveries(p)) == list(p.index[false_discovery_control(p) <= 0.05])
+
+
+def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
+    model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
+    run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
+    spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
+    check(spec.draw(readings([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
+
+
+def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):
+    nulls = raw.tables["nulls"]
+    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(raw.tables)
+    ridge, diamonds = figure.data[2:4]  # at k = 128
+    rows = ridge["y"][np.isfinite(ridge["y"])]
+    assert rows.min() == 0
+    assert 4 < rows.max() < 5  # the first layer on top, above its own line
+    observed = nulls[nulls["k"] == 128].groupby("layer")["observed"].first()
+    assert dict(zip(diamonds["customdata"], diamonds["x"], strict=True)) == pytest.approx(observed.to_dict())
+
+
+def test_margins_that_are_negative_are_counted_as_such(raw):
+    figure = next(spec for spec in ONE_LAYER if spec.name == "margin_histogram").draw(raw.one_layer(3))
+    assert figure.title == "At k = 4, 1 of 8 margins are negative; by chance 7 would be"

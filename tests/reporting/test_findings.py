@@ -1,5 +1,6 @@
 """The planted truth, found in words; and nothing found where nothing was planted."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_chance_counts_only_the_experts_that_took_part(tmp_path):
 
 
 def test_a_pairing_that_is_proven_but_tells_no_expert_is_not_passed_over(tmp_path):
-    """Routers share one strong direction that expert 0 hears best, and each has a little of its own expert's top direction."""
+    """Each router holds its expert's own direction, and more of one common to all, which expert 0 alone hears."""
     tensors = tiny_tensors(layers=1, experts=8, d_model=64, d_ff=64)
     common = np.random.default_rng(5).standard_normal(64)
     common /= np.linalg.norm(common)
@@ -136,16 +137,31 @@ def test_a_pairing_that_is_proven_but_tells_no_expert_is_not_passed_over(tmp_pat
         own = np.random.default_rng(expert).standard_normal(64)
         own -= (own @ common) * common
         own /= np.linalg.norm(own)
-        size = 400.0 if expert == 0 else 100.0
-        weight += size * weight.new_tensor(np.outer(np.ones(64) / 8, common if expert == 0 else own))
-        row = common * 3 + own
-        tensors["model.layers.0.block_sparse_moe.gate.weight"][expert] = weight.new_tensor(row)
+        weight += 100 * weight.new_tensor(np.outer(np.ones(64) / 8, own))
+        if expert == 0:
+            weight += 400 * weight.new_tensor(np.outer(np.r_[np.ones(32), -np.ones(32)] / 8, common))
+        else:
+            weight -= weight @ weight.new_tensor(np.outer(common, common))
+        tensors["model.layers.0.block_sparse_moe.gate.weight"][expert] = weight.new_tensor(3 * common + own)
     reading = scanned(tmp_path, tensors, layers=1, experts=8)
     test = reading.tables["alignment_tests"].iloc[0]
-    if test["verdict"] == "chance":
-        (sentence,) = words.quiet_pairing_findings(reading)
-        assert "the pairing is not random all the same" in sentence
-    assert test["q_value"] <= 0.05
+    assert (test["verdict"], test["best_accuracy"]) == ("chance", 1 / 8)
+    (sentence,) = words.quiet_pairing_findings(reading)
+    assert sentence.startswith("In layer 0 the pairing is not random all the same")
+    assert "right for up to 100 % of the routers" in sentence
+
+
+def test_avoidance_is_told_with_its_own_p_and_only_beyond_chance_over_all_layers(raw):
+    (sentence,) = words.avoidance_findings(raw)
+    assert sentence.startswith("In layer 2 routers avoid their own experts at k = 128")
+    assert sentence.endswith("(lower-tail p = 2.5 × 10⁻⁵).")
+    tests = raw.tables["alignment_tests"].sort_values("layer").assign(p_lower=[0.5, 0.6, 0.04, 0.7, 0.8])
+    weak = dataclasses.replace(raw, tables={**raw.tables, "alignment_tests": tests})
+    assert words.avoidance_findings(weak) == []  # 0.04 is the smallest of five
+
+
+def test_the_verdicts_say_how_many_chance_would_give(raw):
+    assert "up to 0.25 of 5 would still be called something else" in words.verdict_finding(raw)
 
 
 def test_three_experts_are_said_to_be_too_few(tmp_path):

@@ -62,6 +62,17 @@ def fused_gate_up(gate_up: str, down: str, interleaved: bool = False) -> Callabl
     return read
 
 
+# The names most layouts give their experts under `mlp.experts`, one by one and fused.
+PROJECTIONS = ("{L}.mlp.experts.{e}.gate_proj.weight", "{L}.mlp.experts.gate_up_proj")
+
+
+def projections() -> Callable[[LayerTensors], Stacks]:
+    """gate_proj, up_proj and down_proj under `mlp.experts`, in either form."""
+    each, fused = PROJECTIONS
+    ups, downs = each.replace("gate_proj", "up_proj"), each.replace("gate_proj", "down_proj")
+    return either((each, per_expert(each, ups, downs)), (fused, fused_gate_up(fused, "{L}.mlp.experts.down_proj")))
+
+
 def either(*ways: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[LayerTensors], Stacks]:
     """The first way whose named tensor is there: one family may be saved in several forms."""
 

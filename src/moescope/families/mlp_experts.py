@@ -1,12 +1,11 @@
 """The layout most families share: `mlp.gate` routes, `mlp.experts` holds gate_proj, up_proj and down_proj, one by one or fused."""
 
-from moescope.families.experts import either, first_shared, fused_gate_up, per_expert, shared_expert
+from moescope.families.experts import PROJECTIONS, first_shared, projections, shared_expert
 from moescope.families.layout import Family, Model
 from moescope.families.sparsity import after_dense, by_step, every_layer, in_window
 
 COUNT, TOP_K = ("num_experts", "num_local_experts"), ("num_experts_per_tok", "num_experts_per_token")
 ROUTED = ("n_routed_experts", "num_local_experts", "num_experts")
-EACH, FUSED = "{L}.mlp.experts.{e}.gate_proj.weight", "{L}.mlp.experts.gate_up_proj"
 
 
 def like_deepseek(dense: int) -> Model:
@@ -48,11 +47,8 @@ MLP_EXPERTS = Family(
         "ernie4_5_moe": Model(("moe_num_experts",), ("moe_k",), in_window),
     },
     router="{L}.mlp.gate.weight",
-    markers=(EACH, FUSED),
-    experts=either(
-        (EACH, per_expert(EACH, EACH.replace("gate_proj", "up_proj"), EACH.replace("gate_proj", "down_proj"))),
-        (FUSED, fused_gate_up(FUSED, "{L}.mlp.experts.down_proj")),
-    ),
+    markers=PROJECTIONS,
+    experts=projections(),
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=(

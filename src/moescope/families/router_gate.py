@@ -1,11 +1,10 @@
 """`mlp.router.gate` routes: Hunyuan 3 and AFMoE."""
 
-from moescope.families.experts import either, first_shared, fused_gate_up, per_expert, shared_expert
+from moescope.families.experts import PROJECTIONS, first_shared, projections, shared_expert
 from moescope.families.layout import Family, Model
 from moescope.families.sparsity import after_dense
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
-EACH, FUSED = "{L}.mlp.experts.{e}.gate_proj.weight", "{L}.mlp.experts.gate_up_proj"
 
 ROUTER_GATE = Family(
     name="router_gate",
@@ -14,11 +13,8 @@ ROUTER_GATE = Family(
         "afmoe": Model(COUNT, TOP_K, after_dense(1), scoring="sigmoid", norm="{L}.pre_mlp_layernorm.weight"),
     },
     router="{L}.mlp.router.gate.weight",
-    markers=(EACH, FUSED),
-    experts=either(
-        (EACH, per_expert(EACH, EACH.replace("gate_proj", "up_proj"), EACH.replace("gate_proj", "down_proj"))),
-        (FUSED, fused_gate_up(FUSED, "{L}.mlp.experts.down_proj")),
-    ),
+    markers=PROJECTIONS,
+    experts=projections(),
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.expert_bias",),

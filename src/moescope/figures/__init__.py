@@ -27,7 +27,9 @@ ACROSS_LAYERS = [
     FigureSpec("orthogonality_by_layer", ("orthogonality",), redundancy.orthogonality_by_layer),
     FigureSpec("overlap_by_k", ("orthogonality", "similarity"), redundancy.overlap_by_k),
     FigureSpec("ambiguity_by_layer", ("ambiguity",), identification.ambiguity_by_layer),
-    FigureSpec("absolute_ambiguity_by_layer", ("ambiguity",), identification.absolute_ambiguity_by_layer),
+    FigureSpec(
+        "absolute_ambiguity_by_layer", ("ambiguity", "alignment_layers"), identification.absolute_ambiguity_by_layer
+    ),
     FigureSpec(
         "accuracy_and_margin_by_layer", ("ambiguity", "alignment_layers"), identification.accuracy_and_margin_by_layer
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from moescope.figures.alignment import layer_axis
+from moescope.figures.identification import score_at_chance
 from moescope.figures.style import (
     Figure,
     FigureSpec,
@@ -71,8 +72,10 @@ def full_rank(tables: Tables) -> pd.Series:
 
 
 def nothing_told(tables: Tables) -> pd.Series:
-    """The absolute score of a layer at chance: accuracy 1/n, no margin, no z."""
-    return 0.4 * (1 - one_over_n(tables)) + 0.6
+    """The absolute score of a layer at chance, each reading with its run's own weights."""
+    layers = dict(tuple(tables["alignment_layers"].groupby("reading", sort=False)))
+    scores = tables["ambiguity"].groupby("reading", sort=False)
+    return pd.concat({reading: score_at_chance(rows, layers[reading]) for reading, rows in scores})
 
 
 @dataclass(frozen=True)

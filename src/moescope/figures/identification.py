@@ -21,6 +21,7 @@ from moescope.figures.style import (
     number,
 )
 
+DEFAULT_ACCURACY_WEIGHT = 0.4
 VERDICT_WORDS = {
     "identifying": ("identifies its experts", "identify their experts"),
     "non_random": (
@@ -91,6 +92,17 @@ def margin_by_k(tables: Tables) -> Figure:
     )
 
 
+def score_at_chance(ambiguity: pd.DataFrame, layers: pd.DataFrame) -> pd.Series:
+    """Layer -> a (1 - 1/n) + b + g, the absolute score at a given k of a layer that tells nothing; a + b + g = 1.
+
+    a is read off the scores themselves, so that a run's own weights count; where every layer is right they cannot tell.
+    """
+    wrong = 1 - ambiguity["argmax_accuracy"]
+    told = (ambiguity["accuracy_term"] / wrong)[wrong > 1e-9]
+    a = float(told.max()) if len(told) else DEFAULT_ACCURACY_WEIGHT
+    return 1 - a / (layers.groupby("layer")["z_ceiling"].max() ** 2 + 1)
+
+
 def ambiguity_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
@@ -158,6 +170,8 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
             "hovertemplate": "layer %{x}<br>relative %{y:.3g}<extra></extra>",
         },
     ]
+    chance = score_at_chance(frame, tables["alignment_layers"])
+    data.append(grey_line(chance.index.to_numpy(), chance.to_numpy(), "a layer at chance, at one k"))
     caption = (
         "The absolute score needs no other layer; the relative one min-maxes margin and z over the layers scanned."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from moescope.figures.alignment import usable
@@ -24,6 +26,7 @@ from moescope.figures.style import (
 )
 
 PANEL_HEIGHT = 260
+TEN_TIMES_CHANCE = math.erfc(math.sqrt(5))  # P(cos² > 10/d) of a random direction: chi-squared of one degree beyond 10
 
 
 def experts_by_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int]]:
@@ -87,7 +90,7 @@ def expert_cos_squared(tables: Tables) -> Figure:
         },
         grey_line([float(experts.min()) - 0.5, float(experts.max()) + 0.5], [chance, chance], "chance 1/d"),
     ]
-    title = f"{above} of {len(rows)} routers exceed ten times chance along their expert's top direction; by chance {number(0.00157 * len(rows))} would"
+    title = f"{above} of {len(rows)} routers exceed ten times chance along their expert's top direction; by chance {number(TEN_TIMES_CHANCE * len(rows))} would"
     return Figure(
         "expert_cos_squared",
         title,

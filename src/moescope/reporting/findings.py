@@ -130,7 +130,7 @@ def quiet_pairing_findings(reading: Reading) -> list[str]:
         best = layers[layers["layer"].isin(quiet["layer"])].groupby("layer")["assignment_accuracy"].max()
         sentences.append(
             f"In {named_layers(quiet['layer'])} the pairing is not random all the same: mean alignment beats other pairings "
-            f"(largest q {number(quiet['q_value'].max())}; best one-to-one assignment right for up to {number(best.max())} of the routers), "
+            f"(largest q {number(quiet['q_value'].max())}; best one-to-one assignment right for up to {number(100 * best.max())} % of the routers), "
             "but a router's best match is not its own expert."
         )
     return sentences
