@@ -72,6 +72,14 @@ def scroll_through(page):
     )
 
 
+def bring(page, name):
+    """Scroll to one figure across layers and wait until it is drawn; all others stay undrawn, which keeps the page light."""
+    page.evaluate(f"document.querySelector(\"[data-payload='r0-{name}']\").scrollIntoView({{ block: 'center' }})")
+    figure = page.locator(f"#across [data-reading='0'] figure[data-name={name}]")
+    expect(figure.locator(".plot.drawn .main-svg").first).to_be_visible()
+    return figure
+
+
 def open_layer(page, layer, reading=0):
     page.locator(f"#r{reading}-layer-{layer} > summary").click()
     body = page.locator(f"#r{reading}-layer-{layer} .body")
@@ -174,8 +182,7 @@ def test_the_theme_button_repaints_the_figures(opened):
 
 def test_experts_can_be_ordered_by_similarity(opened):
     page = opened()
-    scroll_through(page)
-    figure = page.locator("#across [data-reading='0'] figure[data-name=cosine_heatmap]")
+    figure = bring(page, "cosine_heatmap")
     figure.locator("input[type=checkbox]").check()
     order = figure.evaluate("figure => figure.querySelector('.plot').layout.xaxis.categoryarray")
     assert abs(order.index("2") - order.index("5")) == 1
@@ -183,8 +190,7 @@ def test_experts_can_be_ordered_by_similarity(opened):
 
 def test_the_definition_of_a_figure_is_one_click_away(opened):
     page = opened()
-    scroll_through(page)
-    figure = page.locator("#across [data-reading='0'] figure[data-name=accuracy_by_k]")
+    figure = bring(page, "accuracy_by_k")
     figure.locator(".definition summary").click()
     expect(figure.locator(".definition")).to_contain_text("chance 1/n")
 
@@ -198,8 +204,7 @@ def test_no_figure_offers_to_upload_itself(opened):
 
 def test_a_figure_is_downloaded_on_white_with_its_title_even_from_a_dark_page(opened):
     page = opened(scheme="dark")
-    scroll_through(page)
-    figure = page.locator("#across [data-reading='0'] figure[data-name=margin_by_k]")
+    figure = bring(page, "margin_by_k")
     figure.hover()
     with page.expect_download() as download:
         figure.locator(".modebar-btn").first.click(force=True)
