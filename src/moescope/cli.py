@@ -29,6 +29,9 @@ Out = Annotated[
     Path | None, typer.Option(help="Run folder to write.", show_default="runs/VERB-MODEL-NUMBER", metavar="DIR")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.", rich_help_panel=MORE)]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default="main", rich_help_panel=MORE)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the run's summary as JSON.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.", rich_help_panel=MORE)
@@ -55,20 +58,21 @@ def common(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint: folder or .safetensors file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint: folder, file, hub id or URL.")],
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """What a checkpoint is, from its headers alone: family, shape, parameters, coverage, what a scan will cost."""
     from moescope.workflows.inspect import inspect as look
     from moescope.workflows.inspect import lines
 
-    facts = look(model)
+    facts = look(model, revision)
     typer.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
 
 
 @app.command()
 def scan(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Checkpoint: folder or .safetensors file. Several are the steps of one run.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL. Several are the steps of one run.")],
     out: Out = None,
     layers: Annotated[str | None, typer.Option(help="Layers to scan: 0,5,9-12.", show_default="all")] = None,
     matrix: Annotated[str, typer.Option(help="Expert matrices: gate, up, gate_up, down.")] = "gate",
@@ -77,6 +81,7 @@ def scan(
     fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Multiply the norm's weight into router and experts.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
     as_json: AsJson = False,
+    revision: Revision = None,
     precision: Annotated[str, typer.Option(help="fast: errors of align up to 1e-6 allowed; exact: 1e-9.", rich_help_panel=MORE)] = "fast",
     null: Annotated[str, typer.Option(help="closed: the shuffle null in closed form; shuffle: sampled, as older tools do.", rich_help_panel=MORE)] = "closed",
     n_shuffles: Annotated[int, typer.Option(help="Re-pairings drawn by --null shuffle.", rich_help_panel=MORE)] = 200,
@@ -95,7 +100,7 @@ def scan(
     from moescope.workflows.scan import scan as run_scan
 
     run = run_scan(
-        *models, out=out, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
+        *models, out=out, revision=revision, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
         n_shuffles=n_shuffles, seed=seed, k_star=k_star, allow_full_rank=allow_full_rank, ambiguity_weights=ambiguity_weights, device=device,
         keep_going=keep_going, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, Qwen2MoeConfig
 from typer.testing import CliRunner
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope.checkpoint.source import Checkpoint
+from moescope.checkpoint.local import LocalFiles
 from moescope.cli import app
 from moescope.workflows.inspect import duration, inspect, short
 
@@ -37,7 +37,7 @@ def test_no_tensor_is_read(model, monkeypatch):
     def refuse(self, file):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(Checkpoint, "handle", refuse)
+    monkeypatch.setattr(LocalFiles, "handle", refuse)
     assert inspect(model)["experts"] == 4
 
 

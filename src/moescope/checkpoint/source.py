@@ -1,228 +1,87 @@
-"""A checkpoint on disk: which tensors it holds, where they lie, and how to read one of them."""
+"""A checkpoint: which tensors it holds, where they lie, and how to read one of them."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moescope.checkpoint.files import Files, Index
+from moescope.checkpoint.headers import TensorInfo, folder_tensors, gather_headers, read_config
+from moescope.checkpoint.places import find_place
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX_NAME = "model.safetensors.index.json"
-OPEN_MAPS = 2
 READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-
-    @property
-    def parameters(self) -> int:
-        count = 1
-        for side in self.shape:
-            count *= side
-        return count
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """The headers of a checkpoint and its config. No tensor data are held."""
 
-    path: Path
+    location: str  # as the user gave it: folder, file, hub id or URL
+    address: str  # as run.json keeps it: absolute, without the revision
+    name: str
     config: dict[str, Any] | None
     tensors: dict[str, TensorInfo] = field(repr=False)
-    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)  # maps kept open between reads
-
-    @property
-    def name(self) -> str:
-        return self.path.stem if self.path.is_file() else self.path.resolve().name
+    files: Files = field(repr=False, compare=False)
+    revision: str | None = None  # the commit of a hub repository
+    one_file: bool = False  # a single file was given: it may be one shard of several
 
     def header_hash(self) -> str:
-        """SHA-256 over names, shapes and dtypes, config, and every file's size and time of change.
+        """SHA-256 over names, shapes and dtypes, config, and what tells that a file changed: size and time, or a server's mark.
 
-        It tells two checkpoints apart without reading their data; a copy made elsewhere hashes differently.
+        It tells two checkpoints apart without reading their data; a copy made elsewhere hashes differently. Of a hub
+        repository the commit is known, so that a copy in the cache is the same checkpoint as the one on the server.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        digest.update(str(self.revision).encode())
         for info in sorted(self.tensors.values(), key=lambda info: info.name):
-            digest.update(f"{info.name} {info.shape} {info.dtype} {info.file.name}\n".encode())
-        for file in sorted({info.file for info in self.tensors.values()}):
-            stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            digest.update(f"{info.name} {info.shape} {info.dtype} {info.file_name}\n".encode())
+        for file in self.file_names():
+            stamp = self.files.stamp(file) if self.revision is None else str(self.files.size(file))
+            digest.update(f"{file} {stamp}\n".encode())
         return digest.hexdigest()
 
-    def read(self, name: str) -> Tensor:
-        """The tensor of that name, a copy in memory of its own."""
-        return self.fetch(name, lambda handle: handle.get_tensor(name))
+    def file_names(self) -> list[str]:
+        return sorted({info.file_name for info in self.tensors.values()})
 
-    def read_slice(self, name: str, index: int | slice) -> Tensor:
-        """One index, or a run of them, of a tensor's first axis; no other part of it is read."""
-        return self.fetch(name, lambda handle: handle.get_slice(name)[index])
+    def bytes(self) -> int:
+        """How much the weights take up where they lie."""
+        return sum(self.files.size(file) for file in self.file_names())
 
-    def fetch(self, name: str, get: Callable[[Any], Tensor]) -> Tensor:
-        from safetensors import SafetensorError
-
+    def read(self, name: str, index: Index = None) -> Tensor:
+        """The tensor of that name, or one index or run of its first axis, in memory of its own; nothing else is read."""
         info = self.tensors[name]
         if info.dtype not in READABLE_DTYPES:
             raise BadInput(
                 f"{info.file}: tensor {name} has dtype {info.dtype}, which cannot be read yet; "
                 f"give a checkpoint in {', '.join(sorted(READABLE_DTYPES))}"
             )
-        try:
-            return get(self.handle(info.file)).clone()
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise BadInput(
-                f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again"
-            ) from None
-
-    def handle(self, file: Path) -> Any:
-        """The open map of a file. Kept, since a header of 20,000 tensors takes 30 ms to parse; two shards at most."""
-        from safetensors import safe_open
-
-        if file not in self.opened:
-            while len(self.opened) >= OPEN_MAPS:
-                self.opened.pop(next(iter(self.opened))).__exit__(None, None, None)
-            self.opened[file] = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-        return self.opened[file]
+        return self.files.read(info.file_name, name, index)
 
     def release(self) -> None:
-        """Close all maps: their pages count as resident memory until then. Called after each layer."""
-        while self.opened:
-            self.opened.popitem()[1].__exit__(None, None, None)
+        """Let go of what is kept open between reads: its pages count as resident memory. Called after each layer."""
+        self.files.release()
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
-    """The checkpoint at a folder or a `.safetensors` file, from its headers alone."""
+def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """The checkpoint at a folder, a file, a hub id (`owner/name`, `owner/name@revision`) or an fsspec URL, from its headers alone."""
     try:
-        path = Path(model).expanduser()
-    except RuntimeError:  # no such user
-        raise BadInput(missing_path_message(str(model))) from None
-    try:
-        if path.is_file():
-            if path.suffix != ".safetensors":
-                raise BadInput(f"{path}: not a .safetensors file; give a folder or a .safetensors file")
-            config = read_config(path.parent / "config.json")
-            return Checkpoint(path, config, gather_headers([path]))
-        if not path.is_dir():
-            raise BadInput(missing_path_message(str(model)))
-        config = read_config(path / "config.json")
-        return Checkpoint(path, config, folder_tensors(path))
+        place = find_place(model, revision)
+        config = read_config(place.files)
+        tensors = gather_headers(place.files, [place.one_file]) if place.one_file else folder_tensors(place.files)
+        return Checkpoint(
+            place.location, place.address, place.name, config, tensors, place.files, place.revision, bool(place.one_file)
+        )  # fmt: skip
     except PermissionError as error:
-        raise BadInput(f"{error.filename or path}: no permission to read; change the file's mode or owner") from None
+        raise BadInput(f"{error.filename or model}: no permission to read; change the file's mode or owner") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise BadInput(missing_path_message(str(model))) from None
-        raise BadInput(f"{error.filename or path}: cannot be read ({error.strerror}); download it again") from None
-
-
-def missing_path_message(model: str) -> str:
-    if "://" in model:
-        return f"{model}: URLs cannot be read yet; download the checkpoint and give its folder"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model):
-        return (
-            f"{model}: no such folder or file, and hub ids cannot be read yet; "
-            f"`hf download {model.split('@')[0]} --local-dir DIR`, then give DIR"
-        )
-    return f"{model}: no such folder or file; check the path"
-
-
-def folder_tensors(folder: Path) -> dict[str, TensorInfo]:
-    index_path = folder / INDEX_NAME
-    if index_path.exists():
-        return indexed_tensors(folder, index_path)
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / "model.safetensors") in files:
-        # Some repositories keep a second copy (`consolidated.safetensors`) under other names beside the standard file.
-        files = [folder / "model.safetensors"]
-    if not files:
-        others = sorted({file.suffix for file in folder.iterdir() if file.is_file() and file.suffix})
-        held = f"it holds {', '.join(others)} files" if others else "it is empty"
-        raise BadInput(
-            f"{folder}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors"
-        )
-    return gather_headers(files)
-
-
-def indexed_tensors(folder: Path, index_path: Path) -> dict[str, TensorInfo]:
-    index = read_json(index_path)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BadInput(f"{index_path}: no weight_map in it; download the file again")
-    for tensor, file_name in weight_map.items():
-        # An index is untrusted input: it may only name files that lie beside it.
-        if (
-            not isinstance(file_name, str)
-            or file_name in ("", "..")
-            or Path(file_name).name != file_name
-            or "\\" in file_name
-        ):
-            raise BadInput(
-                f"{index_path}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index; download it again"
-            )
-    shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
-    if absent:
-        raise BadInput(
-            f"{folder / absent[0]}: {len(absent)} of {len(shards)} shards missing; download {', '.join(absent[:3])}"
-        )
-    found = gather_headers([folder / shard for shard in shards])
-    for tensor, file_name in weight_map.items():
-        if tensor not in found or found[tensor].file.name != file_name:
-            raise BadInput(
-                f"{folder / file_name}: tensor {tensor}, named by {INDEX_NAME}, is not in it; download both again"
-            )
-    return found
-
-
-def gather_headers(files: Sequence[Path]) -> dict[str, TensorInfo]:
-    from safetensors import SafetensorError, safe_open
-
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        with file.open("rb"):
-            pass  # safetensors reports a file it may not open as missing; this raises PermissionError instead
-        try:
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                    part = opened.get_slice(name)
-                    if name in tensors:
-                        raise BadInput(
-                            f"{file}: tensor {name} is also in {tensors[name].file.name}; keep one of the two files"
-                        )
-                    tensors[name] = TensorInfo(name, tuple(part.get_shape()), str(part.get_dtype()), file)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise BadInput(f"{file}: not a whole safetensors file ({first_line(error)}); download it again") from None
-    if not tensors:
-        raise BadInput(f"{', '.join(map(str, files))}: no tensor in it; download it again")
-    return tensors
-
-
-def read_config(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: not a JSON object; download the file again")
-    return config
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: not valid JSON ({first_line(error)}); download the file again") from None
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+            raise BadInput(f"{model}: no such folder or file; check the path") from None
+        raise BadInput(f"{error.filename or model}: cannot be read ({error.strerror}); download it again") from None

@@ -51,7 +51,7 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
-            f"{checkpoint.path}: no MoE layer found (model_type {model_type}); it may be a dense model, "
+            f"{checkpoint.location}: no MoE layer found (model_type {model_type}); it may be a dense model, "
             f"or a layout not known yet. Looked for: {looked_for}"
         )
     fitting = [family for family in with_router if fits(family, checkpoint)] or with_router

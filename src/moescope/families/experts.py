@@ -83,7 +83,7 @@ def either(*ways: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[Lay
         first, *others = (tensors.name(template, 0) for template, _ in ways)
         instead = "".join(f", or {other} in its place," for other in others)
         raise BadInput(
-            f"{tensors.checkpoint.path}: tensor {first}{instead} is missing; download the shard that holds it"
+            f"{tensors.checkpoint.location}: tensor {first}{instead} is missing; download the shard that holds it"
         )
 
     return read
@@ -123,8 +123,8 @@ def shared_gate_up(gate_up: str, down: str) -> Callable[[LayerTensors], SharedEx
         def half(which: int) -> LazyTensor:
             rows = slice(which * hidden, (which + 1) * hidden)
             return LazyTensor(
-                stored.name, (hidden, tensors.d_model), stored.dtype, str(stored.file),
-                lambda: tensors.checkpoint.read_slice(stored.name, rows),
+                stored.name, (hidden, tensors.d_model), stored.dtype, stored.file,
+                lambda: tensors.checkpoint.read(stored.name, rows),
             )  # fmt: skip
 
         return SharedExpert(half(0), half(1), lower)

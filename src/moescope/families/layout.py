@@ -82,7 +82,7 @@ class LayerTensors:
     def info(self, template: str, expert: int | None = None) -> TensorInfo:
         name = self.name(template, expert)
         if name not in self.checkpoint.tensors:
-            raise BadInput(f"{self.checkpoint.path}: tensor {name} is missing; download the shard that holds it")
+            raise BadInput(f"{self.checkpoint.location}: tensor {name} is missing; download the shard that holds it")
         self.taken.add(name)
         return self.checkpoint.tensors[name]
 
@@ -90,7 +90,7 @@ class LayerTensors:
         """A whole tensor of known shape."""
         info = self.info(template)
         check_shape(info, shape)
-        return LazyTensor(info.name, info.shape, info.dtype, str(info.file), lambda: self.checkpoint.read(info.name))
+        return LazyTensor(info.name, info.shape, info.dtype, info.file, lambda: self.checkpoint.read(info.name))
 
     def each(self, template: str, *sides: int | str) -> ExpertStack:
         """One tensor an expert; a side given by name is taken from expert 0."""
@@ -105,7 +105,7 @@ class LayerTensors:
             check_shape(info, infos[0].shape)
         names = tuple(info.name for info in infos)
         return ExpertStack(
-            names, (self.n_experts, *infos[0].shape), infos[0].dtype, tuple(str(info.file) for info in infos),
+            names, (self.n_experts, *infos[0].shape), infos[0].dtype, tuple(info.file for info in infos),
             lambda expert: self.checkpoint.read(names[expert]),
         )  # fmt: skip
 
@@ -132,8 +132,8 @@ class LayerTensors:
     ) -> ExpertStack:
         return ExpertStack(
             tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts)),
-            (self.n_experts, *shape), info.dtype, (str(info.file),) * self.n_experts,
-            lambda expert: take(self.checkpoint.read_slice(info.name, where(expert))),
+            (self.n_experts, *shape), info.dtype, (info.file,) * self.n_experts,
+            lambda expert: take(self.checkpoint.read(info.name, where(expert))),
         )  # fmt: skip
 
 

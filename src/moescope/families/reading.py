@@ -159,20 +159,19 @@ def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint)
                 raise ValueError(f"{name} {config[name]}")
         return model.moe_layers(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        folder = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
         raise BadInput(
-            f"{folder / 'config.json'}: cannot tell which layers are MoE ({type(error).__name__}: {error}); "
+            f"{checkpoint.files.label('config.json')}: cannot tell which layers are MoE ({type(error).__name__}: {error}); "
             f"check its fields against a {family.name} config"
         ) from None
 
 
 def check_expected(family: Family, checkpoint: Checkpoint, expected: set[int] | None, found: set[int]) -> None:
-    if checkpoint.path.is_file():
+    if checkpoint.one_file:
         return  # one shard alone is a legitimate thing to look at; coverage says how much of the model it is
     absent = sorted((expected or set()) - found)
     if absent:
         raise BadInput(
-            f"{checkpoint.path}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
+            f"{checkpoint.location}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
             "download the missing shards"
         )
 
@@ -237,7 +236,7 @@ def one_row(tensors: LayerTensors, template: str) -> LazyTensor:
         check_shape(info, (tensors.n_experts,))
     checkpoint = tensors.checkpoint
     return LazyTensor(
-        info.name, (tensors.n_experts,), info.dtype, str(info.file), lambda: checkpoint.read(info.name).reshape(-1)
+        info.name, (tensors.n_experts,), info.dtype, info.file, lambda: checkpoint.read(info.name).reshape(-1)
     )
 
 

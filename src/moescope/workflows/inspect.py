@@ -16,14 +16,15 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U
 READ_BYTES = 500e6  # a second, from a plain disk
 
 
-def inspect(model: str | Path) -> dict[str, Any]:
+def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Family, shape, parameters, bytes, coverage, and about what a gate scan will cost."""
-    moe = read_moe(open_checkpoint(model))
+    moe = read_moe(open_checkpoint(model, revision))
     layers = list(moe.layers.values())
     first = layers[0]
     parameters = count_parameters(moe)
     return {
-        "model": str(moe.checkpoint.path),
+        "model": moe.checkpoint.location,
+        "revision": moe.checkpoint.revision,
         "family": moe.coverage.family,
         "layout": moe.family.name,
         "moe_layers": sorted(moe.layers),
@@ -38,8 +39,8 @@ def inspect(model: str | Path) -> dict[str, Any]:
         "dtypes": dict(Counter(info.dtype for info in moe.checkpoint.tensors.values()).most_common()),
         "quantisation": ((moe.checkpoint.config or {}).get("quantization_config") or {}).get("quant_method"),
         "parameters": parameters,
-        "bytes": sum(file.stat().st_size for file in {info.file for info in moe.checkpoint.tensors.values()}),
-        "files": len({info.file for info in moe.checkpoint.tensors.values()}),
+        "bytes": moe.checkpoint.bytes(),
+        "files": len(moe.checkpoint.file_names()),
         "coverage": asdict(moe.coverage),
         "coverage_line": moe.coverage.line(),
         "scan_estimate": scan_estimate(moe),
@@ -99,7 +100,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     )
     shared = f", {short(parameters['shared'])} in shared experts" if parameters["shared"] else ""
     return [
-        f"{facts['model']}",
+        facts["model"] + (f", commit {facts['revision']}" if facts["revision"] else ""),
         f"  family       {facts['family']} ({facts['layout']} layout), scoring {facts['scoring']}, activation {facts['activation'] or 'not stated'}",
         f"  MoE layers   {len(facts['moe_layers'])} of {facts['layers'] or 'an unknown number of'} layers",
         f"  experts      {facts['experts']} a layer, top {facts['top_k'] or 'not stated'}, d_model {facts['d_model']}, d_ff {facts['d_ff']}"

@@ -41,6 +41,7 @@ class Step:
 def scan(
     *models: str | Path,
     out: str | Path | None = None,
+    revision: str | None = None,
     layers: int | str | Iterable[int] | None = None,
     matrix: str | Iterable[str] = "gate",
     router: str | Iterable[str] = "raw",
@@ -75,7 +76,7 @@ def scan(
     check_settings(settings.k_star, settings.ambiguity_weights)
     if n_shuffles < 1 or seed < 0:
         raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
-    steps = open_steps(models, layers)
+    steps = open_steps(models, revision, layers)
     place = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_layers(steps, settings, keep_going)
 
@@ -84,8 +85,8 @@ def scan(
         "checkpoints": [
             {
                 "step": step.number,
-                "path": str(step.moe.checkpoint.path.resolve()),
-                "revision": None,
+                "path": step.moe.checkpoint.address,
+                "revision": step.moe.checkpoint.revision,
                 "header_hash": step.moe.checkpoint.header_hash(),
             }
             for step in steps
@@ -181,18 +182,20 @@ def undefined_ambiguity(ambiguity: pd.DataFrame) -> list[str]:
 # --- reading the arguments
 
 
-def open_steps(models: Sequence[str | Path], layers: int | str | Iterable[int] | None) -> list[Step]:
+def open_steps(
+    models: Sequence[str | Path], revision: str | None, layers: int | str | Iterable[int] | None
+) -> list[Step]:
     """The checkpoints to scan. Several are training steps of one model, so they must have one shape."""
     if not models:
-        raise BadInput("no model given; give a checkpoint's folder or .safetensors file")
-    opened = [read_moe(open_checkpoint(model)) for model in models]
-    paths = [moe.checkpoint.path.resolve() for moe in opened]
+        raise BadInput("no model given; give a checkpoint's folder, file, hub id or URL")
+    opened = [read_moe(open_checkpoint(model, revision)) for model in models]
+    places = [(moe.checkpoint.address, moe.checkpoint.revision) for moe in opened]
     for index, moe in enumerate(opened[1:], start=1):
-        if paths[index] in paths[:index]:
-            raise BadInput(f"{moe.checkpoint.path}: given twice; give each step once")
+        if places[index] in places[:index]:
+            raise BadInput(f"{moe.checkpoint.location}: given twice; give each step once")
         if shape(moe) != shape(opened[0]):
             raise BadInput(
-                f"{moe.checkpoint.path}: another family, shape or number of experts than {opened[0].checkpoint.path}, so not a step of "
+                f"{moe.checkpoint.location}: another family, shape or number of experts than {opened[0].checkpoint.location}, so not a step of "
                 "the same run; scan each alone, then `moescope report RUN RUN` compares them"
             )
     found = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
@@ -207,12 +210,16 @@ def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
 
 
 def step_numbers(model_names: list[str]) -> list[int]:
-    """The training steps that the folders' names end in (checkpoint-500, step1000) if that is all they differ in; else 0, 1, 2, ..."""
+    """The training steps that the names tell (step1000-tokens4B), or end in if that is all they differ in (checkpoint-500); else 0, 1, 2, ..."""
+    told = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
     endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
-    found = [(ending[1], int(ending[2])) for ending in endings if ending]
-    alike = len(found) == len(model_names) and len({stem for stem, _ in found}) == 1
-    distinct = len({number for _, number in found}) == len(model_names) > 1
-    return [number for _, number in found] if alike and distinct else list(range(len(model_names)))
+    if all(told):
+        found = [int(match[1]) for match in told if match]
+    elif all(endings) and len({match[1] for match in endings if match}) == 1:
+        found = [int(match[2]) for match in endings if match]
+    else:
+        found = []
+    return found if len(set(found)) == len(model_names) > 1 else list(range(len(model_names)))
 
 
 def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:
@@ -222,7 +229,7 @@ def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) 
     wanted = sorted(set(number_ranges(layers)))
     absent = [layer for layer in wanted if layer not in moe.layers]
     if absent or not wanted:
-        raise BadInput(f"{moe.checkpoint.path}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}")
+        raise BadInput(f"{moe.checkpoint.location}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}")
     return wanted
 
 

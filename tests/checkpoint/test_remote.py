@@ -1,0 +1,264 @@
+"""Checkpoints on a server: the same tensors as from the disk, and no more bytes than were asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint.servers import COMMITS, FileServer, serving
+from checkpoints import expert_name, shard_name, tiny_checkpoint
+from moescope.checkpoint import open_checkpoint
+from moescope.checkpoint import remote as remote_module
+from moescope.errors import BadInput
+from moescope.families import read_moe
+from moescope.workflows.scan import scan
+
+LAYERS = 12
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_checkpoint(tmp_path / "files" / "moe", shards=3, layers=LAYERS, experts=8, d_model=64, d_ff=128)
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    monkeypatch.setattr(
+        remote_module, "FIRST_BYTES", 4096
+    )  # as small against these files as 64 KiB are against real ones
+    with serving(folder.parent) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(remote_module.time, "sleep", lambda seconds: None)
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def test_every_tensor_on_a_server_equals_the_one_on_disk(folder, server):
+    near, far = open_checkpoint(folder), open_checkpoint(f"{server.url}/moe")
+    assert far.config == near.config
+    assert far.name == near.name
+    assert list(far.tensors) == list(near.tensors)
+    for name, info in near.tensors.items():
+        assert far.tensors[name].shape == info.shape
+        assert far.tensors[name].dtype == info.dtype
+        assert torch.equal(far.read(name), near.read(name))
+
+
+@pytest.mark.parametrize("index", [0, 7, slice(2, 5), slice(0, 1), slice(60, 64)], ids=str)
+def test_a_part_of_the_first_axis_equals_the_part_of_the_whole(folder, server, index):
+    far = open_checkpoint(f"{server.url}/moe")
+    name = expert_name(3, 1, "down")
+    whole = open_checkpoint(folder).read(name)
+    before = server.sent
+    assert torch.equal(far.read(name, index), whole[index])
+    assert server.sent - before == whole[index].numel() * whole.element_size()
+
+
+def test_a_single_file_by_its_url_has_the_config_beside_it(folder, server):
+    far = open_checkpoint(f"{server.url}/moe/{shard_name(1, 3)}")
+    assert far.one_file
+    assert far.config == json.loads((folder / "config.json").read_text())
+    assert {info.file for info in far.tensors.values()} == {f"{server.url}/moe/{shard_name(1, 3)}"}
+
+
+def test_scanning_one_layer_of_twelve_transfers_less_than_12_percent_of_the_bytes(tmp_path, folder, server):
+    run = scan(f"{server.url}/moe", layers=5, matrix=("gate", "up", "down"), out=tmp_path / "far", quiet=True)
+    share = server.sent / weight_bytes(folder)
+    assert 1 / LAYERS < share < 0.12, f"{share:.1%} of the bytes"
+    same = scan(folder, layers=5, matrix=("gate", "up", "down"), out=tmp_path / "near", quiet=True)
+    assert run.tables == same.tables
+    for table in run.tables:
+        assert run.table(table).equals(same.table(table)), table
+
+
+def test_scanning_the_gates_alone_transfers_a_third_of_the_layer(tmp_path, folder, server):
+    scan(f"{server.url}/moe", layers=5, out=tmp_path / "run", quiet=True)
+    assert server.sent / weight_bytes(folder) < 0.12 / 2
+
+
+def test_headers_alone_are_fetched_to_look_at_a_model(folder, server):
+    read_moe(open_checkpoint(f"{server.url}/moe"))
+    small = sum(file.stat().st_size for file in folder.glob("*.json"))
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
+    assert headers + small <= server.sent <= 3 * 4096 + headers + small
+
+
+def test_a_header_longer_than_the_first_bytes_is_read_to_its_end(folder, server, monkeypatch):
+    monkeypatch.setattr(remote_module, "FIRST_BYTES", 100)
+    assert list(open_checkpoint(f"{server.url}/moe").tensors) == list(open_checkpoint(folder).tensors)
+
+
+def test_a_dropped_connection_is_made_again(folder, server):
+    far = open_checkpoint(f"{server.url}/moe")
+    server.drop_next = 2
+    name = expert_name(0, 0, "gate")
+    assert torch.equal(far.read(name), open_checkpoint(folder).read(name))
+    assert server.drop_next == 0
+
+
+def refusal(model: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        open_checkpoint(model)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_forbids_is_named_with_the_remedy(server, status):
+    server.status = status
+    assert "no permission; log in" in refusal(f"{server.url}/moe")
+
+
+def test_a_server_that_fails_is_named(server):
+    server.status = 500
+    message = refusal(f"{server.url}/moe")
+    assert message.startswith(f"{server.url}/moe/config.json: cannot be fetched")
+    assert "500" in message
+
+
+def test_a_folder_that_is_not_there_is_refused(server):
+    assert refusal(f"{server.url}/nowhere").startswith(f"{server.url}/nowhere: no .safetensors file here")
+
+
+def test_nobody_listening_is_one_line():
+    assert "cannot be fetched" in refusal("http://127.0.0.1:9/moe")
+
+
+def test_an_unknown_protocol_is_one_line():
+    assert "nonsense" in refusal("nonsense://a/b")
+
+
+def test_a_missing_shard_is_named(folder, server):
+    (folder / shard_name(2, 3)).unlink()
+    assert f"{server.url}/moe/{shard_name(2, 3)}: 1 of 3 shards missing" in refusal(f"{server.url}/moe")
+
+
+def test_a_server_that_gives_whole_files_only_is_refused(folder, server):
+    far = open_checkpoint(f"{server.url}/moe")
+    server.ranges = False
+    name = expert_name(3, 1, "down")
+    with pytest.raises(BadInput, match=r"model-0000\d-of-00003.safetensors: cannot be fetched .*range"):
+        far.read(name)
+
+
+def damaged(folder: Path, way: str) -> None:
+    file = folder / shard_name(0, 3)
+    raw = file.read_bytes()
+    if way == "cut":
+        file.write_bytes(raw[:-100])
+    elif way == "length":
+        file.write_bytes((2**40).to_bytes(8, "little") + raw[8:])
+    elif way == "header":
+        file.write_bytes(raw[:8] + b"x" * 50 + raw[58:])
+    elif way == "empty":
+        file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("way", ["cut", "length", "header", "empty"])
+def test_a_damaged_file_on_a_server_is_refused_by_its_url(folder, server, way):
+    damaged(folder, way)
+    assert refusal(f"{server.url}/moe").startswith(f"{server.url}/moe/{shard_name(0, 3)}: ")
+
+
+def test_a_file_that_changes_on_the_server_changes_the_identity(folder, server):
+    before = open_checkpoint(f"{server.url}/moe").header_hash()
+    assert open_checkpoint(f"{server.url}/moe").header_hash() == before
+    os.utime(folder / shard_name(0, 3), ns=(1, 1))
+    assert open_checkpoint(f"{server.url}/moe").header_hash() != before
+
+
+def test_a_bin_file_on_a_server_is_refused(server, folder):
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "only safetensors" in refusal(f"{server.url}/moe/pytorch_model.bin")
+
+
+# --- the hub
+
+
+def on_the_hub(server: FileServer, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line with the hub's address set to the stand-in: it is read when the library is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    return subprocess.run(
+        [sys.executable, "-m", "moescope", *arguments], env=environment, capture_output=True, text=True, timeout=120, cwd=home
+    )  # fmt: skip
+
+
+@pytest.fixture
+def hub(folder):
+    with serving(folder, hub=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "commit"),
+    [("tiny/moe", [], "main"), ("tiny/moe@step1000", [], "step1000"), ("tiny/moe", ["--revision", "step1000"], "step1000"), ("hf://tiny/moe", [], "main")],
+)  # fmt: skip
+def test_a_hub_id_is_read_at_the_commit_its_revision_names(tmp_path, hub, model, extra, commit):
+    done = on_the_hub(hub, tmp_path, "inspect", model, *extra, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["revision"] == COMMITS[commit]
+    assert facts["experts"] == 8
+    assert len(facts["moe_layers"]) == LAYERS
+    assert all("resolve/main" not in request for request in hub.requests)
+
+
+def test_scanning_a_layer_from_the_hub_fetches_its_ranges_and_is_resumable_by_identity(tmp_path, folder, hub):
+    done = on_the_hub(hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert hub.sent < 0.2 * weight_bytes(folder) + 4 * 65536
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["checkpoints"][0]["path"] == "hf://tiny/moe"
+    assert info["checkpoints"][0]["revision"] == COMMITS["step1000"]
+    again = on_the_hub(hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run")
+    assert "done before" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [("tiny/other", "the hub has no such model"), ("tiny/moe@nowhere", "no such revision")],
+)
+def test_a_hub_id_that_leads_nowhere_is_one_line_and_exit_code_2(tmp_path, hub, model, part):
+    done = on_the_hub(hub, tmp_path, "inspect", model)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert model in done.stderr
+    assert part in done.stderr
+
+
+def test_two_different_revisions_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="two revisions, a and b"):
+        open_checkpoint("tiny/moe@a", "b")
+
+
+def test_a_revision_of_a_folder_is_refused(folder):
+    with pytest.raises(BadInput, match=r"a revision .* is of a hub id"):
+        open_checkpoint(folder, "main")
+
+
+def test_a_model_in_the_hub_s_cache_is_read_from_there_without_the_hub(tmp_path, folder):
+    commit = COMMITS["main"]
+    cache = tmp_path / "home" / "hub" / "models--tiny--moe"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    (cache / "snapshots").mkdir()
+    (cache / "snapshots" / commit).symlink_to(folder)
+    with serving(tmp_path) as nothing:
+        nothing.status = 503
+        done = on_the_hub(nothing, tmp_path / "home", "inspect", "tiny/moe", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["revision"] == commit
