@@ -1,0 +1,285 @@
+"""Eigenvalues of many symmetric matrices at once, and where given vectors lie in their eigenbases.
+
+cuSOLVER takes the matrices of a batch one after the other, and one matrix of 768 rows keeps a large GPU waiting for most of
+its 8 ms. Here every step is taken for the whole batch: reduction to tridiagonal form, of which only Q' applied to the
+given vectors is kept, then divide and conquer on the tridiagonal matrices, of which only the product with those vectors
+is formed. No eigenvector is computed but the leading ones. Plain torch, so that it runs and is tested on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PANEL = 32  # columns reduced before the rest of the matrix is brought up to date
+LEAF = 32  # rows of a tridiagonal matrix that are left to the library's batched solver, at most
+ITERATIONS = 60  # of the secular equation's solver, at most; it mostly needs six, and halves an interval where eigenvalues are tied
+EPS = torch.finfo(torch.float64).eps
+NEXT_TO_NOTHING = 1e-150  # its square is still a number
+SETTLED = 1e-9  # a step so small against the root itself: the next one would be lost in rounding, convergence being quadratic
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Q' G Q = T, tridiagonal, for each matrix of a batch. Suffixes: B matrices, N rows, V vectors, P panels."""
+
+    diagonal_BN: Tensor
+    beside_BN: Tensor  # off the diagonal: N - 1 entries
+    vectors_BNV: Tensor  # Q' applied to the given vectors
+    reflectors_BNN: Tensor  # column j: the Householder vector that cleared column j
+    factors_BN: Tensor
+
+    def back(self, vectors_BNV: Tensor) -> Tensor:
+        """Q applied to vectors: from the tridiagonal matrix's basis to the original one."""
+        out = vectors_BNV.clone()
+        columns = self.factors_BN.shape[1]
+        for start in reversed(range(0, columns, PANEL)):
+            end = min(start + PANEL, columns)
+            V = self.reflectors_BNN[:, start + 1 :, start:end]
+            triangle = inner(V, self.factors_BN[:, start:end]).triu()
+            tail = out[:, start + 1 :]
+            tail -= V @ torch.linalg.solve_triangular(triangle, V.mT @ tail, upper=True)
+        return out
+
+
+def inner(V_BNP: Tensor, factors_BP: Tensor) -> Tensor:
+    """V'V with 1/tau on the diagonal: its upper triangle is the inverse of the factor T in H_1 ... H_p = I - V T V'."""
+    products = V_BNP.mT @ V_BNP
+    products.diagonal(dim1=1, dim2=2).copy_(1 / factors_BP)
+    return products
+
+
+def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
+    """The Householder reduction of each matrix; `matrices_BNN` is overwritten.
+
+    Blocked as LAPACK's sytrd is: within a panel the matrix is left as it was, and each step corrects its product with
+    the panel's own vectors, so that the matrix is read once a step and written once a panel.
+    """
+    A, Y = matrices_BNN, vectors_BNV.clone()
+    batch, rows = A.shape[:2]
+    diagonal, beside = A.new_zeros(batch, rows), A.new_zeros(batch, rows - 1)
+    reflectors, factors = A.new_zeros(batch, rows, rows - 1), A.new_zeros(batch, rows - 1)
+    for start in range(0, rows - 1, PANEL):
+        end = min(start + PANEL, rows - 1)
+        V, W = reflectors[:, :, start:end], A.new_zeros(batch, rows, end - start)
+        for column in range(start, end):  # the fewer kernels here, the better: each takes microseconds, and there are N times as many
+            done, below = slice(0, column - start), slice(column + 1, None)
+            head = A[:, column:, column, None]
+            if column > start:
+                head = torch.baddbmm(head, V[:, column:, done], W[:, column, done, None], alpha=-1)
+                head = head.baddbmm_(W[:, column:, done], V[:, column, done, None], alpha=-1)
+            diagonal[:, column] = head[:, 0, 0]
+            v, tau = householder(head[:, 1:], beside[:, column])
+            p = A[:, below, below] @ v
+            if column > start:
+                p.baddbmm_(V[:, below, done], W[:, below, done].mT @ v, alpha=-1)
+                p.baddbmm_(W[:, below, done], V[:, below, done].mT @ v, alpha=-1)
+            p *= tau
+            V[:, below, column - start] = v[..., 0]
+            torch.sub(p[..., 0], ((tau * (v.mT @ p)) * v)[..., 0], alpha=0.5, out=W[:, below, column - start])
+            factors[:, column] = tau[:, 0, 0]
+        rest = slice(end, None)
+        A[:, rest, rest].baddbmm_(V[:, rest], W[:, rest].mT, alpha=-1).baddbmm_(W[:, rest], V[:, rest].mT, alpha=-1)
+        tail, panel = Y[:, start + 1 :], V[:, start + 1 :]
+        triangle = inner(panel, factors[:, start:end]).tril()
+        tail.baddbmm_(panel, torch.linalg.solve_triangular(triangle, panel.mT @ tail, upper=False), alpha=-1)
+    diagonal[:, -1] = A[:, -1, -1]
+    return Reduction(diagonal, beside, Y, reflectors, factors)
+
+
+def householder(columns_BM1: Tensor, beta_B: Tensor) -> tuple[Tensor, Tensor]:
+    """v with v_0 = 1 and tau such that (I - tau v v') x = beta e_0; beta is written where told."""
+    first = columns_BM1[:, :1]
+    first += NEXT_TO_NOTHING  # a column of zeros is reflected like any other
+    signed = torch.copysign(torch.linalg.vector_norm(columns_BM1, dim=1, keepdim=True), first)
+    torch.neg(signed[:, 0, 0], out=beta_B)
+    away = first + signed  # never cancels: both have one sign
+    v = columns_BM1 / away
+    v[:, 0] = 1.0
+    return v, away / signed
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One level of divide and conquer: how the eigenbases of pairs of blocks become those of their unions."""
+
+    order: Tensor  # [..., M] ascending order of the two blocks' eigenvalues
+    vectors: Tensor  # [..., M, M] row i: eigenvector i of the union, in the sorted order of the old ones
+
+
+@dataclass(frozen=True)
+class Eigenbasis:
+    """Of each tridiagonal matrix of a batch; ascending."""
+
+    values_BN: Tensor
+    coordinates_BVN: Tensor  # the given vectors in the eigenbasis
+    leaves: Tensor
+    merges: list[Merge]
+    padding: int
+    converged_B: Tensor
+
+    def top_vectors(self, count: int) -> Tensor:
+        """[B, N, count]: the eigenvectors of the largest eigenvalues, largest first."""
+        batch, rows = self.values_BN.shape
+        whole = rows + self.padding
+        if not self.merges:
+            return self.leaves[:, 0, self.padding :, self.padding :].flip(-1)[..., :count]
+        top = self.merges[-1].vectors[:, 0].flip(-2)[:, :count].mT  # [B, whole, count]
+        parts = top.reshape(batch, 1, whole, top.shape[-1])
+        for level in reversed(range(len(self.merges))):
+            if level < len(self.merges) - 1:
+                parts = self.merges[level].vectors.mT @ parts
+            order = self.merges[level].order[..., None].expand(parts.shape)
+            parts = torch.empty_like(parts).scatter_(-2, order, parts)
+            parts = parts.reshape(batch, 2 * parts.shape[1], parts.shape[2] // 2, parts.shape[3])
+        return (self.leaves @ parts).reshape(batch, whole, -1)[:, self.padding :]
+
+
+def divide_and_conquer(diagonal_BN: Tensor, beside_BN: Tensor, vectors_BNV: Tensor) -> Eigenbasis:
+    """Eigenvalues of tridiagonal matrices and the vectors' coordinates in their eigenbases (Cuppen; Gu and Eisenstat 1995).
+
+    A library deflates: it leaves out eigenvalues that a merge does not move. What is deflated differs from matrix to
+    matrix, so here the problem is moved instead, by no more than rounding: equal eigenvalues are set apart by eps, and no
+    coupling is less than eps. Every matrix then takes the same steps, and stays as accurate as if its entries had been
+    rounded once more.
+    """
+    batch, rows = diagonal_BN.shape
+    scale = torch.maximum(diagonal_BN.abs().amax(1), beside_BN.abs().amax(1) if rows > 1 else diagonal_BN.abs().amax(1))
+    scale = torch.where(scale > 0, scale, 1.0)[:, None]
+    levels = max(0, (rows - 1) // LEAF).bit_length()
+    leaf = -(-rows // (1 << levels))
+    padding = (leaf << levels) - rows
+    blocks = 1 << levels
+    # padding goes below all eigenvalues (3 is beyond the norm of a scaled tridiagonal matrix), so that it comes first
+    below = -3.0 - torch.arange(padding, 0, -1, device=diagonal_BN.device, dtype=diagonal_BN.dtype) / max(padding, 1)
+    a = torch.cat([below.expand(batch, padding), diagonal_BN / scale], 1)
+    b = torch.cat([beside_BN.new_zeros(batch, padding), beside_BN / scale], 1)
+    sign = torch.where(b < 0, -1.0, 1.0)
+    coupling = b.abs().clamp_min(EPS)
+    cuts = torch.arange(leaf, blocks * leaf, leaf, device=a.device)  # the first row of each block but the first
+    a = a.index_add(1, cuts, -coupling[:, cuts - 1]).index_add(1, cuts - 1, -coupling[:, cuts - 1])
+    leaves = torch.diag_embed(a.reshape(batch, blocks, leaf))
+    if leaf > 1:
+        ends = torch.cat([b, b.new_zeros(batch, 1)], 1)[:, : blocks * leaf].reshape(batch, blocks, leaf)[..., :-1]
+        leaves = leaves + torch.diag_embed(ends, 1) + torch.diag_embed(ends, -1)
+    values, leaf_vectors = torch.linalg.eigh(leaves)
+    Y = torch.nn.functional.pad(vectors_BNV, (0, 0, padding, 0)).mT.reshape(batch, -1, blocks, leaf).transpose(1, 2)
+    edges = torch.stack([leaf_vectors[..., 0, :], leaf_vectors[..., -1, :]], -2)
+    work = torch.cat([edges, Y @ leaf_vectors], -2)  # rows: first and last row of the eigenbasis, then the vectors
+    merges: list[Merge] = []
+    converged = torch.ones(batch, dtype=torch.bool, device=a.device)
+    while blocks > 1:
+        size = values.shape[-1]
+        blocks //= 2
+        cut = torch.arange(1, 2 * blocks, 2, device=a.device) * size  # the first row of each second block
+        strength, side = coupling[:, cut - 1], sign[:, cut - 1]
+        pair_values = values.reshape(batch, blocks, 2 * size)
+        left, right = work[:, 0::2], work[:, 1::2]
+        # first row of the union: the left one's; last row: the right one's; the vectors: both
+        nothing = torch.zeros_like(left[:, :, :1])
+        tied = torch.cat([left[:, :, 1:2], side[..., None, None] * right[:, :, :1]], -1)
+        first = torch.cat([left[:, :, :1], nothing], -1)
+        last = torch.cat([nothing, right[:, :, 1:2]], -1)
+        both = torch.cat([left[:, :, 2:], right[:, :, 2:]], -1)
+        joined = torch.cat([tied, first, last, both], -2)
+        sorted_values, order = pair_values.sort(-1)
+        joined = joined.gather(-1, order[..., None, :].expand(joined.shape))
+        values, rotation, fine = rank_one_update(sorted_values, joined[..., 0, :], strength)
+        converged &= fine.reshape(batch, -1).all(1)
+        work = joined[..., 1:, :] @ rotation.mT
+        merges.append(Merge(order, rotation))
+    return Eigenbasis(
+        values_BN=values.reshape(batch, -1)[:, padding:] * scale,
+        coordinates_BVN=work[:, 0, 2:, padding:],
+        leaves=leaf_vectors,
+        merges=merges,
+        padding=padding,
+        converged_B=converged,
+    )
+
+
+def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues and eigenvectors (as rows) of diag(d) + rho z z', d ascending, batched; and whether all roots were found.
+
+    Each eigenvalue is kept as its distance from the nearer pole, so that d_j - lambda_i is exact to the last digits, and
+    the vectors are made from the z that has these eigenvalues exactly (Gu and Eisenstat 1994): orthogonal to rounding.
+    """
+    size = poles_M.shape[-1]
+    steps = torch.arange(size, device=poles_M.device)
+    apart = 2 * EPS * torch.maximum(poles_M.abs().amax(-1, keepdim=True), strength[..., None])
+    poles = torch.cummax(poles_M - steps * apart, -1).values + steps * apart
+    z = torch.where(coupling_M < 0, -1.0, 1.0) * coupling_M.abs().clamp_min(EPS)
+    weights = strength[..., None] * z.square()  # rho z_j^2
+    above = torch.cat([poles[..., 1:], poles[..., -1:] + weights.sum(-1, keepdim=True)], -1)
+    gap = above - poles
+    # which of the two poles beside it a root is nearer to: the sign of the secular function half way tells
+    half = poles + gap / 2
+    middle = 1 + weighted_sums(poles[..., None, :] - half[..., None], weights)[0]
+    has_far = steps < size - 1  # the last root has a pole on one side only
+    upper = (middle < 0) & has_far
+    own = steps + upper  # the pole from which the root is measured
+    origin = poles.gather(-1, own)
+    distance = poles[..., None, :] - origin[..., None]  # [root, pole]
+    own_weight = weights.gather(-1, own)
+    other = torch.where(upper, -gap, gap)  # where the other pole beside the root lies
+    low = torch.where(upper, -gap / 2, 0.0)
+    high = torch.where(upper, 0.0, torch.where(has_far, gap / 2, gap))
+    root = torch.where(has_far, (low + high) / 2, high)
+    settled = torch.zeros_like(root, dtype=torch.bool)
+    for iteration in range(ITERATIONS):
+        rest, slope = weighted_sums(distance - root[..., None], weights, own)
+        rest = 1 + rest
+        residual = rest - own_weight / root
+        low, high = torch.where(residual < 0, root, low), torch.where(residual >= 0, root, high)
+        # c - w / x + t / (other - x): the own pole as it is, the rest by its value and slope (Li's fixed weight method).
+        # Solved for x, not for a step: x is the distance from a pole, and must keep its digits however small it is.
+        to_other = torch.where(has_far, other - root, 0.0)
+        t = to_other.square() * slope
+        c = rest - to_other * slope
+        linear, constant = c * other + own_weight + t, own_weight * other
+        radical = (linear.square() - 4 * c * constant).clamp_min(0).sqrt()
+        two_poles = torch.where(linear > 0, 2 * constant / (linear + radical), (linear - radical) / (2 * c))
+        # the last root: c + slope (x - root) - w / x, rising and concave up to the root
+        tangent = rest - root * slope
+        one_pole = 2 * own_weight / (tangent + (tangent.square() + 4 * slope * own_weight).sqrt())
+        proposed = torch.where(has_far, two_poles, one_pole)
+        inside = (proposed > low) & (proposed < high)  # so written, NaN is outside
+        close = (proposed - root).abs() <= SETTLED * root.abs()
+        moved = torch.where(close, proposed.clamp(low, high), torch.where(inside, proposed, halfway(low, high)))
+        # a residual within rounding of zero says no more which way to go
+        settled |= residual.abs() <= 4 * EPS * (1 + rest.abs() + (own_weight / root).abs())
+        root = torch.where(settled, root, moved)
+        settled |= close
+        if iteration > 3 and bool(settled.all()):
+            break
+    shifted = distance - root[..., None]
+    # z that makes these the exact eigenvalues: z_j^2 rho = prod_i (lambda_i - d_j) / prod_{i != j} (d_i - d_j)
+    between = poles[..., None, :] - poles[..., :, None]
+    between.diagonal(dim1=-2, dim2=-1).fill_(-1.0)
+    exact = (shifted / between).prod(-2).abs().sqrt() * torch.where(z < 0, -1.0, 1.0)
+    vectors = exact[..., None, :] / shifted
+    vectors = vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return origin + root, vectors, settled
+
+
+def weighted_sums(distances: Tensor, weights_M: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sum over poles of w / d and of w / d^2, for each root, one pole left out where asked. `distances` is overwritten.
+
+    As products of a matrix and a vector: a sum of terms would write them to memory first.
+    """
+    inverse = distances.reciprocal_()
+    if without is not None:
+        inverse.scatter_(-1, without[..., None], 0.0)
+    return (inverse @ weights_M[..., None])[..., 0], (inverse.square_() @ weights_M[..., None])[..., 0]
+
+
+def halfway(low: Tensor, high: Tensor) -> Tensor:
+    """Between two bounds of one sign: their geometric mean where the inner one is not zero, for a root may lie very near a pole."""
+    same = low * high > 0
+    geometric = torch.sign(low + high) * (low.abs().sqrt() * high.abs().sqrt())
+    return torch.where(same, geometric, (low + high) / 2)
