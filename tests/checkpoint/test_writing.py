@@ -285,6 +285,18 @@ def test_a_process_killed_midway_leaves_no_target_and_the_next_clears_what_it_le
     assert stored(target).keys() == tiny_tensors().keys()
 
 
+def test_a_folder_filled_by_another_while_we_write_stays_the_other_s(tmp_path):
+    def meanwhile():
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").write_text("mine")
+        return [memoryview(bytes(4))]
+
+    with pytest.raises(BadInput, match=r"out: cannot be written .*; give another folder"):
+        write_checkpoint(tmp_path / "out", [PlannedTensor("late", "U8", (4,), 4, meanwhile)])
+    assert names(tmp_path) == {"out"}
+    assert names(tmp_path / "out") == {"mine.txt"}
+
+
 def test_a_folder_with_something_in_it_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")

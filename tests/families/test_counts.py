@@ -92,6 +92,13 @@ def test_another_top_k_is_written_and_fewer_experts_then_suffice(tmp_path):
             config_for(moe, {}, top_k=wrong)
 
 
+def test_a_second_name_for_the_same_number_follows_it_and_another_number_does_not(tmp_path):
+    moe = checkpoint(tmp_path, n_routed_experts=16, moe_num_experts=5, experts_per_token=2, moe_k=4)
+    config = config_for(moe, {0: 3, 1: 3}, top_k=1)
+    assert (config["num_experts"], config["n_routed_experts"], config["moe_num_experts"]) == (3, 3, 5)
+    assert (config["num_experts_per_tok"], config["experts_per_token"], config["moe_k"]) == (1, 1, 4)
+
+
 def test_nothing_changed_leaves_the_config_to_be_copied(tmp_path):
     assert config_for(checkpoint(tmp_path), {0: 16}) is None
 

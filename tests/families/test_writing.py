@@ -255,6 +255,14 @@ def test_multi_token_prediction_is_left_out_when_the_number_of_experts_changes_a
     assert (tmp_path / "shuffled" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+def test_a_single_file_brings_its_config_along_and_no_neighbour(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    (source / "diary.txt").write_text("not the model's")
+    write_moe(read(source / "model.safetensors"), tmp_path / "out", {})
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == tiny_config()
+
+
 def test_progress_ends_at_the_whole(tmp_path):
     moe = read(tiny_checkpoint(tmp_path / "source"))
     told: list[tuple[int, int]] = []

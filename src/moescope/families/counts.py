@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from moescope.errors import BadInput
@@ -11,6 +11,9 @@ from moescope.families.layout import Config
 from moescope.families.reading import MoeCheckpoint, stated, text_config, text_places
 
 GROUPS, GROUPS_CHOSEN = ("n_group", "num_expert_group"), ("topk_group",)
+# Second names under which some configs repeat a number; transformers takes one for the other.
+COUNT_ALIASES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K_ALIASES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -78,7 +81,8 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
             raise BadInput(
                 f"{checkpoint.path}: this model always chooses {moe.model.top_k} experts; leave top_k as it is"
             )
-        for holder, field in fields(config, moe.model.top_k):
+        chosen = {weights.top_k for weights in moe.layers.values()}
+        for holder, field in fields(config, moe.model.top_k, TOP_K_ALIASES, chosen):
             value = holder[field]
             holder[field] = [top_k] * len(value) if isinstance(value, list) else top_k
     if heads_dropped:
@@ -89,9 +93,13 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
 
 def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> None:
     assert moe.model is not None
-    where, found = moe.checkpoint.path, False
-    for holder, field in fields(config, moe.model.experts):
-        found = True
+    where = moe.checkpoint.path
+    if not any(fields(config, moe.model.experts)):
+        raise BadInput(
+            f"{where / 'config.json'}: none of {', '.join(moe.model.experts)} in it; add the number of experts"
+        )
+    before = {weights.n_experts for weights in moe.layers.values()}
+    for holder, field in fields(config, moe.model.experts, COUNT_ALIASES, before):
         value = holder[field]
         if isinstance(value, list):
             holder[field] = [counts.get(layer, old) for layer, old in enumerate(value)]
@@ -103,19 +111,18 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
             )
         else:
             holder[field] = next(iter(counts.values()))
-    if not found:
-        raise BadInput(
-            f"{where / 'config.json'}: none of {', '.join(moe.model.experts)} in it; add the number of experts"
-        )
 
 
-def fields(config: Config, paths: tuple[str, ...]) -> Iterator[tuple[Config, str]]:
-    """Each of the fields that the config has, as the object that holds it and its name there."""
+def fields(
+    config: Config, paths: tuple[str, ...], aliases: tuple[str, ...] = (), values: Collection[int | None] = ()
+) -> Iterator[tuple[Config, str]]:
+    """Each of the fields that the config has, as the object that holds it and its name there; aliases that hold such a value too."""
     for place in text_places(config):
-        for path in paths:
+        for path in dict.fromkeys((*paths, *aliases)):
             *outer, field = path.split(".")
             holder: Any = place
             for name in outer:
                 holder = holder.get(name) if isinstance(holder, dict) else None
-            if isinstance(holder, dict) and holder.get(field) is not None:
+            value = holder.get(field) if isinstance(holder, dict) else None
+            if value is not None and (path in paths or (isinstance(value, int) and value in values)):
                 yield holder, field

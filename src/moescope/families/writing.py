@@ -92,9 +92,10 @@ def write_moe(
     `progress` is told the bytes written and the bytes in all.
     """
     plan = plan_moe(moe, layers, top_k)
-    path = moe.checkpoint.path
-    source = path.parent if path.is_file() else path
-    return write_checkpoint(folder, plan.tensors, plan.config, source, max_shard_bytes, progress)
+    source, config = moe.checkpoint.path, plan.config
+    if source.is_file():  # what else lies in its folder may have nothing to do with it
+        return write_checkpoint(folder, plan.tensors, config or moe.checkpoint.config, None, max_shard_bytes, progress)
+    return write_checkpoint(folder, plan.tensors, config, source, max_shard_bytes, progress)
 
 
 def plan_moe(moe: MoeCheckpoint, layers: dict[int, NewLayer], top_k: int | None = None) -> MoePlan:
