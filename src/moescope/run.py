@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moescope.disk import check_disk, remove_empty, replace_synced, sync_folder
 from moescope.errors import BadInput, unknown_name
 from moescope.tables import SCHEMA_VERSION, TABLES, conform, read_parquet
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Frames = dict[str, "pd.DataFrame"]
-SPARE_DISK = 32 * 2**20
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
 OWN_FOLDERS = ("parts",)
 
@@ -183,13 +183,6 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
         remove_empty(new_folders)
 
 
-def remove_empty(folders: list[Path]) -> None:
-    """Remove those of the folders, deepest first, that hold nothing."""
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()
-
-
 def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     """Refuse a folder that holds something else; True when there is nothing of ours in it yet."""
     if folder.exists() and not folder.is_dir():
@@ -271,35 +264,10 @@ def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
     replace_synced(partial, path)
 
 
-def check_disk(folder: Path, needed: int) -> None:
-    """Refuse before a disk is full, not after: `needed` is what is to be written, uncompressed."""
-    free = shutil.disk_usage(folder).free
-    if free < needed + SPARE_DISK:
-        raise BadInput(
-            f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB needed; "
-            "free some space, then the same command goes on"
-        )
-
-
 def write_json(path: Path, value: Any) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     replace_synced(partial, path)
-
-
-def replace_synced(partial: Path, path: Path) -> None:
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def sync_folder(folder: Path) -> None:
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def jsonable(value: Any) -> Any:

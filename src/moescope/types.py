@@ -28,6 +28,25 @@ class LazyTensor:
 
 
 @dataclass(frozen=True)
+class StoredParts:
+    """Where one projection of every expert lies on disk: an expert's part is a run of bytes, `view` shows the projection in it.
+
+    Since `view` is a view of the stored part (a slice, a stride, a transpose), what reads a projection writes it too.
+    """
+
+    name: str  # the tensor's; {e} stands for the expert's number where each expert has a tensor of its own
+    dtype: str
+    shape: tuple[int, ...]  # of one expert's part
+    whole: (
+        Callable[[int], tuple[int, ...]] | None
+    )  # the tensor's shape with so many experts; None: one tensor an expert
+    view: Callable[[Tensor], Tensor]  # of a part: the projection, [out, in]
+
+    def tensor_name(self, expert: int) -> str:
+        return self.name.replace("{e}", str(expert))
+
+
+@dataclass(frozen=True)
 class ExpertStack:
     """One projection of every expert of a layer, in [out, in] orientation; `stack.read(e)` reads expert e and no other."""
 
@@ -36,6 +55,7 @@ class ExpertStack:
     dtype: str
     files: tuple[str, ...]
     read: Callable[[int], Tensor]
+    stored: StoredParts | None = None  # None where it cannot be written back: quantised, or not from a file
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from moescope.families import MODELS, read_moe
 from moescope.types import ExpertStack, LayerWeights
 
 KINDS = sorted(set(MODELS) - {"kimi_k2"})  # transformers has no model of that name; it is a DeepSeek V3
-tiny = functools.cache(tiny_model)
+tiny = tiny_model
 
 
 def together(stack: ExpertStack | None) -> Tensor:

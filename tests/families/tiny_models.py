@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,7 @@ class TinyModel:
         if form == "saved":
             self.model.save_pretrained(folder)
             return folder
+        folder.mkdir(parents=True, exist_ok=True)
         self.model.config.save_pretrained(folder)
         tensors = {name: tensor.contiguous().clone() for name, tensor in self.model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -148,8 +150,9 @@ def model_class(config: Any) -> Any:
     raise LookupError(f"no model class for {type(config).__name__}")
 
 
+@functools.cache
 def tiny_model(kind: str) -> TinyModel:
-    """The model of that type, perturbed so that no one or zero hides an error, after one forward pass."""
+    """The model of that type, perturbed so that no one or zero hides an error, after one forward pass. Made once: look, do not touch."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -193,6 +196,15 @@ def tensors_in(value: Any) -> tuple[Tensor, ...]:
     return tuple(part.detach().clone() for part in parts if isinstance(part, Tensor))
 
 
+def output_of(model: Any) -> Tensor:
+    """What the model says to twelve tokens: logits, or hidden states where it has no head."""
+    tokens = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(1))
+    more = {"decoder_input_ids": tokens.flip(1)} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        output = model(input_ids=tokens, **more)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
 def run(tiny: TinyModel) -> None:
     hooks = []
     for seen in tiny.blocks:
@@ -223,10 +235,7 @@ def run(tiny: TinyModel) -> None:
                     lambda module, args, output: tiny.norms.append((module, *tensors_in((args[0], output))))
                 )
             )
-    tokens = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(1))
-    more = {"decoder_input_ids": tokens.flip(1)} if tiny.model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        tiny.model(input_ids=tokens, **more)
+    output_of(tiny.model)
     for hook in hooks:
         hook.remove()
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints lazily: headers first, one tensor when asked."""
+"""Checkpoints read lazily (headers first, one tensor when asked) and written whole or not at all."""
 
 from moescope.checkpoint.headers import TensorInfo
 from moescope.checkpoint.source import Checkpoint, open_checkpoint

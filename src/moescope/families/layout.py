@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import Checkpoint, TensorInfo
 from moescope.errors import BadInput
-from moescope.types import ExpertStack, LazyTensor, SharedExpert
+from moescope.types import ExpertStack, LazyTensor, SharedExpert, StoredParts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,33 +107,36 @@ class LayerTensors:
         return ExpertStack(
             names, (self.n_experts, *infos[0].shape), infos[0].dtype, tuple(info.file for info in infos),
             lambda expert: self.checkpoint.read(names[expert]),
+            StoredParts(self.name(template), infos[0].dtype, infos[0].shape, None, lambda part: part),
         )  # fmt: skip
 
     def slices(
         self, template: str, take: Callable[[Tensor], Tensor], stored: tuple[int, ...], shape: tuple[int, ...]
     ) -> ExpertStack:
-        """Expert slices of one fused tensor [E, *stored]: `take` turns a stored slice into one of `shape`."""
+        """Expert slices of one fused tensor [E, *stored]: `take` views a stored slice as one of `shape`."""
         info = self.info(template)
         check_shape(info, (self.n_experts, *stored))
-        return self.parts(info, take, shape, lambda expert: expert)
+        parts = StoredParts(info.name, info.dtype, stored, lambda experts: (experts, *stored), take)
+        return self.parts(info, parts, shape, lambda expert: expert)
 
     def row_blocks(self, template: str, take: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> ExpertStack:
-        """Experts one below the other in one tensor [E * rows, columns]: `take` turns a block into one of `shape`."""
+        """Experts one below the other in one tensor [E * rows, columns]: `take` views a block as one of `shape`."""
         info = self.info(template)
-        rows = info.shape[0] // self.n_experts
-        return self.parts(info, take, shape, lambda expert: slice(expert * rows, (expert + 1) * rows))
+        rows, columns = info.shape[0] // self.n_experts, info.shape[1:]
+        parts = StoredParts(info.name, info.dtype, (rows, *columns), lambda experts: (experts * rows, *columns), take)
+        return self.parts(info, parts, shape, lambda expert: slice(expert * rows, (expert + 1) * rows))
 
     def parts(
         self,
         info: TensorInfo,
-        take: Callable[[Tensor], Tensor],
+        stored: StoredParts,
         shape: tuple[int, ...],
         where: Callable[[int], int | slice],
     ) -> ExpertStack:
         return ExpertStack(
             tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts)),
             (self.n_experts, *shape), info.dtype, (info.file,) * self.n_experts,
-            lambda expert: take(self.checkpoint.read(info.name, where(expert))),
+            lambda expert: stored.view(self.checkpoint.read(info.name, where(expert))), stored,
         )  # fmt: skip
 
 

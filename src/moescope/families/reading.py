@@ -22,6 +22,8 @@ class MoeCheckpoint:
     family: Family
     layers: dict[int, LayerWeights]
     coverage: Coverage
+    model: Model | None = None  # None without a config, or with one that nobody claims
+    extra_heads: frozenset[str] = frozenset()  # tensors of multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,19 @@ def fits(family: Family, checkpoint: Checkpoint) -> bool:
     return False
 
 
-def text_config(config: Config | None) -> Config:
-    """The part of a config that speaks of the language model, laid over the whole: it may be nested more than once."""
-    config = config or {}
+def text_places(config: Config | None) -> list[Config]:
+    """The parts of a config that speak of the language model, outermost first: it may be nested more than once."""
+    places = [config or {}]
     for name in ("thinker_config", "text_config"):
-        nested = config.get(name)
+        nested = next((place[name] for place in reversed(places) if name in place), None)
         if isinstance(nested, dict):
-            config = {**config, **nested}
-    return config
+            places.append(nested)
+    return places
+
+
+def text_config(config: Config | None) -> Config:
+    """What a config says of the language model, inner words laid over outer ones."""
+    return {name: value for place in text_places(config) for name, value in place.items()}
 
 
 def known_kind(models: dict[str, Model], config: Config | None) -> str | None:
@@ -131,9 +138,9 @@ def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> 
     layers = {
         layer: one_layer(family, model, checkpoint, config, layer, found[layer], taken) for layer in sorted(found)
     }
-    return MoeCheckpoint(
-        checkpoint, family, layers, coverage(family, model, checkpoint, layers, expected, taken, beyond)
-    )
+    extra = frozenset(name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond))) - taken
+    covered = coverage(family, model, checkpoint, layers, expected, taken, extra)
+    return MoeCheckpoint(checkpoint, family, layers, covered, model, extra)
 
 
 def layers_before(prefix: str, config: Config, checkpoint: Checkpoint) -> int:
@@ -247,13 +254,12 @@ def coverage(
     layers: dict[int, LayerWeights],
     expected: set[int] | None,
     understood: set[str],
-    beyond: set[str],
+    extra_heads: frozenset[str],
 ) -> Coverage:
     skipped: dict[str, int] = {}
     for name in checkpoint.tensors:
         if name not in understood:
-            extra = is_mtp(name) or any(name.startswith(prefix) for prefix in beyond)
-            reason = "multi-token prediction" if extra else "not part of an MoE block"
+            reason = "multi-token prediction" if name in extra_heads else "not part of an MoE block"
             skipped[reason] = skipped.get(reason, 0) + 1
     model_type = (checkpoint.config or {}).get("model_type")
     layout = f"{family.name} layout" + ("" if model_type is None else f", model_type {model_type}")

@@ -21,7 +21,9 @@ LEAF = 32  # rows of a tridiagonal matrix that are left to the library's batched
 ITERATIONS = 60  # of the secular equation's solver, at most; it mostly needs six, and halves an interval where eigenvalues are tied
 EPS = torch.finfo(torch.float64).eps
 NEXT_TO_NOTHING = 1e-150  # its square is still a number
-SETTLED = 1e-9  # a step so small against the root itself: the next one would be lost in rounding, convergence being quadratic
+SETTLED = (
+    1e-9  # a step so small against the root itself: the next one would be lost in rounding, convergence being quadratic
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
     for start in range(0, rows - 1, PANEL):
         end = min(start + PANEL, rows - 1)
         V, W = reflectors[:, :, start:end], A.new_zeros(batch, rows, end - start)
-        for column in range(start, end):  # the fewer kernels here, the better: each takes microseconds, and there are N times as many
+        for column in range(
+            start, end
+        ):  # the fewer kernels here, the better: each takes microseconds, and there are N times as many
             done, below = slice(0, column - start), slice(column + 1, None)
             head = A[:, column:, column, None]
             if column > start:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moescope.spectral.batched_eigen import Reduction, divide_and_conquer, tridiagonalise
+from moescope.spectral.batched_eigen import Reduction, tridiagonalise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class Replayed:
         if key not in self.recorded:
             self.recorded.clear()  # a recording holds its memory; a checkpoint mostly has experts of one shape
             inputs = [tensor.clone() for tensor in tensors]
-            aside = torch.cuda.Stream()
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # libraries set themselves up at their first call, which cannot be recorded
                 self.function(*(tensor[:, :64, :64].clone() for tensor in inputs))

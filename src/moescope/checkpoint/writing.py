@@ -1,0 +1,300 @@
+"""Writing a checkpoint: names, shapes and sizes are planned first, then the data are streamed, a piece of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moescope.checkpoint.files import first_line
+from moescope.checkpoint.headers import INDEX_NAMES
+from moescope.checkpoint.local import LocalFiles, is_pickle
+from moescope.checkpoint.source import Checkpoint
+from moescope.disk import check_disk, sync_file, sync_folder, whole_folder
+from moescope.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_SHARD_BYTES = 5 * 10**9
+PIECE_BYTES = 8 * 2**20  # what is in memory at a time of a tensor that is only copied
+SMALL_FILE_BYTES = (
+    100 * 10**6
+)  # the largest tokenizers are a third of that; more is weights under a name not known here
+WEIGHT_ENDINGS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz",
+                  ".npy", ".pkl", ".tflite", ".index", ".distcp", ".tmp"}  # fmt: skip
+NOT_COPIED = {"config.json", "trainer_state.json"}
+TEMPLATE_FOLDER = "additional_chat_templates"  # the one subfolder that belongs to a tokenizer
+ALIGNMENT = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+}
+
+Pieces = Iterator[memoryview]
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written: all its header needs, and where its bytes will come from when its turn comes."""
+
+    name: str
+    dtype: str  # in safetensors' words: BF16, F8_E4M3, U8
+    shape: tuple[int, ...]
+    nbytes: int
+    pieces: Callable[[], Iterable[memoryview]] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: the folder, its shards, and how much is in them."""
+
+    path: Path
+    shards: tuple[str, ...]
+    tensors: int
+    total_bytes: int
+
+
+@dataclass
+class StoredBytes:
+    """The tensors of a checkpoint as bytes on disk, whatever their dtype: what is not changed is copied bit for bit."""
+
+    checkpoint: Checkpoint
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        folder = local_folder(self.checkpoint)
+        for file in self.checkpoint.file_names():
+            self.ranges |= data_ranges(folder / file)
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """File and offset: in this order tensors are read without seeking."""
+        return Path(self.checkpoint.tensors[name].file), self.ranges[name][0]
+
+    def nbytes(self, name: str) -> int:
+        begin, end = self.ranges[name]
+        return end - begin
+
+    def pieces(self, name: str, first: int = 0, length: int | None = None) -> Pieces:
+        """The tensor's bytes, or `length` of them from byte `first` on, never more than a few MB at a time."""
+        file = Path(self.checkpoint.tensors[name].file)
+        begin, end = self.ranges[name]
+        left = end - begin - first if length is None else length
+        buffer = memoryview(bytearray(min(PIECE_BYTES, max(left, 1))))
+        try:
+            with file.open("rb", buffering=0) as opened:
+                opened.seek(begin + first)
+                while left:
+                    got = opened.readinto(buffer[: min(left, len(buffer))])
+                    if not got:
+                        raise OSError(f"it ends {left} bytes too early")
+                    left -= got
+                    yield buffer[:got]
+        except OSError as error:
+            raise BadInput(
+                f"{file}: cannot read tensor {name} ({first_line(error)}); download the file again"
+            ) from None
+
+    def copy(self, name: str, new_name: str | None = None) -> PlannedTensor:
+        info = self.checkpoint.tensors[name]
+        return PlannedTensor(
+            new_name or name, info.dtype, info.shape, self.nbytes(name), lambda: self.pieces(name)
+        )  # fmt: skip
+
+
+def local_folder(checkpoint: Checkpoint) -> Path:
+    """Where the checkpoint's files lie on this machine; refused where its bytes cannot be copied from there."""
+    files = checkpoint.files
+    if not isinstance(files, LocalFiles) or any(is_pickle(name) for name in checkpoint.file_names()):
+        raise BadInput(
+            f"{checkpoint.location}: only safetensors on this machine can be rewritten; "
+            "`hf download MODEL --local-dir DIR`, then give DIR"
+        )
+    return files.folder
+
+
+def data_ranges(file: Path) -> dict[str, tuple[int, int]]:
+    """Name -> first and last byte of its data. The library has checked the header, but does not say where data lie."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        start = 8 + length
+        return {
+            name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise BadInput(f"{file}: not a whole safetensors file ({first_line(error)}); download it again") from None
+
+
+def torch_dtypes() -> dict[str, Any]:
+    """The dtypes that given tensors may have, by safetensors' words for them."""
+    import torch
+
+    return {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+        "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    }  # fmt: skip
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's data in row-major order; no copy where it lies so already."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def planned(name: str, tensor: Tensor) -> PlannedTensor:
+    """A tensor that is in memory already."""
+    words = {dtype: word for word, dtype in torch_dtypes().items()}
+    if tensor.dtype not in words:
+        raise BadInput(
+            f"tensor {name} has dtype {tensor.dtype}, which cannot be written; known: {', '.join(words.values())}"
+        )
+    size = tensor.numel() * tensor.element_size()
+    return PlannedTensor(name, words[tensor.dtype], tuple(tensor.shape), size, lambda: iter([bytes_of(tensor)]))
+
+
+def write_checkpoint(
+    folder: str | Path,
+    tensors: Sequence[PlannedTensor],
+    config: dict[str, Any] | None = None,
+    source: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Write a checkpoint that transformers loads, whole or not at all; memory stays at a piece of a tensor.
+
+    `source` is the folder whose tokenizer and other small files come along; its config.json too where `config` is None.
+    `progress` is told the bytes written and the bytes in all after each tensor.
+    """
+    shards = deal(tensors, max_shard_bytes)
+    names = shard_names(len(shards))
+    total = sum(tensor.nbytes for tensor in tensors)
+    small = small_files(source, with_config=config is None) if source else {}
+    done = 0
+
+    def tell(written: int) -> None:
+        nonlocal done
+        done += written
+        if progress:
+            progress(done, total)
+
+    with whole_folder(Path(folder)) as partial:
+        headers = [header_bytes(shard) for shard in shards]
+        needed = total + sum(map(len, headers)) + sum(path.stat().st_size for path in small.values())
+        check_disk(partial.parent, needed, "free some space, or give a folder on another disk")
+        copy_small_files(small, partial)
+        for name, header, shard in zip(names, headers, shards, strict=True):
+            write_shard(partial / name, header, shard, tell)
+        if len(shards) > 1:
+            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            write_text(
+                partial / INDEX_NAMES[0], {"metadata": {"total_size": total}, "weight_map": weight_map}, sort=True
+            )
+        if config is not None:
+            write_text(partial / "config.json", config)
+    return Written(Path(folder), names, len(tensors), total)
+
+
+def deal(tensors: Sequence[PlannedTensor], max_bytes: int) -> list[list[PlannedTensor]]:
+    """The tensors in shards of at most that size, in their order; one that is larger has a shard to itself.
+
+    Within a shard wide dtypes come first, so that every tensor starts at a multiple of its own width.
+    """
+    if max_bytes < 1:
+        raise BadInput(f"shards of {max_bytes} bytes hold nothing; give at least 1")
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ValueError("two tensors of one name")
+    shards: list[list[PlannedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return [sorted(shard, key=lambda tensor: -ALIGNMENT.get(tensor.dtype, 1)) for shard in shards]
+
+
+def shard_names(count: int) -> tuple[str, ...]:
+    if count == 1:
+        return ("model.safetensors",)
+    return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+
+
+def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
+    """What stands before the data: the header's length in 8 bytes, and the header, padded so that data start aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in shard:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(math.ceil(len(text) / 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(path: Path, header: bytes, shard: Sequence[PlannedTensor], tell: Callable[[int], None]) -> None:
+    with path.open("wb") as file:
+        file.write(header)
+        for tensor in shard:
+            written = 0
+            for piece in tensor.pieces():
+                file.write(piece)
+                written += piece.nbytes
+            if written != tensor.nbytes:  # the header has promised otherwise, and every later tensor would be shifted
+                raise ValueError(f"tensor {tensor.name}: {written} bytes came, {tensor.nbytes} were planned")
+            tell(written)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_text(path: Path, value: dict[str, Any], sort: bool = False) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=sort, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync_file(path)
+
+
+def small_files(source: Path, with_config: bool) -> dict[str, Path]:
+    """Relative name -> file, of what belongs to a model besides its weights: tokenizer, templates, licence, code."""
+    found = {}
+    for file in sorted((*source.iterdir(), *(source / TEMPLATE_FOLDER).glob("*"))):
+        name = file.relative_to(source).as_posix()
+        wanted = name not in NOT_COPIED or (with_config and name == "config.json")
+        weights = file.suffix.lower() in WEIGHT_ENDINGS or name.endswith(".index.json") or name.startswith(".")
+        if wanted and not weights and file.is_file() and file.stat().st_size <= SMALL_FILE_BYTES:
+            found[name] = file
+    return found
+
+
+def copy_small_files(files: dict[str, Path], folder: Path) -> None:
+    for name, file in files.items():
+        target = folder / name
+        target.parent.mkdir(exist_ok=True)
+        try:
+            shutil.copyfile(file, target)
+        except PermissionError as error:
+            raise BadInput(f"{error.filename}: no permission to read; change the file's mode or owner") from None
+        sync_file(target)
+        if target.parent != folder:
+            sync_folder(target.parent)

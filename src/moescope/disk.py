@@ -1,0 +1,110 @@
+"""Writing that leaves nothing half-written: room is checked first, data reach the disk before their name does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from moescope.errors import BadInput
+
+SPARE_DISK = 32 * 2**20
+PARTIAL_ENDING = ".moescope-partial"
+
+
+def check_disk(folder: Path, needed: int, remedy: str = "free some space, then the same command goes on") -> None:
+    """Refuse before a disk is full, not after: `needed` is what is to be written, uncompressed."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE_DISK:
+        raise BadInput(
+            f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB needed; {remedy}"
+        )
+
+
+def replace_synced(partial: Path, path: Path) -> None:
+    sync_file(partial)
+    partial.replace(path)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those of the folders, deepest first, that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def check_target(folder: Path) -> Path:
+    """The folder to be written, links followed; refuses one that holds anything."""
+    try:
+        target = folder.expanduser().resolve()
+        if target.exists() and not target.is_dir():
+            raise BadInput(f"{folder}: a file is in the way; give another folder")
+        if target.is_dir() and any(target.iterdir()):
+            raise BadInput(f"{folder}: not empty; give a folder that is empty or does not exist yet")
+    except (OSError, RuntimeError) as error:
+        raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
+    return target
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside the target to write into, which takes the target's name on the way out: all of it, or nothing.
+
+    The target must be empty or not there. Whatever is raised inside removes what was written; what a killed process left
+    is removed by the next one that writes the same target. Files must be synced by who writes them. A lock, the system's
+    own, keeps two processes apart.
+    """
+    from filelock import FileLock, Timeout
+
+    target = check_target(folder)
+    partial = target.with_name(target.name + PARTIAL_ENDING)
+    lock_path = target.with_name(target.name + PARTIAL_ENDING + ".lock")
+    new_parents = [place for place in target.parents if not place.exists()]
+    lock = FileLock(lock_path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:  # an OSError too, so it stands first
+        raise BadInput(
+            f"{folder}: another moescope process is writing it; wait for it, or give another folder"
+        ) from None
+    except OSError as error:
+        remove_empty(new_parents)
+        raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
+    try:
+        check_target(folder)  # again: another process may have finished it before we had the lock
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+        yield partial
+        sync_folder(partial)
+        partial.rename(target)  # an empty folder of that name is replaced
+        sync_folder(target.parent)
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
+            lock_path.unlink()
+        lock.release()
+        remove_empty(new_parents)
+
+
+def reason(error: BaseException) -> str:
+    return (isinstance(error, OSError) and error.strerror) or (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,128 @@
+"""What a config says of the number of experts: whether another number is possible, and the config that says it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from moescope.errors import BadInput
+from moescope.families.layout import Config
+from moescope.families.reading import MoeCheckpoint, stated, text_config, text_places
+
+GROUPS, GROUPS_CHOSEN = ("n_group", "num_expert_group"), ("topk_group",)
+# Second names under which some configs repeat a number; transformers takes one for the other.
+COUNT_ALIASES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K_ALIASES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
+EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def check_counts(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None) -> None:
+    """Refuse numbers of experts with which the model cannot route: too few for its top-k, or not to be shared by its groups."""
+    where = moe.checkpoint.location
+    for layer, count in counts.items():
+        chosen = moe.layers[layer].top_k if top_k is None else top_k
+        if count < 1:
+            raise BadInput(f"{where}: layer {layer} is left without experts; keep at least one")
+        if chosen is not None and not 1 <= chosen <= count:
+            raise BadInput(
+                f"{where}: layer {layer} would have {count} experts, and top_k is {chosen}; "
+                f"keep at least {chosen}, or give a top_k from 1 to {count}"
+            )
+        if count != moe.layers[layer].n_experts:
+            check_groups(moe, layer, count, chosen)
+
+
+def check_groups(moe: MoeCheckpoint, layer: int, count: int, top_k: int | None) -> None:
+    """DeepSeek's way of routing: experts stand in groups of equal size, and the best groups are told by their best two."""
+    config = text_config(moe.checkpoint.config)
+    groups = stated(config, GROUPS, layer)
+    if not isinstance(groups, int) or groups < 1:
+        return
+    kept = stated(config, GROUPS_CHOSEN, layer) or groups
+
+    def possible(number: int) -> bool:
+        size = number // groups
+        return number % groups == 0 and size >= 2 and size * kept >= (top_k or 1)
+
+    if possible(count):
+        return
+    below = [number for number in range(count - 1, 0, -1) if possible(number)][:1]
+    above = [number for number in range(count + 1, moe.layers[layer].n_experts + 1) if possible(number)][:1]
+    raise BadInput(
+        f"{moe.checkpoint.location}: {count} experts in layer {layer} cannot be routed in {groups} groups "
+        f"({kept} of them chosen, top_k {top_k}); nearest possible: {' or '.join(map(str, below + above)) or 'none'}"
+    )
+
+
+def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None, heads_dropped: bool) -> Config | None:
+    """The config with other numbers of experts (and another top-k) for the layers; None where nothing in it changes.
+
+    Every field by which the model's config counts experts is changed wherever it stands, a list an entry a layer.
+    """
+    checkpoint = moe.checkpoint
+    changed = {layer for layer, count in counts.items() if count != moe.layers[layer].n_experts}
+    if not changed and top_k is None:
+        return None
+    if checkpoint.config is None:
+        raise BadInput(
+            f"{checkpoint.location}: no config.json beside the weights, so the number of experts cannot be changed; add it"
+        )
+    if moe.model is None:
+        raise BadInput(
+            f"{checkpoint.location}: model_type {checkpoint.config.get('model_type')} is not known, so neither is the field of "
+            "config.json that counts its experts; give a model of a known type, or keep the number"
+        )
+    config: Config = copy.deepcopy(checkpoint.config)
+    if changed:
+        set_counts(moe, config, counts)
+    if top_k is not None:
+        if isinstance(moe.model.top_k, int):
+            raise BadInput(
+                f"{checkpoint.location}: this model always chooses {moe.model.top_k} experts; leave top_k as it is"
+            )
+        chosen = {weights.top_k for weights in moe.layers.values()}
+        for holder, field in fields(config, moe.model.top_k, TOP_K_ALIASES, chosen):
+            value = holder[field]
+            holder[field] = [top_k] * len(value) if isinstance(value, list) else top_k
+    if heads_dropped:
+        for holder, field in fields(config, EXTRA_HEADS):
+            holder[field] = 0
+    return config
+
+
+def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> None:
+    assert moe.model is not None
+    where = moe.checkpoint.location
+    if not any(fields(config, moe.model.experts)):
+        raise BadInput(
+            f"{moe.checkpoint.files.label('config.json')}: none of {', '.join(moe.model.experts)} in it; add the number of experts"
+        )
+    before = {weights.n_experts for weights in moe.layers.values()}
+    for holder, field in fields(config, moe.model.experts, COUNT_ALIASES, before):
+        value = holder[field]
+        if isinstance(value, list):
+            holder[field] = [counts.get(layer, old) for layer, old in enumerate(value)]
+        elif len(set(counts.values())) > 1:
+            fewest, most = (pick(counts, key=counts.__getitem__) for pick in (min, max))
+            raise BadInput(
+                f"{where}: layer {fewest} would have {counts[fewest]} experts and layer {most} {counts[most]}, but config.json "
+                f"holds one number for all ({field}); give every MoE layer the same number"
+            )
+        else:
+            holder[field] = next(iter(counts.values()))
+
+
+def fields(
+    config: Config, paths: tuple[str, ...], aliases: tuple[str, ...] = (), values: Collection[int | None] = ()
+) -> Iterator[tuple[Config, str]]:
+    """Each of the fields that the config has, as the object that holds it and its name there; aliases that hold such a value too."""
+    for place in text_places(config):
+        for path in dict.fromkeys((*paths, *aliases)):
+            *outer, field = path.split(".")
+            holder: Any = place
+            for name in outer:
+                holder = holder.get(name) if isinstance(holder, dict) else None
+            value = holder.get(field) if isinstance(holder, dict) else None
+            if value is not None and (path in paths or (isinstance(value, int) and value in values)):
+                yield holder, field
