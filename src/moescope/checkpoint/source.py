@@ -6,11 +6,12 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moescope.checkpoint.quantised import Packed, unpacked
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 OPEN_MAPS = 2
+GGUF = "GGUF files cannot be read yet; give the folder of a checkpoint saved as safetensors"
 READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -42,7 +44,9 @@ class Checkpoint:
 
     path: Path
     config: dict[str, Any] | None
-    tensors: dict[str, TensorInfo] = field(repr=False)
+    tensors: dict[str, TensorInfo] = field(repr=False)  # as the model has them
+    packed: dict[str, Packed] = field(repr=False)  # how those of them are read that are quantised
+    stored: dict[str, TensorInfo] = field(repr=False)  # as they lie in the files
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)  # maps kept open between reads
 
     @property
@@ -55,32 +59,50 @@ class Checkpoint:
         It tells two checkpoints apart without reading their data; a copy made elsewhere hashes differently.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for info in sorted(self.tensors.values(), key=lambda info: info.name):
+        for info in sorted(self.stored.values(), key=lambda info: info.name):
             digest.update(f"{info.name} {info.shape} {info.dtype} {info.file.name}\n".encode())
-        for file in sorted({info.file for info in self.tensors.values()}):
+        for file in self.files:
             stat = file.stat()
             digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
+    @property
+    def files(self) -> list[Path]:
+        return sorted({info.file for info in self.stored.values()})
+
     def read(self, name: str) -> Tensor:
-        """The tensor of that name, a copy in memory of its own."""
-        return self.fetch(name, lambda handle: handle.get_tensor(name))
+        """The tensor of that name, a copy in memory of its own; in float32 if it was quantised."""
+        return self.read_at(name, None)
 
     def read_slice(self, name: str, index: int | slice) -> Tensor:
         """One index, or a run of them, of a tensor's first axis; no other part of it is read."""
-        return self.fetch(name, lambda handle: handle.get_slice(name)[index])
+        return self.read_at(name, index)
 
-    def fetch(self, name: str, get: Callable[[Any], Tensor]) -> Tensor:
-        from safetensors import SafetensorError
+    def read_at(self, name: str, index: int | slice | None) -> Tensor:
+        self.check_readable(name)
+        if name in self.packed:
+            return self.packed[name].read(self.read_stored, index)
+        return self.read_stored(name, index)
 
+    def check_readable(self, name: str) -> None:
+        """Refuse a tensor whose dtype, or whose quantisation, cannot be read; from headers alone."""
         info = self.tensors[name]
-        if info.dtype not in READABLE_DTYPES:
+        if name in self.packed:
+            self.packed[name].check()
+        elif info.dtype not in READABLE_DTYPES:
             raise BadInput(
                 f"{info.file}: tensor {name} has dtype {info.dtype}, which cannot be read yet; "
                 f"give a checkpoint in {', '.join(sorted(READABLE_DTYPES))}"
             )
+
+    def read_stored(self, name: str, index: int | slice | None) -> Tensor:
+        """A tensor as it lies in its file, or a part of its first axis."""
+        from safetensors import SafetensorError
+
+        info = self.stored[name]
         try:
-            return get(self.handle(info.file)).clone()
+            handle = self.handle(info.file)
+            return (handle.get_tensor(name) if index is None else handle.get_slice(name)[index]).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise BadInput(
                 f"{info.file}: cannot read tensor {name} ({first_line(error)}); download the file again"
@@ -110,20 +132,26 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         raise BadInput(missing_path_message(str(model))) from None
     try:
         if path.is_file():
+            if path.suffix == ".gguf":
+                raise BadInput(f"{path}: {GGUF}")
             if path.suffix != ".safetensors":
                 raise BadInput(f"{path}: not a .safetensors file; give a folder or a .safetensors file")
             config = read_config(path.parent / "config.json")
-            return Checkpoint(path, config, gather_headers([path]))
+            return from_headers(path, config, gather_headers([path]))
         if not path.is_dir():
             raise BadInput(missing_path_message(str(model)))
         config = read_config(path / "config.json")
-        return Checkpoint(path, config, folder_tensors(path))
+        return from_headers(path, config, folder_tensors(path))
     except PermissionError as error:
         raise BadInput(f"{error.filename or path}: no permission to read; change the file's mode or owner") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise BadInput(missing_path_message(str(model))) from None
         raise BadInput(f"{error.filename or path}: cannot be read ({error.strerror}); download it again") from None
+
+
+def from_headers(path: Path, config: dict[str, Any] | None, stored: dict[str, TensorInfo]) -> Checkpoint:
+    return Checkpoint(path, config, *unpacked(stored, config), stored)
 
 
 def missing_path_message(model: str) -> str:
@@ -146,6 +174,8 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo]:
         # Some repositories keep a second copy (`consolidated.safetensors`) under other names beside the standard file.
         files = [folder / "model.safetensors"]
     if not files:
+        if any(folder.glob("*.gguf")):
+            raise BadInput(f"{folder}: {GGUF}")
         others = sorted({file.suffix for file in folder.iterdir() if file.is_file() and file.suffix})
         held = f"it holds {', '.join(others)} files" if others else "it is empty"
         raise BadInput(

@@ -83,6 +83,7 @@ class LayerTensors:
         name = self.name(template, expert)
         if name not in self.checkpoint.tensors:
             raise BadInput(f"{self.checkpoint.path}: tensor {name} is missing; download the shard that holds it")
+        self.checkpoint.check_readable(name)  # here, not an hour into a scan
         self.taken.add(name)
         return self.checkpoint.tensors[name]
 
