@@ -52,7 +52,8 @@ def unreadable(scheme: str, info: TensorInfo, parts: tuple[str, ...], why: str, 
 
 
 def incomplete(scheme: str, info: TensorInfo, parts: tuple[str, ...], missing: str) -> Packed:
-    return unreadable(scheme, info, parts, f"is {scheme}, but {missing} is missing", "download the shard that holds it")
+    remedy = f"download the shard that holds it; if none does, {READ_INSTEAD}"
+    return unreadable(scheme, info, parts, f"is {scheme}, but {missing} is missing", remedy)
 
 
 def misshapen(scheme: str, info: TensorInfo, parts: tuple[str, ...], part: TensorInfo, expected: str) -> Packed:
