@@ -4,7 +4,7 @@ Its experts are square (F = D), so only the layout can say which way round they 
 """
 
 from moescope.families.experts import fused_gate_up
-from moescope.families.layout import Family, LayerTensors, Model
+from moescope.families.layout import Family, LayerTensors, Model, check_shape
 from moescope.families.sparsity import every_layer
 from moescope.types import ExpertStack
 
@@ -13,7 +13,9 @@ FUSED, DOWN = "{L}.mlp.experts.gate_up_proj", "{L}.mlp.experts.down_proj"
 
 def biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
     """Gate at the even places, up at the odd ones, as in the weights."""
-    both = tensors.info(f"{FUSED}_bias").shape[-1]
+    info = tensors.info(f"{FUSED}_bias")
+    check_shape(info, (tensors.n_experts, "2 * d_ff"))
+    both = info.shape[-1]
     width, d_ff = tensors.d_model, both // 2
     return {
         "gate_bias_EF": tensors.slices(f"{FUSED}_bias", lambda part: part[0::2], (both,), (d_ff,)),
