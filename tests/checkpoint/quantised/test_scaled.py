@@ -109,6 +109,13 @@ def test_an_expert_of_a_stack_may_have_one_scale(tmp_path, scale):
     assert checkpoint.read("experts.up")[:, 0, 0].tolist() == [2, 3]
 
 
+def test_transposed_experts_may_have_a_scale_a_column(tmp_path):
+    scale = torch.arange(1.0, 9.0).reshape(2, 1, 4)  # as Llama 4 has it: [E, D, 2F] and [E, 1, 2F]
+    checkpoint = stored(tmp_path, {"experts.gate_up_proj": ones(2, 3, 4), "experts.gate_up_proj_scale": scale})
+    assert checkpoint.read_slice("experts.gate_up_proj", 1).tolist() == [[5, 6, 7, 8]] * 3
+    assert checkpoint.packed["experts.gate_up_proj"].scheme == "FP8 with a scale a column"
+
+
 def test_gate_and_up_that_were_scaled_apart_keep_their_own_scales_when_fused(tmp_path):
     scale = torch.tensor(
         [[[2.0], [3.0]]]

@@ -14,7 +14,7 @@ from moescope.checkpoint.quantised.scaled import scaled
 if TYPE_CHECKING:
     from moescope.checkpoint.source import TensorInfo
 
-# Each takes its own out of what those before it have left: NVFP4's scales are e4m3 too, and must not be taken for weights.
+# No two claim the same tensor, so their order does not matter.
 SCHEMES: list[Scheme] = [nvfp4, mxfp4, int_packed, scaled]
 
 __all__ = ["SCHEMES", "Packed", "unpacked"]

@@ -132,7 +132,8 @@ def group_size(quantisation: Quantisation) -> int | None:
 def find_grid(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], group: int | None) -> Grid | None:
     """The grid that has as many rows and columns as there are scales; None where none has.
 
-    The stated blocks come first. Two grids that both fit are of one scale only, and then the same.
+    The stated blocks come first; Llama 4's transposed experts have a scale a column. Two grids that both fit a matrix of
+    more than one row and column are of one scale only, and then the same.
     """
     *stack, height, width = shape
     if 0 in shape:
@@ -146,16 +147,25 @@ def find_grid(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, 
         *rest,
         *(1,) * (2 - len(rest)),
     )  # one scale an expert, or one a row, may be stored without the axes of length 1
-    tried = [Grid(*block), Grid(*block, stacked=2), Grid(1, width), Grid(height, width), Grid(*MX_BLOCK)]
+    tried = [
+        Grid(*block),
+        Grid(*block, stacked=2),
+        Grid(1, width),
+        Grid(height, 1),
+        Grid(height, width),
+        Grid(*MX_BLOCK),
+    ]
     tried += [Grid(1, group)] if group else []
     return next((way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid), None)
 
 
 def described(grid: Grid, shape: tuple[int, ...]) -> str:
     height, width = shape[-2:]
-    if grid.columns >= width:
-        if grid.rows == 1:
-            return "with a scale a row"
-        if grid.rows >= height:
-            return "with one scale"
+    whole_rows, whole_columns = grid.columns >= width, grid.rows >= height
+    if whole_rows and whole_columns:
+        return "with one scale"
+    if whole_rows and grid.rows == 1:
+        return "with a scale a row"
+    if whole_columns and grid.columns == 1:
+        return "with a scale a column"
     return f"in blocks of {grid.rows} x {grid.columns}"
