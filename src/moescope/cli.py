@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, stop
 
 app = typer.Typer(
     name="moescope",
@@ -170,14 +170,15 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2, an interruption says how to go on."""
     # a batch system's stop is an interruption like Ctrl-C: the run is marked so and can be taken up again
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     try:
         app()
     except BadInput as error:
         typer.echo(f"moescope: {error}", err=True)
         sys.exit(2)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if isinstance(stop, SystemExit) and stop.code != 130:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != 130:
             raise  # typer itself turns an interruption into exit code 130, and says nothing
         typer.echo("moescope: interrupted; the same command goes on where this one stopped", err=True)
         sys.exit(130)

@@ -182,15 +182,17 @@ def test_fused_experts_of_another_number_than_the_router_s_rows_are_refused(tmp_
     refusal(folder, FILE, "model.layers.0.mlp.experts.gate_up_proj", "[5, 48, 16]", "[4, 48, 16]")
 
 
-def test_mxfp4_blocks_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("shape", [(), (4,), (3, 32), (4, 32, 1)], ids=str)
+def test_biases_of_a_wrong_shape_are_refused(tmp_path, shape):
     tensors = {
-        "model.layers.0.mlp.router.weight": torch.ones(4, 64),
-        "model.layers.0.mlp.experts.gate_up_proj_blocks": torch.ones(4, 128, 2, 16, dtype=torch.uint8),
-        "model.layers.0.mlp.experts.gate_up_proj_scales": torch.ones(4, 128, 2, dtype=torch.uint8),
+        "model.layers.0.mlp.router.weight": torch.ones(4, 16),
+        "model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 16, 32),
+        "model.layers.0.mlp.experts.gate_up_proj_bias": torch.ones(shape),
+        "model.layers.0.mlp.experts.down_proj": torch.ones(4, 16, 16),
+        "model.layers.0.mlp.experts.down_proj_bias": torch.ones(4, 16),
     }
-    config = {"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": 4}
-    folder = write_checkpoint(tmp_path, tensors, config)
-    refusal(folder, FILE, "model.layers.0.mlp.experts.gate_up_proj_blocks", "MXFP4", "give a checkpoint in bf16")
+    folder = write_checkpoint(tmp_path, tensors)
+    refusal(folder, FILE, "experts.gate_up_proj_bias", str(list(shape)), "[4, 2 * d_ff]")
 
 
 def test_stacked_experts_that_cannot_be_shared_out_are_refused(tmp_path):

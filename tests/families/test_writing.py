@@ -319,10 +319,14 @@ def refuse(folder: Path, message: str, experts: list[int] = KEPT) -> None:
 def test_a_quantised_layer_is_copied_but_not_rewritten(tmp_path):
     tensors = tiny_tensors()
     tensors[expert_name(0, 1, "up")] = tensors[expert_name(0, 1, "up")].to(torch.float8_e4m3fn)
+    scale = expert_name(0, 1, "up") + "_scale_inv"
+    tensors[scale] = torch.full((1, 1), 0.5)
     source = write_checkpoint(tmp_path / "source", tensors, tiny_config())
     refuse(source, "layer 0 is quantised .* cannot be rewritten; give a bf16 checkpoint")
     write_moe(read(source), tmp_path / "copied", {1: NewLayer([3, 2, 1, 0])})
-    ours = on_disk(tmp_path / "copied")[expert_name(0, 1, "up")]
+    copied = on_disk(tmp_path / "copied")
+    ours = copied[expert_name(0, 1, "up")]
+    assert torch.equal(copied[scale], tensors[scale])
     assert torch.equal(ours.view(torch.uint8), tensors[expert_name(0, 1, "up")].view(torch.uint8))
 
 

@@ -15,6 +15,7 @@ from moescope.errors import BadInput
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
 SUFFIXES = (".safetensors", ".bin")
+GGUF = "GGUF files cannot be read yet; give the folder of a checkpoint saved as safetensors"
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ def folder_tensors(files: Files) -> dict[str, TensorInfo]:
         found = [name for name in names if name.endswith(suffix) and name.startswith(stem)]
         if found:
             return gather_headers(files, found)
+    place = files.label("").rstrip("/")
+    if any(name.endswith(".gguf") for name in names):
+        raise BadInput(f"{place}: {GGUF}")
     others = sorted({Path(name).suffix for name in names if Path(name).suffix})
     held = f"it holds {', '.join(others)} files" if others else "it is empty"
-    raise BadInput(
-        f"{files.label('').rstrip('/')}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors"
-    )
+    raise BadInput(f"{place}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors")
 
 
 def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, TensorInfo]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint.files import Header, Index, first_line, safetensors_headers
-from moescope.errors import BadInput
+from moescope.errors import BadInput, check_stopped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +63,7 @@ class LocalFiles:
                 return (handle[tensor] if index is None else handle[tensor][index]).clone().contiguous()
             return (handle.get_tensor(tensor) if index is None else handle.get_slice(tensor)[index]).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
+            check_stopped()
             raise BadInput(
                 f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); download the file again"
             ) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moescope.checkpoint.files import Files, first_line
-from moescope.checkpoint.headers import folder_tensors
+from moescope.checkpoint.headers import GGUF, folder_tensors
 from moescope.checkpoint.local import LocalFiles
 from moescope.errors import BadInput
 
@@ -52,6 +52,8 @@ def local_place(text: str) -> Place:
     except (RuntimeError, ValueError):  # no such user; a zero byte
         raise missing from None
     if is_file:
+        if path.suffix == ".gguf":
+            raise BadInput(f"{path}: {GGUF}")
         if path.suffix not in (".safetensors", ".bin"):
             raise BadInput(f"{path}: not a .safetensors file; give a folder or a .safetensors file")
         return Place(str(path), str(path.resolve()), path.stem, LocalFiles(path.parent), one_file=path.name)

@@ -82,7 +82,7 @@ class StoredBytes:
 
     def place(self, name: str) -> tuple[Path, int]:
         """File and offset: in this order tensors are read without seeking."""
-        return Path(self.checkpoint.tensors[name].file), self.ranges[name][0]
+        return Path(self.checkpoint.stored[name].file), self.ranges[name][0]
 
     def nbytes(self, name: str) -> int:
         begin, end = self.ranges[name]
@@ -90,7 +90,7 @@ class StoredBytes:
 
     def pieces(self, name: str, first: int = 0, length: int | None = None) -> Pieces:
         """The tensor's bytes, or `length` of them from byte `first` on, never more than a few MB at a time."""
-        file = Path(self.checkpoint.tensors[name].file)
+        file = Path(self.checkpoint.stored[name].file)
         begin, end = self.ranges[name]
         left = end - begin - first if length is None else length
         buffer = memoryview(bytearray(min(PIECE_BYTES, max(left, 1))))
@@ -109,7 +109,7 @@ class StoredBytes:
             ) from None
 
     def copy(self, name: str, new_name: str | None = None) -> PlannedTensor:
-        info = self.checkpoint.tensors[name]
+        info = self.checkpoint.stored[name]
         return PlannedTensor(
             new_name or name, info.dtype, info.shape, self.nbytes(name), lambda: self.pieces(name)
         )  # fmt: skip

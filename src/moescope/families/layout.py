@@ -83,6 +83,7 @@ class LayerTensors:
         name = self.name(template, expert)
         if name not in self.checkpoint.tensors:
             raise BadInput(f"{self.checkpoint.location}: tensor {name} is missing; download the shard that holds it")
+        self.checkpoint.check_readable(name)  # here, not an hour into a scan
         self.taken.add(name)
         return self.checkpoint.tensors[name]
 
@@ -107,6 +108,7 @@ class LayerTensors:
         return ExpertStack(
             names, (self.n_experts, *infos[0].shape), infos[0].dtype, tuple(info.file for info in infos),
             lambda expert: self.checkpoint.read(names[expert]),
+            None if any(name in self.checkpoint.packed for name in names) else
             StoredParts(self.name(template), infos[0].dtype, infos[0].shape, None, lambda part: part),
         )  # fmt: skip
 
@@ -136,7 +138,8 @@ class LayerTensors:
         return ExpertStack(
             tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts)),
             (self.n_experts, *shape), info.dtype, (info.file,) * self.n_experts,
-            lambda expert: stored.view(self.checkpoint.read(info.name, where(expert))), stored,
+            lambda expert: stored.view(self.checkpoint.read(info.name, where(expert))),
+            None if info.name in self.checkpoint.packed else stored,
         )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def plan_moe(moe: MoeCheckpoint, layers: dict[int, NewLayer], top_k: int | None 
     owners = {name: layer for layer in layers for name in own_names(moe.layers[layer])}
     tensors: list[PlannedTensor] = []
     begun: set[int] = set()
-    for name in sorted(moe.checkpoint.tensors, key=source.place):
+    for name in sorted(moe.checkpoint.stored, key=source.place):
         owner = owners.get(name)
         if owner is None and name not in left_out:
             tensors.append(source.copy(name))

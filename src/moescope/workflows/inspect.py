@@ -12,7 +12,11 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.types import LayerWeights
 
 FP64_FLOPS = 20e9  # a modest processor core's sustained rate: the estimate is of the order of magnitude only
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 0.5}  # a stored number
+# A stored number, its share of a scale included where that counts: MXFP4 has one byte for 32, INT4 commonly two.
+BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "INT8": 1, "MXFP4": 17 / 32, "INT4": 18 / 32,
+    "INT2": 10 / 32,
+}  # fmt: skip
 READ_BYTES = 500e6  # a second, from a plain disk
 
 
@@ -37,7 +41,7 @@ def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
         "d_ff": one_or_all([weights.d_ff for weights in layers]),
         "shared_d_ff": one_or_all([shared_width(weights) for weights in layers]),
         "dtypes": dict(Counter(info.dtype for info in moe.checkpoint.tensors.values()).most_common()),
-        "quantisation": ((moe.checkpoint.config or {}).get("quantization_config") or {}).get("quant_method"),
+        "quantisation": quantisation(moe),
         "parameters": parameters,
         "bytes": moe.checkpoint.bytes(),
         "files": len(moe.checkpoint.file_names()),
@@ -45,6 +49,12 @@ def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
         "coverage_line": moe.coverage.line(),
         "scan_estimate": scan_estimate(moe),
     }
+
+
+def quantisation(moe: MoeCheckpoint) -> str | None:
+    """The schemes the tensors are stored in, the commonest first; None where all are plain numbers."""
+    schemes = Counter(packed.scheme for packed in moe.checkpoint.packed.values())
+    return ", ".join(scheme for scheme, _ in schemes.most_common()) or None
 
 
 def one_or_all(values: list[Any]) -> Any:
@@ -107,7 +117,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         + (f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""),
         f"  parameters   {short(parameters['total'])} in all, {short(parameters['routed'])} in routed experts{shared}, {active}",
         f"  on disk      {facts['bytes'] / 1e9:,.3g} GB in {facts['files']} files, {', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
-        + (f", {facts['quantisation']}" if facts["quantisation"] else ""),
+        + (f"; {facts['quantisation']}" if facts["quantisation"] else ""),
         f"  coverage     {facts['coverage_line']}",
         f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, {estimate['memory_bytes'] / 1e9:,.2g} GB of memory, "
         f"{estimate['read_bytes'] / 1e9:,.3g} GB read",

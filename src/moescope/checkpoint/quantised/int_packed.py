@@ -1,0 +1,209 @@
+"""compressed-tensors' `pack-quantized`: integers of a few bits in words of 32, a scale for each group of columns.
+
+`X.weight_packed` int32 [rows, columns * bits / 32], lowest bits first, each value stored with 2^(bits - 1) added;
+`X.weight_scale` [rows, groups]; `X.weight_shape`, the logical shape, as data; and, where zero is not the middle, the
+`X.weight_zero_point`, packed the same way along the rows. Bits and group size stand in the config only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from moescope.checkpoint.quantised.packed import (
+    READ_INSTEAD,
+    Claim,
+    Index,
+    Packed,
+    Quantisation,
+    ReadPart,
+    Stored,
+    incomplete,
+    is_count,
+    misshapen,
+    present,
+    unreadable,
+)
+from moescope.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moescope.checkpoint.headers import TensorInfo
+
+WORD = 32
+BITS = (2, 4, 8)  # those that never straddle two words: releases of the library differ in how they pack the others
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class WeightSettings:
+    """How one group of the config's quantises the weights of its targets."""
+
+    targets: tuple[str, ...]
+    bits: int
+    group_size: int | None  # None: one scale a row, or one in all
+    symmetric: bool
+
+
+@dataclass(frozen=True)
+class IntPacked:
+    packed: str
+    scale: str
+    zero_point: str | None
+    stated_shape: str
+    file: str
+    shape: tuple[int, ...]
+    bits: int
+    group_size: int  # as many columns as there are where a row has one scale
+    one_scale: bool  # for the whole tensor
+
+    def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
+        """(value - zero point) * scale of its group; exact in float32 for scales of 16 bits."""
+        import torch
+
+        self.check_shape(read_part)
+        *_, height, width = self.shape
+        fused = len(self.shape) == 3
+        values = unpack(read_part(self.packed, index), self.bits)[..., :width].float()
+        group = torch.arange(width) // self.group_size
+        if self.zero_point:
+            # packed along the rows, so rows of a matrix cannot be read apart
+            words = read_part(self.zero_point, index if fused else None).transpose(-1, -2).contiguous()
+            zero = unpack(words, self.bits)[..., :height].transpose(-1, -2)
+            values -= (zero if fused or index is None else zero[index]).float()[..., group]
+        if self.one_scale:
+            return values.mul_(read_part(self.scale, None).float().reshape(()))
+        return values.mul_(read_part(self.scale, index).float()[..., group])
+
+    def check_shape(self, read_part: ReadPart) -> None:
+        """The header tells the columns up to the padding of the last word; the data tell them exactly."""
+        found = [int(side) for side in read_part(self.stated_shape, None).flatten()]
+        if found != list(self.shape):
+            raise BadInput(
+                f"{self.file}: tensor {self.stated_shape} says {found}, but {self.packed} and its scales hold "
+                f"{list(self.shape)}; columns that do not fill whole words of {WORD} bits cannot be read, {READ_INSTEAD}"
+            )
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """The integers in the words of the last axis, lowest bits first, with zero back in the middle."""
+    import torch
+
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    values = words.to(torch.int32)[..., None] >> shifts  # the sign runs in from the left; the mask drops it
+    return values.bitwise_and_(2**bits - 1).sub_(2 ** (bits - 1)).flatten(-2)
+
+
+def int_packed(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
+    groups = weight_settings(quantisation)
+    for name, info in stored.items():
+        if name.endswith(".weight_packed") and info.dtype == "I32" and len(info.shape) in (2, 3):
+            settings = settings_of(name.removesuffix(".weight_packed"), groups)
+            if settings is None:
+                raise BadInput(
+                    f"{info.file}: tensor {name} is packed by compressed-tensors, and no group of quantization_config in config.json "
+                    "says in how many bits; put the checkpoint's own config.json beside it"
+                )
+            yield one_tensor(stored, info, settings)
+
+
+def one_tensor(stored: Stored, packed: TensorInfo, settings: WeightSettings) -> Claim:
+    name = packed.name.removesuffix("_packed")
+    scheme = f"INT{settings.bits}"
+    *rows, words = packed.shape
+    scale, shape, zero_point, order = (f"{name}_{part}" for part in ("scale", "shape", "zero_point", "g_idx"))
+    parts = (packed.name, *present(stored, scale, shape, zero_point, order))
+    logical = replace(packed, name=name, shape=(*rows, words * WORD // max(settings.bits, 1)), dtype=scheme)
+    if settings.bits not in BITS:
+        return logical, unreadable(
+            scheme, logical, parts, f"is packed in {settings.bits} bits, which cannot be read yet"
+        )
+    if order in stored:
+        why = "has its columns grouped by activation (weight_g_idx), which cannot be read yet"
+        return logical, unreadable(scheme, logical, parts, why)
+    needed = (scale, shape) if settings.symmetric else (scale, shape, zero_point)
+    for part in needed:
+        if part not in stored:
+            return logical, incomplete(scheme, logical, parts, part)
+    if settings.symmetric and zero_point in stored:
+        why = f"is symmetric by config.json, and yet {zero_point} is there"
+        return logical, unreadable(scheme, logical, parts, why, "check that they belong together")
+    return fitted(stored, logical, packed, settings, parts)
+
+
+def fitted(
+    stored: Stored, logical: TensorInfo, packed: TensorInfo, settings: WeightSettings, parts: tuple[str, ...]
+) -> Claim:
+    """The tensor with its columns as groups and words together tell them."""
+    name, bits, scheme = logical.name, settings.bits, logical.dtype
+    *rows, columns = logical.shape
+    scale, zero_point = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
+    one_scale = scale.shape in ((), (1,))
+    size = settings.group_size or columns
+    groups = -(-columns // size)
+    if settings.group_size and scale.shape[:-1] == tuple(rows):
+        whole = scale.shape[-1] * size  # what the groups hold, if the last word is not full
+        if -(-whole * bits // WORD) == packed.shape[-1]:
+            columns, groups = whole, scale.shape[-1]
+            logical = replace(logical, shape=(*rows, columns))
+    if scale.dtype not in FLOATS or not (scale.shape == (*rows, groups) or (one_scale and not settings.group_size)):
+        wanted = f"{[*rows, groups]} of floats, one for {size} columns"
+        return logical, misshapen(scheme, logical, parts, scale, wanted)
+    if zero_point is not None:
+        packed_rows = (*rows[:-1], -(-rows[-1] * bits // WORD), groups)
+        if zero_point.dtype != "I32" or zero_point.shape != packed_rows:
+            return logical, misshapen(scheme, logical, parts, zero_point, f"{list(packed_rows)} of int32")
+    how = IntPacked(
+        packed.name, scale.name, zero_point.name if zero_point else None, f"{name}_shape", logical.file,
+        logical.shape, bits, size, one_scale,
+    )  # fmt: skip
+    described = (
+        f"in groups of {size}" if settings.group_size else "with one scale" if one_scale else "with a scale a row"
+    )
+    return logical, Packed(f"{scheme} {described}", parts, how)
+
+
+# --- the config
+
+
+def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
+    """What each group of the config says of its weights, those of floats left out."""
+    groups = quantisation.said.get("config_groups")
+    found = []
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("type", "int") == "int" and is_count(weights.get("num_bits")):
+            found.append(one_group(group.get("targets"), weights))
+    return found
+
+
+def one_group(targets: Any, weights: dict[str, Any]) -> WeightSettings:
+    size = weights.get("group_size")
+    return WeightSettings(
+        targets=tuple(target for target in targets if isinstance(target, str)) if isinstance(targets, list) else (),
+        bits=weights["num_bits"],
+        group_size=size if is_count(size) else None,  # -1 stands for a whole row
+        symmetric=weights.get("symmetric", True) is not False,
+    )
+
+
+def settings_of(module: str, groups: list[WeightSettings]) -> WeightSettings | None:
+    """The group whose targets name the module; else the first that names a class, as `Linear`, which all of them are."""
+    if len(groups) == 1:
+        return groups[0]
+    for group in groups:
+        if any(names(target, module) for target in group.targets):
+            return group
+    return next((group for group in groups if any(target.isidentifier() for target in group.targets)), None)
+
+
+def names(target: str, module: str) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error:
+        return False

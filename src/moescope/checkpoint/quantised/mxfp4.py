@@ -1,0 +1,96 @@
+"""MXFP4: blocks of 32 values of four bits (e2m1) that share one power of two (OCP Microscaling Formats, 2023).
+
+GPT-OSS stores `X_blocks` [E, rows, columns / 32, 16] and `X_scales` [E, rows, columns / 32], compressed-tensors
+`X.weight_packed` [rows, columns / 2] and `X.weight_scale` [rows, columns / 32]; all are bytes. A byte holds two values, the
+first in its low half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moescope.checkpoint.quantised.packed import (
+    Claim,
+    Index,
+    Packed,
+    Quantisation,
+    ReadPart,
+    Stored,
+    incomplete,
+    misshapen,
+    powers_of_two,
+    present,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moescope.checkpoint.headers import TensorInfo
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+BLOCK = 32
+BYTES = BLOCK // 2
+EXPONENTS = ("U8", "F8_E8M0")
+SCHEME = "MXFP4 in blocks of 32"
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    blocks: str
+    scales: str
+
+    def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
+        """e2m1(code) * 2^(s - 127), in the orientation of the blocks: transformers turns GPT-OSS's about after this."""
+        blocks, scales = read_part(self.blocks, index), read_part(self.scales, index)
+        return decode(blocks.reshape(*scales.shape, BYTES), scales)
+
+
+def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+    import torch
+
+    pairs = torch.tensor([(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)], dtype=torch.float32)
+    values = pairs[blocks.int()].flatten(-2)  # one look-up a byte: the pair it holds
+    return values.mul_(powers_of_two(scales)[..., None]).flatten(-2)
+
+
+def mxfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
+    for name, info in stored.items():
+        if info.dtype != "U8":
+            continue
+        if name.endswith("_blocks") and len(info.shape) >= 3:
+            yield blocks_and_scales(stored, info, name.removesuffix("_blocks"))
+        elif name.endswith(".weight_packed") and len(info.shape) >= 2:
+            scale = stored.get(name.removesuffix("_packed") + "_scale")
+            if scale is not None and scale.dtype in EXPONENTS:
+                yield packed_bytes(stored, info, scale)
+
+
+def blocks_and_scales(stored: Stored, blocks: TensorInfo, name: str) -> Claim:
+    *rows, count, width = blocks.shape
+    logical = replace(blocks, name=name, shape=(*rows, count * 2 * width), dtype="MXFP4")
+    scales = f"{name}_scales"
+    parts = (blocks.name, *present(stored, scales))
+    if scales not in stored:
+        return logical, incomplete("MXFP4", logical, parts, scales)
+    if width != BYTES:
+        return logical, misshapen("MXFP4", logical, parts, blocks, f"[..., {BYTES}]")
+    return logical, scaled(logical, blocks, stored[scales], parts)
+
+
+def packed_bytes(stored: Stored, packed: TensorInfo, scale: TensorInfo) -> Claim:
+    *rows, width = packed.shape
+    stem = packed.name.removesuffix("_packed")
+    logical = replace(packed, name=stem, shape=(*rows, 2 * width), dtype="MXFP4")
+    parts = (packed.name, scale.name, *present(stored, stem.removesuffix("weight") + "input_global_scale"))
+    return logical, scaled(logical, packed, scale, parts)
+
+
+def scaled(logical: TensorInfo, blocks: TensorInfo, scales: TensorInfo, parts: tuple[str, ...]) -> Packed:
+    *rows, columns = logical.shape
+    expected = (*rows, columns // BLOCK)
+    if scales.shape != expected or columns % BLOCK or scales.dtype not in EXPONENTS:
+        wanted = f"{list(expected)} of bytes, one for {BLOCK} columns"
+        return misshapen("MXFP4", logical, parts, scales, wanted)
+    return Packed(SCHEME, parts, Mxfp4(blocks.name, scales.name))

@@ -1,0 +1,171 @@
+"""Values of eight bits, each multiplied by a scale that a block, a row or the whole tensor shares: FP8, and plain INT8.
+
+DeepSeek and those after it store `X.weight` in e4m3 and `X.weight_scale_inv`, one scale for 128 x 128 values, the last block of
+a row or column being as large as what is left. Despite its name the scale is multiplied with. Experts that transformers 5
+has fused lie as `X` [E, rows, columns] and `X_scale_inv` [E, ...]. compressed-tensors calls the scale `X.weight_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from moescope.checkpoint.quantised.int_packed import weight_settings
+from moescope.checkpoint.quantised.packed import (
+    Claim,
+    Index,
+    Packed,
+    Quantisation,
+    ReadPart,
+    Stored,
+    incomplete,
+    misshapen,
+    powers_of_two,
+    present,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moescope.checkpoint.headers import TensorInfo
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+EXPONENTS = ("U8", "F8_E8M0")
+SCALES = ("F64", "F32", "F16", "BF16", *EXPONENTS)
+MX_BLOCK = (1, 32)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which scale belongs to a value: one for `rows` x `columns` of them, counted anew in each of `stacked` parts."""
+
+    rows: int
+    columns: int
+    stacked: int = 1  # 2 where gate and up were scaled apart, then laid one below the other
+
+    def shape(self, height: int, width: int) -> tuple[int, int]:
+        return self.stacked * -(-(height // self.stacked) // self.rows), -(-width // self.columns)
+
+    def of_rows(self, height: int) -> Tensor:
+        """The row of the grid that each row of the matrix belongs to."""
+        import torch
+
+        part = height // self.stacked
+        row = torch.arange(height)
+        return row // part * -(-part // self.rows) + row % part // self.rows
+
+
+@dataclass(frozen=True)
+class Scaled:
+    weight: str
+    scale: str
+    zero_point: str | None
+    shape: tuple[int, ...]
+    grid: Grid
+    one_for_all: bool  # one scale for a whole stack of experts
+    exponents: bool  # scales stored as the exponents of powers of two
+
+    def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
+        """(value - zero point) * scale, the product rounded once, to float32."""
+        values = read_part(self.weight, index).float()
+        if self.zero_point:
+            values -= self.spread(read_part, self.zero_point, index, exponents=False)
+        return values.mul_(self.spread(read_part, self.scale, index, self.exponents))
+
+    def spread(self, read_part: ReadPart, name: str, index: Index, exponents: bool) -> Tensor:
+        """One scale a value, of the values at that index."""
+        height, width = self.shape[-2:]
+        stack = len(self.shape) == 3 and not self.one_for_all  # then only those experts' scales are read
+        part = read_part(name, index if stack else None)
+        lead = part.shape[:1] if stack and not isinstance(index, int) else ()
+        grid = (powers_of_two(part) if exponents else part.float()).reshape(*lead, *self.grid.shape(height, width))
+        rows = self.grid.of_rows(height)
+        if len(self.shape) == 2 and index is not None:
+            rows = rows[index]
+        return grid[..., rows, :].repeat_interleave(min(self.grid.columns, width), dim=-1)[..., :width]
+
+
+def scaled(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
+    block, group = quantisation.block, group_size(quantisation)
+    by_compressed_tensors = quantisation.method == "compressed-tensors"  # others mean other things by int8
+    for name, info in stored.items():
+        fp8 = info.dtype in FP8
+        if not (fp8 or (info.dtype == "I8" and by_compressed_tensors and name.endswith(".weight"))):
+            continue
+        if len(info.shape) in (2, 3) and not name.endswith(("_scale", ".scale", "_scale_inv", "_zero_point")):
+            yield info, with_scale(stored, info, block, group, "FP8" if fp8 else "INT8")
+
+
+def with_scale(stored: Stored, info: TensorInfo, block: tuple[int, int], group: int | None, scheme: str) -> Packed:
+    name, module = info.name, info.name.removesuffix("weight")
+    unused = present(
+        stored, f"{module}input_scale", f"{module}activation_scale", f"{module}qscale_act", f"{name}_activation_scale"
+    )
+    names = (f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight")
+    found = present(stored, *(names if name.endswith(".weight") else names[:2]))
+    parts = (name, *found, *unused, *present(stored, f"{name}_zero_point"))
+    if not found:
+        return incomplete(scheme, info, parts, f"its scale {names[0] if scheme == 'FP8' else names[1]}")
+    scale = stored[found[0]]
+    grid = scale.dtype in SCALES and find_grid(info.shape, scale.shape, block, group)
+    if not grid:
+        wanted = f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of {block[0]} x {block[1]}"
+        return misshapen(scheme, info, parts, scale, wanted)
+    zero_point = stored.get(f"{name}_zero_point")
+    if zero_point and zero_point.shape != scale.shape:
+        return misshapen(scheme, info, parts, zero_point, str(list(scale.shape)))
+    how = Scaled(
+        name, scale.name, zero_point.name if zero_point else None, info.shape, grid,
+        one_for_all=prod(scale.shape) == 1, exponents=scale.dtype in EXPONENTS,
+    )  # fmt: skip
+    return Packed(f"{scheme} {described(grid, info.shape)}", parts, how)
+
+
+def group_size(quantisation: Quantisation) -> int | None:
+    """The columns of INT8 that share a scale, where all groups of the config agree on it."""
+    sizes = {settings.group_size for settings in weight_settings(quantisation)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def find_grid(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], group: int | None) -> Grid | None:
+    """The grid that has as many rows and columns as there are scales; None where none has.
+
+    The stated blocks come first; Llama 4's transposed experts have a scale a column. Two grids that both fit a matrix of
+    more than one row and column are of one scale only, and then the same.
+    """
+    *stack, height, width = shape
+    if 0 in shape:
+        return None
+    if prod(scale) == 1:
+        return Grid(height, width)
+    if scale[: len(stack)] != tuple(stack):
+        return None
+    rest = scale[len(stack) :]
+    grid = (
+        *rest,
+        *(1,) * (2 - len(rest)),
+    )  # one scale an expert, or one a row, may be stored without the axes of length 1
+    tried = [
+        Grid(*block),
+        Grid(*block, stacked=2),
+        Grid(1, width),
+        Grid(height, 1),
+        Grid(height, width),
+        Grid(*MX_BLOCK),
+    ]
+    tried += [Grid(1, group)] if group else []
+    return next((way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid), None)
+
+
+def described(grid: Grid, shape: tuple[int, ...]) -> str:
+    height, width = shape[-2:]
+    whole_rows, whole_columns = grid.columns >= width, grid.rows >= height
+    if whole_rows and whole_columns:
+        return "with one scale"
+    if whole_rows and grid.rows == 1:
+        return "with a scale a row"
+    if whole_columns and grid.columns == 1:
+        return "with a scale a column"
+    return f"in blocks of {grid.rows} x {grid.columns}"
