@@ -1,0 +1,61 @@
+"""LAPACK's routines as scipy carries them, for those that scipy has no function for.
+
+scipy publishes the addresses of all of BLAS and LAPACK to compiled code (`scipy.linalg.cython_blas`, `cython_lapack`); here
+they are called through ctypes, which also lets other Python threads run meanwhile. Arrays are overwritten in place, lie in
+memory column by column (a C-ordered [rows, columns] array is its own transpose to LAPACK), and must be fp64 or int32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+CAPSULE_NAME = ctypes.pythonapi.PyCapsule_GetName
+CAPSULE_NAME.restype, CAPSULE_NAME.argtypes = ctypes.c_char_p, [ctypes.py_object]
+CAPSULE_POINTER = ctypes.pythonapi.PyCapsule_GetPointer
+CAPSULE_POINTER.restype, CAPSULE_POINTER.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+@cache
+def routine(name: str) -> Any:
+    from scipy.linalg import cython_blas, cython_lapack
+
+    published = cython_lapack.__pyx_capi__ | cython_blas.__pyx_capi__
+    signature = CAPSULE_NAME(published[name])
+    return ctypes.CFUNCTYPE(None)(CAPSULE_POINTER(published[name], signature))
+
+
+def passed(argument: str | int | float | np.ndarray[Any, Any]) -> Any:
+    """As Fortran wants it: everything by its address."""
+    if isinstance(argument, str):
+        return ctypes.c_char_p(argument.encode())
+    if isinstance(argument, int):
+        return ctypes.byref(ctypes.c_int(argument))
+    if isinstance(argument, float):
+        return ctypes.byref(ctypes.c_double(argument))
+    assert argument.dtype in (np.float64, np.int32), argument.dtype
+    assert argument.flags.forc, "LAPACK needs arrays without gaps"
+    return ctypes.c_void_p(argument.ctypes.data)
+
+
+def blas(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
+    routine(name)(*map(passed, arguments))
+
+
+def lapack(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
+    """Call a routine whose last argument is `info`, which is looked at here and not to be given."""
+    info = np.zeros(1, np.int32)
+    blas(name, *arguments, info)
+    if info[0]:
+        raise np.linalg.LinAlgError(f"{name} returned info = {info[0]}")
+
+
+def lapack_with_workspace(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
+    """Call a routine that ends in `work, lwork, info`, with as much workspace as it asks for."""
+    wanted = np.zeros(1)
+    lapack(name, *arguments, wanted, -1)
+    size = int(wanted[0])
+    lapack(name, *arguments, np.empty(size), size)
