@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from moescope.spectral.lapack import blas, lapack, lapack_with_workspace
+from moescope.spectral.lapack import blas, lapack, lapack_with_workspace, product
 
 
 def test_a_product_comes_out_as_numpy_has_it():
@@ -9,6 +9,15 @@ def test_a_product_comes_out_as_numpy_has_it():
     gram = np.zeros((3, 3))
     blas("dsyrk", "L", "N", 3, 5, 2.0, matrix, 3, 0.0, gram, 3)
     np.testing.assert_allclose(np.triu(gram), np.triu(2 * matrix.T @ matrix), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("n", "inner", "columns"), [(4, 5, 6), (1, 5, 1), (7, 1, 3)])
+def test_products_are_numpys(n, inner, columns):
+    generator = np.random.default_rng(1)
+    left, right = generator.standard_normal((n, inner)), generator.standard_normal((inner, columns))
+    np.testing.assert_allclose(product(left, right), left @ right, atol=1e-14)
+    np.testing.assert_allclose(product(left, right.T, transposed=True), left @ right, atol=1e-14)
+    np.testing.assert_allclose(product(left[::-1], right[:, ::-1]), left[::-1] @ right[:, ::-1], atol=1e-14)
 
 
 def test_workspace_is_asked_for_and_given():

@@ -72,7 +72,7 @@ def decompose_on_cpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
         found = by_bidiagonal_form(W, rows, LEADING_VECTORS)
         rank = int((found.values_R > max(hidden, width) * np.finfo(float).eps * found.values_R[0]).sum())
         found = Solution(found.values_R[:rank], found.coordinates_ER[:, :rank], found.leading_DK[:, :rank])
-    orientation = np.where(W.mean(axis=0) @ found.leading_DK < 0, -1.0, 1.0)
+    orientation = np.where(matrix.mean(0).numpy() @ found.leading_DK < 0, -1.0, 1.0)
     return Decomposition(
         singular_values_R=found.values_R * scale,
         energy_ER=found.coordinates_ER**2,

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from moescope.spectral.arrays import Array
+
 CAPSULE_NAME = ctypes.pythonapi.PyCapsule_GetName
 CAPSULE_NAME.restype, CAPSULE_NAME.argtypes = ctypes.c_char_p, [ctypes.py_object]
 CAPSULE_POINTER = ctypes.pythonapi.PyCapsule_GetPointer
@@ -43,6 +45,16 @@ def passed(argument: str | int | float | np.ndarray[Any, Any]) -> Any:
 
 def blas(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
     routine(name)(*map(passed, arguments))
+
+
+def product(left_NK: Array, right: Array, transposed: bool = False) -> Array:
+    """left @ right, or left @ right.T. By the same BLAS as all else here: a second one's idle threads would be in the way."""
+    left, right = np.ascontiguousarray(left_NK), np.ascontiguousarray(right)
+    inner, columns = right.shape[::-1] if transposed else right.shape
+    result = np.empty((len(left), columns))
+    form, width = "T" if transposed else "N", right.shape[1]
+    blas("dgemm", form, "N", columns, len(left), inner, 1.0, right, width, left, inner, 0.0, result, columns)
+    return result
 
 
 def lapack(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from moescope.spectral.arrays import Array
 from moescope.spectral.bidiagonal import BidiagonalSVD, Solution
-from moescope.spectral.lapack import blas, lapack, lapack_with_workspace
+from moescope.spectral.lapack import blas, lapack, lapack_with_workspace, product
 
 ALL_VECTORS_UP_TO = 64  # dimensions; below, forming all eigenvectors costs nothing
 ROUTERS_PER_DIMENSION = 1 / 16  # beyond, all eigenvectors at once are quicker than the compact form (measured: 0.07)
@@ -28,7 +28,7 @@ def by_gram_matrix(matrix_FD: Array, routers_ED: Array, leading: int) -> Solutio
     gram = np.empty((size, size))
     matrix = np.ascontiguousarray(matrix_FD)  # which is W' to LAPACK
     blas("dsyrk", "L", "N" if tall else "T", size, max(hidden, width), 1.0, matrix, width, 0.0, gram, size)
-    rows = np.array(routers_ED if tall else routers_ED @ matrix.T, order="C")
+    rows = np.array(routers_ED, order="C") if tall else product(routers_ED, matrix, transposed=True)
 
     diagonal, beside, scales = np.empty(size), np.empty(size), np.empty(size)
     lapack_with_workspace("dsytrd", "L", size, gram, size, diagonal, beside, scales)
@@ -42,7 +42,7 @@ def by_gram_matrix(matrix_FD: Array, routers_ED: Array, leading: int) -> Solutio
     if size <= ALL_VECTORS_UP_TO or len(rows) > ROUTERS_PER_DIMENSION * size:
         squares, eigenvectors = all_eigenvectors(diagonal, beside)
         values = np.sqrt(np.maximum(squares, 0))
-        coordinates, vectors = rows @ eigenvectors, np.ascontiguousarray(eigenvectors[:, :leading].T)
+        coordinates, vectors = product(rows, eigenvectors, transposed=True), eigenvectors[:leading].copy()
         if not values[-1] > 0:
             raise np.linalg.LinAlgError("the Gram matrix is not positive definite")
     else:
@@ -52,7 +52,7 @@ def by_gram_matrix(matrix_FD: Array, routers_ED: Array, leading: int) -> Solutio
     turned(vectors, "N")
     if not tall:
         coordinates = coordinates / values
-        vectors = vectors @ matrix / values[:leading, None]
+        vectors = product(vectors, matrix) / values[:leading, None]
     return Solution(values, coordinates, vectors.T)
 
 
@@ -69,7 +69,7 @@ def bidiagonal_root(diagonal_R: Array, beside_R: Array) -> tuple[Array, Array]:
 
 
 def all_eigenvectors(diagonal_R: Array, beside_R: Array) -> tuple[Array, Array]:
-    """(eigenvalues, falling; eigenvectors [R, R]) of the tridiagonal T."""
+    """(eigenvalues, falling; eigenvectors, one a row) of the tridiagonal T."""
     size = len(diagonal_R)
     eigenvalues, vectors = diagonal_R.copy(), np.empty((size, size))
     reals, wholes = 1 + 4 * size + size**2, 3 + 5 * size
@@ -87,7 +87,7 @@ def all_eigenvectors(diagonal_R: Array, beside_R: Array) -> tuple[Array, Array]:
         np.empty(wholes, np.int32),
         wholes,
     )
-    return eigenvalues[::-1], vectors[::-1].T
+    return eigenvalues[::-1], vectors[::-1]
 
 
 def leading_eigenvectors(diagonal_R: Array, beside_R: Array, count: int) -> Array:
