@@ -8,8 +8,11 @@ memory column by column (a C-ordered [rows, columns] array is its own transpose 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +64,7 @@ def lapack(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> N
     """Call a routine whose last argument is `info`, which is looked at here and not to be given."""
     info = np.zeros(1, np.int32)
     blas(name, *arguments, info)
+    assert info[0] >= 0, f"{name}: argument {-info[0]} is not what LAPACK expects"
     if info[0]:
         raise np.linalg.LinAlgError(f"{name} returned info = {info[0]}")
 
@@ -71,3 +75,41 @@ def lapack_with_workspace(name: str, *arguments: str | int | float | np.ndarray[
     lapack(name, *arguments, wanted, -1)
     size = int(wanted[0])
     lapack(name, *arguments, np.empty(size), size)
+
+
+class ThreadControls(NamedTuple):
+    """How many threads scipy's BLAS uses, and how to change it."""
+
+    get: Callable[[], int]
+    set: Callable[[int], None]
+
+
+@cache
+def thread_controls() -> ThreadControls | None:
+    """Of the OpenBLAS that scipy's wheels carry; None where scipy came with another BLAS, which is then left alone."""
+    import scipy
+
+    package = Path(scipy.__file__).parent
+    for folder in (package.parent / "scipy.libs", package / ".dylibs"):
+        for path in sorted(folder.glob("*openblas*")):
+            library = ctypes.CDLL(str(path))
+            for prefix in ("scipy_openblas", "openblas"):
+                if hasattr(library, f"{prefix}_set_num_threads"):
+                    return ThreadControls(
+                        getattr(library, f"{prefix}_get_num_threads"), getattr(library, f"{prefix}_set_num_threads")
+                    )
+    return None
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    controls = thread_controls()
+    if controls is None:
+        yield
+        return
+    before = controls.get()
+    controls.set(1)
+    try:
+        yield
+    finally:
+        controls.set(before)
