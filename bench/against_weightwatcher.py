@@ -14,11 +14,13 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from weights import random_experts, routers
 
+from moescope.spectral.at_once import experts_at_once, in_order
 from moescope.spectral.decompose import decompose, k_ladder
 from moescope.spectral.spectra import spectrum_statistics
 
@@ -53,7 +55,9 @@ def main() -> None:
         return [np.sort(watcher.get_ESD(layer=number))[::-1] for number in numbered]
 
     def ours() -> list[np.ndarray]:
-        found = [decompose(matrix, rows, ladder).singular_values_R for matrix in experts]
+        at_once = experts_at_once("cpu")
+        results = in_order(lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext)
+        found = [one.singular_values_R for _, one in results]
         for values in found:
             spectrum_statistics(values)
         return found

@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from weights import SPECTRA, expert, random_experts, routers
 
 from moescope.spectral import alignment
+from moescope.spectral.at_once import experts_at_once, in_order
 from moescope.spectral.decompose import decompose, k_ladder
 
 SHUFFLES = 200
@@ -61,8 +63,11 @@ def all_eigenvectors(experts: list[Tensor], rows: Tensor) -> np.ndarray:
 
 
 def moescope_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
+    """As a scan does it: experts at once on the cores there are, and the leading vectors found besides."""
     ladder = k_ladder(min(experts[0].shape))
-    found = [decompose(matrix, rows, ladder) for matrix in experts]
+    at_once = experts_at_once("cpu")
+    results = in_order(lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext)
+    found = [one for _, one in results]
     align = np.stack([alignment.cumulative_energy(one.energy_ER, ladder)[:, :-1] for one in found], axis=-1)
     align = align.transpose(1, 0, 2)
     alignment.shuffle_null(align)
