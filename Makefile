@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow check clean
+.PHONY: demo test test-slow check bench bench-growth bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -20,9 +20,25 @@ test-slow: .venv/everything
 	$(TEST) -m slow
 
 check: .venv/everything
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
+
+# Timings: leave the machine alone meanwhile. What came out is in docs/benchmarks.md.
+bench: .venv/core
+	$(BIN)/python bench/decompose.py
+
+bench-growth: .venv/everything
+	$(BIN)/python bench/growth.py
+
+# WeightWatcher brings packages of its own, so it gets an environment of its own.
+bench-peer: .venv-peer/ready
+	.venv-peer/bin/python bench/against_weightwatcher.py
+
+.venv-peer/ready: $(SOURCES)
+	$(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable . weightwatcher==0.7.7
+	@touch $@
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -36,4 +52,4 @@ check: .venv/everything
 	@touch $@ .venv/core
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-peer runs

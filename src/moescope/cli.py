@@ -79,7 +79,7 @@ def scan(
     router: Annotated[str, typer.Option(help="Router readings: raw, centered.")] = "raw",
     k: Annotated[str, typer.Option("--k", help="Values of k beside the ladder 1, 2, 4, ...: 3,100.", show_default=False)] = "",
     fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Multiply the norm's weight into router and experts.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0; mps means cpu.")] = "auto",
     as_json: AsJson = False,
     revision: Revision = None,
     precision: Annotated[str, typer.Option(help="fast: errors of align up to 1e-6 allowed; exact: 1e-9.", rich_help_panel=MORE)] = "fast",

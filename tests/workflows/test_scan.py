@@ -265,6 +265,12 @@ def test_no_model_is_refused():
 # --- arguments
 
 
+def test_apples_gpu_is_replaced_by_the_cpu_and_the_run_says_so(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", layers=1, device="mps")
+    assert run.info["device"] == "cpu"
+    assert run.info["warnings"][-1:] == ["device mps: Apple's GPU has no fp64, so the CPU was used"]
+
+
 @pytest.mark.parametrize(
     ("given", "layers"),
     [("0", [0]), ("1,0", [0, 1]), ("0-1", [0, 1]), (" 0 - 1 , 3", [0, 1, 3]), ([2, 0], [0, 2]), (None, [0, 1, 2, 3])],
@@ -309,7 +315,7 @@ def test_layers_that_are_not_there_are_refused_with_those_that_are(tmp_path, mod
         ({"precision": "sloppy"}, "unknown precision 'sloppy'; known: fast, exact"),
         ({"null": "none"}, "unknown null 'none'; known: closed, shuffle"),
         ({"n_shuffles": 0}, "n_shuffles 0 must be at least 1"),
-        ({"device": "tpu"}, "unknown device 'tpu'; known: auto, cpu, cuda, cuda:0"),
+        ({"device": "tpu"}, "unknown device 'tpu'; known: auto, cpu, cuda, cuda:0, mps"),
         ({"k_star": "best"}, "k_star 'best' is not a rule; known: max_margin, 128, 256, 512"),
         ({"k_star": "²"}, "k_star '²' is not a rule"),
         ({"ambiguity_weights": (0.5, 0.5)}, "must be three numbers >= 0 that sum to 1"),

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from moescope.errors import unknown_name
+from moescope.spectral.bidiagonal import Solution, by_bidiagonal_form
+from moescope.spectral.tridiagonal import by_gram_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +45,63 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     v_a . r = (u_a . W r) / s_a. All of it in fp64: a fp32 Gram matrix errs by 1e-2 at condition number 1e3.
 
     Squaring W costs half the digits at the small end of the spectrum, so the result is checked (`gram_suffices`), and
-    the expert is decomposed again by SVD where the check fails: rank-deficient and very ill-conditioned experts.
+    the expert is decomposed again without squaring where the check fails: rank-deficient and very ill-conditioned experts.
     Misleads where k cuts a tie of singular values: the leading subspace is then not defined, by any method.
     """
     if precision not in TOLERANCE:
         raise unknown_name("precision", precision, list(TOLERANCE))
+    route = decompose_on_gpu if matrix_FD.is_cuda else decompose_on_cpu
+    return route(matrix_FD, routers_ED, ladder, TOLERANCE[precision])
+
+
+def decompose_on_cpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], tolerance: float) -> Decomposition:
+    """Tridiagonal route, and the bidiagonal one where it is not to be trusted: no route forms all singular vectors."""
+    import torch
+
+    hidden, width = matrix_FD.shape
+    matrix, scale = unit_scaled(matrix_FD)
+    W, rows = matrix.numpy(), routers_ED.to(torch.float64).contiguous().numpy()
+    fallback = True
+    try:
+        found = by_gram_matrix(W, rows, LEADING_VECTORS)
+        squares, coordinates = (torch.from_numpy(array) for array in (found.values_R**2, found.coordinates_ER))
+        fallback = not gram_suffices(squares, coordinates, max(hidden, width), hidden >= width, ladder, tolerance)
+    except np.linalg.LinAlgError:  # no square root of the Gram matrix: rank-deficient
+        pass
+    if fallback:
+        found = by_bidiagonal_form(W, rows, LEADING_VECTORS)
+        rank = int((found.values_R > max(hidden, width) * np.finfo(float).eps * found.values_R[0]).sum())
+        found = Solution(found.values_R[:rank], found.coordinates_ER[:, :rank], found.leading_DK[:, :rank])
+    orientation = np.where(matrix.mean(0).numpy() @ found.leading_DK < 0, -1.0, 1.0)
+    return Decomposition(
+        singular_values_R=found.values_R * scale,
+        energy_ER=found.coordinates_ER**2,
+        leading_DK=found.leading_DK * orientation,
+        full_rank=min(hidden, width),
+        fallback=fallback,
+    )
+
+
+def unit_scaled(matrix_FD: Tensor) -> tuple[Tensor, float]:
+    """(W in fp64, row by row in memory, less a power of two; that power).
+
+    Squares of very large or small weights would leave fp64's range; a power of two is taken out without rounding.
+    """
+    import math
+
+    import torch
+
+    matrix = matrix_FD.to(torch.float64, memory_format=torch.contiguous_format)
+    lowest, highest = torch.aminmax(matrix)
+    exponent = math.frexp(max(-float(lowest), float(highest)))[1]
+    if abs(exponent) <= 256:  # weights as they are met with: not worth a copy
+        return matrix, 1.0
+    scale = 2.0 ** (exponent - 1)
+    return matrix / scale, scale
+
+
+def decompose_on_gpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], tolerance: float) -> Decomposition:
+    """All eigenvectors of the Gram matrix by torch, and torch's SVD where they are not to be trusted."""
     import torch
 
     matrix = matrix_FD.to(torch.float64)
@@ -59,7 +115,7 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     squares, basis = eigenvalues.flip(0), basis.flip(1)
     values = squares.clamp_min(0).sqrt()
     coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
-    fallback = not gram_suffices(squares, coordinates, max(hidden, width), tall, ladder, TOLERANCE[precision])
+    fallback = not gram_suffices(squares, coordinates, max(hidden, width), tall, ladder, tolerance)
     if fallback:
         _, values, right = torch.linalg.svd(matrix, full_matrices=False)
         rank = int((values > max(hidden, width) * torch.finfo(torch.float64).eps * values[0]).sum())

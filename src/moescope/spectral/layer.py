@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from moescope.spectral import alignment, readings
 from moescope.spectral.alignment import AlignmentMatrix
 from moescope.spectral.ambiguity import DEFAULT_WEIGHTS, choose_k_star
 from moescope.spectral.arrays import Array
-from moescope.spectral.decompose import decompose, k_ladder
+from moescope.spectral.at_once import experts_at_once, in_order
+from moescope.spectral.decompose import Decomposition, decompose, k_ladder
 from moescope.spectral.pairing import PairingTest, pairing_test
 from moescope.spectral.spectra import spectrum_statistics
 from moescope.spectral.subspaces import expert_pairs, orthogonality, similarities, subspace_ladder
@@ -165,19 +166,25 @@ def decompose_layer(
     ranks, leading, values, fallback = [], [], [], []
     for _ in marked:
         on_expert()  # progress counts every expert, looked at or not
-    for expert in usable_rows:
-        try:
-            with timed("read"):
-                W_FD = readings.expert_matrix(weights, matrix, expert, scale_D).to(device)
-        except UnusableExpert as error:
-            if not keep_going:
-                raise
-            unusable[expert] = error
-            on_expert()
-            continue
+
+    def readable() -> Iterator[tuple[int, Tensor]]:
+        for expert in usable_rows:
+            try:
+                with timed("read"):
+                    W_FD = readings.expert_matrix(weights, matrix, expert, scale_D).to(device)
+            except UnusableExpert as error:
+                if not keep_going:
+                    raise
+                unusable[expert] = error
+                on_expert()
+                continue
+            yield expert, W_FD
+
+    def solve(W_FD: Tensor) -> tuple[list[int], Decomposition]:
         ladder = k_ladder(min(W_FD.shape), settings.k)
-        with timed("decompose"):
-            result = decompose(W_FD, unit_rows, ladder, settings.precision)
+        return ladder, decompose(W_FD, unit_rows, ladder, settings.precision)
+
+    for expert, (ladder, result) in in_order(solve, readable(), experts_at_once(device), lambda: timed("decompose")):
         energies[expert] = alignment.cumulative_energy(result.energy_ER, ladder)
         ranks.append(result.rank)
         leading.append(result.leading_DK)

@@ -13,15 +13,20 @@ def choose_device(device: str) -> str:
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return device
+    if device in ("cpu", "mps"):
+        return "cpu"
     if not re.fullmatch(r"cuda(:\d+)?", device):
-        raise unknown_name("device", device, ["auto", "cpu", "cuda", "cuda:0"])
+        raise unknown_name("device", device, ["auto", "cpu", "cuda", "cuda:0", "mps"])
     if not torch.cuda.is_available():
         raise BadInput(f"device {device}: no CUDA device here; use --device cpu")
     if ":" in device and int(device.split(":")[1]) >= torch.cuda.device_count():
         raise BadInput(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0")
     return device
+
+
+def device_warnings(device: str) -> list[str]:
+    """What to say where another device was taken than the one asked for."""
+    return ["device mps: Apple's GPU has no fp64, so the CPU was used"] if device == "mps" else []
 
 
 def one_of(kind: str, value: str, known: tuple[str, ...]) -> str:

@@ -19,7 +19,16 @@ from moescope.spectral.layer import ScanSettings, analyse_layer
 from moescope.spectral.pairing import benjamini_hochberg
 from moescope.spectral.readings import MATRICES, ROUTERS, check_matrix, normalised_rows, router_rows, unusable_rows
 from moescope.tables import READING, SCHEMA_VERSION, TABLES
-from moescope.workflows.arguments import choose_device, names, number_ranges, numbers, one_of, ranges, weights
+from moescope.workflows.arguments import (
+    choose_device,
+    device_warnings,
+    names,
+    number_ranges,
+    numbers,
+    one_of,
+    ranges,
+    weights,
+)
 from moescope.workflows.progress import progress
 
 if TYPE_CHECKING:
@@ -104,7 +113,7 @@ def scan(
             frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
         warnings = unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
-        warnings += undefined_ambiguity(frames["ambiguity"])
+        warnings += undefined_ambiguity(frames["ambiguity"]) + device_warnings(device)
         warnings += [warning for setup in setups for warning in setup.pop("warnings")]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
