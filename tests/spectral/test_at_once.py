@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 
-from moescope.spectral import at_once, lapack, layer
+from moescope.spectral import at_once, lapack
 from moescope.spectral.at_once import MOST_AT_ONCE, experts_at_once, in_order
 from moescope.spectral.lapack import ThreadControls, one_blas_thread, thread_controls
 from moescope.spectral.layer import ScanSettings, analyse_layer
@@ -100,7 +100,7 @@ def test_a_layer_comes_out_the_same_whether_experts_go_one_by_one_or_at_once(mon
     weights = random_weights(0, n=5, hidden=120, width=90, gates=gates)
     frames = {}
     for workers in (1, 3):
-        monkeypatch.setattr(layer, "experts_at_once", lambda device, workers=workers: workers)
+        monkeypatch.setattr(at_once, "experts_at_once", lambda device, workers=workers: workers)
         with one_blas_thread():
             frames[workers] = analyse_layer(weights, ScanSettings(router=("raw",))).frames
     assert frames[1]["spectra"]["fallback"].tolist() == [False, False, False, True, False]

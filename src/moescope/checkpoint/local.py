@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ OPEN_MAPS = 2
 class LocalFiles:
     folder: Path
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # maps kept open between reads
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     at_once: int = 1
 
     def label(self, name: str) -> str:
@@ -69,17 +71,21 @@ class LocalFiles:
             ) from None
 
     def handle(self, name: str) -> Any:
-        """The open map of a file. Kept, since a header of 20,000 tensors takes 30 ms to parse; two shards at most."""
-        if name not in self.opened:
-            while len(self.opened) >= OPEN_MAPS:
-                close(self.opened.pop(next(iter(self.opened))))
-            self.opened[name] = open_map(self.folder / name)
-        return self.opened[name]
+        """The open map of a file. Kept, since a header of 20,000 tensors takes 30 ms to parse; two shards at most.
+
+        A map is closed when its last user lets go of it: another thread may be reading from it still.
+        """
+        with self.lock:
+            if name not in self.opened:
+                while len(self.opened) >= OPEN_MAPS:
+                    del self.opened[next(iter(self.opened))]
+                self.opened[name] = open_map(self.folder / name)
+            return self.opened[name]
 
     def release(self) -> None:
         """Close all maps: their pages count as resident memory until then."""
-        while self.opened:
-            close(self.opened.popitem()[1])
+        with self.lock:
+            self.opened.clear()
 
 
 def is_pickle(name: str) -> bool:
@@ -91,12 +97,7 @@ def open_map(path: Path) -> Any:
 
     if is_pickle(path.name):
         return load_pickled(path)
-    return safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-
-
-def close(handle: Any) -> None:
-    if not isinstance(handle, dict):  # a dict of mapped tensors is closed by letting go of it
-        handle.__exit__(None, None, None)
+    return safe_open(path, framework="pt")
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:

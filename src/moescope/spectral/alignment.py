@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from moescope.spectral.arrays import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TIE = 1e-6  # two alignments closer than this are the same
 
@@ -47,11 +51,12 @@ def cumulate(
     return AlignmentMatrix([*(ladder[index] for index in kept), top], align_KEE, np.array(ranks, float), d_model)
 
 
-def cumulative_energy(energy_ER: Array, ladder: list[int]) -> Array:
+def cumulative_energy(energy_ER: Array | Tensor, ladder: list[int]) -> Array:
     """[routers, rungs + 1]: the energy below each rung, and in all; a rung above the expert's own rank holds the total."""
-    sums = np.cumsum(energy_ER, axis=1)
+    sums = energy_ER.cumsum(1)
     rank = sums.shape[1]
-    return np.stack([*(sums[:, min(k, rank) - 1] for k in ladder), sums[:, -1]], axis=1)
+    rungs = sums[:, [*(min(k, rank) - 1 for k in ladder), rank - 1]]
+    return rungs if isinstance(rungs, np.ndarray) else rungs.cpu().numpy()
 
 
 def diagonal(M_KEE: Array) -> Array:

@@ -9,13 +9,47 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
+from moescope.spectral.decompose import Decomposition, decompose
 from moescope.spectral.lapack import one_blas_thread, thread_controls
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_AT_ONCE = 8  # each holds its expert in fp64 and a Gram matrix: 0.6 GB at 4096 x 14336
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def reads(read: Callable[[int], Tensor], experts: list[int], device: str) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Each expert and how to get its matrix. On a GPU threads have read it by then; on a CPU they have better things to do."""
+    if device != "cpu":
+        from moescope.spectral.on_gpu import read_ahead
+
+        return read_ahead(read, experts)
+    return ((expert, partial(read, expert)) for expert in experts)
+
+
+def decompose_each(
+    experts: Iterable[tuple[int, Tensor]],
+    routers_ED: Tensor,
+    ladder: list[int],
+    precision: str,
+    device: str,
+    waiting: Callable[[], AbstractContextManager[None]],
+) -> Iterator[tuple[int, Decomposition]]:
+    """(expert, its decomposition) in the order given: a thread an expert on a CPU, whole batches on a GPU."""
+    if device != "cpu":
+        from moescope.spectral.on_gpu import in_batches
+
+        return in_batches(experts, routers_ED, ladder, precision, waiting)
+
+    def solve(matrix_FD: Tensor) -> Decomposition:
+        return decompose(matrix_FD, routers_ED, ladder, precision)
+
+    return in_order(solve, experts, experts_at_once(device), waiting)
 
 
 def experts_at_once(device: str) -> int:

@@ -248,15 +248,17 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
         linear, constant = c * other + own_weight + t, own_weight * other
         radical = (linear.square() - 4 * c * constant).clamp_min(0).sqrt()
         two_poles = torch.where(linear > 0, 2 * constant / (linear + radical), (linear - radical) / (2 * c))
-        # the last root: c + slope (x - root) - w / x, rising and concave up to the root
+        # the last root: rest + slope (x - root) - w / x
         tangent = rest - root * slope
-        one_pole = 2 * own_weight / (tangent + (tangent.square() + 4 * slope * own_weight).sqrt())
+        radical = (tangent.square() + 4 * slope * own_weight).sqrt()
+        one_pole = torch.where(tangent > 0, 2 * own_weight / (tangent + radical), (radical - tangent) / (2 * slope))
         proposed = torch.where(has_far, two_poles, one_pole)
         inside = (proposed > low) & (proposed < high)  # so written, NaN is outside
         close = (proposed - root).abs() <= SETTLED * root.abs()
         moved = torch.where(close, proposed.clamp(low, high), torch.where(inside, proposed, halfway(low, high)))
-        # a residual within rounding of zero says no more which way to go
-        settled |= residual.abs() <= 4 * EPS * (1 + rest.abs() + (own_weight / root).abs())
+        # a residual within the rounding of its sum says no more which way to go
+        size_of_terms = 1 + rest.abs() + (own_weight / root).abs() + slope * root.abs()
+        settled |= residual.abs() <= 4 * size**0.5 * EPS * size_of_terms
         root = torch.where(settled, root, moved)
         settled |= close
         if iteration > 3 and bool(settled.all()):

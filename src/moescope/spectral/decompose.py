@@ -28,8 +28,10 @@ class Decomposition:
     """The spectrum of one expert matrix W [F, D] and where the routers lie in it."""
 
     singular_values_R: Array  # falling, only those above the rank tolerance
-    energy_ER: Array  # energy_ER[i, a] = (v_a . r_i)^2 for unit router rows r_i
-    leading_DK: Array  # the first right singular vectors, oriented so that the mean of W v is positive
+    energy_ER: (
+        Array | Tensor
+    )  # energy_ER[i, a] = (v_a . r_i)^2 for unit router rows r_i; on the GPU where it was made there
+    leading_DK: Array | Tensor  # the first right singular vectors, oriented so that the mean of W v is positive
     full_rank: int  # min(F, D): what the rank would be without deficiency
     fallback: bool  # the Gram route was not trusted and LAPACK's SVD was used
 
@@ -65,7 +67,8 @@ def decompose_on_cpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
     try:
         found = by_gram_matrix(W, rows, LEADING_VECTORS)
         squares, coordinates = (torch.from_numpy(array) for array in (found.values_R**2, found.coordinates_ER))
-        fallback = not gram_suffices(squares, coordinates, max(hidden, width), hidden >= width, ladder, tolerance)
+        shape = max(hidden, width), hidden >= width
+        fallback = not gram_suffices(squares[None], coordinates[None], *shape, ladder, tolerance)
     except np.linalg.LinAlgError:  # no square root of the Gram matrix: rank-deficient
         pass
     if fallback:
@@ -115,7 +118,7 @@ def decompose_on_gpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
     squares, basis = eigenvalues.flip(0), basis.flip(1)
     values = squares.clamp_min(0).sqrt()
     coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
-    fallback = not gram_suffices(squares, coordinates, max(hidden, width), tall, ladder, tolerance)
+    fallback = not gram_suffices(squares[None], coordinates[None], max(hidden, width), tall, ladder, tolerance)
     if fallback:
         _, values, right = torch.linalg.svd(matrix, full_matrices=False)
         rank = int((values > max(hidden, width) * torch.finfo(torch.float64).eps * values[0]).sum())
@@ -128,17 +131,17 @@ def decompose_on_gpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
     orientation = torch.where((matrix @ vectors).mean(0) < 0, -1.0, 1.0).to(vectors)
     return Decomposition(
         singular_values_R=(values * scale).cpu().numpy(),
-        energy_ER=coordinates.square().cpu().numpy(),
-        leading_DK=(vectors * orientation).cpu().numpy(),
+        energy_ER=coordinates.square(),
+        leading_DK=vectors * orientation,
         full_rank=min(hidden, width),
         fallback=fallback,
     )
 
 
 def gram_suffices(
-    squares_R: Tensor, coordinates_ER: Tensor, long_side: int, tall: bool, ladder: list[int], tolerance: float
-) -> bool:
-    """Whether the Gram route may be trusted: the error of align it can have made is within the tolerance at every cut.
+    squares_BR: Tensor, coordinates_BER: Tensor, long_side: int, tall: bool, ladder: list[int], tolerance: float
+) -> Tensor:
+    """[B] whether the Gram route may be trusted: the error of align it can have made is within the tolerance at every cut.
 
     Rounding puts noise of norm e = 8 eps lambda_1 into the Gram matrix. To first order align(k) then moves by
     2 sum over a <= k < b of E_ab x_a x_b / (lambda_a - lambda_b), x the router's coordinates. The entries of such noise have
@@ -147,28 +150,30 @@ def gram_suffices(
     carries s_b / s_a, and e sum over a <= k of x_a^2 / lambda_a comes on top.
     Fails where that is too much, where e is not small against the gap at the cut (first order says nothing there), or
     where an eigenvalue is within rounding of zero, so that the rank cannot be told. Cuts near the top (s_k > s_1 / 8) are
-    let pass: an SVD of W does no better there.
+    let pass: an SVD of W does no better there. Of several experts (B) each is judged for itself.
     """
     import torch
 
-    noise = 8 * torch.finfo(torch.float64).eps * squares_R[0]
-    if not bool(squares_R[-1] > noise * long_side):  # so written, NaN fails too
-        return False
-    energy, values = coordinates_ER.square(), squares_R.sqrt()
+    rank = squares_BR.shape[1]
+    noise_B = 8 * torch.finfo(torch.float64).eps * squares_BR[:, 0]
+    fine_B = squares_BR[:, -1] > noise_B * long_side  # so written, NaN fails too
+    energy, values = coordinates_BER.square(), squares_BR.sqrt()
     for k in ladder:
-        if bool(squares_R[k - 1] >= squares_R[0] / 64):
+        top_B = squares_BR[:, k - 1] >= squares_BR[:, 0] / 64
+        if not bool((fine_B & ~top_B).any()):
             continue
-        moved = torch.zeros_like(energy[:, 0]) if tall else (energy[:, :k] / squares_R[:k]).sum(1)
-        if k < len(squares_R):
-            if not bool(squares_R[k - 1] - squares_R[k] > 10 * noise):
-                return False
-            mixing = 1 / (squares_R[:k, None] - squares_R[None, k:])
+        small_B = torch.ones_like(fine_B)
+        moved_BE = torch.zeros_like(energy[..., 0])
+        if not tall:
+            moved_BE = (energy[..., :k] / squares_BR[:, None, :k]).sum(-1)
+        if k < rank:
+            small_B = squares_BR[:, k - 1] - squares_BR[:, k] > 10 * noise_B
+            mixing = 1 / (squares_BR[:, :k, None] - squares_BR[:, None, k:])
             if not tall:
-                mixing *= values[None, k:] / values[:k, None]
-            moved = moved + 2 * (energy[:, :k] @ mixing.square() * energy[:, k:]).sum(1).sqrt()
-        if not bool(noise * moved.max() <= tolerance):
-            return False
-    return True
+                mixing *= values[:, None, k:] / values[:, :k, None]
+            moved_BE = moved_BE + 2 * (energy[..., :k] @ mixing.square() * energy[..., k:]).sum(-1).sqrt()
+        fine_B = fine_B & (top_B | (small_B & (noise_B * moved_BE.amax(1) <= tolerance)))
+    return fine_B
 
 
 def k_ladder(full_rank: int, named: tuple[int, ...] = ()) -> list[int]:

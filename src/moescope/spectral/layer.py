@@ -15,8 +15,8 @@ from moescope.spectral import alignment, readings
 from moescope.spectral.alignment import AlignmentMatrix
 from moescope.spectral.ambiguity import DEFAULT_WEIGHTS, choose_k_star
 from moescope.spectral.arrays import Array
-from moescope.spectral.at_once import experts_at_once, in_order
-from moescope.spectral.decompose import Decomposition, decompose, k_ladder
+from moescope.spectral.at_once import decompose_each, reads
+from moescope.spectral.decompose import k_ladder
 from moescope.spectral.pairing import PairingTest, pairing_test
 from moescope.spectral.spectra import spectrum_statistics
 from moescope.spectral.subspaces import expert_pairs, orthogonality, similarities, subspace_ladder
@@ -55,7 +55,7 @@ class DecomposedLayer:
 
     experts: list[int]  # those that could be used, by their numbers in the layer
     matrices: dict[str, AlignmentMatrix]  # router reading -> M(k)
-    leading_EDK: list[Array]
+    leading_EDK: list[Array | Tensor]
     singular_values: list[Array]
     fallback: list[bool]
 
@@ -160,18 +160,21 @@ def decompose_layer(
     unit_rows = torch.cat(
         [readings.normalised_rows(weights, rows_ED[usable_rows], reading) for reading in settings.router]
     ).to(device)
-    scale_D = readings.norm_scale(weights) if settings.fold_norm else None
-    ladder: list[int] = []
+    scale_D = readings.norm_scale(weights).to(device) if settings.fold_norm else None
+    ladder = k_ladder(min(weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model), settings.k)
     energies: dict[int, Array] = {}
     ranks, leading, values, fallback = [], [], [], []
     for _ in marked:
         on_expert()  # progress counts every expert, looked at or not
 
+    def read(expert: int) -> Tensor:
+        return readings.expert_matrix(weights, matrix, expert, scale_D, device)
+
     def readable() -> Iterator[tuple[int, Tensor]]:
-        for expert in usable_rows:
+        for expert, get in reads(read, usable_rows, device):
             try:
                 with timed("read"):
-                    W_FD = readings.expert_matrix(weights, matrix, expert, scale_D).to(device)
+                    W_FD = get()
             except UnusableExpert as error:
                 if not keep_going:
                     raise
@@ -180,11 +183,9 @@ def decompose_layer(
                 continue
             yield expert, W_FD
 
-    def solve(W_FD: Tensor) -> tuple[list[int], Decomposition]:
-        ladder = k_ladder(min(W_FD.shape), settings.k)
-        return ladder, decompose(W_FD, unit_rows, ladder, settings.precision)
-
-    for expert, (ladder, result) in in_order(solve, readable(), experts_at_once(device), lambda: timed("decompose")):
+    for expert, result in decompose_each(
+        readable(), unit_rows, ladder, settings.precision, device, lambda: timed("decompose")
+    ):
         energies[expert] = alignment.cumulative_energy(result.energy_ER, ladder)
         ranks.append(result.rank)
         leading.append(result.leading_DK)

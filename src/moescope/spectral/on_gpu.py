@@ -1,19 +1,29 @@
-"""The decomposition of many experts at once, on a CUDA device."""
+"""The decomposition of many experts at once, on a CUDA device, while the next ones are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from moescope.spectral.batched_eigen import Reduction, tridiagonalise
+from moescope.spectral.batched_eigen import Reduction, divide_and_conquer, tridiagonalise
+from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decomposition, decompose_on_gpu, gram_suffices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moescope.spectral.arrays import Array
+
 ARRAYS_HELD = 14  # of n x n numbers a matrix, at the most, while a batch is solved
+MOST_AT_ONCE = 128
+READERS = 8  # threads that read experts, and how many experts each may be ahead
+AHEAD = 16
+CONSERVED = 1e-12  # a row of the matrix: how far lengths may stray in the eigenbasis; seen are 1e-14
 SQUARINGS = 32  # of a matrix whose largest eigenvalue is wanted; see largest_eigenvalue
 
 
@@ -30,6 +40,8 @@ class Replayed:
     )
 
     def __call__(self, *tensors: Tensor) -> Reduction:
+        if not tensors[0].is_cuda:
+            return self.function(*tensors)
         key = tuple(tensor.shape for tensor in tensors)
         if key not in self.recorded:
             self.recorded.clear()  # a recording holds its memory; a checkpoint mostly has experts of one shape
@@ -53,10 +65,126 @@ class Replayed:
 reduce = Replayed(tridiagonalise)
 
 
-def batch_size(count: int, side: int, device: torch.device) -> int:
-    """How many matrices of that side are solved at once: all of them, or what half of the free memory holds."""
+def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Each expert and how to get what `read` gives for it, or raises; threads read on while earlier ones are worked on.
+
+    Reading goes through streams of its own, so that looking at a tensor does not wait for the decompositions under way.
+    """
+    here = torch.cuda.current_stream()
+
+    def aside(expert: int) -> Tensor:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            tensor = read(expert)
+            torch.cuda.current_stream().synchronize()
+            tensor.record_stream(here)
+        return tensor
+
+    waiting: deque[tuple[int, Future[Tensor]]] = deque()
+    left = iter(experts)
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for expert in left:
+                waiting.append((expert, pool.submit(aside, expert)))
+                if len(waiting) >= READERS * AHEAD:
+                    first, future = waiting.popleft()
+                    yield first, future.result
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_batches(
+    experts: Iterable[tuple[int, Tensor]],
+    routers_ED: Tensor,
+    ladder: list[int],
+    precision: str,
+    waiting: Callable[[], AbstractContextManager[None]],
+) -> Iterator[tuple[int, Decomposition]]:
+    """(expert, its decomposition) in the order given, as many at once as the device's memory allows."""
+    batch: list[tuple[int, Tensor]] = []
+    room = 0
+
+    def solve() -> Iterator[tuple[int, Decomposition]]:
+        with waiting():
+            numbers, matrices = zip(*batch, strict=True)
+            found = decompose_batch(list(matrices), routers_ED, ladder, TOLERANCE[precision])
+        batch.clear()
+        yield from zip(numbers, found, strict=True)
+
+    for expert, matrix in experts:
+        room = room or batch_size(min(matrix.shape), max(matrix.shape), matrix.device)
+        batch.append((expert, matrix))
+        if len(batch) == room:
+            yield from solve()
+    if batch:
+        yield from solve()
+
+
+def batch_size(side: int, long_side: int, device: torch.device) -> int:
+    """How many matrices are solved at once: what half of the free memory holds, and no more than a layer mostly has."""
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(count, int(free / 2 / (ARRAYS_HELD * 8 * side * side))))
+    each = 8 * (ARRAYS_HELD * side * side + 3 * side * long_side)
+    return max(1, min(MOST_AT_ONCE, int(free / 2 / each)))
+
+
+def decompose_batch(
+    matrices_FD: list[Tensor], routers_ED: Tensor, ladder: list[int], tolerance: float
+) -> list[Decomposition]:
+    """What `decompose` gives, for matrices of one shape together. Those whose result is not to be trusted go through an SVD, one by one."""
+    hidden, width = matrices_FD[0].shape
+    tall, side = hidden >= width, min(hidden, width)
+    W = torch.stack(matrices_FD).to(torch.float64)
+    # Squares of very large or small weights would leave fp64's range; a power of two is taken out without rounding.
+    scale = torch.exp2(torch.floor(torch.log2(W.abs().amax((1, 2)))))
+    W /= scale[:, None, None]
+    rows = routers_ED.to(W).T.expand(len(W), -1, -1)
+    Y = rows if tall else W @ rows
+    gram = W.mT @ W if tall else W @ W.mT
+    moments = (W @ Y if tall else W.mT @ Y).square().sum(1)  # y'Gy of every router
+    solved = reduce(gram, Y)
+    eigen = divide_and_conquer(solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV)
+    squares, coordinates = eigen.values_BN.flip(1), eigen.coordinates_BVN.flip(2)
+    # An eigenbasis keeps lengths, and y'Gy = sum of lambda c^2: two things that no wrong one does.
+    length, energy = Y.square().sum(1), coordinates.square()
+    kept = (energy.sum(2) - length).abs() <= CONSERVED * side * length
+    felt = ((energy @ squares[..., None])[..., 0] - moments).abs() <= CONSERVED * side * squares[:, :1] * length
+    values = squares.clamp_min(0).sqrt()
+    if not tall:
+        coordinates = coordinates / values[:, None]
+    trusted = gram_suffices(squares, coordinates, max(hidden, width), tall, ladder, tolerance)
+    trusted &= eigen.converged_B & kept.all(1) & felt.all(1)
+    leading = solved.back(eigen.top_vectors(min(LEADING_VECTORS, side)))
+    if not tall:
+        leading = W.mT @ leading / values[:, None, :LEADING_VECTORS]
+    leading = leading * torch.where((W @ leading).mean(1) < 0, -1.0, 1.0)[:, None]
+    energy = coordinates.square()
+    all_values, all_trusted = (values * scale[:, None]).cpu().numpy(), trusted.tolist()
+    return [
+        Decomposition(all_values[index], energy[index], leading[index], side, fallback=False)
+        if all_trusted[index]
+        else replace(decompose_on_gpu(matrices_FD[index], routers_ED, ladder, tolerance), fallback=True)
+        for index in range(len(W))
+    ]
+
+
+def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tuple[Array, ...]]:
+    """What `subspaces.row_similarities` gives, for all pairs of experts together."""
+    stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
+    count, width, vectors = stacked.shape
+    flat = stacked.transpose(1, 2).reshape(count * vectors, width)
+    products = (flat @ flat.T).reshape(count, vectors, count, vectors)
+    first, second = torch.triu_indices(count, count, 1, device=flat.device)
+    products_PKK = products[first, :, second]
+    found = []
+    for k in ks:
+        block = products_PKK[:, :k, :k]
+        squared = block @ block.mT
+        overlap = squared.diagonal(dim1=-2, dim2=-1).sum(-1) / k
+        parts = block[:, 0, 0], overlap, largest_eigenvalue(squared).clamp_min(0).sqrt()
+        found.append(tuple(part.cpu().numpy() for part in parts))
+    return found
 
 
 def largest_eigenvalue(matrices_PKK: Tensor) -> Tensor:
@@ -67,6 +195,11 @@ def largest_eigenvalue(matrices_PKK: Tensor) -> Tensor:
     """
     power = matrices_PKK
     for _ in range(SQUARINGS):
-        power = power / power.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+        power = power / trace(power)[:, None, None]
         power = power @ power
-    return (power * matrices_PKK).sum((-2, -1)) / power.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return (power * matrices_PKK).sum((-2, -1)) / trace(power)
+
+
+def trace(matrices_PKK: Tensor) -> Tensor:
+    """[P], never 0: a matrix of zeros stays one when divided by it."""
+    return matrices_PKK.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-300)

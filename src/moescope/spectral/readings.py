@@ -90,7 +90,9 @@ def check_matrix(weights: LayerWeights, matrix: str) -> None:
         raise BadInput(f"{weights.layer_name}: these experts have no up matrix; use --matrix gate or down")
 
 
-def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tensor | None) -> Tensor:
+def expert_matrix(
+    weights: LayerWeights, matrix: str, expert: int, scale_D: Tensor | None, device: str = "cpu"
+) -> Tensor:
     """[F, D] the expert's matrix with d_model along its rows, in the checkpoint's precision unless something is multiplied in.
 
     down is transposed, so that its left singular vectors come out as right ones; the norm is not folded into it, since
@@ -100,22 +102,24 @@ def expert_matrix(weights: LayerWeights, matrix: str, expert: int, scale_D: Tens
 
     check_matrix(weights, matrix)
     if matrix == "down":
-        return read_expert(weights.down_EDF, expert).T
+        return read_expert(weights.down_EDF, expert, device).T
     stack = weights.gate_EFD if matrix == "gate" else weights.up_EFD
     assert stack is not None  # said by check_matrix
-    read = read_expert(stack, expert)
+    read = read_expert(stack, expert, device)
     if scale_D is not None:
         read = read.to(torch.float64) * scale_D
     if matrix == "gate_up":
-        gate = read_expert(weights.gate_EFD, expert).to(torch.float64)
+        gate = read_expert(weights.gate_EFD, expert, device).to(torch.float64)
         halves = [gate if scale_D is None else gate * scale_D, read.to(torch.float64)]
         read = torch.cat([half / half.norm() for half in halves])
     return read
 
 
-def read_expert(stack: ExpertStack, expert: int) -> Tensor:
+def read_expert(stack: ExpertStack, expert: int, device: str = "cpu") -> Tensor:
     """The expert's tensor, refused where nothing can be said of it."""
     read = stack.read(expert)
+    if device != "cpu":  # looked at where that is quick; from pinned memory, other work on the device goes on meanwhile
+        read = read.pin_memory().to(device, non_blocking=True)
     reason = (
         "holds NaN or Inf"
         if not bool(read.isfinite().all())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moescope.spectral.arrays import Array
 from moescope.spectral.decompose import LEADING_VECTORS
+
+if TYPE_CHECKING:
+    pass
 
 REDUNDANT, COLLAPSED = 0.3, 0.7  # |cosine| above which two experts are called redundant, and collapsed
 
@@ -36,29 +41,40 @@ def expert_pairs(n: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], np.
     return first, second
 
 
-def similarities(leading_EDK: list[Array], ks: list[int]) -> list[Similarity]:
-    """Per k: overlap ||V_a' V_b||_F^2 / k (chance k/d), and the largest principal cosine, sigma_max(V_a' V_b)."""
-    n = len(leading_EDK)
-    first, second = expert_pairs(n)
-    stacked = np.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
-    results: dict[int, tuple[list[Array], list[Array], list[Array]]] = {k: ([], [], []) for k in ks}
-    for expert in range(n - 1):  # one row of pairs at a time: n = 256 experts would need gigabytes at once
-        products_PKK = stacked[expert].T[None] @ stacked[expert + 1 :]
-        for k in ks:
-            block = products_PKK[:, :k, :k]
-            results[k][0].append(block[:, 0, 0])
-            results[k][1].append((block**2).sum(axis=(1, 2)) / k)
-            results[k][2].append(np.abs(block[:, 0, 0]) if k == 1 else np.linalg.svd(block, compute_uv=False)[:, 0])
-    assert len(first) == len(second) == n * (n - 1) // 2
+def similarities(leading_EDK: Sequence[Any], ks: list[int]) -> list[Similarity]:
+    """Of numpy arrays, or of tensors on a GPU. Per k: overlap ||V_a' V_b||_F^2 / k (chance k/d), and the largest principal cosine, sigma_max(V_a' V_b)."""
+    found: list[Any]
+    if isinstance(leading_EDK[0], np.ndarray):
+        stacked = np.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
+        # one row of pairs at a time: n = 256 experts would need gigabytes at once
+        rows = [
+            row_similarities(stacked[expert].T[None] @ stacked[expert + 1 :], ks) for expert in range(len(stacked) - 1)
+        ]
+        found = [tuple(map(np.concatenate, zip(*of_k, strict=True))) for of_k in zip(*rows, strict=True)]
+    else:
+        from moescope.spectral.on_gpu import pair_similarities
+
+        found = pair_similarities(leading_EDK, ks)
     return [
         Similarity(
             k=k,
-            cosine_P=np.clip(np.concatenate(cosine), -1, 1) if k == 1 else None,
-            overlap_P=np.clip(np.concatenate(overlap), 0, 1),
-            largest_principal_cosine_P=np.clip(np.concatenate(largest), 0, 1),
+            cosine_P=np.clip(cosine, -1, 1) if k == 1 else None,
+            overlap_P=np.clip(overlap, 0, 1),
+            largest_principal_cosine_P=np.clip(largest, 0, 1),
         )
-        for k, (cosine, overlap, largest) in results.items()
+        for k, (cosine, overlap, largest) in zip(ks, found, strict=True)
     ]
+
+
+def row_similarities(products_PKK: Array, ks: list[int]) -> list[tuple[Any, Any, Any]]:
+    """Per k: the cosine of the first vectors, the overlap, and the largest singular value of the products' leading blocks."""
+    found = []
+    for k in ks:
+        block = products_PKK[:, :k, :k]
+        cosine = block[:, 0, 0]
+        largest = np.abs(cosine) if k == 1 else np.linalg.svd(block, compute_uv=False)[:, 0]
+        found.append((cosine, (block**2).sum(axis=(1, 2)) / k, largest))
+    return found
 
 
 def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int | None]:
