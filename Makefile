@@ -32,7 +32,7 @@ check: .venv/everything
 	@touch $@
 
 .venv/everything: .venv/bin/python $(SOURCES)
-	$(INSTALL) --editable ".[hf,export,dev]"
+	$(INSTALL) --editable ".[hf,export,ray,dev]"
 	@touch $@ .venv/core
 
 clean:
