@@ -157,7 +157,7 @@ def fetch(ref: Any) -> Outcome:
             "time need less of it: set OMP_NUM_THREADS higher, then the same command goes on"
         ) from None
     except exceptions.RuntimeEnvSetupError as error:
-        raise BadInput(f"Ray could not prepare a worker ({first_line(error)}); use --engine local") from None
+        raise BadInput(f"Ray could not prepare a worker ({first_sentence(error)}); use --engine local") from None
 
 
 # --- opening
@@ -229,10 +229,11 @@ def thread_variables() -> dict[str, str]:
 def own_cluster() -> Iterator[None]:
     """A cluster of this machine alone, without dashboard, logs on the terminal, files left behind or word to anybody."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)  # sockets need short paths
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        with connection("Ray could not be started", address="local", include_dashboard=False, _temp_dir=folder):
+        with connection(address="local", include_dashboard=False, _temp_dir=folder):
             yield
+    except RayRefused as error:
+        raise BadInput(f"Ray cannot be started here ({error}); use --engine local") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -241,30 +242,34 @@ def own_cluster() -> Iterator[None]:
 def joined_cluster(address: str) -> Iterator[None]:
     """A connection to a cluster that is there already."""
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        try:  # Ray itself would go on trying, and talk about it
+    try:
+        if host and port.isdecimal() and "/" not in host:  # Ray itself would go on trying for half a minute
             socket.create_connection((host, int(port)), timeout=10).close()
-        except (OSError, OverflowError) as error:
-            raise BadInput(
-                f"--address {address}: no Ray cluster there ({first_line(error)}); check the address"
-            ) from None
-    with connection(f"--address {address}: no Ray cluster found there", address=address):
-        yield
+        with connection(address=address):
+            yield
+    except (RayRefused, OSError, OverflowError) as error:
+        remedy = (
+            "start one with `ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or leave --address out"
+        )
+        raise BadInput(f"--address {address}: no Ray cluster there ({first_sentence(error)}); {remedy}") from None
+
+
+class RayRefused(Exception):
+    """Ray could not be started or joined, in the first sentence of its own words."""
 
 
 @contextmanager
-def connection(complaint: str, **options: Any) -> Iterator[None]:
+def connection(**options: Any) -> Iterator[None]:
     import ray
 
     main_thread = threading.current_thread() is threading.main_thread()
     on_stop = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError is an OSError
+        with environment(RAY_USAGE_STATS_ENABLED="0"):
+            ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except (OSError, RuntimeError, ValueError, ImportError) as error:  # a ConnectionError is an OSError
         ray.shutdown()
-        raise BadInput(
-            f"{complaint} ({first_line(error)}); `ray status` shows a running one, --engine local needs none"
-        ) from None
+        raise RayRefused(first_sentence(error)) from None
     finally:
         if main_thread and on_stop is not None:
             signal.signal(signal.SIGTERM, on_stop)  # Ray takes it for itself
@@ -274,5 +279,18 @@ def connection(complaint: str, **options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def environment(**defaults: str) -> Iterator[None]:
+    """These environment variables, where the user has not set them; Ray's processes take them over when they start."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def first_sentence(error: BaseException) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.split(". ")[0].rstrip(".")
