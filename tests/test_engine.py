@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -93,6 +94,12 @@ def test_a_mistake_of_our_own_in_a_worker_keeps_its_traceback(connected):
     with open_engine("ray", None, "cpu") as engine, pytest.raises(ZeroDivisionError, match=r"ray_work\.py") as caught:
         done(engine, ray_work.fail, [1])
     assert "a mistake of our own" in str(caught.value)
+
+
+def test_a_stop_by_the_batch_system_still_comes_to_whom_it_came_before(connected):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, (
+        "Ray takes this signal for itself unless it is given back"
+    )
 
 
 def test_an_address_beside_a_connection_is_refused(connected):

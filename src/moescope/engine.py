@@ -274,9 +274,25 @@ def connection(**options: Any) -> Iterator[None]:
         if main_thread and on_stop is not None:
             signal.signal(signal.SIGTERM, on_stop)  # Ray takes it for itself
     try:
-        yield
+        with hushed():
+            yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """No news of dead workers on stdout, where Ray prints them whatever it is told: what is printed there may be read as JSON."""
+    from ray._private import worker
+
+    before = getattr(
+        worker, "_worker_logs_enabled", True
+    )  # Ray's debugger sets it for the same end; there is no public way
+    worker._worker_logs_enabled = False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
 
 
 @contextmanager

@@ -82,12 +82,13 @@ def test_several_checkpoints_are_steps(connected, tmp_path):
     assert_equal_tables(scan(*models, out=tmp_path / "ray", engine="ray"), scan(*models, out=tmp_path / "here"))
 
 
-def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(connected, tmp_path, model, here, monkeypatch):
+def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(connected, tmp_path, model, here, monkeypatch, capfd):
     marks = tmp_path / "marks"
     marks.mkdir()
     dying = functools.partial(ray_work.die_over_layer, str(marks), 1, scan_module.analyse_elsewhere)
     monkeypatch.setattr(scan_module, "analyse_elsewhere", dying)
     assert_equal_tables(on_ray(model, tmp_path / "run"), here)
+    assert capfd.readouterr() == ("", ""), "Ray's news of the dead worker would spoil --json"
     attempts = sorted(mark.name for mark in marks.iterdir())
     assert attempts == sorted([*(f"step0-layer{layer}-0" for layer in range(LAYERS)), "step0-layer1-1"])
 
