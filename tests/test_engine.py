@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 import ray_work
-from moescope.engine import RETRIES, Engine, LocalEngine, check_engine, open_engine, thread_variables
+from moescope.engine import RETRIES, Engine, LocalEngine, check_engine, open_engine, ray_engine, thread_variables
 from moescope.errors import BadInput
 
 
@@ -105,6 +105,29 @@ def test_a_stop_by_the_batch_system_still_comes_to_whom_it_came_before(connected
 def test_an_address_beside_a_connection_is_refused(connected):
     with pytest.raises(BadInput, match="connected to Ray already"), open_engine("ray", connected, "cpu"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("device", "machines", "asked"),
+    [
+        ("auto", [{"CPU": 8}], ("cpu", 2, 0)),
+        ("auto", [{"CPU": 8}, {"CPU": 8, "GPU": 4}], ("cuda", 1, 1)),
+        ("cuda", [{"CPU": 8, "GPU": 4}], ("cuda", 1, 1)),
+        ("cpu", [{"CPU": 8, "GPU": 4}], ("cpu", 2, 0)),
+        ("cpu", [{"memory": 1e9}, {"CPU": 1}], ("cpu", 1, 0)),
+    ],
+)
+def test_a_piece_asks_for_a_gpu_where_there_are_any_else_for_as_many_cpus_as_threads(
+    monkeypatch, device, machines, asked
+):
+    monkeypatch.setattr("moescope.engine.thread_variables", lambda: {"OMP_NUM_THREADS": "2"})
+    engine = ray_engine(device, machines)
+    assert (engine.device, engine.cpus, engine.gpus) == asked
+
+
+def test_a_cluster_without_a_cpu_is_refused_not_waited_for():
+    with pytest.raises(BadInput, match="no machine of the Ray cluster has a CPU to give"):
+        ray_engine("auto", [{"memory": 1e9}])
 
 
 def test_a_gpu_that_no_machine_has_is_refused_not_waited_for(connected):

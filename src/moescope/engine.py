@@ -192,18 +192,15 @@ def open_engine(engine: str, address: str | None, device: str) -> Iterator[Engin
             stack.enter_context(own_cluster() if address is None else joined_cluster(address))
         elif address is not None:
             raise BadInput(f"--address {address}: this process is connected to Ray already; leave the address out")
-        yield ray_engine(device)
+        yield ray_engine(device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 
 
-def ray_engine(device: str) -> RayEngine:
-    """What each piece asks of the cluster: as many CPUs as it uses threads, and a GPU where there are any.
+def ray_engine(device: str, machines: list[dict[str, float]]) -> RayEngine:
+    """What each piece asks of a cluster of such machines: as many CPUs as it uses threads, and a GPU where there are any.
 
     BLAS sums in another order with another number of threads, so the last digits of a result depend on it. Workers are therefore given
     the number this process has, and OMP_NUM_THREADS sets both.
     """
-    import ray
-
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     most_cpus = max((machine.get("CPU", 0) for machine in machines), default=0)
     gpus = any(machine.get("GPU", 0) >= 1 for machine in machines)
     if most_cpus == 0:

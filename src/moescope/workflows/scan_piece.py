@@ -13,6 +13,7 @@ from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import timed
 from moescope.spectral.layer import LayerResult, ScanSettings, analyse_layer
+from moescope.workflows.arguments import choose_device
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ def analyse_here(
 
 
 def analyse_elsewhere(device: str, piece: LayerPiece, tick: Callable[[], None]) -> AnalysedLayer:
-    """The piece done in a process that has only its description."""
-    return analyse_here({piece.step: opened_once(piece.location, piece.header_hash)}, device, piece, tick)
+    """The piece done in a process that has only its description; it may lack the device that its machine is said to have."""
+    opened = {piece.step: opened_once(piece.location, piece.header_hash)}
+    return analyse_here(opened, choose_device(device), piece, tick)
 
 
 @functools.lru_cache(maxsize=4)
