@@ -42,6 +42,8 @@ def ray_cluster() -> Iterator[str]:
     """The address of a real Ray cluster of two CPUs, started as a user would; its workers can import the tests' builders too."""
     import psutil
 
+    from ray_work import survivors
+
     folder = Path(tempfile.mkdtemp(prefix="rays-", dir="/tmp"))  # sockets need short paths
     tests = str(Path(__file__).parent)
     # a token of its own, so that neither this cluster nor its clients look for one in the user's home
@@ -70,7 +72,7 @@ def ray_cluster() -> Iterator[str]:
     family = psutil.Process(head.pid).children(recursive=True)
     head.send_signal(signal.SIGTERM)
     head.wait(60)
-    assert psutil.wait_procs(family, timeout=60)[1] == [], "Ray left processes behind"
+    assert survivors(family) == [], "Ray left processes behind"
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         os.environ.pop(name)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Pieces of work for tests with a real Ray cluster; in a file of their own, since workers import them."""
+"""Pieces of work for tests with a real Ray cluster, in a file that its workers import; and who is left when it is gone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from moescope.errors import BadInput
 
@@ -64,3 +66,18 @@ def wait_beyond(last: int, real: Callable[..., Any], device: str, piece: Any, ti
     while piece.layer > last:
         time.sleep(0.1)
     return real(device, piece, tick)
+
+
+def survivors(family: list[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
+    """Those still running after that time at most; dead ones that nobody has collected yet do not count."""
+
+    def lives(member: psutil.Process) -> bool:
+        try:
+            return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while (left := [member for member in family if lives(member)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left

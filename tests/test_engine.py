@@ -97,7 +97,8 @@ def test_a_mistake_of_our_own_in_a_worker_keeps_its_traceback(connected):
 
 
 def test_a_stop_by_the_batch_system_still_comes_to_whom_it_came_before(connected):
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, (
+    handler = signal.getsignal(signal.SIGTERM)
+    assert "ray" not in str(getattr(handler, "__module__", "")), (
         "Ray takes this signal for itself unless it is given back"
     )
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -157,8 +158,30 @@ def test_a_process_opens_a_checkpoint_once_until_it_changes(tmp_path):
 # --- as a user meets it: real processes and signals
 
 
-def start(model: Path, out: Path, last: int, *options: str) -> subprocess.Popen:
-    """The command line in a process group of its own, returned when the layers up to the last are on disk; it waits over the others."""
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts the command line; what a failed test leaves running is killed, and its Ray goes with it."""
+    started: list[subprocess.Popen] = []
+
+    def begin(model: Path, out: Path, last: int, *options: str) -> subprocess.Popen:
+        process = waiting_scan(model, out, last, *options)
+        started.append(process)
+        deadline = time.monotonic() + 120
+        while len(pieces(out)) < last + 1:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the first layers did not come"
+            time.sleep(0.02)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess.Popen:
+    """The command line in a process group of its own, which analyses the layers up to the last and waits over the others."""
     source = (
         "import functools, ray_work\n"
         "from moescope import cli\n"
@@ -182,15 +205,9 @@ def start(model: Path, out: Path, last: int, *options: str) -> subprocess.Popen:
     ]
     tests = str(Path(ray_work.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], tests])}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
-    deadline = time.monotonic() + 120
-    while len(pieces(out)) < last + 1:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the first layers did not come"
-        time.sleep(0.02)
-    return process
 
 
 def pieces(out: Path) -> list[str]:
@@ -208,7 +225,9 @@ def analysed(monkeypatch) -> list[int]:
     return layers
 
 
-def test_a_killed_driver_s_run_is_finished_here_without_redoing_a_layer(ray_cluster, tmp_path, model, here, analysed):
+def test_a_killed_driver_s_run_is_finished_here_without_redoing_a_layer(
+    ray_cluster, start, tmp_path, model, here, analysed
+):
     process = start(model, tmp_path / "run", 1, "--address", ray_cluster)
     process.kill()
     process.communicate()
@@ -218,7 +237,7 @@ def test_a_killed_driver_s_run_is_finished_here_without_redoing_a_layer(ray_clus
     assert_equal_tables(run, here)
 
 
-def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(connected, tmp_path, model, here):
+def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(connected, start, tmp_path, model, here):
     process = start(model, tmp_path / "run", 0)
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("raylet" in member.name() for member in family), "no cluster of its own to be stopped"
@@ -226,7 +245,7 @@ def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(connec
     shown, complaints = process.communicate(timeout=120)
     assert (process.returncode, shown) == (130, "")
     assert complaints == "moescope: interrupted; the same command goes on where this one stopped\n"
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert ray_work.survivors(family) == []
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
     assert pieces(tmp_path / "run") == ["step0-layer0"]
     run = on_ray(model, tmp_path / "run")
