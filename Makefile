@@ -48,7 +48,7 @@ bench-peer: .venv-peer/ready
 	@touch $@
 
 .venv/everything: .venv/bin/python $(SOURCES)
-	$(INSTALL) --editable ".[hf,export,dev]"
+	$(INSTALL) --editable ".[hf,export,ray,dev]"
 	@touch $@ .venv/core
 
 clean:

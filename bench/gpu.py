@@ -120,12 +120,15 @@ def stages(folder: Path, device: str) -> dict[str, float]:
     gram_time, G = seconds(lambda: W.mT @ W if tall else W @ W.mT)
     Y = rows.T.expand(len(W), -1, -1) if tall else W @ rows.T
     reduce_time, solved = seconds(on_gpu.reduce, G, Y)
+    reduce_time, solved = seconds(on_gpu.reduce, G, Y)
+    kernel_by_kernel, _ = seconds(on_gpu.tridiagonalise, G.clone(), Y)
     conquer_time, eigen = seconds(on_gpu.divide_and_conquer, solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV)
     leading_time, _ = seconds(lambda: solved.back(eigen.top_vectors(min(64, side))))
     one_by_one, _ = seconds(lambda: [torch.linalg.eigh(g) for g in G[:8]])
     return {
         "experts": len(W), "batch": total, "gram": gram_time, "reduction": reduce_time, "divide and conquer": conquer_time,
         "leading vectors": leading_time, "checks and rest": total - gram_time - reduce_time - conquer_time - leading_time,
+        "(reduction not recorded but started kernel by kernel)": kernel_by_kernel,
         "torch.linalg.eigh one after the other": one_by_one / min(8, len(G)) * len(W),
     }  # fmt: skip
 

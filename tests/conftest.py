@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,3 +35,53 @@ def planted_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("planted")
     write_planted(folder / "planted-mixtral", seed=0)
     return scan(folder / "planted-mixtral", out=folder / "run", router="raw,centered", quiet=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """The address of a real Ray cluster of two CPUs, started as a user would; its workers can import the tests' builders too."""
+    import psutil
+
+    from ray_work import survivors
+
+    folder = Path(tempfile.mkdtemp(prefix="rays-", dir="/tmp"))  # sockets need short paths
+    tests = str(Path(__file__).parent)
+    # a token of its own, so that neither this cluster nor its clients look for one in the user's home
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], tests])}
+    options = [
+        "--head",
+        "--block",
+        "--num-cpus",
+        "2",
+        "--port",
+        "0",
+        "--include-dashboard",
+        "false",
+        "--disable-usage-stats",
+    ]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--temp-dir", str(folder)]
+    with (folder / "log").open("w") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    deadline = time.monotonic() + 120
+    while "Ray runtime started" not in (folder / "log").read_text():
+        assert head.poll() is None, (folder / "log").read_text()
+        assert time.monotonic() < deadline, (folder / "log").read_text()
+        time.sleep(0.1)
+    yield (folder / "ray_current_cluster").read_text()
+    family = psutil.Process(head.pid).children(recursive=True)
+    head.send_signal(signal.SIGTERM)
+    head.wait(60)
+    assert survivors(family) == [], "Ray left processes behind"
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def connected(ray_cluster: str) -> Iterator[str]:
+    """This process connected to the cluster, so that its workers are kept from test to test."""
+    from moescope.engine import joined_cluster
+
+    with joined_cluster(ray_cluster):
+        yield ray_cluster

@@ -68,6 +68,8 @@ def test_the_help_of_scan_names_the_options_of_the_contract(tmp_path):
         "--json",
         "--overwrite",
         "--keep-going",
+        "--engine",
+        "--address",
     ):
         assert option in shown.stdout
 

@@ -88,6 +88,8 @@ def scan(
     k_star: Annotated[str, typer.Option(help="Where ambiguity is judged: max_margin, 128, 256 or 512.", rich_help_panel=MORE)] = "max_margin",
     allow_full_rank: Annotated[bool, typer.Option("--allow-full-rank", help="Let k = d_model be chosen, as older tools do.", rich_help_panel=MORE)] = False,
     ambiguity_weights: Annotated[str, typer.Option(help="Weights of accuracy, margin and z in the ambiguity score.", rich_help_panel=MORE)] = "0.4,0.3,0.3",
+    engine: Annotated[str, typer.Option(help="local: one layer after the other, here; ray: many at a time (needs the extra `ray`).", rich_help_panel=MORE)] = "local",
+    address: Annotated[str | None, typer.Option(help="Ray cluster to join: auto, or HOST:PORT. Without it one is started here.", rich_help_panel=MORE, metavar="ADDRESS", show_default=False)] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Mark experts that hold NaN or zeros and go on without them.", rich_help_panel=MORE)] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -102,7 +104,7 @@ def scan(
     run = run_scan(
         *models, out=out, revision=revision, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
         n_shuffles=n_shuffles, seed=seed, k_star=k_star, allow_full_rank=allow_full_rank, ambiguity_weights=ambiguity_weights, device=device,
-        keep_going=keep_going, overwrite=overwrite, quiet=quiet,
+        engine=engine, address=address, keep_going=keep_going, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
     show_run(run, as_json, quiet)
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -104,13 +104,13 @@ class RunWriter:
             json.loads((self.path / "parts" / piece / "setup.json").read_text()) for piece in sorted(self.done_pieces())
         ]
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        return timed(self.timings, stage)
+
+    def add_timings(self, timings: dict[str, float]) -> None:
+        """Count the seconds that a piece of work took, stage by stage, wherever it was done."""
+        for stage, seconds in timings.items():
+            self.timings[stage] = self.timings.get(stage, 0.0) + seconds
 
     def save_info(self, **changes: Any) -> None:
         self.info.update(changes)
@@ -125,6 +125,16 @@ class RunWriter:
         self.save_info(status="done", finished=now())
         shutil.rmtree(self.path / "parts", ignore_errors=True)
         return Run(self.path, jsonable(self.info))
+
+
+@contextmanager
+def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the seconds spent inside to those of the stage."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - start
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from moescope import Run, scan
 from moescope.errors import BadInput
 from moescope.tables import SCHEMA_VERSION, TABLES
 from moescope.workflows import scan as scan_module
+from moescope.workflows import scan_piece
 
 
 def tables_of(run: Run) -> dict[str, pd.DataFrame]:
@@ -48,13 +49,13 @@ def assert_equal_tables(left: Run, right: Run) -> None:
 def analysed(monkeypatch) -> list[int]:
     """The layers that were really worked on, in order."""
     layers: list[int] = []
-    real = scan_module.analyse_layer
+    real = scan_piece.analyse_layer
 
     def counting(weights, *rest):
         layers.append(weights.layer)
         return real(weights, *rest)
 
-    monkeypatch.setattr(scan_module, "analyse_layer", counting)
+    monkeypatch.setattr(scan_piece, "analyse_layer", counting)
     return layers
 
 
@@ -539,7 +540,7 @@ def test_an_interrupted_scan_exits_130_says_how_to_go_on_and_does(tmp_path, long
 def test_a_piece_cut_short_by_a_kill_is_done_again(tmp_path, long_model, analysed):
     whole = scan(long_model, out=tmp_path / "whole", layers="0-2")
     out = tmp_path / "cut"
-    real = scan_module.analyse_layer
+    real = scan_piece.analyse_layer
 
     def stop_at_one(weights, *rest):
         if weights.layer == 1:
@@ -547,7 +548,7 @@ def test_a_piece_cut_short_by_a_kill_is_done_again(tmp_path, long_model, analyse
         return real(weights, *rest)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scan_module, "analyse_layer", stop_at_one)
+        patch.setattr(scan_piece, "analyse_layer", stop_at_one)
         scan(long_model, out=out, layers="0-2")
     shutil.copytree(out / "parts" / "step0-layer0", out / "parts" / "step0-layer1.tmp")
     os.truncate(out / "parts" / "step0-layer1.tmp" / "alignment.parquet", 100)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,27 +44,31 @@ class Replayed:
     def __call__(self, *tensors: Tensor) -> Reduction:
         if not tensors[0].is_cuda:
             return self.function(*tensors)
-        key = tuple(tensor.shape for tensor in tensors)
-        if key not in self.recorded:
+        count, key = len(tensors[0]), tuple(tensor.shape[1:] for tensor in tensors)
+        if key not in self.recorded or len(self.recorded[key][1][0]) < count:
             self.recorded.clear()  # a recording holds its memory; a checkpoint mostly has experts of one shape
-            inputs = [tensor.clone() for tensor in tensors]
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # libraries set themselves up at their first call, which cannot be recorded
-                self.function(*(tensor[:, :64, :64].clone() for tensor in inputs))
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                output = self.function(*inputs)
-            self.recorded[key] = graph, inputs, output
+            self.recorded[key] = self.record(tensors)
         graph, inputs, output = self.recorded[key]
         for kept, tensor in zip(inputs, tensors, strict=True):
-            kept.copy_(tensor)
+            kept[:count].copy_(tensor)  # a smaller batch leaves the rest as it was: nobody looks at it
         graph.replay()
-        return output
+        return Reduction(*(getattr(output, part.name)[:count] for part in fields(output)))
+
+    def record(self, tensors: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Reduction]:
+        inputs = [tensor.clone() for tensor in tensors]
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # libraries set themselves up at their first call, which cannot be recorded
+            self.function(*(tensor[:, :64, :64].clone() for tensor in inputs))
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may read meanwhile
+            output = self.function(*inputs)
+        return graph, inputs, output
 
 
 reduce = Replayed(tridiagonalise)
+one_at_a_time = threading.Lock()  # two layers may be under way, and a recording is not to be shared
 
 
 def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tuple[int, Callable[[], Tensor]]]:
@@ -107,14 +113,14 @@ def in_batches(
     room = 0
 
     def solve() -> Iterator[tuple[int, Decomposition]]:
-        with waiting():
+        with waiting(), one_at_a_time:
             numbers, matrices = zip(*batch, strict=True)
             found = decompose_batch(list(matrices), routers_ED, ladder, TOLERANCE[precision])
         batch.clear()
         yield from zip(numbers, found, strict=True)
 
     for expert, matrix in experts:
-        room = room or batch_size(min(matrix.shape), max(matrix.shape), matrix.device)
+        room = room or batch_size(min(matrix.shape), max(matrix.shape))
         batch.append((expert, matrix))
         if len(batch) == room:
             yield from solve()
@@ -122,11 +128,12 @@ def in_batches(
         yield from solve()
 
 
-def batch_size(side: int, long_side: int, device: torch.device) -> int:
-    """How many matrices are solved at once: what half of the free memory holds, and no more than a layer mostly has."""
-    free, _ = torch.cuda.mem_get_info(device)
+@cache  # free memory changes, and another size would have to be recorded anew
+def batch_size(side: int, long_side: int) -> int:
+    """How many matrices are solved at once: what a third of the free memory holds, and no more than a layer mostly has."""
+    free, _ = torch.cuda.mem_get_info()
     each = 8 * (ARRAYS_HELD * side * side + 3 * side * long_side)
-    return max(1, min(MOST_AT_ONCE, int(free / 2 / each)))
+    return max(1, min(MOST_AT_ONCE, int(free / 3 / each)))
 
 
 def decompose_batch(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import open_checkpoint
+from moescope.engine import Engine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.spectral.ambiguity import ambiguity_ranking, check_settings
 from moescope.spectral.decompose import TOLERANCE
-from moescope.spectral.layer import ScanSettings, analyse_layer
+from moescope.spectral.layer import ScanSettings
 from moescope.spectral.pairing import benjamini_hochberg
 from moescope.spectral.readings import MATRICES, ROUTERS, check_matrix, normalised_rows, router_rows, unusable_rows
 from moescope.tables import READING, SCHEMA_VERSION, TABLES
@@ -30,6 +32,7 @@ from moescope.workflows.arguments import (
     weights,
 )
 from moescope.workflows.progress import progress
+from moescope.workflows.scan_piece import LayerPiece, analyse_elsewhere, analyse_here
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +48,12 @@ class Step:
     number: int
     moe: MoeCheckpoint
     layers: list[int]
+
+    @property
+    def location(self) -> str:
+        """Where any process on any machine that shares the files finds the checkpoint."""
+        checkpoint = self.moe.checkpoint
+        return checkpoint.address + (f"@{checkpoint.revision}" if checkpoint.revision else "")
 
 
 def scan(
@@ -64,6 +73,8 @@ def scan(
     allow_full_rank: bool = False,
     ambiguity_weights: str | Sequence[float] = (0.4, 0.3, 0.3),
     device: str = "auto",
+    engine: str = "local",
+    address: str | None = None,
     keep_going: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
@@ -85,8 +96,11 @@ def scan(
     check_settings(settings.k_star, settings.ambiguity_weights)
     if n_shuffles < 1 or seed < 0:
         raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
+    check_engine(engine, address, device)
     steps = open_steps(models, revision, layers)
-    place = choose_device(device)  # after the headers: a mistyped path should not wait for torch
+    on_device = device_warnings(device)
+    if engine == "local":  # on Ray the cluster's devices count, not this machine's
+        device = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_layers(steps, settings, keep_going)
 
     identity = {
@@ -105,15 +119,15 @@ def scan(
     if not overwrite and (done := finished_run(folder, identity)):
         return done
     with open_run(folder, "scan", identity, overwrite) as writer:
-        writer.save_info(device=place, keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
-        scan_layers(writer, steps, settings, place, keep_going, quiet)
+        writer.save_info(keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
+        scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
             frames = {name: writer.joined(name) for name in SCAN_TABLES}
             frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
             frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
         warnings = unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
-        warnings += undefined_ambiguity(frames["ambiguity"]) + device_warnings(device)
+        warnings += undefined_ambiguity(frames["ambiguity"]) + on_device
         warnings += [warning for setup in setups for warning in setup.pop("warnings")]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
@@ -121,31 +135,43 @@ def scan(
 
 
 def scan_layers(
-    writer: RunWriter, steps: list[Step], settings: ScanSettings, device: str, keep_going: bool, quiet: bool
+    writer: RunWriter,
+    steps: list[Step],
+    settings: ScanSettings,
+    engine: AbstractContextManager[Engine],
+    keep_going: bool,
+    quiet: bool,
 ) -> None:
-    """Analyse every layer that no earlier attempt finished; each is on disk before the next begins."""
-    import time
-
+    """Analyse every layer that no earlier attempt finished; each is on disk as soon as it is done, written by this process alone."""
+    hashes = {step.number: step.moe.checkpoint.header_hash() for step in steps}
+    pieces = [
+        LayerPiece(step.number, layer, step.location, hashes[step.number], settings, keep_going)
+        for step in steps
+        for layer in step.layers
+    ]
+    opened = {step.number: step.moe for step in steps}
+    experts = {piece: opened[piece.step].layers[piece.layer].n_experts * len(settings.matrix) for piece in pieces}
     finished = writer.done_pieces()
-    work = [(step, layer, f"step{step.number}-layer{layer}") for step in steps for layer in step.layers]
-    per_layer = {piece: step.moe.layers[layer].n_experts * len(settings.matrix) for step, layer, piece in work}
-    done = sum(count for piece, count in per_layer.items() if piece in finished)
-    with progress(sum(per_layer.values()), done, "experts", quiet) as advance:
-        for step, layer, piece in work:
-            if piece in finished:
-                continue
-            label = f"layer {layer}" + (f", step {step.number}" if len(steps) > 1 else "")
-            start = time.perf_counter()
-            result = analyse_layer(
-                step.moe.layers[layer], settings, device, keep_going, writer.timed, functools.partial(advance, label)
-            )
-            for frame in result.frames.values():
-                frame.insert(0, "step", step.number)
-            step.moe.checkpoint.release()
-            seconds = round(time.perf_counter() - start, 4)
+    left = [piece for piece in pieces if piece.name not in finished]
+    if not left:
+        return
+    done = sum(count for piece, count in experts.items() if piece.name in finished)
+    with progress(sum(experts.values()), done, "experts", quiet) as advance, engine as workers:
+        writer.save_info(engine=workers.name, device=workers.device)
+        analyse = analyse_elsewhere if workers.elsewhere else functools.partial(analyse_here, opened)
+        work = functools.partial(analyse, workers.device)
+        for piece, analysed in workers.run(work, left, lambda piece: advance(piece.label(len(steps)))):
+            for frame in analysed.frames.values():
+                frame.insert(0, "step", piece.step)
+            writer.add_timings(analysed.timings)
             with writer.timed("write"):
-                setup = {"step": step.number, **result.setup, "seconds": seconds, "warnings": result.warnings}
-                writer.flush_piece(piece, result.frames, setup)
+                setup = {
+                    "step": piece.step,
+                    **analysed.setup,
+                    "seconds": analysed.seconds,
+                    "warnings": analysed.warnings,
+                }
+                writer.flush_piece(piece.name, analysed.frames, setup)
                 writer.save_info()
 
 
