@@ -100,7 +100,7 @@ def read_all(folder: Path, device: str) -> None:
                 weights.gate_EFD.read(expert)
         else:
             for _, get in on_gpu.read_ahead(
-                lambda e, w=weights: w.gate_EFD.read(e).pin_memory().to(device), list(range(weights.n_experts))
+                lambda e, w=weights: w.gate_EFD.read(e).to(device), list(range(weights.n_experts))
             ):
                 get()
         moe.checkpoint.release()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moescope.errors import BadInput, stop
+from moescope.errors import BadInput
 
 app = typer.Typer(
     name="moescope",
@@ -172,8 +172,7 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2, an interruption says how to go on."""
     # a batch system's stop is an interruption like Ctrl-C: the run is marked so and can be taken up again
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except BadInput as error:

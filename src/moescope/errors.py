@@ -1,23 +1,4 @@
-"""The one exception a user is meant to see, and the interruption that a library may swallow."""
-
-from __future__ import annotations
-
-import signal
-from types import FrameType
-
-_stopped: list[int] = []
-
-
-def stop(signal_number: int, frame: FrameType | None) -> None:
-    """A signal handler that remembers it was called: compiled code may turn the exception into one of its own."""
-    _stopped.append(signal_number)
-    signal.default_int_handler(signal_number, frame)
-
-
-def check_stopped() -> None:
-    """Raise the interruption again where a library made another error of it."""
-    if _stopped:
-        raise KeyboardInterrupt
+"""The one exception a user is meant to see."""
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,11 +17,45 @@ LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a file says of one of its tensors."""
+class Stored:
+    """Where a tensor lies in its file: from byte `start` up to `end`."""
 
+    dtype: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: BF16, F32, ...
+    start: int
+    end: int
+
+    def part(self, index: Index) -> Stored:
+        """Where a part of the tensor's first axis lies."""
+        if index is None:
+            return self
+        row = (self.end - self.start) // self.shape[0]
+        if isinstance(index, int):
+            first, shape = range(self.shape[0])[index], self.shape[1:]
+            last = first + 1
+        else:
+            first, last, step = index.indices(self.shape[0])
+            assert step == 1
+            shape = (last - first, *self.shape[1:])
+        return Stored(self.dtype, shape, self.start + first * row, self.start + last * row)
+
+    def tensor(self, data_bytes: Tensor) -> Tensor:
+        """The bytes as the tensor they are."""
+        import torch
+
+        names = {
+            "BOOL": "bool",
+            "F8_E4M3": "float8_e4m3fn",
+            "F8_E5M2": "float8_e5m2",
+            "F8_E8M0": "float8_e8m0fnu",
+            "BF16": "bfloat16",
+        }
+        kinds = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
+        name = names.get(self.dtype) or kinds.get(self.dtype[0], "unknown") + self.dtype[1:]
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype {self.dtype} is not known")
+        return data_bytes.view(dtype).reshape(self.shape)
 
 
 class Files(Protocol):
@@ -46,7 +81,8 @@ class Files(Protocol):
     def stamp(self, name: str) -> str:
         """What changes when the file does, without reading it."""
 
-    def headers(self, name: str) -> dict[str, Header]: ...
+    def headers(self, name: str) -> dict[str, Stored]:
+        """Every tensor of the file, with its dtype in safetensors' words: BF16, F32, ..."""
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
         """A tensor, or a part of its first axis, in memory of its own; no other part of the file is read."""
@@ -55,13 +91,21 @@ class Files(Protocol):
         """Let go of whatever is held between reads. Called after each layer."""
 
 
-def safetensors_headers(path: Path) -> dict[str, Header]:
-    """Every tensor that a safetensors file declares; safetensors itself checks that they fit into the file."""
+def safetensors_places(path: Path, header: bytes) -> dict[str, Stored]:
+    """Every tensor that a safetensors file declares. safetensors itself checks the header and that it fits the file at `path`,
+    but does not say where in the file the data lie: that is read off the header, which begins the file.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as opened:
         parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (safe_open is not a mapping)
-        return {name: Header(tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
+        offsets = {name: entry["data_offsets"] for name, entry in json.loads(header[8:]).items() if name in parts}
+        return {
+            name: Stored(
+                str(part.get_dtype()), tuple(part.get_shape()), *(len(header) + place for place in offsets[name])
+            )
+            for name, part in parts.items()
+        }
 
 
 def first_line(error: BaseException) -> str:

@@ -1,25 +1,27 @@
-"""Checkpoint files in a folder of this machine: safetensors through memory maps, `.bin` without running its pickle."""
+"""Checkpoint files in a folder of this machine: safetensors, and `.bin` without running its pickle."""
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import Header, Index, first_line, safetensors_headers
-from moescope.errors import BadInput, check_stopped
+from moescope.checkpoint.files import LONGEST_HEADER, Index, Stored, first_line, safetensors_places
+from moescope.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-OPEN_MAPS = 2
+OPEN_FILES = 8
 
 
 @dataclass(frozen=True)
 class LocalFiles:
     folder: Path
-    opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # maps kept open between reads
+    stored: dict[str, dict[str, Stored]] = field(default_factory=dict, repr=False, compare=False)
+    opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # kept open between reads
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     at_once: int = 1
 
@@ -43,61 +45,82 @@ class LocalFiles:
         stat = (self.folder / name).stat()
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
-    def headers(self, name: str) -> dict[str, Header]:
+    def headers(self, name: str) -> dict[str, Stored]:
         from safetensors import SafetensorError
 
         path = self.folder / name
-        with path.open("rb"):
-            pass  # safetensors reports a file it may not open as missing; this raises PermissionError instead
         if is_pickle(name):
             return {tensor: pickled_header(value) for tensor, value in load_pickled(path).items()}
         try:
-            return safetensors_headers(path)
+            with path.open("rb") as opened:  # safetensors reports a file it may not open as missing
+                length = int.from_bytes(opened.read(8), "little")
+                opened.seek(0)
+                header = opened.read(8 + min(length, LONGEST_HEADER))
+            self.stored[name] = safetensors_places(path, header)
+            return self.stored[name]
+        except PermissionError:
+            raise
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(f"{path}: not a whole safetensors file ({first_line(error)}); download it again") from None
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
-        from safetensors import SafetensorError
-
         try:
             handle = self.handle(name)
             if is_pickle(name):
                 return (handle[tensor] if index is None else handle[tensor][index]).clone().contiguous()
-            return (handle.get_tensor(tensor) if index is None else handle.get_slice(tensor)[index]).clone()
-        except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-            check_stopped()
+            return read_bytes(handle, self.stored[name][tensor].part(index))
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadInput(
                 f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); download the file again"
             ) from None
 
     def handle(self, name: str) -> Any:
-        """The open map of a file. Kept, since a header of 20,000 tensors takes 30 ms to parse; two shards at most.
-
-        A map is closed when its last user lets go of it: another thread may be reading from it still.
-        """
+        """The open file. A few are kept; one is closed when its last user lets go of it: another thread may be reading from it still."""
         with self.lock:
             if name not in self.opened:
-                while len(self.opened) >= OPEN_MAPS:
+                while len(self.opened) >= OPEN_FILES:
                     del self.opened[next(iter(self.opened))]
-                self.opened[name] = open_map(self.folder / name)
+                path = self.folder / name
+                self.opened[name] = load_pickled(path) if is_pickle(name) else OpenFile(path)
+                if not is_pickle(name) and self.size(name) < max(place.end for place in self.stored[name].values()):
+                    raise OSError("it has become shorter")
             return self.opened[name]
 
     def release(self) -> None:
-        """Close all maps: their pages count as resident memory until then."""
+        """Close all files: the pages of those that are mapped count as resident memory until then."""
         with self.lock:
             self.opened.clear()
 
 
+class OpenFile:
+    """A file to read from at any place, by several threads at once; closed when nobody holds it any more."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+def read_bytes(file: OpenFile, place: Stored) -> Tensor:
+    """The tensor at that place, read straight into memory of its own. No map: its pages would count as resident, and from a cold
+    disk they come in pieces of 128 KiB.
+    """
+    import torch
+
+    data = torch.empty(place.end - place.start, dtype=torch.uint8)
+    left, at = memoryview(data.numpy()), place.start  # type: ignore[arg-type]
+    while left:
+        got = os.preadv(file.descriptor, [left], at)
+        if not got:
+            raise OSError(f"the file ends {len(left)} bytes too early")
+        left, at = left[got:], at + got
+    return place.tensor(data)
+
+
 def is_pickle(name: str) -> bool:
     return name.endswith(".bin")
-
-
-def open_map(path: Path) -> Any:
-    from safetensors import safe_open
-
-    if is_pickle(path.name):
-        return load_pickled(path)
-    return safe_open(path, framework="pt")
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
@@ -119,8 +142,9 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def pickled_header(tensor: Tensor) -> Header:
+def pickled_header(tensor: Tensor) -> Stored:
     import torch
 
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    return Header(tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.").upper()))
+    dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.").upper())
+    return Stored(dtype, tuple(tensor.shape), 0, 0)

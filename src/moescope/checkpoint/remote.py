@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import tempfile
 import threading
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moescope.checkpoint.files import LONGEST_HEADER, Header, Index, first_line, safetensors_headers
+from moescope.checkpoint.files import LONGEST_HEADER, Index, Stored, first_line, safetensors_places
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -28,16 +27,6 @@ Value = TypeVar("Value")
 
 class NotThere(BadInput):
     """The server was reached and has no such file."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies in its file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class RemoteFiles:
         marks = [str(info[mark]) for mark in MARKS if info.get(mark) is not None]
         return " ".join([str(self.size(name)), *marks])
 
-    def headers(self, name: str) -> dict[str, Header]:
+    def headers(self, name: str) -> dict[str, Stored]:
         """The header alone is fetched, and put into a file otherwise full of holes, so that safetensors itself may check it."""
         from safetensors import SafetensorError
 
@@ -108,32 +97,25 @@ class RemoteFiles:
             raise BadInput(
                 f"{self.label(name)}: not a whole safetensors file (its header would be {length} bytes long); upload it again"
             )
-        start += self.fetch(name, len(start), 8 + length)
+        header = (start + self.fetch(name, len(start), 8 + length))[: 8 + length]
         try:
             with tempfile.TemporaryDirectory() as folder:
                 hollow = Path(folder) / "hollow.safetensors"
                 with hollow.open("wb") as file:
-                    file.write(start[: 8 + length])
+                    file.write(header)
                     file.truncate(size)
-                headers = safetensors_headers(hollow)
-            offsets = {
-                tensor: entry["data_offsets"]
-                for tensor, entry in json.loads(start[8 : 8 + length]).items()
-                if tensor in headers
-            }
+                self.stored[name] = safetensors_places(hollow, header)
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(
                 f"{self.label(name)}: not a whole safetensors file ({first_line(error)}); upload it again"
             ) from None
-        self.stored[name] = {
-            tensor: Stored(header.dtype, header.shape, 8 + length + offsets[tensor][0], 8 + length + offsets[tensor][1])
-            for tensor, header in headers.items()
-        }  # fmt: skip
-        return headers
+        return self.stored[name]
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
-        part = part_of(self.stored[name][tensor], index)
-        return tensor_from(part, self.fetch(name, part.start, part.end))
+        import torch
+
+        place = self.stored[name][tensor].part(index)
+        return place.tensor(torch.frombuffer(bytearray(self.fetch(name, place.start, place.end)), dtype=torch.uint8))
 
     def fetch(self, name: str, start: int, end: int) -> bytes:
         """These bytes of the file, and no others."""
@@ -202,26 +184,3 @@ def refusal(error: BaseException) -> str | None:
     if status == 404 or isinstance(error, FileNotFoundError):
         return "no such file"
     return first_line(error)[:160] if isinstance(error, NOT_TRANSIENT) else None
-
-
-def part_of(stored: Stored, index: Index) -> Stored:
-    """Where a part of the tensor's first axis lies."""
-    if index is None:
-        return stored
-    row = (stored.end - stored.start) // stored.shape[0]
-    if isinstance(index, int):
-        first, last, shape = index, index + 1, stored.shape[1:]
-    else:
-        first, last, step = index.indices(stored.shape[0])
-        assert step == 1
-        shape = (last - first, *stored.shape[1:])
-    return Stored(stored.dtype, shape, stored.start + first * row, stored.start + last * row)
-
-
-def tensor_from(part: Stored, data: bytes) -> Tensor:
-    """The tensor whose bytes these are: handed to safetensors as a file of one tensor, so that every dtype it knows is read."""
-    from safetensors.torch import load
-
-    header = json.dumps({"part": {"dtype": part.dtype, "shape": part.shape, "data_offsets": [0, len(data)]}}).encode()
-    header += b" " * (-len(header) % 8)
-    return load(struct.pack("<Q", len(header)) + header + data)["part"]

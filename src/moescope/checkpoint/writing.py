@@ -76,9 +76,9 @@ class StoredBytes:
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        folder = local_folder(self.checkpoint)
+        files = local_files(self.checkpoint)
         for file in self.checkpoint.file_names():
-            self.ranges |= data_ranges(folder / file)
+            self.ranges |= {name: (place.start, place.end) for name, place in files.stored[file].items()}
 
     def place(self, name: str) -> tuple[Path, int]:
         """File and offset: in this order tensors are read without seeking."""
@@ -115,31 +115,15 @@ class StoredBytes:
         )  # fmt: skip
 
 
-def local_folder(checkpoint: Checkpoint) -> Path:
-    """Where the checkpoint's files lie on this machine; refused where its bytes cannot be copied from there."""
+def local_files(checkpoint: Checkpoint) -> LocalFiles:
+    """The checkpoint's files on this machine; refused where its bytes cannot be copied from there."""
     files = checkpoint.files
     if not isinstance(files, LocalFiles) or any(is_pickle(name) for name in checkpoint.file_names()):
         raise BadInput(
             f"{checkpoint.location}: only safetensors on this machine can be rewritten; "
             "`hf download MODEL --local-dir DIR`, then give DIR"
         )
-    return files.folder
-
-
-def data_ranges(file: Path) -> dict[str, tuple[int, int]]:
-    """Name -> first and last byte of its data. The library has checked the header, but does not say where data lie."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
-        start = 8 + length
-        return {
-            name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise BadInput(f"{file}: not a whole safetensors file ({first_line(error)}); download it again") from None
+    return files
 
 
 def torch_dtypes() -> dict[str, Any]:

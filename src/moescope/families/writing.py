@@ -15,7 +15,7 @@ from moescope.checkpoint.writing import (
     StoredBytes,
     Written,
     bytes_of,
-    local_folder,
+    local_files,
     torch_dtypes,
     write_checkpoint,
 )
@@ -93,7 +93,7 @@ def write_moe(
     `progress` is told the bytes written and the bytes in all.
     """
     plan = plan_moe(moe, layers, top_k)
-    source, config = local_folder(moe.checkpoint), plan.config
+    source, config = local_files(moe.checkpoint).folder, plan.config
     if moe.checkpoint.one_file:  # what else lies in its folder may have nothing to do with it
         return write_checkpoint(folder, plan.tensors, config or moe.checkpoint.config, None, max_shard_bytes, progress)
     return write_checkpoint(folder, plan.tensors, config, source, max_shard_bytes, progress)

@@ -117,9 +117,7 @@ def expert_matrix(
 
 def read_expert(stack: ExpertStack, expert: int, device: str = "cpu") -> Tensor:
     """The expert's tensor, refused where nothing can be said of it."""
-    read = stack.read(expert)
-    if device != "cpu":  # looked at where that is quick; from pinned memory, other work on the device goes on meanwhile
-        read = read.pin_memory().to(device, non_blocking=True)
+    read = stack.read(expert).to(device)  # and looked at there, where that is quick
     reason = (
         "holds NaN or Inf"
         if not bool(read.isfinite().all())
