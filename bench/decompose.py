@@ -124,7 +124,7 @@ def main() -> None:
     arguments.add_argument("--shapes", nargs="*", default=["2048x7168:8", "14336x4096:2"])
     arguments.add_argument("--error-shapes", nargs="*", default=["2048x7168", "3584x1024"])
     arguments.add_argument("--routers", type=int, default=8)
-    arguments.add_argument("--repetitions", type=int, default=3)
+    arguments.add_argument("--repetitions", type=int, default=2)
     given = arguments.parse_args()
     warm_up()
     print(machine(), flush=True)
