@@ -28,8 +28,9 @@ check: .venv/everything
 bench: .venv/core
 	$(BIN)/python bench/decompose.py
 
+# One thread: how the work grows is asked for, not how well threads share it.
 bench-growth: .venv/everything
-	$(BIN)/python bench/growth.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/growth.py
 
 # WeightWatcher brings packages of its own, so it gets an environment of its own.
 bench-peer: .venv-peer/ready

@@ -196,6 +196,8 @@ def test_the_scale_of_the_weights_changes_singular_values_and_nothing_else(scale
     scaled = decompose(torch.from_numpy(matrix * scale), torch.from_numpy(rows), k_ladder(30))
     np.testing.assert_allclose(scaled.singular_values_R, plain.singular_values_R * scale, rtol=1e-12)
     np.testing.assert_allclose(scaled.energy_ER, plain.energy_ER, atol=1e-12)
+    assert not plain.fallback
+    assert not scaled.fallback
 
 
 @pytest.mark.parametrize("shape", [(200, 90), (90, 200), (70, 70), (30, 50)], ids=str)

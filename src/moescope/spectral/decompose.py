@@ -33,7 +33,7 @@ class Decomposition:
     )  # energy_ER[i, a] = (v_a . r_i)^2 for unit router rows r_i; on the GPU where it was made there
     leading_DK: Array | Tensor  # the first right singular vectors, oriented so that the mean of W v is positive
     full_rank: int  # min(F, D): what the rank would be without deficiency
-    fallback: bool  # the Gram route was not trusted and LAPACK's SVD was used
+    fallback: bool  # the Gram matrix was not trusted and W itself was decomposed
 
     @property
     def rank(self) -> int:
