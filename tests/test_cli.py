@@ -12,13 +12,24 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from checkpoints import INDEX, expert_name, shard_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from checkpoints import (
+    INDEX,
+    edit_json,
+    expert_name,
+    router_name,
+    shard_name,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+)
 from moescope import cli
 from moescope.errors import BadInput
 
@@ -191,6 +202,95 @@ def name_with_a_line_break(folder: Path) -> list[str]:
     return ["is missing; download"]
 
 
+def edited_header(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """The tiny checkpoint with its header changed and all else as it was."""
+    file = tiny_checkpoint(folder / "model") / "model.safetensors"
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def flipped_header_bytes(folder: Path) -> list[str]:
+    file = tiny_checkpoint(folder / "model") / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    for place in range(20, 60, 7):
+        raw[place] ^= 0xFF
+    file.write_bytes(raw)
+    return ["model/model.safetensors: not a whole safetensors file", "download it again"]
+
+
+def unknown_dtype(folder: Path) -> list[str]:
+    edited_header(folder, lambda header: header[expert_name(0, 0, "gate")].update(dtype="F17"))
+    return ["model/model.safetensors: not a whole safetensors file"]
+
+
+def dtype_of_integers(folder: Path) -> list[str]:
+    edited_header(folder, lambda header: header[expert_name(0, 0, "gate")].update(dtype="I32"))
+    return ["model.safetensors", expert_name(0, 0, "gate"), "dtype I32"]
+
+
+def offsets_beyond_the_file(folder: Path) -> list[str]:
+    edited_header(folder, lambda header: header[expert_name(1, 3, "up")].update(data_offsets=[10**12, 10**12 + 1536]))
+    return ["model/model.safetensors: not a whole safetensors file"]
+
+
+def overlapping_offsets(folder: Path) -> list[str]:
+    def overlap(header: dict[str, Any]) -> None:
+        header[expert_name(0, 1, "gate")]["data_offsets"] = header[expert_name(0, 0, "gate")]["data_offsets"]
+
+    edited_header(folder, overlap)
+    return ["model/model.safetensors: not a whole safetensors file"]
+
+
+def shape_that_does_not_fill_its_bytes(folder: Path) -> list[str]:
+    edited_header(folder, lambda header: header[expert_name(0, 0, "gate")].update(shape=[24, 15]))
+    return ["model/model.safetensors: not a whole safetensors file"]
+
+
+def index_with_an_absolute_path(folder: Path) -> list[str]:
+    tiny_checkpoint(folder / "model", shards=2)
+    outside = tiny_checkpoint(folder / "elsewhere") / "model.safetensors"  # whole, and still not to be read
+    (folder / "model" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tiny_tensors(), str(outside))}))
+    return [INDEX, str(outside), "not a file beside the index"]
+
+
+def index_naming_an_absent_tensor(folder: Path) -> list[str]:
+    tiny_checkpoint(folder / "model", shards=2)
+    index = json.loads((folder / "model" / INDEX).read_text())
+    edit_json(folder / "model" / INDEX, weight_map={**index["weight_map"], "ghost": shard_name(0, 2)})
+    return [shard_name(0, 2), "tensor ghost", "is not in it"]
+
+
+def tensor_in_two_files(folder: Path) -> list[str]:
+    tiny_checkpoint(folder / "model")
+    (folder / "model" / "model.safetensors").rename(folder / "model" / "a.safetensors")
+    save_file({router_name(0): torch.ones(4, 16)}, folder / "model" / "b.safetensors")
+    return ["b.safetensors", router_name(0), "is also in a.safetensors"]
+
+
+def router_row_of_zeros(folder: Path) -> list[str]:
+    tensors = tiny_tensors()
+    tensors[router_name(1)][2] = 0
+    write_checkpoint(folder / "model", tensors, tiny_config())
+    return ["model.safetensors: row 2 of router", "is all zeros", "--keep-going"]
+
+
+def code_in_a_pickle(folder: Path) -> list[str]:
+    (folder / "model").mkdir()
+    trap = f"cos\nsystem\n(S'touch {folder / 'ran'}'\ntR."
+    (folder / "model" / "pytorch_model.bin").write_bytes(trap.encode())
+    return ["model/pytorch_model.bin: cannot be read as plain tensors", "never run"]
+
+
+def quantised_in_an_unknown_way(folder: Path) -> list[str]:
+    tiny_checkpoint(folder / "model")
+    edit_json(folder / "model" / "config.json", quantization_config={"quant_method": "quip"})
+    return ["quant_method", "quip"]
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -204,6 +304,18 @@ def name_with_a_line_break(folder: Path) -> list[str]:
         empty_folder,
         nothing_there,
         name_with_a_line_break,
+        flipped_header_bytes,
+        unknown_dtype,
+        dtype_of_integers,
+        offsets_beyond_the_file,
+        overlapping_offsets,
+        shape_that_does_not_fill_its_bytes,
+        index_with_an_absolute_path,
+        index_naming_an_absent_tensor,
+        tensor_in_two_files,
+        router_row_of_zeros,
+        code_in_a_pickle,
+        quantised_in_an_unknown_way,
     ],
     ids=lambda prepare: prepare.__name__,
 )
