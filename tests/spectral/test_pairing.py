@@ -73,9 +73,9 @@ def test_drawn_pairings_are_uniform():
 
 def test_paired_means_give_router_i_the_expert_the_pairing_names():
     table = np.arange(9.0).reshape(3, 3)
-    np.testing.assert_allclose(
-        paired_means(table, np.array([[0, 1], [1, 2], [2, 0]])), [(0 + 4 + 8) / 3, (1 + 5 + 6) / 3]
-    )
+    found = paired_means(np.stack([table, 10 * table]), np.array([[0, 1], [1, 2], [2, 0]]))
+    expected = np.array([(0 + 4 + 8) / 3, (1 + 5 + 6) / 3])
+    np.testing.assert_allclose(found, [expected, 10 * expected])
 
 
 @settings(max_examples=300, deadline=None)

@@ -67,12 +67,13 @@ def pairings(n: int, seed: int) -> tuple[Indices, bool]:
     return np.ascontiguousarray(drawn_PE.T), False
 
 
-def paired_means(M_EE: Array, pairings_EP: Indices) -> Array:
-    """[P]: mean over i of M[i, pairing(i)], for every pairing."""
-    total = np.zeros(pairings_EP.shape[1])
-    for row, experts_P in zip(M_EE, pairings_EP, strict=True):  # n small gathers need no [P, E] intermediate
-        total += row[experts_P]
-    return total / len(M_EE)
+def paired_means(M_KEE: Array, pairings_EP: Indices) -> Array:
+    """[K, P]: mean over i of M[k, i, pairing(i)], for every k and pairing."""
+    by_expert_EEK = np.ascontiguousarray(M_KEE.transpose(1, 2, 0))  # one gather brings all ks, which lie side by side
+    total_PK = np.zeros((pairings_EP.shape[1], len(M_KEE)))
+    for row_EK, experts_P in zip(by_expert_EEK, pairings_EP, strict=True):
+        total_PK += row_EK.take(experts_P, axis=0)
+    return np.ascontiguousarray(total_PK.T) / M_KEE.shape[1]
 
 
 def null_moments(M_KEE: Array) -> tuple[Array, Array]:
@@ -100,7 +101,7 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
     safe_sd_K = np.where(usable_K, sd_K, np.inf)  # a k where all pairings agree says nothing: its Z is 0
     perm_z_K = (diagonal(M_KEE).mean(axis=1) - mean_K) / safe_sd_K
 
-    null_KP = np.stack([paired_means(M_EE, pairings_EP) for M_EE in M_KEE])
+    null_KP = paired_means(M_KEE, pairings_EP)
     Z_KP = (null_KP - mean_K[:, None]) / safe_sd_K[:, None]
     hits_KEE = hit_shares(M_KEE)
     accuracy_K = argmax_accuracy(M_KEE)
@@ -121,7 +122,7 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
     p_adjusted_K[~usable_K] = 1.0
     candidates = np.flatnonzero(~matrix.degenerate_K)
     if len(candidates):
-        best_accuracy_P = np.max([paired_means(hits_KEE[k], pairings_EP) for k in candidates], axis=0)
+        best_accuracy_P = paired_means(hits_KEE[candidates], pairings_EP).max(axis=0)
         p_accuracy = tail(best_accuracy_P, accuracy_K[candidates].max())
         chance_accuracy = float(best_accuracy_P.mean())
     else:
