@@ -55,9 +55,15 @@ class Capture:
     block's output. Passes that autograd makes to recompute activations are not seen.
     """
 
-    def __init__(self, model: nn.Module, consume: Callable[[Routing], None], check: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        consume: Callable[[Routing], None],
+        check: bool = True,
+        runner: nn.Module | None = None,  # the part that will be called, where that is not the model itself
+    ):
         check_transformers()
-        self.model = model
+        self.model = runner or model
         self.consume = consume
         self.blocks = find_blocks(model)
         self.tokens: Tokens | None = None

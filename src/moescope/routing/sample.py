@@ -29,7 +29,7 @@ class Recorder:
         if self.at is None:
             return
         gates_TK = routing.gates_TK[self.at].float()
-        order = gates_TK.masked_fill(routing.chosen_TK[self.at] < 0, float("-inf")).argsort(-1, descending=True)
+        order = gates_TK.masked_fill(routing.chosen_TK[self.at] < 0, float("-inf")).argsort(dim=-1, descending=True, stable=True)
         chosen_TK = routing.chosen_TK[self.at].gather(1, order).to(torch.int16)
         more: tuple[Tensor, ...] = ()
         if self.full:
@@ -68,7 +68,7 @@ class Sample:
     """Windows whose draw lies below a threshold that is halved whenever they become too many: a fixed choice in any order."""
 
     layers: list[int]
-    k: int
+    k: int = 1  # as the first window has it
     threshold: float = 1.0
     windows: list[tuple[Window, dict[str, Integers]]] = field(default_factory=list)
     size: int = 0
@@ -83,6 +83,7 @@ class Sample:
     def add(self, window: Window, chosen_LTK: Integers, next_T: Integers, predicted_T: Integers) -> None:
         if not self.wants(window):
             return
+        self.k = chosen_LTK.shape[-1]
         self.windows.append((window, {"chosen": chosen_LTK, "next": next_T, "predicted": predicted_T}))
         self.size += len(window.ids)
         while self.size > self.most:
