@@ -70,8 +70,11 @@ def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterat
                 yield {"phase": counts.phase, "domain": domain, "expert": expert, "tokens": int(tokens_E[expert]), "gate_mass": mass}  # fmt: skip
 
 
-def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterator[Row]:
-    """The metrics that are made of counts: of all domains together, and of each where there are several."""
+def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True) -> Iterator[Row]:
+    """The metrics that are made of counts: of all domains together, and of each where there are several.
+
+    Those of gates and of decisions are left out where a trace does not hold them.
+    """
     scopes = [("", slice(None), sum(corpus.documents))]
     if len(corpus.domains) > 1:
         scopes += [
@@ -82,8 +85,11 @@ def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iter
         if counts.sums("tokens")[where].sum():
             load_BE, mass_BE = counts.counts_MBE[where].sum(0).astype(float), counts.mass_MBE[where].sum(0)
             scope = Scope(counts, load_BE, mass_BE, sums_BS, documents)
-            for row in (*scope.load(), *(scope.gate_mass() if gates else ()), *scope.decision(), *scope.sequence()):
-                yield {"phase": counts.phase, "domain": domain, **row}
+            groups = [scope.load(), scope.dropped(), scope.sequence()]
+            groups += [scope.gate_mass()] if gates else []
+            groups += [scope.decision()] if decisions else []
+            for group in groups:
+                yield from ({"phase": counts.phase, "domain": domain, **row} for row in group)
 
 
 @dataclass(frozen=True)
@@ -138,8 +144,9 @@ class Scope:
         setting = self.setting
         for metric in DECISION:
             yield self.mean(metric.name, metric.name, "tokens", metric.floor(setting), metric.collapse(setting))
-        k = self.counts.k
-        parts = np.stack([self.sums("dropped"), self.sums("tokens") * k], -1)
+
+    def dropped(self) -> Iterator[Row]:
+        parts = np.stack([self.sums("dropped"), self.sums("tokens") * self.counts.k], -1)
         yield row("dropped", ratio(parts.sum(0)), 0.0, np.nan, interval(parts, ratio, self.documents))
 
     def sequence(self) -> Iterator[Row]:

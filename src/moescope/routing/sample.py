@@ -29,7 +29,9 @@ class Recorder:
         if self.at is None:
             return
         gates_TK = routing.gates_TK[self.at].float()
-        order = gates_TK.masked_fill(routing.chosen_TK[self.at] < 0, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+        order = gates_TK.masked_fill(routing.chosen_TK[self.at] < 0, float("-inf")).argsort(
+            dim=-1, descending=True, stable=True
+        )
         chosen_TK = routing.chosen_TK[self.at].gather(1, order).to(torch.int16)
         more: tuple[Tensor, ...] = ()
         if self.full:

@@ -49,6 +49,7 @@ class Traced:
     model_type: str = "unknown"
     window: int | None = None
     gates: bool = True  # whether gates are known
+    decisions: bool = True  # whether logits are
 
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
@@ -68,7 +69,7 @@ class Traced:
 
         for counts in self.counts:
             keep("load", counts, load_rows(counts, self.corpus, self.gates))
-            keep("routing_layers", counts, metric_rows(counts, self.corpus, self.gates))
+            keep("routing_layers", counts, metric_rows(counts, self.corpus, self.gates, self.decisions))
             keep("routing_layers", counts, separation_rows(counts, (self.routers or {}).get(counts.layer)))
             keep("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
         for counts in self.main():

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 PHASES = ("prefill", "decode", "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("vllm", "sglang", "llamacpp", "moescope")
 
 
 @dataclass(frozen=True)
