@@ -28,7 +28,9 @@ def save_tokenizer(folder: Path, chat_template: bool = False) -> None:
     fast.save_pretrained(folder)
 
 
-def save_model(folder: Path, kind: str = "mixtral", tokenizer: bool = True, chat_template: bool = False, nudge: float = 0.0) -> Path:
+def save_model(
+    folder: Path, kind: str = "mixtral", tokenizer: bool = True, chat_template: bool = False, nudge: float = 0.0
+) -> Path:
     """A tiny random model on disk; `nudge` moves its weights a little, as training would."""
     import torch
 

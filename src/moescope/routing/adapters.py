@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moescope.errors import BadInput
+from moescope.families import MODELS
 from moescope.routing.scoring import Scoring
 
 SAME_LOGITS = 0.02  # relative error up to which a router's output counts as its logits: half precision stays well below
@@ -40,6 +41,7 @@ class Block:
     router: nn.Module  # the module that owns the router's weight
     n_experts: int
     model_type: str
+    expected_scoring: str | None  # what is known of the model type; None for one that nobody described
     groups: tuple[
         int, int
     ]  # groups of experts, and how many of them a token may choose from; (1, 1) where there are none
@@ -91,7 +93,10 @@ def find_blocks(model: nn.Module) -> list[Block]:
                 f"model type {model_type!r}: no router of {n_experts} rows beside {path}; moescope cannot trace this model"
             )
         groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
-        found.append(Block(number, path.rpartition(".")[0], block, module, router, n_experts, model_type, groups))
+        scoring = known_scoring(model_type, text)
+        found.append(
+            Block(number, path.rpartition(".")[0], block, module, router, n_experts, model_type, scoring, groups)
+        )
     if not found:
         raise BadInput(
             f"model type {model_type!r}: no experts module in it; trace needs a Mixture-of-Experts model that transformers "
@@ -100,6 +105,14 @@ def find_blocks(model: nn.Module) -> list[Block]:
     if len({block.layer for block in found}) < len(found):
         raise BadInput(f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model")
     return sorted(found, key=lambda block: block.layer)
+
+
+def known_scoring(model_type: str, text: Any) -> str | None:
+    """How the model turns logits into scores, as its layout says; sparsemixer's probabilities are a softmax's."""
+    for kind in (model_type, getattr(text, "model_type", None)):
+        if kind in MODELS:
+            return "sigmoid" if MODELS[kind].scoring == "sigmoid" else "softmax"
+    return None
 
 
 def layer_number(path: str, config: Any) -> int:

@@ -117,7 +117,9 @@ class Capture:
                 decision = adapter_of(block).decide(block, given)
                 logits_TE = router_logits(block)
                 if block.scoring is None:
-                    block.scoring = find_scoring(logits_TE, *decision[1:], block.correction_bias_E, block.groups)
+                    block.scoring = find_scoring(
+                        logits_TE, *decision[1:], block.correction_bias_E, block.groups, block.expected_scoring
+                    )
                 if self.check and not block.checked:
                     self.pending = decision
                 block.calls += 1

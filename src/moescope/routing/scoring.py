@@ -54,30 +54,42 @@ class Scoring:
 
 
 def find_scoring(
-    logits_TE: Tensor, chosen_TK: Tensor, gates_TK: Tensor, bias_E: Tensor | None, groups: tuple[int, int]
+    logits_TE: Tensor,
+    chosen_TK: Tensor,
+    gates_TK: Tensor,
+    bias_E: Tensor | None,
+    groups: tuple[int, int],
+    expected: str | None = None,
 ) -> Scoring:
     """The way of scoring that reproduces these choices, and among those that do, the one nearest the gates.
 
     Softmax and sigmoid order experts alike, so without a bias the gates alone tell them apart: as they are (k = 1) or in their
     ratios (k > 1). Gates made in yet another way (sparsemixer) tell nothing, and softmax is taken; so it is where nothing
-    reproduces the choices, and then `explains` is False.
+    reproduces the choices, and then `explains` is False. `expected` is what is known of the model: then only the rest is found out,
+    so that a pass of a few tokens cannot mislead. Of ways that fit alike the first counts: bias and groups are used where there are some.
     """
     whole = (chosen_TK >= 0).all(-1)
     logits_TE, chosen_TK, gates_TK = logits_TE[whole], chosen_TK[whole], gates_TK[whole].float()
-    group_scores = ["", "two best", "best"] if groups[0] > groups[1] else [""]
+    known = expected in ("softmax", "sigmoid")
     found: list[tuple[float, Scoring]] = []
-    for function, with_bias, group_score in product(
-        ("softmax", "sigmoid"), (True, False) if bias_E is not None else (False,), group_scores
+    for function, with_bias in product(
+        (expected or "",) if known else ("softmax", "sigmoid"), (True, False) if bias_E is not None else (False,)
     ):
-        scoring = Scoring(function, bias_E if with_bias else None, groups, group_score)
-        if len(chosen_TK) and reproduced(scoring.selection(logits_TE), chosen_TK) >= AGREES:
-            error = gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK)
-            found.append((error if error < GATES_FIT else 1.0, scoring))
-    return min(found, key=lambda pair: pair[0])[1] if found else Scoring("softmax", explains=False)
+        judged_by = ("two best", "best", "") if function == "sigmoid" else ("best", "two best", "")
+        for group_score in judged_by if groups[0] > groups[1] else ("",):
+            scoring = Scoring(function, bias_E if with_bias else None, groups, group_score)
+            if reproduced(scoring.selection(logits_TE), chosen_TK) >= AGREES:
+                error = gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK) if len(gates_TK) else 0.0
+                found.append((error if error < GATES_FIT and not known else 1.0, scoring))
+    if found:
+        return min(found, key=lambda pair: pair[0])[1]
+    return find_scoring(logits_TE, chosen_TK, gates_TK, bias_E, groups) if known else Scoring("softmax", explains=False)
 
 
 def reproduced(selection_TE: Tensor, chosen_TK: Tensor) -> float:
     """The share of tokens for which the largest selection scores are those of the chosen experts."""
+    if not len(chosen_TK):
+        return 1.0
     best_TK = selection_TE.topk(chosen_TK.shape[1], dim=-1).indices
     return (best_TK.sort(-1).values == chosen_TK.sort(-1).values).all(-1).float().mean().item()
 
