@@ -119,15 +119,11 @@ def split(number: int, array_TLK: Integers, prompt_tokens: Any) -> Iterator[Stre
 
 def found(answer: Any, key: str) -> Any:
     """The first value of that name, however deep: servers nest it differently."""
-    if isinstance(answer, dict):
-        if answer.get(key) is not None:
-            return answer[key]
-        answer = list(answer.values())
-    if isinstance(answer, list) and not (answer and isinstance(answer[0], int | float | str)):
-        for part in answer:
-            if isinstance(part, dict | list) and (value := found(part, key)) is not None:
-                return value
-    return None
+    if isinstance(answer, dict) and answer.get(key) is not None:
+        return answer[key]
+    inside = answer.values() if isinstance(answer, dict) else answer if isinstance(answer, list) else ()
+    parts = (part for part in inside if isinstance(part, dict | list))
+    return next((value for part in parts if (value := found(part, key)) is not None), None)
 
 
 def json_lines(file: Path) -> Iterator[Any]:
