@@ -98,6 +98,16 @@ def test_vllm_s_answers_give_the_same_load_and_keep_prompt_and_answer_apart(own,
     pd.testing.assert_frame_equal(halves[0].table("load"), halves[1].table("load"))
 
 
+def test_each_of_several_answers_to_a_prompt_is_a_document_and_the_prompt_counts_once(tmp_path):
+    array = np.array([[[0, 1]], [[2, 3]]])
+    answer = {"prompt_routed_experts": array.tolist(), "choices": [{"routed_experts": array[:1].tolist()}] * 3}
+    (tmp_path / "a.json").write_text(json.dumps([answer]))
+    stretches = list(read_trace(tmp_path / "a.json", "vllm", Shape(4)))
+    assert [(part.document, part.phase, len(part.chosen_TLK)) for part in stretches] == [
+        (0, "prefill", 2), (0, "decode", 1), (1, "decode", 1), (2, "decode", 1),
+    ]  # fmt: skip
+
+
 def test_one_npy_array_is_one_document(own, tmp_path):
     np.save(tmp_path / "one.npy", np.concatenate(arrays(own)).astype(np.int16))
     run = trace(import_=tmp_path / "one.npy", format="vllm", experts=4, out=tmp_path / "run")

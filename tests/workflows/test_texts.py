@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moescope.errors import BadInput
+from moescope.workflows import texts
 from moescope.workflows.texts import read_ids, sources
 
 
@@ -35,6 +36,22 @@ def test_each_line_of_a_jsonl_file_is_a_document_packed_or_not(tmp_path):
         file.write(lines)
     expected = ["one", "two", "three", [{"role": "user", "content": "four"}]]
     assert all_of(text=[tmp_path / "a.jsonl"]) == all_of(text=[tmp_path / "b.jsonl.gz"]) == {"text": expected}
+
+
+@pytest.mark.parametrize("line", ["a line of words\n", "ünbroken"])
+def test_a_long_file_is_read_in_pieces_that_together_are_the_file(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(texts, "PIECE", 100)
+    whole = line * 40
+    (tmp_path / "long.txt").write_text(whole)
+    if "\n" not in line:
+        assert all_of(text=[tmp_path / "long.txt"]) == {"text": [whole]}  # nowhere to cut
+        return
+    parts = all_of(text=[tmp_path / "long.txt"])["text"]
+    assert "".join(parts) == whole
+    assert len(parts) > 3
+    assert all(len(part) < 200 and part.endswith("\n") for part in parts)
+    np.save(tmp_path / "ids.npy", np.arange(250))
+    assert [len(part) for part in read_ids(tmp_path / "ids.npy")] == [100, 100, 50]
 
 
 def test_a_domain_may_be_named_several_times(tmp_path):

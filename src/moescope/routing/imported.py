@@ -71,18 +71,23 @@ def vllm(file: Path, shape: Shape) -> Iterator[Stretch]:
     if file.suffix == ".npy":
         yield Stretch(0, "text", "prefill", three_axes(load_npy(file.read_bytes(), file), file))
         return
+    document = 0
     for number, answer in enumerate(json_lines(file)):
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         prompt = found(answer, "prompt_routed_experts")
-        rest = found(answer, "routed_experts")
-        if prompt is None and rest is None:
-            raise BadInput(f'{file}, answer {number + 1}: no "routed_experts" in it; start vLLM with --enable-return-routed-experts')  # fmt: skip
-        if prompt is not None:
-            prefill = vllm_array(prompt, file)
-            yield Stretch(number, "text", "prefill", prefill)
-            if rest is not None:
-                yield Stretch(number, "text", "decode", vllm_array(rest, file), len(prefill))
-        else:
-            yield from split(number, vllm_array(rest, file), found(answer, "prompt_tokens"))
+        for index, choice in enumerate(choices if isinstance(choices, list) and choices else [answer]):
+            rest = found(choice, "routed_experts")
+            if prompt is None and rest is None:
+                raise BadInput(f'{file}, answer {number + 1}: no "routed_experts" in it; start vLLM with --enable-return-routed-experts')  # fmt: skip
+            if prompt is None:
+                yield from split(document, vllm_array(rest, file), found(answer, "prompt_tokens"))
+            else:
+                prefill = vllm_array(prompt, file)
+                if index == 0:  # several choices share it
+                    yield Stretch(document, "text", "prefill", prefill)
+                if rest is not None:
+                    yield Stretch(document, "text", "decode", vllm_array(rest, file), len(prefill))
+            document += 1
 
 
 def vllm_array(value: Any, file: Path) -> Integers:

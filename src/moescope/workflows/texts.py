@@ -15,6 +15,7 @@ from typing import Any
 from moescope.errors import BadInput
 
 STDIN = "-"
+PIECE = 2**20  # bytes or token ids of a document at most: a longer one is read as several, so that memory stays flat
 LINES = (".jsonl", ".ndjson")
 Content = str | list[Any]  # a text, messages of a chat, or token ids
 
@@ -101,7 +102,10 @@ def is_text(file: Path) -> bool:
 
 
 def read_file(file: Path) -> Iterator[Content]:
-    """A plain file is one document; each line of a .jsonl file is one, with its text under "text" or a chat under "messages"."""
+    """A plain file is one document, or several of a megabyte cut at line ends; each line of a .jsonl file is one.
+
+    A line holds its text under "text", or a chat under "messages".
+    """
     plain = file.with_suffix("") if file.suffix == ".gz" else file
     try:
         if plain.suffix in LINES:
@@ -111,9 +115,25 @@ def read_file(file: Path) -> Iterator[Content]:
                         yield line_content(decoded(line, f"{file}, line {number}"), file, number)
         else:
             with opened(file) as whole:
-                yield decoded(whole.read(), str(file))
+                yield from (decoded(piece, str(file)) for piece in pieces(whole))
     except (OSError, EOFError) as error:
         raise BadInput(f"{file}: cannot be read ({error}); check the file") from None
+
+
+def pieces(file: Any) -> Iterator[bytes]:
+    """The file whole, or if it is longer than a megabyte in pieces that end at a line's end (or where they must)."""
+    held = b""
+    while True:
+        read = file.read(PIECE)
+        held += read
+        if len(read) < PIECE:
+            if held:
+                yield held
+            return
+        end = held.rfind(b"\n") + 1
+        if end:
+            yield held[:end]
+            held = held[end:]
 
 
 def opened(file: Path) -> Any:
@@ -154,7 +174,7 @@ def read_ids(file: Path) -> Iterator[Content]:
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise BadInput(f"{file}: shape {list(array.shape)} of {array.dtype}; give whole numbers, one document or one a row")  # fmt: skip
         for row in array[None] if array.ndim == 1 else array:
-            yield row.tolist()
+            yield from (row[start : start + PIECE].tolist() for start in range(0, len(row), PIECE))
         return
     with opened(file) as lines:
         for number, line in enumerate(lines, start=1):
