@@ -55,7 +55,7 @@ class LayerTally:
         self.mass_CE = torch.zeros(self.nowhere + 1, self.n_experts, dtype=torch.float64, device=device)
         self.sums_CS = torch.zeros(self.nowhere + 1, len(SUMS), dtype=torch.float64, device=device)
         self.pairs_EE = torch.zeros(self.n_experts, self.n_experts, dtype=torch.float64, device=device)
-        self.before: tuple[Tensor, Tensor, Tensor] | None = None  # the last column, for rows that go on
+        self.before: tuple[Tensor, Tensor] | None = None  # the last column, for rows that go on
 
     def add(self, routing: Routing) -> None:
         chosen_TK = routing.chosen_TK
@@ -89,24 +89,20 @@ class LayerTally:
     def neighbours(self, routing: Routing, chosen_TK: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each token whether there is one before it in its row, whether both have the same first choice, and their Jaccard index."""
         rows = routing.tokens.rows if routing.tokens else 1
-        first_RL = torch.where(real_T, first_choice(routing), -1).view(rows, -1)
+        first_RL = torch.where(real_T, first_choice(routing), -1).view(rows, -1)  # -1 for padding too
         chosen_RLK = chosen_TK.view(rows, -1, self.k)
-        real_RL = real_T.view(rows, -1)
-        goes_on = routing.tokens is not None and routing.tokens.continues and self.before is not None
-        previous = self.before if goes_on and self.before is not None else (
-            torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1), torch.zeros_like(real_RL[:, :1]),
-        )  # fmt: skip
-        self.before = (first_RL[:, -1:], chosen_RLK[:, -1:], real_RL[:, -1:])
-        first_before, chosen_before, real_before = (
-            torch.cat([old, new[:, :-1]], 1) for old, new in zip(previous, (first_RL, chosen_RLK, real_RL), strict=True)
-        )
-        pair_RL = real_RL & real_before & (first_RL >= 0) & (first_before >= 0)
+        nothing = torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1)
+        goes_on = routing.tokens is not None and routing.tokens.continues
+        previous = self.before if goes_on and self.before is not None else nothing
+        self.before = (first_RL[:, -1:], chosen_RLK[:, -1:])
+        first_before = torch.cat([previous[0], first_RL[:, :-1]], 1)
+        chosen_before = torch.cat([previous[1], chosen_RLK[:, :-1]], 1)
+        pair_RL = (first_RL >= 0) & (first_before >= 0)
         equal = (chosen_RLK[..., :, None] == chosen_before[..., None, :]) & (chosen_RLK >= 0)[..., None]
         both = equal.sum((-2, -1))
         either = (chosen_RLK >= 0).sum(-1) + (chosen_before >= 0).sum(-1) - both
-        jaccard = both / either.clamp(min=1)
         same = pair_RL & (first_RL == first_before)
-        return pair_RL.view(-1), same.view(-1), (jaccard * pair_RL).view(-1)
+        return pair_RL.view(-1), same.view(-1), (both / either.clamp(min=1) * pair_RL).view(-1)
 
     def moved(self, phase: str) -> LayerCounts:
         shape = (self.n_domains, BUCKETS, -1)
