@@ -12,6 +12,7 @@ from families.tiny_models import Seen, TinyModel, tiny_model
 from moescope.errors import BadInput
 from moescope.families import MODELS
 from moescope.routing import capture as capturing
+from moescope.routing.adapters import find_blocks, router_logits
 from moescope.routing.capture import Capture, check_version
 from moescope.types import Routing
 
@@ -103,6 +104,18 @@ def test_counts_equal_a_naive_recomputation_from_output_router_logits(kind):
         chosen = logits.topk(2, dim=-1).indices
         assert torch.equal(chosen.flatten().bincount(minlength=4), routing.chosen_TK.flatten().bincount(minlength=4))
         torch.testing.assert_close(logits.reshape(24, 4).float(), routing.logits_TE)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 2)])
+def test_logits_are_found_wherever_the_router_puts_them_and_recomputed_where_it_does_not(order):
+    (block, *_) = find_blocks(tiny("mixtral").model)
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+    logits = (x @ block.weight_ED.T).detach()
+    parts = (logits, logits.softmax(-1), logits.topk(2).values)
+    block.router_input, block.router_outputs = x, tuple(parts[index] for index in order)
+    torch.testing.assert_close(router_logits(block), logits)
+    assert block.logits_at == (order.index(0) if 0 in order else -1)
+    torch.testing.assert_close(router_logits(block), logits)
 
 
 def test_scoring_is_found_for_softmax_and_sigmoid_with_and_without_bias():

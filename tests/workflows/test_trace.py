@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -287,6 +288,15 @@ def test_steps_of_different_shape_are_refused(place, tmp_path):
     save_model(tmp_path / "other", kind="qwen3_moe")
     with pytest.raises(BadInput, match="other MoE layers or experts than step"):
         trace(place / "checkpoint-100", tmp_path / "other", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
+
+
+def test_steps_that_read_other_tokens_are_refused(place, tmp_path):
+    save_model(tmp_path / "step-2")
+    shutil.copytree(place / "checkpoint-100", tmp_path / "step-1")
+    tokenizer = tmp_path / "step-2" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"word1": 5', '"word1": 6').replace('"word2": 6', '"word2": 5'))
+    with pytest.raises(BadInput, match="step 2 reads the text as other tokens than step 1"):
+        trace(tmp_path / "step-1", tmp_path / "step-2", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
 
 
 def test_an_encoder_decoder_model_is_traced_in_prefill_and_refused_in_decode(place, tmp_path):

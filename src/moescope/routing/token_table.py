@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.documents import Window
 from moescope.run import check_disk
-from moescope.tables import arrow_schema, conform
+from moescope.tables import arrow_schema
 
-ROWS_AT_ONCE = 200_000  # rows of a row group
+ROWS_AT_ONCE = 200_000  # rows of a row group, about
+
+
+class Part(NamedTuple):
+    """One window's rows, layer after layer."""
+
+    window: Window
+    phase: str
+    chosen_LTK: Integers
+    gates_LTK: Array
+    entropy_LT: Array
 
 
 class TokenTable:
@@ -22,7 +32,8 @@ class TokenTable:
     def __init__(self, path: Path | None, step: int, layer_names: dict[int, str], domains: list[str]):
         self.path, self.step, self.layer_names, self.domains = path, step, layer_names, domains
         self.writer: Any = None
-        self.waiting: list[dict[str, Any]] = []
+        self.waiting: list[Part] = []
+        self.rows = 0
 
     @property
     def wanted(self) -> bool:
@@ -44,34 +55,53 @@ class TokenTable:
                 self.flush()
             self.writer.close()
 
-    def add(
-        self,
-        window: Window,
-        phase: str,
-        chosen_LTK: Integers,
-        gates_LTK: Array | None = None,
-        entropy_LT: Array | None = None,
-    ) -> None:
-        for index, (layer, name) in enumerate(self.layer_names.items()):
-            for token, experts in enumerate(chosen_LTK[index]):
-                there = experts >= 0
-                entropy = np.nan if entropy_LT is None else float(entropy_LT[index, token])
-                self.waiting.append(
-                    {
-                        "step": self.step, "document": window.number, "position": window.start + token, "layer": layer,
-                        "layer_name": name, "token_id": int(window.ids[token]), "domain": self.domains[window.domain], "phase": phase,
-                        "experts": experts[there].tolist(), "gates": None if gates_LTK is None else gates_LTK[index, token][there].tolist(),
-                        "entropy": None if np.isnan(entropy) else entropy,
-                    }
-                )  # fmt: skip
-        if len(self.waiting) >= ROWS_AT_ONCE:
+    def add(self, window: Window, phase: str, chosen_LTK: Integers, gates_LTK: Array, entropy_LT: Array) -> None:
+        self.waiting.append(Part(window, phase, chosen_LTK.copy(), gates_LTK.copy(), entropy_LT.copy()))
+        self.rows += entropy_LT.size
+        if self.rows >= ROWS_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
         if self.waiting and self.path is not None:
-            import pandas as pd
+            table = self.table()
+            check_disk(self.path.parent, table.nbytes)
+            self.writer.write_table(table)
+        self.waiting, self.rows = [], 0
 
-            rows = conform("tokens", pd.DataFrame(self.waiting))
-            check_disk(self.path.parent, rows.nbytes)
-            self.writer.write_table(rows)
-        self.waiting = []
+    def table(self) -> Any:
+        """What waits, as an arrow table; built column by column, since there may be millions of rows."""
+        import pyarrow as pa
+
+        layers = np.array(list(self.layer_names))
+        names = np.array(list(self.layer_names.values()), dtype=object)
+
+        def each(values: list[Any]) -> Any:
+            """One value a window, for all of its rows."""
+            return np.repeat(np.array(values, dtype=object), [part.entropy_LT.size for part in self.waiting])
+
+        def by_token(values: list[Integers]) -> Integers:
+            return np.concatenate([np.tile(part, len(layers)) for part in values])
+
+        def by_layer(values: Any) -> Any:
+            return np.concatenate([np.repeat(values, len(part.window.ids)) for part in self.waiting])
+
+        chosen_RK = np.concatenate([part.chosen_LTK.reshape(-1, part.chosen_LTK.shape[-1]) for part in self.waiting])
+        gates_RK = np.concatenate([part.gates_LTK.reshape(-1, chosen_RK.shape[1]) for part in self.waiting])  # fmt: skip
+        entropy_R = np.concatenate([part.entropy_LT.reshape(-1) for part in self.waiting]).astype(float)
+        there_RK = chosen_RK >= 0
+        offsets = np.concatenate([[0], np.cumsum(there_RK.sum(1))]).astype(np.int32)
+        columns = {
+            "step": np.full(len(chosen_RK), self.step),
+            "document": each([part.window.number for part in self.waiting]).astype(np.int64),
+            "position": by_token([part.window.start + np.arange(len(part.window.ids)) for part in self.waiting]),
+            "layer": by_layer(layers),
+            "layer_name": by_layer(names),
+            "token_id": by_token([part.window.ids for part in self.waiting]),
+            "domain": each([self.domains[part.window.domain] for part in self.waiting]),
+            "phase": each([part.phase for part in self.waiting]),
+            "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),
+            "gates": pa.ListArray.from_arrays(offsets, pa.array(gates_RK[there_RK].astype(np.float32))),
+            "entropy": pa.array(entropy_R, from_pandas=True),  # NaN is null
+        }
+        schema = arrow_schema("tokens")
+        return pa.table([pa.array(columns[name]) if isinstance(columns[name], np.ndarray) else columns[name] for name in schema.names], names=schema.names).cast(schema)  # fmt: skip

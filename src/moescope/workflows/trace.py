@@ -126,7 +126,9 @@ def trace_step(
     if "decode" in settings.phases and traced.two_stacks:
         raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
     domains = [source.domain for source in reading]
-    names = checkpoint_layer_names(name, {block.layer: block.name for block in find_blocks(traced.model)})
+    blocks = find_blocks(traced.model)
+    check_shape(writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks])
+    names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
     stream = writer.path / "parts" / f"{piece_name(number)}-tokens.tmp" if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
@@ -141,6 +143,13 @@ def trace_step(
         piece_name(number), frames, setup, result.arrays(), {"tokens.parquet": stream} if stream is not None else None
     )
     writer.save_info()
+
+
+def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_experts: list[int]) -> None:
+    """Refuse a step of another shape before it runs."""
+    for setup in setups:
+        if (setup["layers"], setup["n_experts"]) != (layers, n_experts):
+            raise BadInput(f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone")
 
 
 def finish(writer: RunWriter, steps: list[int], settings: TraceSettings) -> Run:
