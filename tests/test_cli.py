@@ -46,7 +46,9 @@ def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], ["scan", "--help"], ["report", "--help"], ["demo", "--help"]], ids=" ".join
+    "arguments",
+    [["--help"], ["-h"], ["scan", "--help"], ["trace", "--help"], ["report", "--help"], ["demo", "--help"]],
+    ids=" ".join,
 )
 def test_help_exits_0(arguments):
     shown = CliRunner().invoke(cli.app, arguments)
@@ -58,7 +60,7 @@ def test_the_help_names_every_verb(tmp_path):
     shown = moescope("--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert shown.stderr == ""
-    for verb in ("scan", "report", "demo"):
+    for verb in ("scan", "trace", "report", "demo"):
         assert re.search(rf"\b{verb}\b", shown.stdout)
 
 

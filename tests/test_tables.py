@@ -15,7 +15,16 @@ from moescope import tables
 from moescope.errors import BadInput
 from moescope.glossary import COLUMNS
 from moescope.run import write_table
-from moescope.tables import SCHEMA_VERSION, TABLES, arrow_schema, conform, read_parquet, table
+from moescope.tables import (
+    ROUTING_TABLES,
+    SCAN_TABLES,
+    SCHEMA_VERSION,
+    TABLES,
+    arrow_schema,
+    conform,
+    read_parquet,
+    table,
+)
 
 GOLDEN = tomllib.loads((Path(__file__).parent / "golden" / "tables.toml").read_text())
 KINDS = {
@@ -24,6 +33,7 @@ KINDS = {
     "bool": pa.bool_(),
     "text": pa.string(),
     "floats": pa.list_(pa.float32()),
+    "ints": pa.list_(pa.int32()),
 }
 
 
@@ -35,9 +45,9 @@ def row(**changes: object) -> pd.DataFrame:
 # --- schema
 
 
-def test_the_nine_scan_tables_stand_in_the_order_of_the_golden_copy():
-    assert list(TABLES) == list(GOLDEN)
-    assert len(TABLES) == 9
+def test_the_tables_stand_in_the_order_of_the_golden_copy_nine_of_scan_and_seven_of_trace():
+    assert list(TABLES) == list(GOLDEN) == [*SCAN_TABLES, *ROUTING_TABLES]
+    assert (len(SCAN_TABLES), len(ROUTING_TABLES)) == (9, 7)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -1,6 +1,6 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.scan(...)`, `moescope.trace(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from moescope.workflows.inspect import inspect
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
+    from moescope.workflows.trace import trace
 
-__all__ = ["BadInput", "Run", "demo", "inspect", "report", "scan"]
+__all__ = ["BadInput", "Run", "demo", "inspect", "report", "scan", "trace"]
 
 _HOME = {
     "BadInput": "moescope.errors",
@@ -25,6 +26,7 @@ _HOME = {
     "inspect": "moescope.workflows.inspect",
     "report": "moescope.workflows.report",
     "scan": "moescope.workflows.scan",
+    "trace": "moescope.workflows.trace",
 }
 
 

@@ -110,6 +110,43 @@ def scan(
 
 
 @app.command()
+def trace(
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Model folder or hub id. Several are the steps of one run.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
+    domain: Annotated[list[str] | None, typer.Option(help="The same, named: code=src; repeat for each domain.", metavar="NAME=PATH")] = None,
+    token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to read at most, shared evenly by the domains.", show_default="all")] = None,
+    phase: Annotated[str, typer.Option(help="prefill: documents read whole; decode: token by token; both.")] = "prefill",
+    out: Out = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    import_: Annotated[Path | None, typer.Option("--import", help="A trace another tool wrote, instead of running a model.", metavar="FILE", rich_help_panel=MORE)] = None,
+    format: Annotated[str | None, typer.Option(help="Its format: vllm, sglang, llamacpp or moescope.", rich_help_panel=MORE)] = None,
+    experts: Annotated[int | None, typer.Option(help="How many experts its layers have.", rich_help_panel=MORE)] = None,
+    revisions: Annotated[str, typer.Option(help="Revisions of one hub model, as steps: step1000,step2000.", rich_help_panel=MORE, show_default=False)] = "",
+    save_tokens: Annotated[bool, typer.Option("--save-tokens", help="Keep every token's experts and gates too.", rich_help_panel=MORE)] = False,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.", rich_help_panel=MORE)] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Documents read side by side; changes no number.", rich_help_panel=MORE)] = 8,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Read each document as a user's message.", rich_help_panel=MORE)] = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Which experts real text goes to: load, decisions, overlap, domains, vocabulary, stability over steps.
+
+    An interrupted trace is taken up at the model it had reached: give the same command.
+    """
+    from moescope.workflows.trace import trace as run_trace
+
+    run = run_trace(
+        *(models or []), text=text or (), domain=domain or (), token_ids=token_ids, import_=import_, format=format, experts=experts,
+        revisions=revisions, out=out, max_tokens=max_tokens, phase=phase, save_tokens=save_tokens, dtype=dtype, batch_size=batch_size,
+        chat_template=chat_template, device=device, seed=seed, overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    show_trace(run, as_json, quiet)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,
@@ -167,6 +204,24 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
         typer.echo(f"run: {run.path}")
         if not (run.path / "report.html").exists():
             typer.echo(f"next: moescope report {shlex.quote(str(run.path))}")
+
+
+def show_trace(run: Any, as_json: bool, quiet: bool) -> None:
+    from moescope.workflows.trace_summary import summary
+
+    facts = summary(run)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif not quiet:
+        if run.info.get("process") != os.getpid():
+            typer.echo("this very trace was made before; nothing was computed")
+        for line in dict.fromkeys(facts["coverage"]):
+            typer.echo(line)
+        for finding in facts["findings"]:
+            typer.echo(f"- {finding}")
+        for warning in facts["warnings"]:
+            typer.echo(f"warning: {warning}", err=True)
+        typer.echo(f"run: {run.path}")
 
 
 def main() -> None:

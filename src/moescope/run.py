@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.disk import check_disk, remove_empty, replace_synced, sync_folder
 from moescope.errors import BadInput, unknown_name
-from moescope.tables import SCHEMA_VERSION, TABLES, conform, read_parquet
+from moescope.tables import SCHEMA_VERSION, TABLES, arrow_schema, conform, read_parquet
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
 
 Frames = dict[str, "pd.DataFrame"]
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
@@ -80,14 +81,29 @@ class RunWriter:
         folder = self.path / "parts"
         return {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
 
-    def flush_piece(self, piece: str, frames: Frames, setup: dict[str, Any]) -> None:
-        """Write one piece's tables and its setup record under parts/<piece>, atomically."""
+    def flush_piece(
+        self,
+        piece: str,
+        frames: Frames,
+        setup: dict[str, Any],
+        arrays: dict[str, NDArray[Any]] | None = None,
+        files: dict[str, Path] | None = None,
+    ) -> None:
+        """Write one piece's tables and its setup record under parts/<piece>, atomically.
+
+        `arrays` are kept beside them for later pieces to read; `files` (name -> where it was written) are moved in.
+        """
         target = self.path / "parts" / piece
         partial = target.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, frame in frames.items():
             write_table(name, frame, partial / f"{name}.parquet")
+        for name, array in (arrays or {}).items():
+            check_disk(partial, array.nbytes)
+            write_array(partial / f"{name}.npy", array)
+        for name, file in (files or {}).items():
+            replace_synced(file, partial / name)
         write_json(partial / "setup.json", setup)
         partial.rename(target)
         sync_folder(target.parent)
@@ -98,6 +114,27 @@ class RunWriter:
 
         files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_pieces())]
         return pd.concat([read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True)
+
+    def join_streamed(self, name: str) -> None:
+        """The same for a table too large for memory: its row groups go one by one into the finished file."""
+        import pyarrow.parquet as pq
+
+        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_pieces())]
+        partial = self.path / f"{name}.tmp"
+        with pq.ParquetWriter(partial, arrow_schema(name), compression="zstd") as writer:
+            for file in filter(Path.exists, files):
+                part = pq.ParquetFile(file)
+                for group in range(part.num_row_groups):
+                    rows = part.read_row_group(group)
+                    check_disk(self.path, rows.nbytes)
+                    writer.write_table(rows)
+        replace_synced(partial, self.path / f"{name}.parquet")
+
+    def array(self, piece: str, name: str) -> NDArray[Any]:
+        """An array kept with a piece, mapped rather than read."""
+        import numpy as np
+
+        return np.load(self.path / "parts" / piece / f"{name}.npy", mmap_mode="r")
 
     def setups(self) -> list[dict[str, Any]]:
         return [
@@ -274,6 +311,15 @@ def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
     replace_synced(partial, path)
 
 
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_json(path: Path, value: Any) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -291,7 +337,7 @@ def now() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("moescope", "torch", "numpy", "scipy", "safetensors", "pandas", "pyarrow"):
+    for package in ("moescope", "torch", "transformers", "numpy", "scipy", "safetensors", "pandas", "pyarrow"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -98,8 +98,55 @@ TABLES: dict[str, Table] = {
             ("step", "layer", "matrix", "expert"),
             ("singular_values", "frobenius", "spectral_norm", "stable_rank", "effective_rank", "rank", "condition", "fallback"),
         ),
+        Table(
+            "load",
+            "How often each expert was chosen, and with how much gate; one row a domain and phase, no sums over them.",
+            ("step", "layer", "phase", "domain", "expert"),
+            ("tokens", "gate_mass"),
+        ),
+        Table(
+            "routing_layers",
+            "Every routing metric of a layer beside its floor, its value at collapse and its interval over documents; domain empty: all together.",
+            ("step", "layer", "phase", "domain", "metric"),
+            ("value", "floor", "collapse", "low", "high"),
+        ),
+        Table(
+            "coactivation",
+            "Which experts the same token chooses: every ordered pair. Of prefill, or of decode where that is all there is.",
+            ("step", "layer", "expert_a", "expert_b"),
+            ("tokens", "share_of_a", "lift", "chance_lift"),
+        ),
+        Table(
+            "domains",
+            "Which domains use which experts, every domain counted alike. Of prefill, or of decode where that is all there is.",
+            ("step", "layer", "expert", "domain"),
+            ("tokens", "affinity", "share", "share_chance"),
+        ),
+        Table(
+            "vocabulary",
+            "The 50 tokens that set an expert apart, by what they are, what follows, and what is predicted; from a sample of at most a million tokens.",
+            ("step", "layer", "expert", "role", "token_id"),
+            ("token", "count", "share", "lift"),
+        ),
+        Table(
+            "stability",
+            "How alike two checkpoints route the same tokens; from the same sample.",
+            ("layer", "step_a", "step_b"),
+            ("routing_consistency", "routing_consistency_corrected", "top1_agreement", "top1_corrected", "usage_sigma",
+             "kendall_tau", "tau_is_noise", "saturation_top1", "saturation_topk"),
+        ),
+        Table(
+            "tokens",
+            "Every token with the experts it chose, where asked for with --save-tokens; of prefill, or of decode where that is all there is.",
+            ("step", "document", "position", "layer"),
+            ("token_id", "domain", "phase", "experts", "gates", "entropy"),
+        ),
     ]
 }  # fmt: skip
+
+# which verb writes which
+ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
+SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES)
 
 
 def table(name: str) -> Table:
@@ -114,6 +161,7 @@ def arrow_schema(name: str) -> pa.Schema:
 
     kinds = {
         "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "text": pa.string(), "floats": pa.list_(pa.float32()),
+        "ints": pa.list_(pa.int32()),
     }  # fmt: skip
     spec = table(name)
     return pa.schema(

@@ -1,7 +1,8 @@
 """The few values that flow between the parts.
 
 Shape suffixes in compute code: E experts, D model width, F expert hidden width, K values of k, R singular values.
-A name like `align_KEE` is a K x E x E array: k, router, expert, in that order.
+A name like `align_KEE` is a K x E x E array: k, router, expert, in that order. In routing, T are tokens and K the experts
+chosen for one.
 """
 
 from __future__ import annotations
@@ -101,6 +102,42 @@ class LayerWeights:
     @property
     def d_ff(self) -> int:
         return self.gate_EFD.shape[1]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The T tokens of one forward pass, row after row, padding included. Each row is a stretch of one document."""
+
+    rows: int
+    ids_T: Tensor
+    real_T: Tensor  # False where padding
+    document_T: Tensor
+    position_T: Tensor  # in the document, from 0
+    domain_T: Tensor  # index into the run's domains
+    bucket_T: Tensor  # which of the jackknife's groups of documents
+    phase: str = "prefill"
+    continues: bool = False  # whether each row goes on where it stopped in the pass before
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One layer's routing of T tokens.
+
+    A token may have fewer experts than slots (capacity, expert choice, experts on other ranks): the slots left over hold -1 and a
+    gate of 0. Slots are in no particular order; the first choice is the one with the largest gate.
+    """
+
+    layer: int
+    layer_name: str
+    n_experts: int
+    chosen_TK: Tensor
+    gates_TK: Tensor
+    tokens: Tokens | None = None  # None where nobody said which tokens these are: then all are real
+    logits_TE: Tensor | None = None
+    scores_TE: Tensor | None = None  # probabilities: softmax of the logits, or sigmoids divided by their sum
+    selection_TE: Tensor | None = None  # what the choice was made by, bias included; -inf where a group was ruled out
+    auxiliary_loss: Tensor | None = None
+    dropped_T: Tensor | None = None  # slots a token lost to capacity
 
 
 @dataclass(frozen=True)

@@ -73,23 +73,26 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "router_bias": True},
     "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 1, "num_experts": 4},
-    "deepseek_v3": {"num_hidden_layers": 4, "first_k_dense_replace": 2, "head_dim": 4},
+    # latent attention has as many key heads as heads; fewer are read otherwise once padding is masked
+    "deepseek_v2": {"num_key_value_heads": 2},
+    "deepseek_v3": {"num_hidden_layers": 4, "first_k_dense_replace": 2, "head_dim": 4, "num_key_value_heads": 2},
     "deepseek_v32": {"head_dim": 4, "num_key_value_heads": 2},
-    "axk1": {"head_dim": 4},
-    "mistral4": {"head_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+    "axk1": {"head_dim": 4, "num_key_value_heads": 2},
+    "glm4_moe_lite": {"num_key_value_heads": 2},
+    "mistral4": {"head_dim": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                  "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}},
     "kimi_k25": {
         "text_config": {**TEXT, "model_type": "deepseek_v3", "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
                         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-                        "first_k_dense_replace": 1, "head_dim": 4},
+                        "first_k_dense_replace": 1, "head_dim": 4, "num_key_value_heads": 2},
         "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     },
     "glm_moe_dsa": {"head_dim": 4, "num_key_value_heads": 2},
     "glm4v_moe_text": {"rope_parameters": MROPE},
     "qwen3_next": {"layer_types": LINEAR},
     "qwen3_5_moe_text": {"layer_types": LINEAR},
-    "bailing_hybrid": {"layer_types": LINEAR},
-    "kimi_linear": {"layer_types": LINEAR},
+    "bailing_hybrid": {"layer_types": LINEAR, "num_key_value_heads": 2},
+    "kimi_linear": {"layer_types": LINEAR, "num_key_value_heads": 2},
 }  # fmt: skip
 
 

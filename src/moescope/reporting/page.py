@@ -17,7 +17,7 @@ from moescope.reporting.layer_section import VERDICT_NAMES, drawn, layer_entry
 from moescope.reporting.pack import plain, script_json, table_payload
 from moescope.reporting.readings import Reading, readings
 from moescope.run import Run
-from moescope.tables import READING, TABLES
+from moescope.tables import READING, SCAN_TABLES, TABLES
 
 WHOLE_TABLES = {  # shown across layers, besides the figures
     "alignment_tests": "Tests and verdicts of every layer",
@@ -199,7 +199,8 @@ def glossary_sections() -> list[dict[str, Any]]:
     """The glossary by table, each entry once, where it first appears."""
     seen: set[str] = set()
     sections = []
-    for name, spec in TABLES.items():
+    for name in SCAN_TABLES:
+        spec = TABLES[name]
         entries = []
         for column in spec.columns:
             key = f"{name}.{column}" if f"{name}.{column}" in COLUMNS else column

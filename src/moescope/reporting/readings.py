@@ -10,7 +10,7 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.run import Run
-from moescope.tables import READING, TABLES
+from moescope.tables import READING, SCAN_TABLES
 
 KEYS = ("step", *READING)
 
@@ -62,7 +62,7 @@ def readings(runs: list[Run]) -> list[Reading]:
         tables = {name: run.table(name) for name in run.tables}
         if run.info["verb"] != "scan":
             raise BadInput(f"{run.path}: this run holds no scan; give a folder written by moescope scan")
-        if missing := [name for name in TABLES if name not in tables]:
+        if missing := [name for name in SCAN_TABLES if name not in tables]:
             raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; scan again with --overwrite")
         keys = tables["alignment_tests"][list(KEYS)].drop_duplicates().to_dict("records")
         order = run.info["arguments"]

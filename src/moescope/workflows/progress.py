@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(total: int, done: int, what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A function to call after each piece, with the name of what is being worked on."""
+def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[Callable[..., None]]:
+    """A function to call after each piece, with the name of what is being worked on, and how much was done if not one.
+
+    Without a total (a text whose length is not known) what was done is counted and no time left is told.
+    """
     if quiet or not sys.stderr.isatty():
-        yield lambda label: None
+        yield lambda label, amount=1: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -35,4 +38,4 @@ def progress(total: int, done: int, what: str, quiet: bool) -> Iterator[Callable
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total, completed=done)
-        yield lambda label: bar.update(task, advance=1, description=label)
+        yield lambda label, amount=1: bar.update(task, advance=amount, description=label)

@@ -20,7 +20,7 @@ from moescope.spectral.decompose import TOLERANCE
 from moescope.spectral.layer import ScanSettings
 from moescope.spectral.pairing import benjamini_hochberg
 from moescope.spectral.readings import MATRICES, ROUTERS, check_matrix, normalised_rows, router_rows, unusable_rows
-from moescope.tables import READING, SCHEMA_VERSION, TABLES
+from moescope.tables import READING, SCAN_TABLES, SCHEMA_VERSION
 from moescope.workflows.arguments import (
     choose_device,
     device_warnings,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NULLS = ("closed", "shuffle")
-SCAN_TABLES = [name for name in TABLES if name != "ambiguity"]  # those a single layer can write
+LAYER_TABLES = [name for name in SCAN_TABLES if name != "ambiguity"]  # those a single layer can write
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def scan(
         writer.save_info(keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
         scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
-            frames = {name: writer.joined(name) for name in SCAN_TABLES}
+            frames = {name: writer.joined(name) for name in LAYER_TABLES}
             frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
             frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))

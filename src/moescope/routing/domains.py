@@ -1,0 +1,65 @@
+"""Which experts serve which domains. Shares are balanced: every domain counts the same, however much text it brought."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moescope.routing.arrays import Array, Integers
+from moescope.routing.load import divide
+
+PERMUTATIONS = 200
+
+
+def expert_shares(counts_ME: Array) -> Array:
+    """P(i | d): of domain d's assignments the share that went to expert i. M domains."""
+    return divide(counts_ME, np.broadcast_to(counts_ME.sum(-1, keepdims=True), counts_ME.shape))
+
+
+def affinity(counts_ME: Array) -> Array:
+    """P(i | d) / P(i), P(i) the mean over domains: 1 where a domain uses an expert like the others do."""
+    shares_ME = expert_shares(counts_ME)
+    return divide(shares_ME, np.broadcast_to(shares_ME.mean(-2, keepdims=True), shares_ME.shape))
+
+
+def domain_shares(counts_ME: Array) -> Array:
+    """P(d | i) when all domains are equally long: P(i | d) / sum over d of P(i | d)."""
+    shares_ME = expert_shares(counts_ME)
+    return divide(shares_ME, np.broadcast_to(shares_ME.sum(-2, keepdims=True), shares_ME.shape))
+
+
+def purity(counts_ME: Array) -> Array:
+    """Mean over used experts of their largest domain's share, max over d of P(d | i)."""
+    return np.asarray(np.nanmean(domain_shares(counts_ME).max(-2), -1))
+
+
+def information(joint: Array) -> Array:
+    """Mutual information in nats of the two last axes of a table of counts, as it stands (biased upward)."""
+    p = divide(joint, np.broadcast_to(joint.sum((-2, -1), keepdims=True), joint.shape))
+    independent = p.sum(-1, keepdims=True) * p.sum(-2, keepdims=True)
+    ratio = np.where(p > 0, p, 1.0) / np.where(p > 0, independent, 1.0)
+    return np.asarray((p * np.log(ratio)).sum((-2, -1)))
+
+
+def permuted_tables(
+    counts_CE: Array, labels_C: Integers, n_domains: int, seed: int, draws: int = PERMUTATIONS
+) -> Array:
+    """Tables [draws, M, E] with the labels of whole documents (or groups of them) dealt anew."""
+    generator = np.random.default_rng(seed)
+    dealt_PC = np.stack([generator.permutation(labels_C) for _ in range(draws)])
+    onehot_PMC = (dealt_PC[:, None, :] == np.arange(n_domains)[None, :, None]).astype(float)
+    return onehot_PMC @ counts_CE
+
+
+def by_domain(counts_CE: Array, labels_C: Integers, n_domains: int) -> Array:
+    table_ME = np.zeros((n_domains, counts_CE.shape[1]))
+    np.add.at(table_ME, labels_C, counts_CE)
+    return table_ME
+
+
+def domain_information(counts_CE: Array, labels_C: Integers, n_domains: int, seed: int = 0) -> float:
+    """I(expert; domain) in nats: the plug-in value less its mean over permutations of the documents' labels.
+
+    Tokens of one document are alike, so shuffling tokens would call any text specialised; documents are shuffled instead.
+    """
+    observed = information(by_domain(counts_CE, labels_C, n_domains))
+    return float(observed - information(permuted_tables(counts_CE, labels_C, n_domains, seed)).mean())

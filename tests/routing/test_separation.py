@@ -1,0 +1,120 @@
+"""Which experts go together: counted pair by pair beside numpy, chance by simulation, and the bounds of router rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moescope.routing.separation import (
+    chance_lift,
+    coactivation,
+    expert_overlap,
+    gram_best,
+    gram_chance,
+    gram_collapse,
+    gram_orthogonality,
+    overlap_collapse,
+    overlap_floor,
+    pair_counts,
+    router_similarity,
+    similarity_floors,
+)
+
+
+def random_choices(tokens: int, n: int, k: int, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return np.stack([generator.choice(n, k, replace=False) for _ in range(tokens)])
+
+
+def test_pairs_are_those_a_loop_over_tokens_counts():
+    chosen = random_choices(200, 6, 3)
+    chosen[::7, 1] = -1
+    naive = np.zeros((6, 6))
+    for experts in chosen:
+        real = [expert for expert in experts if expert >= 0]
+        for a in real:
+            for b in real:
+                naive[a, b] += 1
+    assert (pair_counts(chosen, 6) == naive).all()
+
+
+def test_overlap_is_the_mean_jaccard_index_of_token_sets():
+    chosen = random_choices(120, 6, 2)
+    sets = [{token for token, experts in enumerate(chosen) if expert in experts} for expert in range(6)]
+    jaccard = [len(sets[a] & sets[b]) / len(sets[a] | sets[b]) for a in range(6) for b in range(a)]
+    assert expert_overlap(pair_counts(chosen, 6)) == pytest.approx(np.mean(jaccard))
+
+
+@pytest.mark.parametrize(("n", "k"), [(6, 2), (8, 4)])
+def test_random_routing_gives_the_stated_chance_of_overlap_and_lift(n, k):
+    pairs = pair_counts(random_choices(20_000, n, k), n)
+    assert expert_overlap(pairs) == pytest.approx(overlap_floor(n, k), rel=0.02)
+    _, lift = coactivation(pairs, 20_000)
+    off = lift[~np.eye(n, dtype=bool)]
+    assert off.mean() == pytest.approx(chance_lift(n, k), rel=0.01)
+    assert chance_lift(n, k) < 0.9, "so near 1 that 1 would pass too"
+
+
+def test_collapse_gives_the_stated_collapse_of_overlap():
+    chosen = np.tile(np.array([[0, 1, 2]]), (50, 1))
+    assert expert_overlap(pair_counts(chosen, 8)) == pytest.approx(overlap_collapse(8, 3))
+
+
+def test_one_expert_a_token_leaves_overlap_undefined():
+    assert np.isnan(overlap_floor(8, 1))
+    assert np.isnan(overlap_collapse(8, 1))
+
+
+def test_two_blocks_always_choose_within_their_block():
+    chosen = np.array([[0, 1], [2, 3]] * 30)
+    pairs = pair_counts(chosen, 4)
+    share, lift = coactivation(pairs, 60)
+    assert share[0].tolist() == [1, 1, 0, 0]
+    assert lift[0, 1] == pytest.approx(2)
+    assert expert_overlap(pairs) == pytest.approx(2 / 6)
+
+
+def test_adjacent_pairs_are_fewer_and_only_neighbours_in_rank():
+    pairs = pair_counts(np.array([[3, 1, 0]]), 4, adjacent=True)
+    assert (pairs[3, 1], pairs[1, 0], pairs[3, 0]) == (1, 1, 0)
+    whole = pair_counts(np.array([[3, 1, 0]]), 4)
+    assert whole[3, 0] == whole[0, 3] == 1
+
+
+# --- router rows
+
+
+def test_orthogonal_rows_score_one_and_equal_rows_the_collapse_value():
+    assert gram_orthogonality(np.eye(5, 9)) == pytest.approx(1)
+    for n in (2, 8, 128):
+        assert gram_orthogonality(np.ones((n, 7))) == pytest.approx(gram_collapse(n))
+    assert gram_collapse(2) == pytest.approx(0.5)
+    assert 0.29 < gram_collapse(1000) < 0.294
+
+
+def test_random_rows_score_the_chance_value_of_0_94():
+    rows = np.random.default_rng(0).standard_normal((64, 128))
+    assert gram_orthogonality(rows) == pytest.approx(gram_chance(64, 128), abs=0.002)
+    assert gram_chance(64, 128) == pytest.approx(0.94, abs=0.003)
+
+
+def test_a_tight_frame_reaches_the_welch_bound_and_nothing_beats_it():
+    angles = 2 * np.pi * np.arange(3) / 3  # three lines in the plane, 60 degrees apart
+    frame = np.stack([np.cos(angles), np.sin(angles)], 1)
+    assert gram_orthogonality(frame) == pytest.approx(gram_best(3, 2))
+    for seed in range(20):
+        assert gram_orthogonality(np.random.default_rng(seed).standard_normal((3, 2))) <= gram_best(3, 2) + 1e-12
+    assert gram_best(3, 5) == 1
+
+
+def test_cosines_of_rows_are_those_of_a_loop_and_chance_is_that_of_random_rows():
+    rows = np.random.default_rng(1).standard_normal((40, 96))
+    cosines = [
+        rows[a] @ rows[b] / np.linalg.norm(rows[a]) / np.linalg.norm(rows[b]) for a in range(40) for b in range(a)
+    ]
+    found, chance = router_similarity(rows), similarity_floors(40, 96)
+    assert found["router_similarity"] == pytest.approx(np.mean(cosines))
+    assert found["router_similarity_abs"] == pytest.approx(np.mean(np.abs(cosines)))
+    assert found["router_similarity_max"] == pytest.approx(max(cosines))
+    assert found["router_similarity_abs"] == pytest.approx(chance["router_similarity_abs"], rel=0.05)
+    assert found["router_similarity_max"] == pytest.approx(chance["router_similarity_max"], rel=0.25)

@@ -1,0 +1,90 @@
+"""The tally: sums by hand for a few tokens, cells by domain and bucket, and state that does not grow with the text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moescope.routing.jackknife import BUCKETS
+from moescope.routing.tally import SUMS, Tally
+from moescope.types import Routing, Tokens
+
+
+def tokens(rows: int, real: list[bool], domain: list[int], bucket: list[int], continues: bool = False) -> Tokens:
+    n = len(real)
+    zeros = torch.zeros(n, dtype=torch.int64)
+    return Tokens(
+        rows, zeros, torch.tensor(real), zeros, zeros, torch.tensor(domain), torch.tensor(bucket), "prefill", continues
+    )
+
+
+def routing(chosen: list[list[int]], gates: list[list[float]], at: Tokens | None = None) -> Routing:
+    return Routing(3, "mlp", 4, torch.tensor(chosen), torch.tensor(gates), at)
+
+
+def test_counts_mass_and_pairs_of_three_tokens_are_those_on_paper():
+    tally = Tally(2)
+    at = tokens(1, [True, True, True, False], [0, 1, 1, 1], [5, 7, 7, 7])
+    tally.add(routing([[0, 1], [1, -1], [3, 1], [2, 2]], [[0.75, 0.25], [0.5, 0.0], [0.5, 0.5], [9.0, 9.0]], at))
+    (counts,) = tally.moved()
+    assert (counts.layer, counts.layer_name, counts.k) == (3, "mlp", 2)
+    assert counts.counts_MBE.sum() == 5
+    assert counts.counts_MBE[0, 5].tolist() == [1, 1, 0, 0]
+    assert counts.counts_MBE[1, 7].tolist() == [0, 2, 0, 1]
+    assert counts.mass_MBE[1, 7].tolist() == [0, 1.0, 0, 0.5]
+    assert counts.pairs_EE.tolist() == [[1, 1, 0, 0], [1, 3, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
+    cell = {name: counts.sums(name)[1, 7] for name in ("tokens", "assigned", "dropped", "gates", "gates_squared", "token_gates_squared")}  # fmt: skip
+    assert cell == {"tokens": 2, "assigned": 3, "dropped": 1, "gates": 1.5, "gates_squared": 0.75, "token_gates_squared": 1.25}  # fmt: skip
+
+
+def test_neighbours_are_within_a_row_and_never_across_rows_or_padding():
+    tally = Tally(1)
+    at = tokens(2, [True, True, True, True, True, False], [0] * 6, [0] * 6)
+    chosen = [[0, 1], [0, 2], [3, 1], [3, 1], [1, 3], [1, 3]]
+    tally.add(routing(chosen, [[0.9, 0.1]] * 6, at))
+    (counts,) = tally.moved()
+    found = {name: float(counts.sums(name).sum()) for name in ("neighbours", "same_first", "jaccard")}
+    assert found["neighbours"] == 3  # two in the first row, one in the second
+    assert found["same_first"] == 1  # tokens 0 and 1
+    assert abs(found["jaccard"] - (1 / 3 + 0 / 4 + 1)) < 1e-6
+
+
+def test_a_row_that_goes_on_has_its_last_token_as_neighbour_and_one_that_does_not_has_none():
+    for continues, expected in ((True, 2), (False, 1)):
+        tally = Tally(1)
+        tally.add(routing([[0, 1], [2, 1]], [[0.9, 0.1]] * 2, tokens(1, [True, True], [0, 0], [0, 0])))
+        tally.add(routing([[2, 0]], [[0.9, 0.1]], tokens(1, [True], [0], [0], continues)))
+        assert float(tally.moved()[0].sums("neighbours").sum()) == expected
+
+
+def test_what_is_held_does_not_grow_with_the_text():
+    generator = torch.Generator().manual_seed(0)
+
+    def held(passes: int) -> int:
+        tally = Tally(2)
+        for _ in range(passes):
+            chosen = torch.randint(0, 4, (64, 1), generator=generator)
+            at = tokens(4, [True] * 64, [0] * 64, torch.randint(0, BUCKETS, (64,), generator=generator).tolist())
+            tally.add(Routing(0, "mlp", 4, chosen, torch.ones(64, 1), at))
+        layer = tally.layers[("prefill", 0)]
+        parts = [*vars(layer).values(), *(layer.before or ())]
+        return sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
+
+    assert held(1) == held(20)
+
+
+def test_decisions_of_padding_do_not_reach_the_sums_even_when_they_are_not_numbers():
+    logits = torch.tensor([[1.0, 2.0], [float("nan"), float("nan")]])
+    at = tokens(1, [True, False], [0, 0], [0, 0])
+    tally = Tally(1)
+    tally.add(Routing(0, "mlp", 2, torch.tensor([[1], [0]]), torch.ones(2, 1), at, logits, logits.softmax(-1), logits))
+    (counts,) = tally.moved()
+    p = np.exp([1, 2]) / np.exp([1, 2]).sum()
+    assert abs(counts.sums("routing_entropy").sum() + (p * np.log(p)).sum()) < 1e-6
+    assert np.isfinite(counts.sums_MBS[..., [SUMS.index("confidence"), SUMS.index("z_loss")]]).all()
+
+
+def test_without_tokens_named_every_token_counts():
+    tally = Tally(1)
+    tally.add(routing([[0, 1], [0, 2]], [[0.9, 0.1]] * 2))
+    assert tally.moved()[0].counts_MBE.sum((0, 1)).tolist() == [2, 1, 1, 0]
