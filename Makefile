@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow check bench bench-growth bench-peer clean
+.PHONY: demo test test-slow check bench bench-growth bench-memory bench-gpu bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -31,6 +31,17 @@ bench: .venv/core
 # One thread: how the work grows is asked for, not how well threads share it.
 bench-growth: .venv/everything
 	OMP_NUM_THREADS=1 $(BIN)/python bench/growth.py
+
+# Peak resident memory of a scan of 8 GB, written to the temporary folder first.
+bench-memory: .venv/core
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/memory.py --fused
+
+# On a machine with a GPU; qwen3 writes 20 GB into the temporary folder.
+bench-gpu: .venv/core
+	$(BIN)/python bench/gpu.py mixtral --layers 6
+	$(BIN)/python bench/gpu.py deepseek --layers 2
+	$(BIN)/python bench/gpu.py qwen3 --layers 48
 
 # WeightWatcher brings packages of its own, so it gets an environment of its own.
 bench-peer: .venv-peer/ready
