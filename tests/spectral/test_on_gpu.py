@@ -99,6 +99,17 @@ def test_the_largest_eigenvalue_of_nothing_is_nothing():
     assert on_gpu.largest_eigenvalue(torch.zeros(2, 3, 3, dtype=torch.float64)).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("count", "free", "expected"), [(8, 1e12, 8), (256, 1e12, 128), (256, 100e9, 52), (100, 1, 1), (130, 1e12, 65)]
+)
+def test_batches_are_of_one_size_and_fit_the_memory(monkeypatch, count, free, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
+    on_gpu.batch_size.cache_clear()
+    found = on_gpu.batch_size(count, 2048, 7168)
+    on_gpu.batch_size.cache_clear()
+    assert found == expected
+
+
 def test_experts_are_solved_in_their_order_batch_by_batch(monkeypatch):
     from contextlib import nullcontext
 
@@ -110,7 +121,7 @@ def test_experts_are_solved_in_their_order_batch_by_batch(monkeypatch):
     made = [expert_and_rows(seed, (30, 20), spectrum("flat", 20)) for seed in range(8)]
     rows = torch.from_numpy(made[0][1])
     given = [(10 + number, torch.from_numpy(matrix)) for number, (matrix, _) in enumerate(made)]
-    found = list(on_gpu.in_batches(given, rows, [1, 20], "fast", nullcontext))
+    found = list(on_gpu.in_batches(given, 8, rows, [1, 20], "fast", nullcontext))
     assert sizes == [3, 3, 2]
     assert [number for number, _ in found] == list(range(10, 18))
     for (_, matrix), (_, result) in zip(given, found, strict=True):

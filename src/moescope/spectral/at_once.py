@@ -34,17 +34,18 @@ def reads(read: Callable[[int], Tensor], experts: list[int], device: str) -> Ite
 
 def decompose_each(
     experts: Iterable[tuple[int, Tensor]],
+    count: int,
     routers_ED: Tensor,
     ladder: list[int],
     precision: str,
     device: str,
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Decomposition]]:
-    """(expert, its decomposition) in the order given: a thread an expert on a CPU, whole batches on a GPU."""
+    """(expert, its decomposition) in the order given: a thread an expert on a CPU, whole batches on a GPU. `count`: how many there may be."""
     if device != "cpu":
         from moescope.spectral.on_gpu import in_batches
 
-        return in_batches(experts, routers_ED, ladder, precision, waiting)
+        return in_batches(experts, count, routers_ED, ladder, precision, waiting)
 
     def solve(matrix_FD: Tensor) -> Decomposition:
         return decompose(matrix_FD, routers_ED, ladder, precision)

@@ -184,7 +184,7 @@ def decompose_layer(
             yield expert, W_FD
 
     for expert, result in decompose_each(
-        readable(), unit_rows, ladder, settings.precision, device, lambda: timed("decompose")
+        readable(), len(usable_rows), unit_rows, ladder, settings.precision, device, lambda: timed("decompose")
     ):
         energies[expert] = alignment.cumulative_energy(result.energy_ER, ladder)
         ranks.append(result.rank)

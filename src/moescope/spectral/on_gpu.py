@@ -103,6 +103,7 @@ def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tu
 
 def in_batches(
     experts: Iterable[tuple[int, Tensor]],
+    count: int,
     routers_ED: Tensor,
     ladder: list[int],
     precision: str,
@@ -120,7 +121,7 @@ def in_batches(
         yield from zip(numbers, found, strict=True)
 
     for expert, matrix in experts:
-        room = room or batch_size(min(matrix.shape), max(matrix.shape))
+        room = room or batch_size(count, min(matrix.shape), max(matrix.shape))
         batch.append((expert, matrix))
         if len(batch) == room:
             yield from solve()
@@ -129,11 +130,13 @@ def in_batches(
 
 
 @cache  # free memory changes, and another size would have to be recorded anew
-def batch_size(side: int, long_side: int) -> int:
-    """How many matrices are solved at once: what a third of the free memory holds, and no more than a layer mostly has."""
+def batch_size(count: int, side: int, long_side: int) -> int:
+    """How many matrices are solved at once: batches of one size, the largest that half of the free memory holds."""
     free, _ = torch.cuda.mem_get_info()
     each = 8 * (ARRAYS_HELD * side * side + 3 * side * long_side)
-    return max(1, min(MOST_AT_ONCE, int(free / 3 / each)))
+    room = max(1, min(MOST_AT_ONCE, int(free / 2 / each)))
+    batches = -(-count // room)
+    return -(-count // batches)
 
 
 def decompose_batch(
