@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         match = (
             re.fullmatch(r"/tiny/moe/resolve/(\w+)/(.*)", self.path)
             if server.hub
-            else re.fullmatch(r"/()(.*)", self.path)
+            else re.fullmatch(r"/()([^?]*)(?:\?.*)?", self.path)
         )
         file = server.folder / match[2] if match else None
         if file is None or not file.is_file() or (match and match[1] and match[1] not in COMMITS.values()):

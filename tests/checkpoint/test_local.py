@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from checkpoints import expert_name, tiny_checkpoint, tiny_config, tiny_tensors
 from moescope.checkpoint import open_checkpoint
@@ -82,3 +84,71 @@ def test_an_old_bin_file_that_cannot_be_mapped_is_refused(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(BadInput, match="give a checkpoint saved as safetensors"):
         open_checkpoint(tmp_path)
+
+
+def test_a_bin_file_of_parameters_is_read_and_one_of_hollow_tensors_refused(tmp_path):
+    torch.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "pytorch_model.bin")
+    assert not open_checkpoint(tmp_path).read("a").requires_grad
+    torch.save({"a": torch.ones(2, device="meta")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(BadInput, match="tensors without data"):
+        open_checkpoint(tmp_path)
+
+
+# --- files that change, and things that are no files
+
+
+def swapped(folder, first: float, second: float) -> None:
+    save_file({"a": torch.tensor([first]), "b": torch.tensor([second])}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_file_that_is_written_anew_after_its_header_was_read_is_refused(tmp_path, released):
+    swapped(tmp_path, 1.0, 2.0)
+    checkpoint = open_checkpoint(tmp_path)
+    if released:
+        checkpoint.read("a")
+        checkpoint.release()
+    swapped(tmp_path, 3.0, 4.0)
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    with pytest.raises(BadInput, match="the file has changed since its header was read"):
+        checkpoint.read("a")
+
+
+def test_a_pipe_beside_the_weights_is_not_waited_for(tmp_path):
+    swapped(tmp_path, 1.0, 2.0)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert set(open_checkpoint(tmp_path).tensors) == {"a", "b"}
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BadInput, match=r"config\.json: not a text file"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3)])
+def test_a_part_of_a_tensor_without_parts_is_refused(tmp_path, shape):
+    save_file({"a": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.read("a").shape == shape
+    with pytest.raises(BadInput, match="has no parts"):
+        checkpoint.read("a", 0)
+
+
+def test_a_header_whose_entries_are_lists_is_refused(tmp_path):
+    header = b'{"a":["F32",[2],[0,8]]}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(BadInput, match="not a whole safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_named_with_the_command_that_helps(tmp_path):
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(BadInput, match=r"a Git LFS pointer.*git lfs pull"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_with_a_backslash_in_its_name_is_a_file_like_any_other(tmp_path):
+    swapped(tmp_path, 1.0, 2.0)
+    (tmp_path / "model.safetensors").rename(tmp_path / "x\\y.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert float(checkpoint.read("b")) == 2.0
+    assert checkpoint.header_hash()

@@ -130,7 +130,9 @@ def test_a_server_that_fails_is_named(server):
 
 
 def test_a_folder_that_is_not_there_is_refused(server):
-    assert refusal(f"{server.url}/nowhere").startswith(f"{server.url}/nowhere: no .safetensors file here")
+    assert refusal(f"{server.url}/nowhere").startswith(
+        f"{server.url}/nowhere: no index and no model.safetensors at this address"
+    )
 
 
 def test_nobody_listening_is_one_line():
@@ -150,7 +152,9 @@ def test_a_server_that_gives_whole_files_only_is_refused(folder, server):
     far = open_checkpoint(f"{server.url}/moe")
     server.ranges = False
     name = expert_name(3, 1, "down")
-    with pytest.raises(BadInput, match=r"model-0000\d-of-00003.safetensors: cannot be fetched .*range"):
+    with pytest.raises(
+        BadInput, match=r"model-0000\d-of-00003.safetensors: the server gives no parts of files; download it"
+    ):
         far.read(name)
 
 
@@ -178,6 +182,50 @@ def test_a_file_that_changes_on_the_server_changes_the_identity(folder, server):
     assert open_checkpoint(f"{server.url}/moe").header_hash() == before
     os.utime(folder / shard_name(0, 3), ns=(1, 1))
     assert open_checkpoint(f"{server.url}/moe").header_hash() != before
+
+
+def test_a_file_that_changes_on_the_server_during_a_scan_is_refused_after_the_layer(folder, server):
+    far = open_checkpoint(f"{server.url}/moe")
+    name = expert_name(0, 0, "gate")
+    far.read(name)
+    far.release()
+    far.read(name)
+    os.utime(folder / far.tensors[name].file_name, ns=(1, 1))
+    with pytest.raises(BadInput, match="has changed on the server since its header was read"):
+        far.release()
+
+
+def test_name_password_and_query_work_and_are_never_shown(folder, server):
+    url = server.url.replace("http://", "http://me:secret@") + "/moe?signature=abc"
+    far = open_checkpoint(url)
+    assert torch.equal(far.read(expert_name(1, 1, "up")), open_checkpoint(folder).read(expert_name(1, 1, "up")))
+    assert all("?signature=abc" in request for request in server.requests if "/moe/" in request)
+    for text in (
+        far.address,
+        far.shown,
+        repr(far),
+        next(iter(far.tensors.values())).file,
+        refusal(f"{url[:-3]}x/nowhere"),
+    ):
+        assert "secret" not in text
+        assert "signature" not in text
+    server.status = 500
+    message = refusal(url)
+    assert "secret" not in message
+    assert "signature" not in message
+
+
+def test_a_tensor_of_no_bytes_is_read_from_a_server_too(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(0, 3), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    with serving(tmp_path) as server:
+        assert open_checkpoint(server.url).read("a").shape == (0, 3)
+
+
+@pytest.mark.parametrize("url", ["github://x", "reference://x", "dir://x", "tar://x::/etc/passwd", "http://"])
+def test_a_url_that_its_file_system_cannot_open_is_one_line(url):
+    assert refusal(url)
 
 
 def test_a_bin_file_on_a_server_is_refused(server, folder):
@@ -240,6 +288,13 @@ def test_a_hub_id_that_leads_nowhere_is_one_line_and_exit_code_2(tmp_path, hub, 
     assert part in done.stderr
 
 
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent.parent)  # files/moe is here
+    assert "did you mean files/moe?" in refusal("files/mo")
+    assert "did you mean files/moe?" in refusal("files/moe@main")
+    assert "no such folder or file" in refusal("./nothing")
+
+
 def test_two_different_revisions_are_refused(tmp_path):
     with pytest.raises(BadInput, match="two revisions, a and b"):
         open_checkpoint("tiny/moe@a", "b")
@@ -248,6 +303,20 @@ def test_two_different_revisions_are_refused(tmp_path):
 def test_a_revision_of_a_folder_is_refused(folder):
     with pytest.raises(BadInput, match=r"a revision .* is of a hub id"):
         open_checkpoint(folder, "main")
+
+
+@pytest.mark.parametrize(
+    "kept", [["model-00001-of-00003.safetensors"], ["config.json", "model-00001-of-00003.safetensors"]]
+)
+def test_a_part_of_a_model_in_the_hub_s_cache_does_not_pass_for_the_model(tmp_path, folder, hub, kept):
+    commit = COMMITS["main"]
+    snapshot = tmp_path / "home" / "hub" / "models--tiny--moe" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name in kept:
+        (snapshot / name).symlink_to(folder / name)
+    done = on_the_hub(hub, tmp_path / "home", "inspect", "tiny/moe", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["moe_layers"]) == LAYERS
 
 
 def test_a_model_in_the_hub_s_cache_is_read_from_there_without_the_hub(tmp_path, folder):

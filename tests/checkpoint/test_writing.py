@@ -165,13 +165,24 @@ def test_small_files_come_along_and_weights_and_indices_do_not(tmp_path):
     assert (tmp_path / "same" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
-def test_files_behind_links_are_copied_as_files(tmp_path):
-    source = tiny_checkpoint(tmp_path / "source")
-    (tmp_path / "blob").write_text("words")
-    (source / "vocab.json").symlink_to(tmp_path / "blob")
+def test_files_behind_the_links_of_a_hub_s_cache_are_copied_as_files(tmp_path):
+    source = tiny_checkpoint(tmp_path / "models--a--b" / "snapshots" / "commit")
+    (tmp_path / "models--a--b" / "blobs").mkdir()
+    (tmp_path / "models--a--b" / "blobs" / "1").write_text("words")
+    (source / "vocab.json").symlink_to("../../blobs/1")
+    (source / "merges.txt").symlink_to("vocab.json")
     write_checkpoint(tmp_path / "out", plan(tiny_tensors()), None, source)
-    assert not (tmp_path / "out" / "vocab.json").is_symlink()
-    assert (tmp_path / "out" / "vocab.json").read_text() == "words"
+    for name in ("vocab.json", "merges.txt"):
+        assert not (tmp_path / "out" / name).is_symlink()
+        assert (tmp_path / "out" / name).read_text() == "words"
+
+
+def test_a_link_that_leaves_the_source_is_not_followed(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    (tmp_path / "private").write_text("secret")
+    (source / "LICENSE").symlink_to(tmp_path / "private")
+    write_checkpoint(tmp_path / "out", plan(tiny_tensors()), None, source)
+    assert not (tmp_path / "out" / "LICENSE").exists()
 
 
 # --- whole or not at all

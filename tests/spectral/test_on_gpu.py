@@ -72,7 +72,8 @@ def test_coordinates_in_the_wrong_order_are_found_out(monkeypatch):
 
 
 @pytest.mark.parametrize("ks", [[1, 2, 4, 8, 16], [1], [1, 16]])
-def test_similarities_of_tensors_equal_those_of_arrays(ks):
+def test_similarities_of_tensors_equal_those_of_arrays(ks, monkeypatch):
+    monkeypatch.setattr(on_gpu, "ROWS_AT_ONCE", 200)  # four pairs at a time
     generator = np.random.default_rng(0)
     bases = [orthonormal(generator, 50, 16) for _ in range(7)]
     bases[3] = bases[2]  # one pair that is the same

@@ -19,7 +19,7 @@ from checkpoint.quantised.builders import (
 from moescope.checkpoint import Checkpoint
 from moescope.cli import app
 from moescope.errors import BadInput
-from moescope.tables import TABLES
+from moescope.tables import SCAN_TABLES
 from moescope.workflows.inspect import inspect
 from moescope.workflows.scan import scan
 
@@ -95,7 +95,7 @@ def test_a_scan_finds_what_it_finds_in_the_dequantised_weights(tmp_path, kind):
     del config["quantization_config"]
     (plain / "config.json").write_text(json.dumps(config))
     runs = [scan(path, out=tmp_path / f"{path.name}-run", matrix="gate,up,down", quiet=True) for path in (tmp_path / "packed", plain)]  # fmt: skip
-    for name in TABLES:
+    for name in SCAN_TABLES:
         ours, theirs = (run.table(name) for run in runs)
         assert len(ours)
         assert ours.equals(theirs), name

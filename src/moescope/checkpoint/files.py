@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Index = int | slice | None  # of a tensor's first axis: one, a run of them, or all
 
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+LARGEST_TEXT = 1_000_000_000  # bytes of an index or a config; the largest seen are a few megabytes
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Stored:
         """Where a part of the tensor's first axis lies."""
         if index is None:
             return self
+        if not self.shape or not self.shape[0]:
+            raise ValueError(f"a tensor of shape {list(self.shape)} has no parts")
         row = (self.end - self.start) // self.shape[0]
         if isinstance(index, int):
             first, shape = range(self.shape[0])[index], self.shape[1:]
@@ -99,7 +102,13 @@ def safetensors_places(path: Path, header: bytes) -> dict[str, Stored]:
 
     with safe_open(path, framework="np") as opened:
         parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (safe_open is not a mapping)
-        offsets = {name: entry["data_offsets"] for name, entry in json.loads(header[8:]).items() if name in parts}
+        offsets = {
+            name: entry["data_offsets"]
+            for name, entry in json.loads(header[8:]).items()
+            if isinstance(entry, dict) and name in parts
+        }
+        if set(offsets) != set(parts):
+            raise ValueError("its header is not a table of tensors")
         return {
             name: Stored(
                 str(part.get_dtype()), tuple(part.get_shape()), *(len(header) + place for place in offsets[name])

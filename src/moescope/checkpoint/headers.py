@@ -28,7 +28,7 @@ class TensorInfo:
     @property
     def file_name(self) -> str:
         """The file's name beside the others."""
-        return self.file.replace("\\", "/").rsplit("/", 1)[-1]
+        return Path(self.file).name if "://" not in self.file else self.file.rsplit("/", 1)[-1]
 
     @property
     def parameters(self) -> int:
@@ -54,8 +54,10 @@ def folder_tensors(files: Files) -> dict[str, TensorInfo]:
     place = files.label("").rstrip("/")
     if any(name.endswith(".gguf") for name in names):
         raise BadInput(f"{place}: {GGUF}")
-    others = sorted({Path(name).suffix for name in names if Path(name).suffix})
-    held = f"it holds {', '.join(others)} files" if others else "it is empty"
+    suffixes = sorted({Path(name).suffix for name in names if Path(name).suffix})
+    if not names and "://" in place:
+        raise BadInput(f"{place}: no index and no model.safetensors at this address; check it")
+    held = f"it holds {', '.join(suffixes or names[:3])}" if names else "it is empty"
     raise BadInput(f"{place}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import LONGEST_HEADER, Index, Stored, first_line, safetensors_places
+from moescope.checkpoint.files import LARGEST_TEXT, LONGEST_HEADER, Index, Stored, first_line, safetensors_places
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ OPEN_FILES = 8
 class LocalFiles:
     folder: Path
     stored: dict[str, dict[str, Stored]] = field(default_factory=dict, repr=False, compare=False)
+    stamps: dict[str, str] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # as they were when headers were read
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # kept open between reads
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     at_once: int = 1
@@ -29,14 +32,21 @@ class LocalFiles:
         return str(self.folder / name)
 
     def names(self) -> list[str]:
-        return sorted(file.name for file in self.folder.iterdir())
+        # a pipe or a device would be waited for for ever; folders and broken links are refused by their names later
+        return sorted(
+            file.name for file in self.folder.iterdir() if file.is_file() or file.is_dir() or not file.exists()
+        )
 
     def exists(self, name: str) -> bool:
         return (self.folder / name).is_file()
 
     def raw(self, name: str) -> bytes | None:
         path = self.folder / name
-        return path.read_bytes() if path.exists() else None
+        if not path.exists():
+            return None
+        if not (path.is_file() or path.is_dir()) or path.stat().st_size > LARGEST_TEXT:
+            raise BadInput(f"{path}: not a text file of reasonable size; download it again")
+        return path.read_bytes()
 
     def size(self, name: str) -> int:
         return (self.folder / name).stat().st_size
@@ -56,7 +66,10 @@ class LocalFiles:
                 length = int.from_bytes(opened.read(8), "little")
                 opened.seek(0)
                 header = opened.read(8 + min(length, LONGEST_HEADER))
+            if header.startswith(b"version https://git-lfs"):
+                raise BadInput(f"{path}: a Git LFS pointer, not the weights; `git lfs pull` in its folder")
             self.stored[name] = safetensors_places(path, header)
+            self.stamps[name] = self.stamp(name)
             return self.stored[name]
         except PermissionError:
             raise
@@ -81,9 +94,9 @@ class LocalFiles:
                 while len(self.opened) >= OPEN_FILES:
                     del self.opened[next(iter(self.opened))]
                 path = self.folder / name
+                if self.stamps.get(name) not in (None, self.stamp(name)):
+                    raise OSError("the file has changed since its header was read")
                 self.opened[name] = load_pickled(path) if is_pickle(name) else OpenFile(path)
-                if not is_pickle(name) and self.size(name) < max(place.end for place in self.stored[name].values()):
-                    raise OSError("it has become shorter")
             return self.opened[name]
 
     def release(self) -> None:
@@ -96,7 +109,7 @@ class OpenFile:
     """A file to read from at any place, by several threads at once; closed when nobody holds it any more."""
 
     def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -132,14 +145,18 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged or hostile pickle may end in any exception; none of its code has run
         raise BadInput(
             f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled code is never run; "
-            "give a checkpoint saved as safetensors"
+            "download it again, or give a checkpoint saved as safetensors"
         ) from None
     tensors = loaded if isinstance(loaded, dict) else {}
     if not tensors or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
     ):
         raise BadInput(f"{path}: not a plain table of names and tensors; give a checkpoint saved as safetensors")
-    return tensors
+    if any(tensor.is_meta or tensor.layout != torch.strided for tensor in tensors.values()):
+        raise BadInput(
+            f"{path}: holds tensors without data or of sparse layout; give a checkpoint saved as safetensors"
+        )
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def pickled_header(tensor: Tensor) -> Stored:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from moescope.checkpoint.files import Files, first_line
-from moescope.checkpoint.headers import GGUF, folder_tensors
+from moescope.checkpoint.headers import GGUF, INDEX_NAMES, folder_tensors
 from moescope.checkpoint.local import LocalFiles
 from moescope.errors import BadInput
 
 HUB_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(@(?P<revision>[\w./-]+))?")
+HUB_PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[^/]+))?/?")
 WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 
@@ -28,24 +31,28 @@ class Place:
 def find_place(model: str | Path, revision: str | None = None) -> Place:
     """What the user's word for a checkpoint means. A folder or file of that name comes before a hub id."""
     text = str(model)
-    if text.startswith("hf://") or (not_local(model) and HUB_ID.fullmatch(text)):
+    if page := HUB_PAGE.fullmatch(text):  # as copied from a browser
+        return hub_place(page["id"], revision or page["revision"])
+    if text.startswith("hf://") or (isinstance(model, str) and may_be_hub_id(text)):
         return hub_place(text, revision)
     if revision is not None:
-        raise BadInput(f"{text}: a revision ({revision}) is of a hub id such as owner/name; leave it out")
+        raise BadInput(f"{shown_url(text)}: a revision ({revision}) is of a hub id such as owner/name; leave it out")
     if "://" in text and not text.startswith("file://"):
         return url_place(text)
     return local_place(text)
 
 
-def not_local(model: str | Path) -> bool:
-    try:
-        return isinstance(model, str) and not Path(model).expanduser().exists()
-    except (RuntimeError, OSError, ValueError):
+def may_be_hub_id(text: str) -> bool:
+    """owner/name, unless something of that name, or a folder named like the owner, is here."""
+    match = HUB_ID.fullmatch(text)
+    if match is None or match["owner"].startswith("."):
         return False
+    return not Path(text).exists() and not Path(match["owner"]).is_dir()
 
 
 def local_place(text: str) -> Place:
-    missing = BadInput(f"{text}: no such folder or file; check the path")
+    near = close_names(text)
+    missing = BadInput(f"{text}: no such folder or file; " + (f"did you mean {near[0]}?" if near else "check the path"))
     try:
         path = Path(text.removeprefix("file://")).expanduser()
         is_file, is_folder = path.is_file(), path.is_dir()
@@ -56,10 +63,32 @@ def local_place(text: str) -> Place:
             raise BadInput(f"{path}: {GGUF}")
         if path.suffix not in (".safetensors", ".bin"):
             raise BadInput(f"{path}: not a .safetensors file; give a folder or a .safetensors file")
-        return Place(str(path), str(path.resolve()), path.stem, LocalFiles(path.parent), one_file=path.name)
+        address = path.parent.resolve() / path.name  # a link keeps its name: the hub's cache is made of them
+        return Place(str(path), str(address), path.stem, LocalFiles(path.parent), one_file=path.name)
     if not is_folder:
         raise missing
     return Place(str(path), str(path.resolve()), path.resolve().name, LocalFiles(path))
+
+
+def close_names(text: str) -> list[str]:
+    """What lies where the user pointed, under nearly that name."""
+    try:
+        path = Path(text)
+        stem = path.name.split("@")[0]
+        if path.with_name(stem).exists():
+            return [str(path.with_name(stem))]
+        found = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        return [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, found, 1, 0.7)]
+    except (OSError, ValueError):
+        return []
+
+
+def shown_url(url: str) -> str:
+    """Without name, password and query."""
+    parts = urlsplit(url)
+    user = parts.netloc.rpartition("@")[0]
+    plain = url.removesuffix(f"?{parts.query}") if parts.scheme in ("http", "https") else url
+    return plain.replace(f"{user}@", "", 1) if user else plain
 
 
 def url_place(url: str) -> Place:
@@ -67,15 +96,19 @@ def url_place(url: str) -> Place:
 
     from moescope.checkpoint.remote import RemoteFiles
 
+    parts = urlsplit(url)
+    user = parts.netloc.rpartition("@")[0]
+    query = f"?{parts.query}" if parts.query and parts.scheme in ("http", "https") else ""
+    plain, shown = url.removesuffix(query), shown_url(url).rstrip("/")
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # fsspec says which package a protocol needs
-        raise BadInput(f"{url}: {first_line(error)}") from None
-    root, shown = path.rstrip("/"), url.rstrip("/")
-    name = root.rsplit("/", 1)[-1]
+        filesystem, path = fsspec.core.url_to_fs(plain)
+    except Exception as error:  # every file system has errors of its own; fsspec says which package a protocol needs
+        raise BadInput(f"{shown}: {first_line(error)[:200]}; check the address") from None
+    root, name = path.rstrip("/"), shown.rsplit("/", 1)[-1]
+    secrets = tuple(secret for secret in (f"{user}@", query) if len(secret) > 1)
     if not name.endswith((".safetensors", ".bin")):
-        return Place(url, shown, name, RemoteFiles(filesystem, root, shown))
-    files = RemoteFiles(filesystem, root.rsplit("/", 1)[0], shown.rsplit("/", 1)[0])
+        return Place(url, shown, name, RemoteFiles(filesystem, root, shown, query, secrets))
+    files = RemoteFiles(filesystem, root.rsplit("/", 1)[0], shown.rsplit("/", 1)[0], query, secrets)
     return Place(url, shown, name.rsplit(".", 1)[0], files, one_file=name)
 
 
@@ -135,7 +168,11 @@ def cached_folder(repository: str, revision: str | None) -> Path | None:
         folder = Path(
             snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(WEIGHTS))
         )
-        folder_tensors(LocalFiles(folder))
+        files = LocalFiles(folder)
+        names = {info.file_name for info in folder_tensors(files).values()}
     except (BadInput, OSError, ValueError):
         return None
-    return folder
+    # one file fetched by itself lies there too: without its index a shard must not pass for the model
+    indexed = any(files.exists(index) for index in INDEX_NAMES)
+    part_of_more = any(re.search(r"-of-\d+\.", name) for name in names) and not indexed
+    return folder if files.exists("config.json") and not part_of_more else None

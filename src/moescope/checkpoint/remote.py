@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moescope.checkpoint.files import LONGEST_HEADER, Index, Stored, first_line, safetensors_places
+from moescope.checkpoint.files import LARGEST_TEXT, LONGEST_HEADER, Index, Stored, first_line, safetensors_places
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ class NotThere(BadInput):
 class RemoteFiles:
     filesystem: Any  # fsspec's
     root: str  # the folder, as that file system names it
-    shown: str  # and as the user does
+    shown: str  # and as the user does, without name, password and query
+    query: str = ""  # what follows a file's name, such as a signature
+    secrets: tuple[str, ...] = field(default=(), repr=False)  # never to be shown
     infos: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     stored: dict[str, dict[str, Stored]] = field(default_factory=dict, repr=False, compare=False)
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -44,7 +46,13 @@ class RemoteFiles:
         return f"{self.shown}/{name}"
 
     def path(self, name: str) -> str:
-        return f"{self.root}/{name}"
+        return f"{self.root}/{name}{self.query}"
+
+    def without_secrets(self, text: str) -> str:
+        """A library's message, which may quote the address with a password in it."""
+        for secret in self.secrets:
+            text = text.replace(secret, "")
+        return text
 
     def names(self) -> list[str]:
         try:
@@ -67,6 +75,10 @@ class RemoteFiles:
     def raw(self, name: str) -> bytes | None:
         if not self.exists(name):
             return None
+        if self.size(name) > LARGEST_TEXT:
+            raise BadInput(
+                f"{self.label(name)}: {self.size(name):,} bytes are no text file of reasonable size; check the address"
+            )
         return bytes(self.patiently(name, lambda: self.filesystem.cat_file(self.path(name))))
 
     def size(self, name: str) -> int:
@@ -115,6 +127,8 @@ class RemoteFiles:
         import torch
 
         place = self.stored[name][tensor].part(index)
+        if place.start == place.end:
+            return place.tensor(torch.empty(0, dtype=torch.uint8))
         return place.tensor(torch.frombuffer(bytearray(self.fetch(name, place.start, place.end)), dtype=torch.uint8))
 
     def fetch(self, name: str, start: int, end: int) -> bytes:
@@ -162,7 +176,11 @@ class RemoteFiles:
                     time.sleep(0.5 * 2**attempt)
                     continue
                 cause = error.__cause__ or error
-                why = refused or f"{type(cause).__name__}: {first_line(cause)[:160]}"
+                why = refused or f"{type(cause).__name__}: {self.without_secrets(first_line(cause))[:160]}"
+                if "range" in why.lower():
+                    raise BadInput(
+                        f"{self.label(name)}: the server gives no parts of files; download it and give its folder"
+                    ) from None
                 if refused == "no such file":
                     raise NotThere(f"{self.label(name)}: no such file; check the address") from None
                 raise BadInput(
@@ -171,7 +189,18 @@ class RemoteFiles:
         raise AssertionError("the last attempt returns or raises")
 
     def release(self) -> None:
-        """Nothing is held: every read is a request of its own."""
+        """Close what is open, and refuse to go on with files that have changed on the server since their headers were read."""
+        with self.lock:
+            names = list(self.opened)
+            for file, alone in self.opened.values():
+                with alone:
+                    file.close()
+            self.opened.clear()
+        for name in names:
+            before = self.stamp(name)
+            del self.infos[name]
+            if self.stamp(name) != before:
+                raise BadInput(f"{self.label(name)}: has changed on the server since its header was read; begin again")
 
 
 def refusal(error: BaseException) -> str | None:

@@ -26,7 +26,7 @@ class Checkpoint:
     """The headers of a checkpoint and its config. No tensor data are held."""
 
     location: str  # as the user gave it: folder, file, hub id or URL
-    address: str  # as run.json keeps it: absolute, without the revision
+    address: str  # as run.json keeps it: absolute, without revision, password and query
     name: str
     config: dict[str, Any] | None
     tensors: dict[str, TensorInfo] = field(repr=False)  # as the model has them
@@ -35,6 +35,11 @@ class Checkpoint:
     files: Files = field(repr=False, compare=False)
     revision: str | None = None  # the commit of a hub repository
     one_file: bool = False  # a single file was given: it may be one shard of several
+
+    @property
+    def shown(self) -> str:
+        """As messages name it: as the user did, but never with a password."""
+        return self.address if "://" in self.location and self.revision is None else self.location
 
     def header_hash(self) -> str:
         """SHA-256 over names, shapes and dtypes, config, and what tells that a file changed: size and time, or a server's mark.

@@ -120,7 +120,7 @@ def local_files(checkpoint: Checkpoint) -> LocalFiles:
     files = checkpoint.files
     if not isinstance(files, LocalFiles) or any(is_pickle(name) for name in checkpoint.file_names()):
         raise BadInput(
-            f"{checkpoint.location}: only safetensors on this machine can be rewritten; "
+            f"{checkpoint.shown}: only safetensors on this machine can be rewritten; "
             "`hf download MODEL --local-dir DIR`, then give DIR"
         )
     return files
@@ -255,7 +255,10 @@ def write_shard(path: Path, header: bytes, shard: Sequence[PlannedTensor], tell:
 
 
 def write_text(path: Path, value: dict[str, Any], sort: bool = False) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=sort, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, sort_keys=sort, ensure_ascii=False) + "\n"
+    path.write_text(
+        text, encoding="utf-8", errors="backslashreplace"
+    )  # half a character, as JSON itself would write it
     sync_file(path)
 
 
@@ -266,9 +269,21 @@ def small_files(source: Path, with_config: bool) -> dict[str, Path]:
         name = file.relative_to(source).as_posix()
         wanted = name not in NOT_COPIED or (with_config and name == "config.json")
         weights = file.suffix.lower() in WEIGHT_ENDINGS or name.endswith(".index.json") or name.startswith(".")
-        if wanted and not weights and file.is_file() and file.stat().st_size <= SMALL_FILE_BYTES:
+        if wanted and not weights and belongs(file, source) and file.stat().st_size <= SMALL_FILE_BYTES:
             found[name] = file
     return found
+
+
+def belongs(file: Path, source: Path) -> bool:
+    """A file of the folder, or a link that stays within it or, in the hub's cache, within its repository.
+
+    A link elsewhere may lead to anything of the user's, who will perhaps publish what is written.
+    """
+    if not file.is_file():
+        return False
+    own = source.resolve()
+    repository = own.parent.parent if own.parent.name == "snapshots" else own
+    return file.resolve().is_relative_to(repository)
 
 
 def copy_small_files(files: dict[str, Path], folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
 from moescope.families.dbrx import DBRX
@@ -48,10 +50,14 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
     """
     with_router = [family for family in FAMILIES if routers(family, checkpoint)]
     if not with_router:
+        if checkpoint.one_file and re.search(r"-of-\d+", checkpoint.name):
+            raise BadInput(
+                f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder of the whole checkpoint"
+            )
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
-            f"{checkpoint.location}: no MoE layer found (model_type {model_type}); it may be a dense model, "
+            f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model, "
             f"or a layout not known yet. Looked for: {looked_for}"
         )
     fitting = [family for family in with_router if fits(family, checkpoint)] or with_router

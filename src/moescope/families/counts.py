@@ -19,7 +19,7 @@ EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_lay
 
 def check_counts(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None) -> None:
     """Refuse numbers of experts with which the model cannot route: too few for its top-k, or not to be shared by its groups."""
-    where = moe.checkpoint.location
+    where = moe.checkpoint.shown
     for layer, count in counts.items():
         chosen = moe.layers[layer].top_k if top_k is None else top_k
         if count < 1:
@@ -50,7 +50,7 @@ def check_groups(moe: MoeCheckpoint, layer: int, count: int, top_k: int | None) 
     below = [number for number in range(count - 1, 0, -1) if possible(number)][:1]
     above = [number for number in range(count + 1, moe.layers[layer].n_experts + 1) if possible(number)][:1]
     raise BadInput(
-        f"{moe.checkpoint.location}: {count} experts in layer {layer} cannot be routed in {groups} groups "
+        f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} groups "
         f"({kept} of them chosen, top_k {top_k}); nearest possible: {' or '.join(map(str, below + above)) or 'none'}"
     )
 
@@ -66,11 +66,11 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
         return None
     if checkpoint.config is None:
         raise BadInput(
-            f"{checkpoint.location}: no config.json beside the weights, so the number of experts cannot be changed; add it"
+            f"{checkpoint.shown}: no config.json beside the weights, so the number of experts cannot be changed; add it"
         )
     if moe.model is None:
         raise BadInput(
-            f"{checkpoint.location}: model_type {checkpoint.config.get('model_type')} is not known, so neither is the field of "
+            f"{checkpoint.shown}: model_type {checkpoint.config.get('model_type')} is not known, so neither is the field of "
             "config.json that counts its experts; give a model of a known type, or keep the number"
         )
     config: Config = copy.deepcopy(checkpoint.config)
@@ -79,7 +79,7 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
     if top_k is not None:
         if isinstance(moe.model.top_k, int):
             raise BadInput(
-                f"{checkpoint.location}: this model always chooses {moe.model.top_k} experts; leave top_k as it is"
+                f"{checkpoint.shown}: this model always chooses {moe.model.top_k} experts; leave top_k as it is"
             )
         chosen = {weights.top_k for weights in moe.layers.values()}
         for holder, field in fields(config, moe.model.top_k, TOP_K_ALIASES, chosen):
@@ -93,7 +93,7 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
 
 def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> None:
     assert moe.model is not None
-    where = moe.checkpoint.location
+    where = moe.checkpoint.shown
     if not any(fields(config, moe.model.experts)):
         raise BadInput(
             f"{moe.checkpoint.files.label('config.json')}: none of {', '.join(moe.model.experts)} in it; add the number of experts"

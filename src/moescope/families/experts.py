@@ -83,7 +83,7 @@ def either(*ways: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[Lay
         first, *others = (tensors.name(template, 0) for template, _ in ways)
         instead = "".join(f", or {other} in its place," for other in others)
         raise BadInput(
-            f"{tensors.checkpoint.location}: tensor {first}{instead} is missing; download the shard that holds it"
+            f"{tensors.checkpoint.shown}: tensor {first}{instead} is missing; download the shard that holds it"
         )
 
     return read

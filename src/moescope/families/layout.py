@@ -82,7 +82,7 @@ class LayerTensors:
     def info(self, template: str, expert: int | None = None) -> TensorInfo:
         name = self.name(template, expert)
         if name not in self.checkpoint.tensors:
-            raise BadInput(f"{self.checkpoint.location}: tensor {name} is missing; download the shard that holds it")
+            raise BadInput(f"{self.checkpoint.shown}: tensor {name} is missing; download the shard that holds it")
         self.checkpoint.check_readable(name)  # here, not an hour into a scan
         self.taken.add(name)
         return self.checkpoint.tensors[name]

@@ -178,7 +178,7 @@ def check_expected(family: Family, checkpoint: Checkpoint, expected: set[int] | 
     absent = sorted((expected or set()) - found)
     if absent:
         raise BadInput(
-            f"{checkpoint.location}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
+            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
             "download the missing shards"
         )
 

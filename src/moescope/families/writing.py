@@ -104,7 +104,7 @@ def plan_moe(moe: MoeCheckpoint, layers: dict[int, NewLayer], top_k: int | None 
     expected = moe.coverage.layers_expected
     if expected is not None and moe.coverage.layers_found < expected:
         raise BadInput(
-            f"{moe.checkpoint.location}: {moe.coverage.layers_found} of {expected} MoE layers are in it; "
+            f"{moe.checkpoint.shown}: {moe.coverage.layers_found} of {expected} MoE layers are in it; "
             "give the folder of the whole checkpoint"
         )
     for layer, new in layers.items():
@@ -252,9 +252,7 @@ def finite(tensor: Tensor, name: str) -> Tensor:
 
 def check_layer(moe: MoeCheckpoint, layer: int, new: NewLayer) -> None:
     if layer not in moe.layers:
-        raise BadInput(
-            f"{moe.checkpoint.location}: layer {layer} is not an MoE layer; MoE layers: {listed(moe.layers)}"
-        )
+        raise BadInput(f"{moe.checkpoint.shown}: layer {layer} is not an MoE layer; MoE layers: {listed(moe.layers)}")
     check_rewritable(moe, layer, len(new.experts) != moe.layers[layer].n_experts)
     weights = moe.layers[layer]
     stacks = stacks_of(weights)
@@ -311,7 +309,7 @@ def check_rewritable(moe: MoeCheckpoint, layer: int, recounted: bool) -> None:
     packed = [name for name in sorted(own) if checkpoint.tensors[name].dtype not in READABLE_DTYPES]
     if quantised or unstored or packed:
         raise BadInput(
-            f"{checkpoint.location}: layer {layer} is quantised ({(packed + quantised + unstored)[0]}) and cannot be rewritten; "
+            f"{checkpoint.shown}: layer {layer} is quantised ({(packed + quantised + unstored)[0]}) and cannot be rewritten; "
             "give a bf16 checkpoint"
         )
     shared = weights.shared

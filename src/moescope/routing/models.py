@@ -91,9 +91,11 @@ def load_tokenizer(path: str, more: dict[str, str]) -> Any:
 
     with quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(path, **more)
+            tokenizer = AutoTokenizer.from_pretrained(path, **more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
             return None
+    # transformers makes an empty tokenizer where a folder holds none; it would find no token in any text
+    return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
 
 
 def model_class(config: Any) -> Any:

@@ -8,6 +8,7 @@ memory column by column (a C-ordered [rows, columns] array is its own transpose 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -101,15 +102,24 @@ def thread_controls() -> ThreadControls | None:
     return None
 
 
+_alone = threading.Lock()
+_inside: list[int] = []  # how many threads BLAS had when the first of several came in
+
+
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
+    """BLAS on one thread until the last of those who asked for it, from whatever thread, is done."""
     controls = thread_controls()
     if controls is None:
         yield
         return
-    before = controls.get()
-    controls.set(1)
+    with _alone:
+        _inside.append(_inside[0] if _inside else controls.get())
+        controls.set(1)
     try:
         yield
     finally:
-        controls.set(before)
+        with _alone:
+            before = _inside.pop()
+            if not _inside:
+                controls.set(before)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from moescope.spectral.batched_eigen import Reduction, divide_and_conquer, tridiagonalise
@@ -26,6 +27,9 @@ MOST_AT_ONCE = 128
 READERS = 8  # threads that read experts, and how many experts each may be ahead
 AHEAD = 16
 CONSERVED = 1e-12  # a row of the matrix: how far lengths may stray in the eigenbasis; seen are 1e-14
+ROWS_AT_ONCE = (
+    2**21
+)  # of the experts' leading vectors, gathered for pairs of them: 2 GB for both sides of 1024 pairs of d = 2048
 SQUARINGS = 32  # of a matrix whose largest eigenvalue is wanted; see largest_eigenvalue
 
 
@@ -180,13 +184,19 @@ def decompose_batch(
 
 
 def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tuple[Array, ...]]:
-    """What `subspaces.row_similarities` gives, for all pairs of experts together."""
-    stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
-    count, width, vectors = stacked.shape
-    flat = stacked.transpose(1, 2).reshape(count * vectors, width)
-    products = (flat @ flat.T).reshape(count, vectors, count, vectors)
-    first, second = torch.triu_indices(count, count, 1, device=flat.device)
-    products_PKK = products[first, :, second]
+    """What `subspaces.row_similarities` gives, for all pairs of experts: a few thousand at a time, all would fill a small GPU."""
+    with one_at_a_time:
+        stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
+        first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
+        at_once = max(1, ROWS_AT_ONCE // stacked.shape[1])
+        blocks = [
+            block_similarities(stacked[some].mT @ stacked[others], ks)
+            for some, others in zip(first.split(at_once), second.split(at_once), strict=True)
+        ]
+    return [tuple(np.concatenate(parts) for parts in zip(*of_k, strict=True)) for of_k in zip(*blocks, strict=True)]
+
+
+def block_similarities(products_PKK: Tensor, ks: list[int]) -> list[tuple[Array, ...]]:
     found = []
     for k in ks:
         block = products_PKK[:, :k, :k]

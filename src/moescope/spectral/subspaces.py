@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from moescope.spectral.arrays import Array
 from moescope.spectral.decompose import LEADING_VECTORS
-
-if TYPE_CHECKING:
-    pass
 
 REDUNDANT, COLLAPSED = 0.3, 0.7  # |cosine| above which two experts are called redundant, and collapsed
 

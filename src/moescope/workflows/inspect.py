@@ -27,7 +27,7 @@ def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
     first = layers[0]
     parameters = count_parameters(moe)
     return {
-        "model": moe.checkpoint.location,
+        "model": moe.checkpoint.shown,
         "revision": moe.checkpoint.revision,
         "family": moe.coverage.family,
         "layout": moe.family.name,
@@ -116,11 +116,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"  experts      {facts['experts']} a layer, top {facts['top_k'] or 'not stated'}, d_model {facts['d_model']}, d_ff {facts['d_ff']}"
         + (f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""),
         f"  parameters   {short(parameters['total'])} in all, {short(parameters['routed'])} in routed experts{shared}, {active}",
-        f"  on disk      {facts['bytes'] / 1e9:,.3g} GB in {facts['files']} files, {', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
+        f"  on disk      {size(facts['bytes'])} in {facts['files']} files, {', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
         + (f"; {facts['quantisation']}" if facts["quantisation"] else ""),
         f"  coverage     {facts['coverage_line']}",
-        f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, {estimate['memory_bytes'] / 1e9:,.2g} GB of memory, "
-        f"{estimate['read_bytes'] / 1e9:,.3g} GB read",
+        f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, {size(estimate['memory_bytes'])} of memory beside the program, "
+        f"{size(estimate['read_bytes'])} read",
     ]  # fmt: skip
 
 
@@ -129,6 +129,13 @@ def short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return str(count)
+
+
+def size(count: float) -> str:
+    for unit, bytes_each in (("GB", 1e9), ("MB", 1e6)):
+        if count >= bytes_each:
+            return f"{count / bytes_each:,.3g} {unit}"
+    return f"{count / 1e3:,.3g} kB"
 
 
 def duration(seconds: float) -> str:

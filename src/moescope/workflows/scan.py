@@ -53,7 +53,9 @@ class Step:
     def location(self) -> str:
         """Where any process on any machine that shares the files finds the checkpoint."""
         checkpoint = self.moe.checkpoint
-        return checkpoint.address + (f"@{checkpoint.revision}" if checkpoint.revision else "")
+        if checkpoint.revision:
+            return f"{checkpoint.address}@{checkpoint.revision}"
+        return checkpoint.location if "://" in checkpoint.location else checkpoint.address
 
 
 def scan(
@@ -227,10 +229,10 @@ def open_steps(
     places = [(moe.checkpoint.address, moe.checkpoint.revision) for moe in opened]
     for index, moe in enumerate(opened[1:], start=1):
         if places[index] in places[:index]:
-            raise BadInput(f"{moe.checkpoint.location}: given twice; give each step once")
+            raise BadInput(f"{moe.checkpoint.shown}: given twice; give each step once")
         if shape(moe) != shape(opened[0]):
             raise BadInput(
-                f"{moe.checkpoint.location}: another family, shape or number of experts than {opened[0].checkpoint.location}, so not a step of "
+                f"{moe.checkpoint.shown}: another family, shape or number of experts than {opened[0].checkpoint.shown}, so not a step of "
                 "the same run; scan each alone, then `moescope report RUN RUN` compares them"
             )
     found = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
@@ -264,7 +266,7 @@ def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) 
     wanted = sorted(set(number_ranges(layers)))
     absent = [layer for layer in wanted if layer not in moe.layers]
     if absent or not wanted:
-        raise BadInput(f"{moe.checkpoint.location}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}")
+        raise BadInput(f"{moe.checkpoint.shown}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}")
     return wanted
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moescope.checkpoint.places import find_place, shown_url
 from moescope.errors import BadInput
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.workflows.arguments import choose_device, one_of
@@ -238,14 +239,21 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
     if wanted:
         if len(given) > 1:
             raise BadInput("--revisions are of one model; give one")
+        if Path(given[0]).exists() or "@" in given[0]:
+            raise BadInput(
+                f"{given[0]}: --revisions are of a hub id such as owner/name; give folders one by one as steps instead"
+            )
         given = [f"{given[0]}@{revision}" for revision in wanted]
     resolved = [str(Path(name).resolve()) if Path(name).exists() else name for name in given]
     for index, name in enumerate(given):
         if resolved[index] in resolved[:index]:
             raise BadInput(f"{name}: given twice; give each step once")
-        looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-        if looks_local and not Path(name).is_dir():
-            raise BadInput(f"{name}: no such folder; give a model's folder with config.json and weights, or a hub id")
+        if "://" in name:
+            raise BadInput(
+                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it and give its folder"
+            )
+        if not Path(name).is_dir():
+            find_place(name)  # refuses in a second what transformers would look for for half a minute
     return given
 
 
@@ -254,16 +262,18 @@ def short_name(name: str) -> str:
 
 
 def checkpoint_identity(name: str) -> dict[str, Any]:
-    path, _, revision = name.partition("@")
-    if not Path(name).is_dir():
-        return {"path": path, "revision": revision or None, "header_hash": None}
     from moescope.checkpoint import open_checkpoint
 
     try:
-        header_hash = open_checkpoint(name).header_hash()
+        checkpoint = open_checkpoint(name)
     except BadInput:  # weights in another form than safetensors: transformers may still read them
-        header_hash = None
-    return {"path": str(Path(name).resolve()), "revision": None, "header_hash": header_hash}
+        path, _, revision = name.partition("@")
+        return {"path": path, "revision": revision or None, "header_hash": None}
+    return {
+        "path": checkpoint.address,
+        "revision": checkpoint.revision,
+        "header_hash": checkpoint.header_hash(),
+    }
 
 
 def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:
@@ -271,8 +281,6 @@ def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, st
     from moescope.checkpoint import open_checkpoint
     from moescope.families import read_moe
 
-    if not Path(name).is_dir():
-        return in_memory
     try:
         moe = read_moe(open_checkpoint(name))
     except BadInput:

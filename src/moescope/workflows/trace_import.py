@@ -100,7 +100,7 @@ def shape_of(moe: MoeCheckpoint | None, experts: int) -> Any:
         return Shape(experts)
     known = {layer.n_experts for layer in moe.layers.values()}
     if experts not in known:
-        raise BadInput(f"--experts {experts}: {moe.checkpoint.location} has {', '.join(map(str, sorted(known)))}")
+        raise BadInput(f"--experts {experts}: {moe.checkpoint.shown} has {', '.join(map(str, sorted(known)))}")
     config = moe.checkpoint.config or {}
     text = config.get("text_config", config)
     return Shape(experts, text.get("num_hidden_layers"), next(iter(moe.layers.values())).top_k, tuple(moe.layers))

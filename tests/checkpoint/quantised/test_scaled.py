@@ -329,3 +329,11 @@ def test_a_plain_model_is_left_as_it_is(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.packed == {}
     assert checkpoint.tensors == checkpoint.stored
+
+
+def test_scales_of_gate_and_up_that_may_lie_in_two_ways_are_refused(tmp_path):
+    codes = torch.ones(2, 192, 128).to(torch.float8_e4m3fn)  # halves of 96 rows: two blocks either way, in other places
+    scales = torch.tensor([1.0, 100.0]).reshape(1, 2, 1).expand(2, 2, 1).contiguous()
+    save_file({"m.gate_up_proj": codes, "m.gate_up_proj_scale_inv": scales}, tmp_path / "model.safetensors")
+    with pytest.raises(BadInput, match="gate_up_proj_scale_inv"):
+        open_checkpoint(tmp_path).read("m.gate_up_proj", 0)

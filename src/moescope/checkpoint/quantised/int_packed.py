@@ -80,7 +80,8 @@ class IntPacked:
 
     def check_shape(self, read_part: ReadPart) -> None:
         """The header tells the columns up to the padding of the last word; the data tell them exactly."""
-        found = [int(side) for side in read_part(self.stated_shape, None).flatten()]
+        stated = read_part(self.stated_shape, None).flatten()
+        found = stated.tolist()
         if found != list(self.shape):
             raise BadInput(
                 f"{self.file}: tensor {self.stated_shape} says {found}, but {self.packed} and its scales hold "

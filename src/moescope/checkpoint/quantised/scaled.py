@@ -109,7 +109,7 @@ def with_scale(stored: Stored, info: TensorInfo, block: tuple[int, int], group: 
     if not found:
         return incomplete(scheme, info, parts, f"its scale {names[0] if scheme == 'FP8' else names[1]}")
     scale = stored[found[0]]
-    grid = scale.dtype in SCALES and find_grid(info.shape, scale.shape, block, group)
+    grid = scale.dtype in SCALES and find_grid(info.shape, scale.shape, block, group, halves="gate_up" in name)
     if not grid:
         wanted = f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of {block[0]} x {block[1]}"
         return misshapen(scheme, info, parts, scale, wanted)
@@ -129,11 +129,13 @@ def group_size(quantisation: Quantisation) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def find_grid(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], group: int | None) -> Grid | None:
+def find_grid(
+    shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], group: int | None, halves: bool = False
+) -> Grid | None:
     """The grid that has as many rows and columns as there are scales; None where none has.
 
-    The stated blocks come first; Llama 4's transposed experts have a scale a column. Two grids that both fit a matrix of
-    more than one row and column are of one scale only, and then the same.
+    The stated blocks come first; Llama 4's transposed experts have a scale a column. Where two grids fit that put scales in different
+    places, none is taken.
     """
     *stack, height, width = shape
     if 0 in shape:
@@ -149,14 +151,17 @@ def find_grid(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, 
     )  # one scale an expert, or one a row, may be stored without the axes of length 1
     tried = [
         Grid(*block),
-        Grid(*block, stacked=2),
+        *([Grid(*block, stacked=2)] if halves else []),
         Grid(1, width),
         Grid(height, 1),
         Grid(height, width),
         Grid(*MX_BLOCK),
     ]
     tried += [Grid(1, group)] if group else []
-    return next((way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid), None)
+    fitting = [way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid]
+    if {Grid(*block), Grid(*block, stacked=2)} <= set(fitting) and (height // 2) % block[0]:
+        return None  # gate and up scaled together or apart: as many scales, in other places, and nothing tells which
+    return fitting[0] if fitting else None
 
 
 def described(grid: Grid, shape: tuple[int, ...]) -> str:
