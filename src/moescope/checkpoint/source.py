@@ -25,7 +25,7 @@ READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
 class Checkpoint:
     """The headers of a checkpoint and its config. No tensor data are held."""
 
-    location: str  # as the user gave it: folder, file, hub id or URL
+    location: str = field(repr=False)  # as the user gave it: folder, file, hub id or URL, which may hold a password
     address: str  # as run.json keeps it: absolute, without revision, password and query
     name: str
     config: dict[str, Any] | None
