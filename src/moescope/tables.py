@@ -188,7 +188,9 @@ def arrow_schema(name: str) -> pa.Schema:
     spec = table(name)
     return pa.schema(
         [
-            pa.field(column, kinds[spec.column(column).kind], nullable=column not in spec.keys or column in spec.optional)
+            pa.field(
+                column, kinds[spec.column(column).kind], nullable=column not in spec.keys or column in spec.optional
+            )
             for column in spec.columns
         ],
         metadata={"moescope.schema_version": str(SCHEMA_VERSION), "moescope.table": name},
