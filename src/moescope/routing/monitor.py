@@ -67,6 +67,7 @@ class LoopMonitor:
         self.capture: TrainingCapture | None = None
         self.run: TrainingRun | None = None
         self.folder: Path | None = None
+        self.ranks_add_up = False  # whether such shares are of all ranks' losses, too
         self.abandon: Callable[[], Any] | None = None
 
     # --- beginning
@@ -170,7 +171,7 @@ class LoopMonitor:
             self.capture.count()
         self.now = step
         if self.gradients is not None and self.gradients.passes:
-            self.recent_gradients = self.gradients.rows(step)
+            self.recent_gradients = self.gradients.rows(step, self.ranks_add_up)
             self.keep("router_gradients", self.recent_gradients)
         if self.scan_every and step % self.scan_every == 0:
             self.scan_weights(step)
@@ -213,8 +214,9 @@ class LoopMonitor:
             per_pass = passes / world
             coefficient = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None) or 0.0
             over = steps if self.losses_add_up else per_pass
-            row |= {"train_loss": loss / world / over, "lm_loss": (loss - coefficient * aux) / world / over}
-            row["aux_loss"] = aux / world / per_pass if aux else None
+            over *= 1 if self.losses_add_up and self.ranks_add_up else world
+            row |= {"train_loss": loss / over, "lm_loss": (loss - coefficient * aux) / over}
+            row["aux_loss"] = aux / passes if aux else None
         if torch.cuda.is_available() and next(self.model.parameters()).is_cuda:
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         self.keep("steps", [row | {name: value for name, value in facts.items() if value is not None}])
@@ -247,9 +249,10 @@ class LoopMonitor:
             self.keep(name, rows)
         self.took("tables", start)
 
-    def write(self) -> None:
+    def write(self, closing: bool = False) -> None:
         """Bring the tables made so far to disk, while training goes on."""
-        if self.run is None or self.flushed not in self.buffered_steps():
+        ready = self.flushed in self.buffered_steps() or (closing and self.buffer)
+        if self.run is None or not ready:
             return
         start = time.perf_counter()
         assert self.capture is not None
@@ -266,8 +269,13 @@ class LoopMonitor:
 
     def flush(self) -> None:
         """Write the tables up to this step now, for instance when a checkpoint is saved: a training resumed there loses none."""
+        if self.logged < self.now:
+            self.numbers()
+        self.settle(closing=True)
+
+    def settle(self, closing: bool = False) -> None:
         self.close_window()
-        self.write()
+        self.write(closing)
         if self.run is not None:
             self.run.wait()
 

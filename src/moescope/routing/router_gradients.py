@@ -39,22 +39,25 @@ class RouterGradients:
                 continue
             weights = [self.blocks[row].weight_ED for row in rows]
             found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
-            for row, weight, gradient in zip(rows, weights, found, strict=True):
-                new = torch.zeros_like(weight, dtype=torch.float32) if gradient is None else gradient.detach().float()
+            if all(gradient is None for gradient in found):
+                raise RuntimeError(f"no way leads from the {name} loss to a router (reentrant checkpointing hides it)")
+            for row, gradient in zip(rows, found, strict=True):
                 before = self.sums[name][row]
-                self.sums[name][row] = new if before is None else before + new
+                if gradient is not None:  # None is "no way there", which is not the same as a gradient of 0
+                    self.sums[name][row] = gradient.detach().float() if before is None else before + gradient.float()
 
-    def rows(self, step: int) -> list[dict[str, Any]]:
+    def rows(self, step: int, ranks_add_up: bool = False) -> list[dict[str, Any]]:
         """The router_gradients table's rows of this step; null where a loss does not exist."""
         scale = 1.0 if self.already_scaled else 1.0 / max(self.passes, 1)
         world = torch.distributed.get_world_size() if distributed() else 1
+        over = 1 if self.already_scaled and ranks_add_up else world
         norms: dict[str, list[float | None]] = {}
         for name, gradients in self.sums.items():
             norms[name] = []
             for gradient in gradients:
                 if gradient is not None and world > 1:
                     torch.distributed.all_reduce(gradient)
-                norms[name].append(None if gradient is None else float(gradient.norm()) * scale / world)
+                norms[name].append(None if gradient is None else float(gradient.norm()) * scale / over)
         return [
             {"step": step, "layer": block.layer, "layer_name": block.name, "lm_gradient_norm": lm, "aux_gradient_norm": aux}
             for block, lm, aux in zip(self.blocks, norms["lm"], norms["aux"], strict=True)

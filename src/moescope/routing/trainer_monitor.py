@@ -29,6 +29,7 @@ class TrainerMonitor(LoopMonitor, TrainerCallback):
                 "start with torchrun, or show one GPU with CUDA_VISIBLE_DEVICES"
             )
         self.log_numbers = {}
+        self.ranks_add_up = bool(getattr(args, "average_tokens_across_devices", False))
         move_before_trackers(self)
         self.watch(model, state.global_step, Path(args.output_dir), "moescope")
 
@@ -70,7 +71,7 @@ class TrainerMonitor(LoopMonitor, TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.capture is not None:
-            self.flush()  # so that a training resumed from this checkpoint goes on with whole tables
+            self.settle()  # so that a training resumed from this checkpoint goes on with whole tables
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.close()

@@ -43,7 +43,7 @@ class TrainingCapture(Capture):
 
     def __enter__(self) -> TrainingCapture:
         for block in self.blocks:  # with dropout a second run of the experts gives something else
-            block.checked = block.layer in self.unchecked
+            block.checked = block.checked or block.layer in self.unchecked
         super().__enter__()
         self.hooks += [
             self.model.register_forward_pre_hook(self.pass_begins, with_kwargs=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,11 +16,18 @@ from moescope.tables import TABLES, TRAINING_TABLES, read_parquet
 if TYPE_CHECKING:
     import pandas as pd
 
+logger = logging.getLogger("moescope")
+STAGES = ("gradients", "scan", "tables", "write")
 ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they have no row
 
 
-def piece_name(step: int) -> str:
-    return f"step{step:010d}"  # so that their order by name is that of the steps
+def piece_name(step: int, more: bool = False) -> str:
+    """So that their order by name is that of the steps; `more` for what is known of a step after its tables were written."""
+    return f"step{step:010d}" + ("-more" if more else "")
+
+
+def step_of(piece: str) -> int:
+    return int(piece.removeprefix("step").removesuffix("-more"))
 
 
 def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, overwrite: bool) -> Path:
@@ -40,6 +48,9 @@ class TrainingRun:
     def __init__(self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool):
         self.stack = ExitStack()
         self.writer: RunWriter = self.stack.enter_context(open_run(folder, "monitor", identity, overwrite))
+        self.writer.timings = {
+            stage: self.writer.timings.get(stage, 0.0) for stage in STAGES
+        }  # its keys stay: two threads use it
         self.state = self.take_up(step)
         self.disk = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="moescope"
@@ -52,7 +63,7 @@ class TrainingRun:
         whole = {name: path / f"{name}.parquet" for name in TABLES if (path / f"{name}.parquet").exists()}
         frames = {name: upto(name, file, step) for name, file in whole.items()}
         for piece in sorted(self.writer.done_pieces()):
-            if int(piece.removeprefix("step")) > step:
+            if step_of(piece) > step:
                 shutil.rmtree(path / "parts" / piece)
             else:
                 kept = piece
@@ -60,7 +71,7 @@ class TrainingRun:
             for file in whole.values():
                 file.unlink()
             return None
-        setup = next(setup for setup in self.writer.setups() if piece_name(setup["step"]) == kept)
+        setup = self.writer.setups()[-1]
         if whole:  # a finished run: its tables become the first piece again
             self.writer.flush_piece(f"{kept}.joined", frames, setup)
             shutil.rmtree(path / "parts" / kept)
@@ -78,7 +89,10 @@ class TrainingRun:
         """Until what was flushed is on disk: from then on a crash cannot take it back."""
         if self.writing is not None:
             writing, self.writing = self.writing, None
-            writing.result()
+            try:
+                writing.result()
+            except (BadInput, OSError) as error:  # a full disk: no reason to end a training
+                logger.warning("moescope: tables could not be written and are lost: %s", error)
 
     def write(self, step: int, rows: dict[str, list[Any]], setup: dict[str, Any]) -> None:
         import pandas as pd
@@ -89,7 +103,8 @@ class TrainingRun:
             made = [part for part in parts if not isinstance(part, dict)]
             frame = pd.concat([*made, pd.DataFrame(plain)] if plain else made, ignore_index=True)
             frames[name] = frame.sort_values(list(TABLES[name].keys), ignore_index=True)
-        self.writer.flush_piece(piece_name(step), frames, jsonable({"step": step, **setup}))
+        there = piece_name(step) in self.writer.done_pieces()
+        self.writer.flush_piece(piece_name(step, there), frames, jsonable({"step": step, **setup}))
         self.writer.save_info()
 
     def finish(self) -> Run:
