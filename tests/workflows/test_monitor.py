@@ -42,7 +42,7 @@ def test_tables_of_a_scan_in_training_are_those_of_the_checkpoint_saved_then(tmp
     for name in SCANNED:
         names = ["layer_name"]  # which a checkpoint of Mixtral spells otherwise than the model
         pd.testing.assert_frame_equal(
-            run.table(name).drop(columns=names), saved.table(name).drop(columns=names), rtol=1e-9, check_dtype=False
+            run.table(name).drop(columns=names), saved.table(name).drop(columns=names), rtol=1e-9
         )
 
 

@@ -133,7 +133,9 @@ class LoopMonitor:
         self.losses_add_up = given.get("num_items_in_batch") is not None
         if isinstance(loss := getattr(output, "loss", None), Tensor):
             aux = getattr(output, "aux_loss", None)
-            self.tally.losses.append((loss.detach(), aux.detach() if isinstance(aux, Tensor) else None))
+            self.tally.losses.append(
+                (loss.detach().clone(), aux.detach() if isinstance(aux, Tensor) else None)
+            )  # a Trainer may scale it in place
         if losses is not None and torch.is_grad_enabled():
             self.measure_gradients(*losses, already_scaled=self.losses_add_up)
 
@@ -186,7 +188,8 @@ class LoopMonitor:
         self.took("scan", start)
 
     def keep(self, table: str, rows: list[Any]) -> None:
-        self.buffer.setdefault(table, []).extend(rows)
+        if self.run is not None:  # the first rank writes for all
+            self.buffer.setdefault(table, []).extend(rows)
 
     def took(self, stage: str, start: float) -> None:
         if self.run is not None:

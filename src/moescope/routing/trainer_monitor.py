@@ -64,6 +64,8 @@ class TrainerMonitor(LoopMonitor, TrainerCallback):
 
     def note(self, step: int, **facts: Any) -> None:
         """Add to this step's row of the steps table; one that has none yet gets it."""
+        if self.run is None:
+            return
         rows = self.buffer.setdefault("steps", [])
         if not rows or rows[-1]["step"] != step:
             rows.append({"step": step})

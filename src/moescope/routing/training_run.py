@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
-from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json
+from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, write_table
 from moescope.tables import TABLES, TRAINING_TABLES, read_parquet
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("moescope")
 STAGES = ("gradients", "scan", "tables", "write")
+LONG = ("load", "routing_layers", "coactivation")
 ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they have no row
 
 
@@ -108,13 +109,20 @@ class TrainingRun:
         self.writer.save_info()
 
     def finish(self) -> Run:
-        """Join the pieces, table by table in bounded memory; what later training needs of each step stays in parts/."""
+        """Join the pieces, long tables in bounded memory; what later training needs of each step stays in parts/."""
+        import pandas as pd
+
         self.wait()
         self.disk.shutdown()
         parts = self.writer.path / "parts"
         names = [name for name in TABLES if name in ALWAYS or any(parts.glob(f"*/{name}.parquet"))]
         for name in names:
-            self.writer.join_streamed(name)
+            if name in LONG:
+                self.writer.join_streamed(name)
+            else:
+                empty = not any(parts.glob(f"*/{name}.parquet"))
+                frame = pd.DataFrame(columns=list(TABLES[name].columns)) if empty else self.writer.joined(name)
+                write_table(name, frame, self.writer.path / f"{name}.parquet")
         self.writer.save_info(status="done")
         for file in parts.glob("*/*.parquet"):
             file.unlink()
@@ -123,8 +131,9 @@ class TrainingRun:
 
     def abandon(self) -> None:
         self.disk.shutdown()
-        if self.writer.info.get("status") == "running":
-            self.writer.save_info(status="interrupted")
+        with suppress(OSError):  # the folder may be gone by now
+            if self.writer.info.get("status") == "running":
+                self.writer.save_info(status="interrupted")
         self.stack.close()
 
 
