@@ -1,6 +1,7 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
 `moescope.scan(...)`, `moescope.trace(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.Monitor()` watches a model in training.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ if TYPE_CHECKING:
     from moescope.run import Run
     from moescope.workflows.demo import demo
     from moescope.workflows.inspect import inspect
+    from moescope.workflows.monitor import Monitor
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
     from moescope.workflows.trace import trace
 
-__all__ = ["BadInput", "Run", "demo", "inspect", "report", "scan", "trace"]
+__all__ = ["BadInput", "Monitor", "Run", "demo", "inspect", "report", "scan", "trace"]
 
 _HOME = {
     "BadInput": "moescope.errors",
+    "Monitor": "moescope.workflows.monitor",
     "Run": "moescope.run",
     "demo": "moescope.workflows.demo",
     "inspect": "moescope.workflows.inspect",

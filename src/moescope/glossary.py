@@ -21,7 +21,7 @@ class Column:
 
 COLUMNS: dict[str, Column] = {
     # --- keys
-    "step": Column("int", "Which checkpoint of a training run; 0 for a model looked at once."),
+    "step": Column("int", "Which checkpoint of a training run, or the optimiser step that ends a stretch of it; 0 for a model looked at once."),
     "layer": Column("int", "The layer's number in the model, from 0."),
     "layer_name": Column("text", "The MoE block's name in the checkpoint."),
     "matrix": Column(
@@ -231,9 +231,9 @@ COLUMNS: dict[str, Column] = {
     "fallback": Column("bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."),
     # --- routing on text
     "phase": Column(
-        "text", "prefill: documents read whole. decode: the same documents read one token at a time through the cache, as in generation."
+        "text", "prefill: documents read whole, as in training too. decode: the same documents read one token at a time through the cache, as in generation."
     ),
-    "domain": Column("text", "The name a text was given with; in routing_layers empty for all domains together."),
+    "domain": Column("text", "The name a text was given with, train for what a training run read; in routing_layers empty for all domains together."),
     "metric": Column("text", "Which quantity; each is explained below, with its formula and reference values."),
     "coactivation.expert_a": Column("int", "One expert of a pair; every ordered pair is listed."),
     "coactivation.expert_b": Column("int", "The other expert of the pair."),
@@ -315,4 +315,27 @@ COLUMNS: dict[str, Column] = {
     "experts": Column("ints", "The experts the token chose, by falling gate."),
     "gates": Column("floats", "Their gates, as the block applied them; null where a trace holds none."),
     "entropy": Column("float", "Entropy of the router's probabilities over all experts, in nats.", "−Σ p log p", worst="0", chance="log n", best="depends on the aim"),
+    # --- training
+    "steps.tokens": Column("int", "Real tokens read from the start of training up to this step, over all ranks and micro-batches."),
+    "train_loss": Column("float", "The loss as trained, mean over the steps since the row before."),
+    "lm_loss": Column("float", "The same without the auxiliary loss.", "loss − coefficient × auxiliary loss", best="the entropy of the text"),
+    "aux_loss": Column("float", "The load-balancing loss before its coefficient, as the model gives it; null where it gives none.",
+                       chance="k for a router that spreads tokens evenly (Mixtral's formula)"),
+    "validation_loss": Column("float", "The evaluation's loss; null at steps without one."),
+    "validation_loss_published": Column("float", "The evaluation's loss by the formula of a published comparison; null where there is none."),
+    "learning_rate": Column("float", "The learning rate of the step."),
+    "gradient_norm": Column("float", "The norm of the whole gradient before it is clipped.", "‖∂ loss/∂ all weights‖"),
+    "tokens_per_second": Column("float", "Real tokens a second since the row before, over all ranks."),
+    "step_seconds": Column("float", "Seconds a step since the row before."),
+    "peak_memory_bytes": Column("int", "The most memory the first rank's device has held; null on a CPU."),
+    "lm_gradient_norm": Column("float", "How strongly the language-model loss pulls on the layer's router.", "‖∂ lm_loss/∂ W_router‖",
+                               worst="0: the router learns nothing from the text, as with renormalised top-1 gates", best="depends on the aim"),
+    "aux_gradient_norm": Column("float", "How strongly the auxiliary loss pulls on it, its coefficient included; null where there is none.",
+                                "‖∂ (coefficient × aux_loss)/∂ W_router‖"),
+    "alerts.expert": Column("int", "The expert, where the alert is about one; null where it is about its layer."),
+    "kind": Column("text", "dead: an expert no token chose for that many steps. max_load: the busiest expert's load over the mean. unused: the share of "
+                           "experts without a token. entropy: the router has one answer to everything. nan: gates or logits are not numbers."),
+    "alerts.value": Column("float", "What was seen; null for nan."),
+    "threshold": Column("float", "From where on it is an alert: a setting."),
+    "message": Column("text", "The same in a sentence."),
 }  # fmt: skip

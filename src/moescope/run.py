@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Frames = dict[str, "pd.DataFrame"]
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
 OWN_FOLDERS = ("parts",)
+GROWING = ("monitor",)  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):
@@ -47,7 +48,7 @@ class Run:
         if info is None:
             where = "no such folder" if not path.exists() else "no run.json in it"
             raise BadInput(f"{path}: {where}; give a folder that a moescope verb has written")
-        if info.get("status") != "done":
+        if info.get("status") != "done" and info["verb"] not in GROWING:
             raise BadInput(f"{path}: this run is {info.get('status')}, not done; give its command again to finish it")
         return cls(path, info)
 
@@ -57,13 +58,21 @@ class Run:
 
     @property
     def tables(self) -> list[str]:
-        return [name for name in TABLES if (self.path / f"{name}.parquet").exists()]
+        return [name for name in TABLES if self.files(name)]
+
+    def files(self, name: str) -> list[Path]:
+        """Where the table lies: one file, or a file a piece in a run that is still growing."""
+        whole = self.path / f"{name}.parquet"
+        return [whole] if whole.exists() else sorted(self.path.glob(f"parts/*[!p]/{name}.parquet"))  # not parts/*.tmp
 
     def table(self, name: str) -> pd.DataFrame:
         """The table of that name as a pandas frame, keys first."""
         if name not in self.tables:
             raise unknown_name(f"table in {self.path}", name, self.tables)
-        return read_parquet(name, str(self.path / f"{name}.parquet"))
+        import pandas as pd
+
+        frames = [read_parquet(name, str(file)) for file in self.files(name)]
+        return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.info['verb']}, tables: {', '.join(self.tables)})"

@@ -25,6 +25,7 @@ class Table:
     meaning: str
     keys: tuple[str, ...]
     values: tuple[str, ...]
+    optional: tuple[str, ...] = ()  # keys that may be null: what the row is about has none
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -141,12 +142,33 @@ TABLES: dict[str, Table] = {
             ("step", "document", "position", "layer"),
             ("token_id", "domain", "phase", "experts", "gates", "entropy"),
         ),
+        Table(
+            "steps",
+            "Training as a whole: loss, speed and memory, at the steps that were logged.",
+            ("step",),
+            ("tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "validation_loss_published", "learning_rate",
+             "gradient_norm", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
+        ),
+        Table(
+            "router_gradients",
+            "How strongly each loss pulls on each router, at sampled steps.",
+            ("step", "layer"),
+            ("lm_gradient_norm", "aux_gradient_norm"),
+        ),
+        Table(
+            "alerts",
+            "What went wrong in training, at the step and in the layer where it was first seen.",
+            ("step", "layer", "expert", "kind"),
+            ("value", "threshold", "message"),
+            optional=("expert",),
+        ),
     ]
 }  # fmt: skip
 
 # which verb writes which
 ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
-SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES)
+TRAINING_TABLES = ("steps", "router_gradients", "alerts")
+SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES)
 
 
 def table(name: str) -> Table:
@@ -156,7 +178,7 @@ def table(name: str) -> Table:
 
 
 def arrow_schema(name: str) -> pa.Schema:
-    """The parquet schema of a table; keys are never null."""
+    """The parquet schema of a table; keys are never null, but for those a table calls optional."""
     import pyarrow as pa
 
     kinds = {
@@ -166,7 +188,9 @@ def arrow_schema(name: str) -> pa.Schema:
     spec = table(name)
     return pa.schema(
         [
-            pa.field(column, kinds[spec.column(column).kind], nullable=column not in spec.keys)
+            pa.field(
+                column, kinds[spec.column(column).kind], nullable=column not in spec.keys or column in spec.optional
+            )
             for column in spec.columns
         ],
         metadata={"moescope.schema_version": str(SCHEMA_VERSION), "moescope.table": name},
@@ -182,7 +206,7 @@ def conform(name: str, frame: pd.DataFrame) -> pa.Table:
     if unknown:
         raise ValueError(f"table {name} has no column {', '.join(unknown)}; known: {', '.join(spec.columns)}")
     full = frame.reindex(columns=list(spec.columns))
-    missing = [key for key in spec.keys if full[key].isna().any()]
+    missing = [key for key in spec.keys if key not in spec.optional and full[key].isna().any()]
     if missing:
         raise ValueError(f"table {name}: key {', '.join(missing)} may not be null")
     if full.duplicated(list(spec.keys)).any():

@@ -1,0 +1,95 @@
+"""What tracing costs: a model's forward passes with `trace`'s hooks and counts and without, alternating, on a Mixtral of random weights.
+
+    PYTHONPATH=src python bench/trace.py                     on the CPU: a minute
+    PYTHONPATH=src python bench/trace.py --device cuda       width 2048, 8 layers, 8 experts
+
+Both ways feed the same batches through the same code; one has hooks on the model. On a CPU the time is the process's own, so that
+what else the machine does does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from moescope.routing.capture import Capture
+from moescope.routing.documents import Batch, Document, batches, windows
+from moescope.routing.models import TracedModel, run_batch, runner_of
+from moescope.routing.tally import Tally
+
+SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
+    "cpu": (256, 512, 4, 8, 4, 256),
+    "cuda": (2048, 4096, 8, 8, 8, 2048),
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    names = ("width", "hidden", "layers", "experts", "batch", "length")
+    for name in names:
+        arguments.add_argument(f"--{name}", type=int)
+    arguments.add_argument("--k", type=int, default=2)
+    arguments.add_argument("--passes", type=int, default=5, help="passes of a block")
+    arguments.add_argument("--rounds", type=int, default=10)
+    given = arguments.parse_args()
+    for name, size in zip(names, SIZES[given.device], strict=True):
+        if getattr(given, name) is None:
+            setattr(given, name, size)
+    config = MixtralConfig(
+        vocab_size=8192, hidden_size=given.width, intermediate_size=given.hidden, num_hidden_layers=given.layers,
+        num_attention_heads=max(given.width // 64, 1), num_key_value_heads=max(given.width // 64, 1), num_local_experts=given.experts,
+        num_experts_per_tok=given.k, max_position_embeddings=given.length,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    cuda = given.device == "cuda"
+    model = MixtralForCausalLM(config).to(given.device, torch.bfloat16 if cuda else torch.float32).eval()
+    traced = TracedModel("random", model, runner_of(model), None, given.device)
+    generator = np.random.default_rng(0)
+    documents = [Document(at, 0, generator.integers(0, 8192, given.length)) for at in range(given.batch)]
+    batch = Batch.of(next(iter(batches(windows(documents, given.length), given.batch))), 0)
+    clock = time.perf_counter if cuda else time.process_time
+
+    def block(capture: Any) -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        start = clock()
+        for _ in range(given.passes):
+            for _ in run_batch(traced, capture, batch, "prefill"):
+                pass
+        if cuda:
+            torch.cuda.synchronize()
+        return clock() - start
+
+    tally, nobody = Tally(), SimpleNamespace(tokens=None)
+    plain, seen = [], []
+    with torch.no_grad():
+        capture = Capture(model, tally.add, runner=traced.runner)
+        with capture:
+            block(capture)  # the check of the first batch is no part of it
+        block(nobody)
+        for _ in range(given.rounds):
+            plain.append(block(nobody))
+            with capture:
+                seen.append(block(capture))
+        plain.append(block(nobody))
+    ratios = [seen[at] / ((plain[at] + plain[at + 1]) / 2) for at in range(given.rounds)]
+    assert sum(counts.sums("tokens").sum() for counts in tally.moved()) == given.layers * (given.rounds + 1) * given.passes * batch.real_BL.sum()  # fmt: skip
+    machine = torch.cuda.get_device_name() if cuda else "CPU"
+    print(f"{machine}, torch {torch.__version__}: width {given.width}, {given.layers} layers, {given.experts} experts of {given.hidden}, {given.k} a token, batch {given.batch} x {given.length}")  # fmt: skip
+    print(f"a plain pass     {1000 * statistics.median(plain) / given.passes:9.2f} ms")
+    print(f"a traced pass    {1000 * statistics.median(seen) / given.passes:9.2f} ms")
+    print(
+        f"more             {statistics.median(ratios) - 1:9.2%}   (from {min(ratios) - 1:.2%} to {max(ratios) - 1:.2%})"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Counts of every layer's routing in training: all layers in one tensor on the device, moved only when somebody looks.
+
+Counts are integers and are summed over micro-batches, steps and ranks before any ratio is made of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moescope.routing.adapters import Block
+from moescope.routing.arrays import Array, Integers
+from moescope.routing.decision import DECISION
+from moescope.routing.tally import SUMS, LayerCounts
+
+SQUARES = ("gates_squared", "token_gates_squared")
+
+
+class Handed(NamedTuple):
+    """What the experts of one layer were handed in one pass; `real_T` is None where no token is padding."""
+
+    row: int
+    n_experts: int
+    chosen_TK: Tensor
+    gates_TK: Tensor
+    real_T: Tensor | None
+
+
+@dataclass
+class Window:
+    """Counts over some steps, off the device. L layers, E the most experts a layer has, M decision metrics."""
+
+    counts_LE: Integers
+    mass_LE: Array
+    tokens_L: Integers
+    squares_LS: Array
+    decided_L: Integers  # tokens whose logits were looked at
+    decisions_LM: Array
+    losses: Array  # passes, loss, auxiliary loss: sums over passes
+    pairs_LEE: Integers | None = None
+
+    @classmethod
+    def empty(cls, n_layers: int, n_experts: int, pairs: bool = False) -> Window:
+        def zeros(*sides: int) -> Integers:
+            return np.zeros(sides, dtype=np.int64)
+
+        return cls(
+            zeros(n_layers, n_experts), np.zeros((n_layers, n_experts)), zeros(n_layers), np.zeros((n_layers, len(SQUARES))),
+            zeros(n_layers), np.zeros((n_layers, len(DECISION))), np.zeros(3), zeros(n_layers, n_experts, n_experts) if pairs else None,
+        )  # fmt: skip
+
+    def add(self, other: Window) -> None:
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine is not None:
+                mine += theirs
+
+    def layer(self, row: int, block: Block, k: int) -> LayerCounts:
+        """One layer in the shape that rows of tables are made from: one domain, one bucket.
+
+        Decision sums are of some steps only, so they are scaled to all tokens: what is made of them is their mean.
+        """
+        n, tokens = block.n_experts, int(self.tokens_L[row])
+        assigned, gates = self.counts_LE[row, :n].sum(), self.mass_LE[row, :n].sum()
+        decided = int(self.decided_L[row])
+        means_M = self.decisions_LM[row] / decided if decided else np.full(len(DECISION), np.nan)
+        values = dict(zip((metric.name for metric in DECISION), means_M * tokens, strict=True))
+        values |= {"tokens": tokens, "assigned": assigned, "dropped": k * tokens - assigned, "gates": gates}
+        values |= dict(zip(SQUARES, self.squares_LS[row], strict=True))
+        sums_S = np.array([float(values.get(name, 0.0)) for name in SUMS])
+        pairs_EE = np.zeros((n, n)) if self.pairs_LEE is None else self.pairs_LEE[row, :n, :n].astype(float)
+        return LayerCounts(
+            block.layer, block.name, "prefill", k, self.counts_LE[None, None, row, :n], self.mass_LE[None, None, row, :n],
+            sums_S[None, None], pairs_EE,
+        )  # fmt: skip
+
+
+class StepTally:
+    """The counts of all layers since they were last moved, on the device of the first pass."""
+
+    def __init__(self, blocks: list[Block], pairs: bool = False):
+        self.n_layers, self.n_experts = len(blocks), max(block.n_experts for block in blocks)
+        self.pairs = pairs
+        self.k_L = [0] * len(blocks)
+        self.device: torch.device | None = None
+        self.rows: dict[tuple[int, ...], Tensor] = {}
+        self.losses: list[tuple[Tensor, Tensor | None]] = []
+
+    def start(self, device: torch.device) -> None:
+        """Zeros on the device. The column past the last expert takes padding and empty slots, and is thrown away."""
+        self.device = device
+        wide = self.n_experts + 1
+
+        def zeros(*sides: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(self.n_layers, *sides, dtype=dtype, device=device)
+
+        self.counts_LE, self.mass_LE = zeros(wide), zeros(wide, dtype=torch.float64)
+        self.tokens_L, self.decided_L = zeros(), zeros()
+        self.squares_LS = zeros(len(SQUARES), dtype=torch.float64)
+        self.decisions_LM = zeros(len(DECISION), dtype=torch.float64)
+        self.pairs_LEE = zeros(wide, wide) if self.pairs else None
+
+    def add(self, handed: list[Handed]) -> None:
+        """Count what was handed out; layers that are alike are counted together."""
+        for _, alike in groupby(handed, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))):  # fmt: skip
+            self.add_alike(list(alike))
+
+    def add_alike(self, handed: list[Handed]) -> None:
+        first = handed[0]
+        if self.device is None:
+            self.start(first.chosen_TK.device)
+        tokens, k = first.chosen_TK.shape
+        chosen_LTK = torch.stack([one.chosen_TK for one in handed]).to(self.device)
+        gates_LTK = torch.stack([one.gates_TK for one in handed]).to(self.device, torch.float64)
+        rows_L = self.row_index(tuple(one.row for one in handed))
+        there = (chosen_LTK >= 0) & (chosen_LTK < first.n_experts)
+        real_T = None if first.real_T is None else first.real_T.to(self.device, torch.bool)
+        if real_T is not None:
+            there &= real_T[:, None]
+        chosen_LTK = torch.where(there, chosen_LTK, self.n_experts)
+        gates_LTK = torch.where(there, gates_LTK, 0.0)
+        cells = (chosen_LTK + rows_L[:, None, None] * (self.n_experts + 1)).view(-1)
+        self.counts_LE.view(-1).index_add_(0, cells, torch.ones_like(cells))
+        self.mass_LE.view(-1).index_add_(0, cells, gates_LTK.view(-1))
+        squares = torch.stack([gates_LTK.square().sum((1, 2)), gates_LTK.sum(-1).square().sum(1)], -1)
+        self.squares_LS.index_add_(0, rows_L, squares)
+        count = torch.full((), tokens, device=self.device) if real_T is None else real_T.sum()
+        self.tokens_L.index_add_(0, rows_L, count.expand(len(handed)))
+        for one in handed:
+            self.k_L[one.row] = k
+            if self.pairs_LEE is not None:
+                self.add_pairs(one.row, chosen_LTK[handed.index(one)])
+
+    def add_pairs(self, row: int, chosen_TK: Tensor) -> None:
+        assert self.pairs_LEE is not None
+        member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=self.device).scatter_(1, chosen_TK, 1.0)
+        self.pairs_LEE[row] += (member_TE.T @ member_TE).long()  # of zeros and ones: exact up to 2^24 tokens a pass
+
+    def decide(self, row: int, values_MT: Tensor, real_T: Tensor | None) -> None:
+        """Add decision metrics of the pass's tokens, one row a metric."""
+        if self.device is None:
+            self.start(values_MT.device)
+        values_MT = values_MT.to(self.device)
+        if real_T is not None:
+            real_T = real_T.to(self.device, torch.bool)
+            values_MT = torch.where(real_T, values_MT, 0.0)
+        self.decisions_LM[row] += values_MT.sum(1)
+        self.decided_L[row] += values_MT.shape[1] if real_T is None else real_T.sum()
+
+    def row_index(self, rows: tuple[int, ...]) -> Tensor:
+        """The rows as a tensor, kept: making it anew would wait for the device each time."""
+        if rows not in self.rows:
+            self.rows[rows] = torch.tensor(rows, device=self.device)
+        return self.rows[rows]
+
+    def moved(self, device: torch.device) -> Window:
+        """Everything since the last move, summed over ranks, off the device; the device starts again at 0."""
+        if self.device is None:
+            self.start(device)
+        n, e = self.n_layers, self.n_experts
+        parts = [self.counts_LE[:, :e].reshape(-1), self.tokens_L, self.decided_L]
+        if self.pairs_LEE is not None:
+            parts.append(self.pairs_LEE[:, :e, :e].reshape(-1))
+        losses = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if self.losses:
+            plain = torch.stack([loss.double().to(self.device) for loss, _ in self.losses]).sum()
+            extra = sum((aux.double().to(self.device) for _, aux in self.losses if aux is not None), torch.zeros_like(plain))  # fmt: skip
+            losses = torch.stack([torch.full_like(plain, len(self.losses)), plain, extra])
+            self.losses = []
+        exact = torch.cat(parts)
+        sums = torch.cat(
+            [self.mass_LE[:, :e].reshape(-1), self.squares_LS.view(-1), self.decisions_LM.view(-1), losses]
+        )
+        if distributed():
+            torch.distributed.all_reduce(exact)
+            torch.distributed.all_reduce(sums)
+        whole, real = exact.cpu().numpy(), sums.cpu().numpy()
+        for tensor in (self.counts_LE, self.mass_LE, self.tokens_L, self.decided_L, self.squares_LS, self.decisions_LM):
+            tensor.zero_()
+        if self.pairs_LEE is not None:
+            self.pairs_LEE.zero_()
+        counts, tokens, decided, pairs = np.split(whole, np.cumsum([n * e, n, n]))
+        mass, squares, decisions, passes = np.split(real, np.cumsum([n * e, n * len(SQUARES), n * len(DECISION)]))
+        return Window(
+            counts.reshape(n, e), mass.reshape(n, e), tokens, squares.reshape(n, -1), decided, decisions.reshape(n, -1),
+            passes, pairs.reshape(n, e, e) if self.pairs else None,
+        )  # fmt: skip
+
+
+def distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,142 @@
+"""The run folder of a training: pieces as training goes on, taken up again where a checkpoint was, joined at the end."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moescope.errors import BadInput
+from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, write_table
+from moescope.tables import TABLES, TRAINING_TABLES, read_parquet
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger("moescope")
+STAGES = ("gradients", "scan", "tables", "write")
+LONG = ("load", "routing_layers", "coactivation")
+ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they have no row
+
+
+def piece_name(step: int, more: bool = False) -> str:
+    """So that their order by name is that of the steps; `more` for what is known of a step after its tables were written."""
+    return f"step{step:010d}" + ("-more" if more else "")
+
+
+def step_of(piece: str) -> int:
+    return int(piece.removeprefix("step").removesuffix("-more"))
+
+
+def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, overwrite: bool) -> Path:
+    """Where to write: `out`, or the next free number; for a training that goes on from a step, the newest there is."""
+    if out is not None:
+        folder = Path(out)
+        if step == 0 and not overwrite and read_run_json(folder) is not None:
+            raise BadInput(f"{folder}: holds a run already; give another out, or overwrite=True to replace it")
+        return folder
+    numbers = [int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()]  # fmt: skip
+    number = max(numbers, default=0)
+    return base / f"{stem}-{number if step and number else number + 1}"
+
+
+class TrainingRun:
+    """The one writer of a training's run folder, under its lock."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool):
+        self.stack = ExitStack()
+        self.writer: RunWriter = self.stack.enter_context(open_run(folder, "monitor", identity, overwrite))
+        self.writer.timings = {
+            stage: self.writer.timings.get(stage, 0.0) for stage in STAGES
+        }  # its keys stay: two threads use it
+        self.state = self.take_up(step)
+        self.disk = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="moescope"
+        )  # a disk takes longer than a step may wait
+        self.writing: Future[None] | None = None
+
+    def take_up(self, step: int) -> dict[str, Any] | None:
+        """What was known at that step; what an earlier attempt wrote of later steps is dropped, for they are trained again."""
+        path, kept = self.writer.path, None
+        whole = {name: path / f"{name}.parquet" for name in TABLES if (path / f"{name}.parquet").exists()}
+        frames = {name: upto(name, file, step) for name, file in whole.items()}
+        for piece in sorted(self.writer.done_pieces()):
+            if step_of(piece) > step:
+                shutil.rmtree(path / "parts" / piece)
+            else:
+                kept = piece
+        if kept is None:
+            for file in whole.values():
+                file.unlink()
+            return None
+        setup = self.writer.setups()[-1]
+        if whole:  # a finished run: its tables become the first piece again
+            self.writer.flush_piece(f"{kept}.joined", frames, setup)
+            shutil.rmtree(path / "parts" / kept)
+            (path / "parts" / f"{kept}.joined").rename(path / "parts" / kept)
+            for file in whole.values():
+                file.unlink()
+        return dict(setup)
+
+    def flush(self, step: int, rows: dict[str, list[Any]], setup: dict[str, Any]) -> None:
+        """Begin to write all rows gathered since the last flush, which must be on disk by now."""
+        self.wait()
+        self.writing = self.disk.submit(self.write, step, rows, setup)
+
+    def wait(self) -> None:
+        """Until what was flushed is on disk: from then on a crash cannot take it back."""
+        if self.writing is not None:
+            writing, self.writing = self.writing, None
+            try:
+                writing.result()
+            except (BadInput, OSError) as error:  # a full disk: no reason to end a training
+                logger.warning("moescope: tables could not be written and are lost: %s", error)
+
+    def write(self, step: int, rows: dict[str, list[Any]], setup: dict[str, Any]) -> None:
+        import pandas as pd
+
+        frames = {}
+        for name, parts in rows.items():
+            plain = [part for part in parts if isinstance(part, dict)]
+            made = [part for part in parts if not isinstance(part, dict)]
+            frame = pd.concat([*made, pd.DataFrame(plain)] if plain else made, ignore_index=True)
+            frames[name] = frame.sort_values(list(TABLES[name].keys), ignore_index=True)
+        there = piece_name(step) in self.writer.done_pieces()
+        self.writer.flush_piece(piece_name(step, there), frames, jsonable({"step": step, **setup}))
+        self.writer.save_info()
+
+    def finish(self) -> Run:
+        """Join the pieces, long tables in bounded memory; what later training needs of each step stays in parts/."""
+        import pandas as pd
+
+        self.wait()
+        self.disk.shutdown()
+        parts = self.writer.path / "parts"
+        names = [name for name in TABLES if name in ALWAYS or any(parts.glob(f"*/{name}.parquet"))]
+        for name in names:
+            if name in LONG:
+                self.writer.join_streamed(name)
+            else:
+                empty = not any(parts.glob(f"*/{name}.parquet"))
+                frame = pd.DataFrame(columns=list(TABLES[name].columns)) if empty else self.writer.joined(name)
+                write_table(name, frame, self.writer.path / f"{name}.parquet")
+        self.writer.save_info(status="done")
+        for file in parts.glob("*/*.parquet"):
+            file.unlink()
+        self.stack.close()
+        return Run(self.writer.path, jsonable(self.writer.info))
+
+    def abandon(self) -> None:
+        self.disk.shutdown()
+        with suppress(OSError):  # the folder may be gone by now
+            if self.writer.info.get("status") == "running":
+                self.writer.save_info(status="interrupted")
+        self.stack.close()
+
+
+def upto(name: str, file: Path, step: int) -> pd.DataFrame:
+    frame = read_parquet(name, str(file))
+    return frame[frame["step"] <= step]

@@ -1,0 +1,76 @@
+"""Counts of all layers in one tensor: padding, empty slots and layers of unequal shape go where they belong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moescope.routing.step_tally import Handed, StepTally, Window
+
+CPU = torch.device("cpu")
+
+
+def blocks(*n_experts: int) -> list[Any]:
+    return [SimpleNamespace(layer=2 * at, name=f"layer{2 * at}", n_experts=n) for at, n in enumerate(n_experts)]
+
+
+def handed(row: int, n: int, chosen: list[list[int]], real: list[int] | None = None) -> Handed:
+    chosen_TK = torch.tensor(chosen)
+    mask = None if real is None else torch.tensor(real)
+    return Handed(row, n, chosen_TK, torch.full(chosen_TK.shape, 0.25), mask)
+
+
+def test_layers_of_unequal_numbers_of_experts_and_choices_are_counted_apart():
+    tally = StepTally(blocks(2, 4, 4))
+    tally.add([handed(0, 2, [[0], [1], [1]]), handed(1, 4, [[3, 0], [3, 1]]), handed(2, 4, [[2, 0], [2, 1]])])
+    window = tally.moved(CPU)
+    assert window.counts_LE.tolist() == [[1, 2, 0, 0], [1, 1, 0, 2], [1, 1, 2, 0]]
+    assert window.tokens_L.tolist() == [3, 2, 2]
+    assert tally.k_L == [1, 2, 2]
+    np.testing.assert_array_equal(window.mass_LE, 0.25 * window.counts_LE)
+
+
+def test_padding_empty_slots_and_experts_of_other_ranks_count_nowhere():
+    tally = StepTally(blocks(4, 4), pairs=True)
+    mask = [1, 1, 0]
+    tally.add([handed(0, 4, [[0, -1], [1, 4], [2, 3]], mask), handed(1, 4, [[0, 1], [0, 1], [2, 3]], mask)])
+    window = tally.moved(CPU)
+    assert window.counts_LE.tolist() == [[1, 1, 0, 0], [2, 2, 0, 0]]
+    assert window.tokens_L.tolist() == [2, 2]
+    assert window.pairs_LEE is not None
+    assert window.pairs_LEE[1].tolist() == [[2, 2, 0, 0], [2, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert window.layer(0, blocks(4)[0], 2).sums("dropped").item() == 2
+
+
+def test_what_was_moved_is_gone_from_the_device_and_windows_add_up():
+    tally = StepTally(blocks(2))
+    total = Window.empty(1, 2)
+    for _ in range(3):
+        tally.add([handed(0, 2, [[0], [1], [1]])])
+        total.add(tally.moved(CPU))
+    assert total.counts_LE.tolist() == [[3, 6]]
+    assert tally.moved(CPU).counts_LE.sum() == 0
+
+
+def test_nan_gates_of_padding_are_left_out_and_those_of_tokens_are_kept():
+    tally = StepTally(blocks(2))
+    chosen, gates = torch.tensor([[0], [1]]), torch.tensor([[0.5], [float("nan")]])
+    tally.add([Handed(0, 2, chosen, gates, torch.tensor([1, 0]))])
+    assert tally.moved(CPU).mass_LE.tolist() == [[0.5, 0.0]]
+    tally.add([Handed(0, 2, chosen, gates, None)])
+    assert np.isnan(tally.moved(CPU).mass_LE).tolist() == [[False, True]]
+
+
+def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens():
+    tally = StepTally(blocks(2))
+    tally.add([handed(0, 2, [[0], [1], [1]])] * 4)
+    tally.decide(0, torch.arange(18.0, dtype=torch.float64).reshape(6, 3), torch.tensor([1, 1, 0]))
+    window = tally.moved(CPU)
+    counts = window.layer(0, blocks(2)[0], 1)
+    assert window.decided_L.tolist() == [2]
+    assert counts.sums("routing_entropy").item() / counts.sums("tokens").item() == pytest.approx(0.5)  # of 0 and 1
+    assert counts.sums("z_loss").item() / counts.sums("tokens").item() == pytest.approx(15.5)
