@@ -14,12 +14,16 @@ def render(content: dict[str, Any]) -> str:
 
     here = files("moescope.reporting")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = environment.from_string((here / "template.html.j2").read_text(encoding="utf-8"))
+    template = environment.get_template("template.html.j2")
     return template.render(
         **content,
         style=(here / "style.css").read_text(encoding="utf-8"),
-        script=(here / "script.js").read_text(encoding="utf-8"),
+        script="\n".join((here / name).read_text(encoding="utf-8") for name in ("script.js", "routing.js")),
         plotly=get_plotlyjs(),
     )
