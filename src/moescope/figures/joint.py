@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
 
 from moescope.figures.routing_metrics import KNOWS_NOTHING, RANDOM, between, metric_name, values_of
 from moescope.figures.style import (
@@ -47,7 +46,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> Correlation | None:
     x, y, n = x[both], y[both], int(both.sum())
     if n < FEWEST_LAYERS or np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
-    value = float(np.clip(np.corrcoef(rankdata(x), rankdata(y))[0, 1], -1, 1))
+    value = float(np.clip(np.corrcoef(pd.Series(x).rank(), pd.Series(y).rank())[0, 1], -1, 1))
     edge = 1 - 12 / (n * (n * n - 1))
     at = float(np.clip(value, -edge, edge))
     reach = 1.96 * np.sqrt((1 + at * at / 2) / (n - 3))
@@ -110,6 +109,7 @@ def against(metric: str) -> FigureSpec:
                 "y": rows["value"].to_numpy(float),
                 "text": [str(layer) for layer in layers],
                 "textposition": "top center",
+                "cliponaxis": False,
                 "marker": {"size": 10, "color": [colors[layer] for layer in layers]},
                 "hovertemplate": "layer %{text}<br>ambiguity %{x:.3g}<br>%{y:.4g}<extra></extra>",
             },

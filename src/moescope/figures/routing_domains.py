@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moescope.figures.alignment import layer_axis
-from moescope.figures.routing_load import ratio_heatmap
+from moescope.figures.routing_load import fold_of, ratio_heatmap
 from moescope.figures.routing_metrics import by_layer, interval_words, references, span, value_line, values_of
 from moescope.figures.style import (
     CATEGORICAL,
@@ -23,6 +23,7 @@ from moescope.figures.style import (
 def affinity_heatmap(tables: Tables) -> Figure:
     data: list[Trace] = []
     titles, layers, strongest = [], [], []
+    fold = fold_of([tables["domains"]["affinity"].to_numpy(float)])
     for layer, rows in tables["domains"].groupby("layer", sort=True):
         grid = rows.pivot(index="domain", columns="expert", values="affinity")
         values = grid.to_numpy(float)
@@ -34,6 +35,7 @@ def affinity_heatmap(tables: Tables) -> Figure:
                 ("expert", "domain"),
                 "of the mean use",
                 "affinity",
+                fold,
             )
         )
         layers.append(str(layer))

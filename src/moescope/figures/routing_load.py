@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from moescope.figures.routing_metrics import RANDOM, by_domain, by_layer
+from moescope.figures.routing_metrics import RANDOM, by_domain, by_layer, plain_log, values_of
 from moescope.figures.style import (
     CATEGORICAL,
     DIVERGING,
-    LOG,
     Figure,
     FigureSpec,
     Slider,
@@ -114,7 +114,15 @@ def usage_by_expert(tables: Tables) -> Figure:
             name = "tokens" if domain is None else str(domain)
             data.append(bars(usage, counts.to_numpy(), name, CATEGORICAL[index]))
         data += band(usage, (usage.experts[0] - 0.5, usage.experts[-1] + 0.5))
-    return usage_figure("usage_by_expert", found, data, len(stacked) + 3, {"rangemode": "tozero"}, "stack")
+    return usage_figure(
+        "usage_by_expert",
+        found,
+        data,
+        len(stacked) + 3,
+        {"rangemode": "tozero"},
+        "stack",
+        [usage_title(usage) for usage in found],
+    )
 
 
 def usage_by_expert_log(tables: Tables) -> Figure:
@@ -125,7 +133,18 @@ def usage_by_expert_log(tables: Tables) -> Figure:
         marks = bars(usage, np.where(usage.counts > 0, usage.counts, np.nan), "tokens", CATEGORICAL[0])
         data.append({**marks, "type": "scatter", "mode": "markers", "marker": {"color": CATEGORICAL[0], "size": 8}})
         data += band(usage, (usage.experts[0] - 0.5, usage.experts[-1] + 0.5))
-    return usage_figure("usage_by_expert_log", found, data, 4, dict(LOG), "overlay")
+    by_chance = values_of(tables, "min_max_ratio").set_index("layer")["floor"]
+    titles = [spread_title(usage, float(by_chance.get(usage.layer, np.nan))) for usage in found]
+    yaxis = plain_log([trace for trace in data if trace["name"] != "±2 sd"]) or {"rangemode": "tozero"}
+    return usage_figure("usage_by_expert_log", found, data, 4, yaxis, "overlay", titles)
+
+
+def spread_title(usage: Usage, ratio_by_chance: float) -> str:
+    idle = int((usage.counts == 0).sum())
+    if idle or not usage.even:
+        return f"Layer {usage.layer}: {idle} of {len(usage.counts)} experts got no token, and have no mark"
+    chance = f"; about {number(1 / ratio_by_chance)} for {RANDOM}" if ratio_by_chance > 0 else ""
+    return f"Layer {usage.layer}: the busiest expert has {number(usage.counts.max() / usage.counts.min())} times the load of the idlest{chance}"
 
 
 def bars(usage: Usage, counts: np.ndarray, name: str, color: str) -> Trace:
@@ -142,10 +161,15 @@ def bars(usage: Usage, counts: np.ndarray, name: str, color: str) -> Trace:
 
 
 def usage_figure(
-    name: str, found: list[Usage], data: list[Trace], per: int, yaxis: dict[str, object], mode: str
+    name: str,
+    found: list[Usage],
+    data: list[Trace],
+    per: int,
+    yaxis: dict[str, object],
+    mode: str,
+    titles: list[str],
 ) -> Figure:
     start = int(np.argmax([usage.counts.max() / usage.even if usage.even else 0.0 for usage in found]))
-    titles = [usage_title(usage) for usage in found]
     scale = ", logarithmic" if yaxis.get("type") == "log" else ""
     return Figure(
         name,
@@ -198,14 +222,33 @@ def usage_by_rank(tables: Tables) -> Figure:
         "Loads of each layer from the busiest to the idlest expert, as multiples of an even share; logarithmic. Experts without tokens have no point.",
         ("tokens", "cv", "unused"),
         data,
-        base_layout("expert, by load", "times an even share", yaxis=dict(LOG)),
+        base_layout("expert, by load", "times an even share", yaxis=plain_log([{"y": frame["times"].to_numpy(float)}])),
     )
 
 
-def ratio_heatmap(times: np.ndarray, x: list[str], y: list[str], axes: tuple[str, str], what: str, label: str) -> Trace:
-    """Ratios on a diverging scale of doublings, white at 1, ends at 1/8 and 8; nothing (0) is at the low end."""
+def fold_of(matrices: Sequence[np.ndarray]) -> float:
+    """How far the scale of some heatmaps reaches: 2, 4 or 8, the least that holds all but one cell in fifty."""
+    ratios = np.concatenate([matrix.ravel() for matrix in matrices])
+    ratios = np.maximum(ratios, 1 / np.where(ratios > 0, ratios, np.nan))
+    reach = np.nanquantile(ratios, 0.98) if np.isfinite(ratios).any() else FOLD
+    return next((fold for fold in (2.0, 4.0) if reach <= fold), FOLD)
+
+
+def ratio_heatmap(
+    times: np.ndarray,
+    x: list[str],
+    y: list[str],
+    axes: tuple[str, str],
+    what: str,
+    label: str,
+    fold: float = FOLD,
+) -> Trace:
+    """Ratios on a diverging scale of doublings, white at 1, ends at 1/fold and fold; nothing (0) is at the low end."""
+    end = int(np.log2(fold))
+    names = {-3: "⅛", -2: "¼", -1: "½", -0.5: "0.7", 0: "1", 0.5: "1.4", 1: "2", 2: "4", 3: "8"}
+    ticks = [-1, -0.5, 0, 0.5, 1] if end == 1 else list(range(-end, end + 1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        doublings = np.clip(np.log2(times), -np.log2(FOLD), np.log2(FOLD))
+        doublings = np.clip(np.log2(times), -end, end)
     return {
         "type": "heatmap",
         "z": doublings,
@@ -213,16 +256,16 @@ def ratio_heatmap(times: np.ndarray, x: list[str], y: list[str], axes: tuple[str
         "x": x,
         "y": y,
         "colorscale": DIVERGING,
-        "zmin": -np.log2(FOLD),
-        "zmax": np.log2(FOLD),
+        "zmin": -end,
+        "zmax": end,
         "xgap": 1 if len(x) <= 32 else 0,
         "ygap": 1 if len(y) <= 32 else 0,
         "colorbar": {
             "title": {"text": label, "side": "right"},
             "thickness": 12,
             "outlinewidth": 0,
-            "tickvals": [-3, -2, -1, 0, 1, 2, 3],
-            "ticktext": ["≤ ⅛", "¼", "½", "1", "2", "4", "≥ 8"],
+            "tickvals": ticks,
+            "ticktext": [("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks],
         },
         "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>%{{customdata}} {what}<extra></extra>",
     }
@@ -250,6 +293,7 @@ def load_heatmap(tables: Tables) -> Figure:
         ("expert", "layer"),
         "of an even share",
         "times an even share",
+        fold_of([times]),
     )
     layout = base_layout(
         "expert", "layer", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
@@ -272,7 +316,12 @@ LOAD = [
     FigureSpec("usage_by_rank", ("load", "routing_layers"), usage_by_rank),
     by_layer("cv_by_layer", ["cv", "gate_mass_cv"], "coefficient of variation", log=True),
     by_layer("max_violation_by_layer", ["max_violation", "gate_mass_max_violation"], "max violation", log=True),
-    by_layer("load_entropy_by_layer", ["load_entropy_share", "gate_mass_load_entropy_share"], "share of log n"),
+    by_layer(
+        "load_entropy_by_layer",
+        ["load_entropy_share", "gate_mass_load_entropy_share"],
+        "load entropy / log n",
+        from_zero=False,
+    ),
     by_layer("gini_by_layer", ["gini", "gate_mass_gini"], "Gini coefficient"),
     by_domain("cv_by_domain", "cv", "coefficient of variation", log=True),
 ]

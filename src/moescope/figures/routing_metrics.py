@@ -9,7 +9,6 @@ import pandas as pd
 
 from moescope.figures.alignment import layer_axis
 from moescope.figures.style import (
-    LOG,
     Figure,
     FigureSpec,
     Tables,
@@ -24,6 +23,7 @@ from moescope.metric_glossary import METRICS
 
 RANDOM = "random routing"
 KNOWS_NOTHING = "a router that knows nothing"
+IN_LEGENDS = {KNOWS_NOTHING: "knows nothing", "tokens shuffled within documents": "tokens shuffled"}
 OPENING = {
     "cv": "Unevenness of load (cv)",
     "max_violation": "The busiest expert's excess (max violation)",
@@ -50,6 +50,13 @@ def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
 
 def metric_name(metric: str) -> str:
     return METRICS[metric].title or metric.replace("_", " ")
+
+
+def line_name(metric: str) -> str:
+    """Short, for legends."""
+    if metric.startswith("gate_mass_"):
+        return "by gate mass"
+    return metric_name(metric).removeprefix("specialisation ")
 
 
 def subject(metric: str) -> str:
@@ -109,7 +116,7 @@ def reference_lines(rows: pd.DataFrame, floor_name: str, collapse: bool = True, 
     lines = []
     layers = rows["layer"].to_numpy()
     if rows["floor"].notna().any():
-        lines.append(grey_line(layers, rows["floor"].to_numpy(float), floor_name + of))
+        lines.append(grey_line(layers, rows["floor"].to_numpy(float), IN_LEGENDS.get(floor_name, floor_name) + of))
     if collapse and rows["collapse"].notna().any():
         lines.append(grey_line(layers, rows["collapse"].to_numpy(float), "collapse" + of, "dot"))
     return lines
@@ -131,38 +138,45 @@ def by_layer(
     floor_name: str = RANDOM,
     log: bool = False,
     draw_collapse: bool = True,
-    required: int = 1,
+    from_zero: bool = True,
 ) -> FigureSpec:
-    """Figure of one metric over layers, or of several that share a scale and their chance level; the title is about the first.
-
-    Of several, the first `required` must be there.
-    """
+    """Figure of one metric over layers, or of several that share a scale; the title is about the first, which must be there."""
 
     def draw(tables: Tables) -> Figure:
         found = {metric: rows for metric in metrics if len(rows := values_of(tables, metric))}
         first = found[metrics[0]]
         title = f"{subject(metrics[0])} {span(first)}; {references(first, floor_name)}"
-        data = [value_line(rows, metric_name(metric), index) for index, (metric, rows) in enumerate(found.items())]
-        drawn: list[np.ndarray] = []
+        data = [value_line(rows, line_name(metric), index) for index, (metric, rows) in enumerate(found.items())]
+        drawn: list[np.ndarray] = []  # floors; those that are the same are drawn once, and named once
         for metric, rows in found.items():
             floor = rows["floor"].to_numpy(float)
             if any(floor.shape == seen.shape and np.allclose(floor, seen, equal_nan=True) for seen in drawn):
                 continue
             of = f", {metric_name(metric)}" if drawn else ""
-            data += reference_lines(rows, floor_name, draw_collapse and not drawn, of)
+            lines = reference_lines(rows, floor_name, draw_collapse and not drawn, of)
+            data += [{**line, "showlegend": False} for line in lines] if drawn else lines
             drawn.append(floor)
         stated = "" if draw_collapse else f" At collapse: {between(first['collapse'])}."
         caption = f"{METRICS[metrics[0]].meaning} Dashed: {floor_name}{'; dotted: collapse' if draw_collapse else ''}.{stated} {interval_words(first)}"
-        yaxis = dict(LOG) if log and positive(data) else {"rangemode": "tozero"}
+        yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
         layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(first["layer"])), yaxis=yaxis)
         return Figure(name, title, caption, (*found, "floor", "collapse"), data, layout)
 
-    return FigureSpec(name, ("routing_layers",), draw, metrics=tuple(metrics[:required]))
+    return FigureSpec(name, ("routing_layers",), draw, metrics=(metrics[0],))
 
 
-def positive(data: list[Trace]) -> bool:
-    """Whether a logarithmic axis can show it all."""
-    return all(np.nanmin(np.asarray(trace["y"], float), initial=np.inf) > 0 for trace in data)
+def plain_log(data: list[Trace]) -> dict[str, object] | None:
+    """A logarithmic axis over all that is drawn, with ticks at 1, 2 and 5 (over four decades: at 1) written out; None where something is not positive."""
+    drawn = np.concatenate([np.asarray(trace["y"], float) for trace in data])
+    drawn = drawn[np.isfinite(drawn)]
+    if not drawn.size or drawn.min() <= 0:
+        return None
+    low, high = np.log10(drawn.min()), np.log10(drawn.max())
+    steps = (1, 2, 5) if high - low <= 3 else (1,)
+    exponents = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 2)
+    ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
+    ticks = [tick for tick in ticks if low - 0.35 <= np.log10(tick) <= high + 0.35]
+    return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
 
 
 def by_domain(name: str, metric: str, axis: str, *, floor_name: str = RANDOM, log: bool = False) -> FigureSpec:
@@ -183,7 +197,7 @@ def by_domain(name: str, metric: str, axis: str, *, floor_name: str = RANDOM, lo
             f"{references(rows, floor_name)}"
         )
         caption = f"{METRICS[metric].meaning} Of each domain alone. {interval_words(rows)}"
-        yaxis = dict(LOG) if log and positive(data) else {"rangemode": "tozero"}
+        yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero"}
         layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(floors["layer"])), yaxis=yaxis)
         return Figure(name, title, caption, (metric, "domain", "floor", "collapse"), data, layout)
 
@@ -201,7 +215,7 @@ DECISIONS = [
     by_layer("confidence_by_layer", ["confidence", "top_gap"], "probability", floor_name=KNOWS_NOTHING, log=False),
     by_layer("selection_margin_by_layer", ["selection_margin"], "selection score", floor_name=KNOWS_NOTHING),
     by_layer("z_loss_by_layer", ["z_loss"], "squared log-sum-exp", floor_name=KNOWS_NOTHING),
-    by_layer("sequence_by_layer", ["sequential_consistency", "adjacent_jaccard"], "share in common with the token before"),
+    by_layer("sequence_by_layer", ["sequential_consistency", "adjacent_jaccard"], "shared with the token before"),
     by_domain("routing_entropy_by_domain", "routing_entropy", "entropy (nats)", floor_name=KNOWS_NOTHING),
 ]  # fmt: skip
 VOCABULARY = [
@@ -209,7 +223,7 @@ VOCABULARY = [
     by_layer(
         "specialisation_by_layer",
         ["vocabulary_specialisation_input", "vocabulary_specialisation_next", "vocabulary_specialisation_predicted"],
-        "share at the token's favourite expert",
+        "share at its favourite expert",
         floor_name="tokens shuffled",
     ),
 ]  # fmt: skip

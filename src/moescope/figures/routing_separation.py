@@ -9,7 +9,7 @@ import pandas as pd
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from moescope.figures.routing_load import FOLD, ratio_heatmap, total_load
+from moescope.figures.routing_load import FOLD, fold_of, ratio_heatmap, total_load
 from moescope.figures.routing_metrics import by_layer
 from moescope.figures.style import (
     CATEGORICAL,
@@ -53,12 +53,15 @@ def largest_by_chance(pairs: pd.DataFrame) -> float:
 def coactivation_heatmap(tables: Tables) -> Figure:
     data: list[Trace] = []
     titles, orders, strongest, layers = [], [], [], []
+    fold = fold_of([(tables["coactivation"]["lift"] / tables["coactivation"]["chance_lift"]).to_numpy(float)])
     for layer, pairs in tables["coactivation"].groupby("layer", sort=True):
         matrix = lift_over_chance(pairs)
         experts, over = [int(expert) for expert in matrix.index], matrix.to_numpy(float)
         names = [str(expert) for expert in experts]
         data.append(
-            ratio_heatmap(over, names, names, ("expert", "with expert"), "of the chance lift", "lift / chance lift")
+            ratio_heatmap(
+                over, names, names, ("expert", "with expert"), "of the chance lift", "lift / chance lift", fold
+            )
         )
         orders.append([names[place] for place in company_order(over)])
         layers.append(str(layer))
@@ -146,7 +149,7 @@ def expert_map(tables: Tables) -> Figure:
     domains = sorted(tables["domains"]["domain"].unique()) if len(tables.get("domains", ())) else []
     groups = domains if 1 < len(domains) <= len(CATEGORICAL) else [""]
     data: list[Trace] = []
-    titles, layers = [], []
+    titles, layers, clear = [], [], []
     for layer, pairs in tables["coactivation"].groupby("layer", sort=True):
         matrix = lift_over_chance(pairs)
         experts = matrix.index.to_numpy()
@@ -168,6 +171,7 @@ def expert_map(tables: Tables) -> Figure:
                     "y": at[own, 1],
                     "text": [str(expert) for expert in experts[own]],
                     "textposition": "top center",
+                    "cliponaxis": False,
                     "textfont": {"size": 10},
                     "customdata": np.round(times[own], 3),
                     "marker": {
@@ -186,15 +190,17 @@ def expert_map(tables: Tables) -> Figure:
             f"profiles of noise leave {number(100 * plane_by_chance(len(experts)))} % on two"
         )
         layers.append(str(layer))
+        clear.append(float(share.sum()) - plane_by_chance(len(experts)))
+    start = int(np.argmax(clear))
     return Figure(
         "expert_map",
-        titles[0],
+        titles[start],
         "Principal components of each expert's profile: log₂(lift / chance lift) with every other expert. Near means the same company. "
         "Size: load; colour: the domain of highest affinity, where there are domains. Axes have no unit, and distances between layers cannot be compared.",
         ("lift", "chance_lift", "affinity") if len(groups) > 1 else ("lift", "chance_lift"),
         data,
         base_layout("first principal component", "second principal component"),
-        Slider("layer", layers, 0, len(groups), titles),
+        Slider("layer", layers, start, len(groups), titles),
         440,
     )
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from moescope.figures.routing_load import ratio_heatmap
-from moescope.figures.routing_metrics import KNOWS_NOTHING, RANDOM, between, positive, subject
+from moescope.figures.routing_load import fold_of, ratio_heatmap
+from moescope.figures.routing_metrics import IN_LEGENDS, KNOWS_NOTHING, RANDOM, between, plain_log, subject
 from moescope.figures.style import (
     CATEGORICAL,
-    LOG,
     Figure,
     FigureSpec,
     Slider,
@@ -28,7 +27,9 @@ from moescope.metric_glossary import METRICS
 AREAS = 12  # so many experts get an area of their own; the rest share one
 
 
-def metric_by_step(name: str, metric: str, axis: str, floor_name: str = RANDOM, log: bool = False) -> FigureSpec:
+def metric_by_step(
+    name: str, metric: str, axis: str, floor_name: str = RANDOM, log: bool = False, from_zero: bool = True
+) -> FigureSpec:
     """The metric of every layer against the step, the floor in grey."""
 
     def draw(tables: Tables) -> Figure:
@@ -37,7 +38,7 @@ def metric_by_step(name: str, metric: str, axis: str, floor_name: str = RANDOM, 
         floor = rows.groupby("step")["floor"].mean()
         data = [
             *layer_lines(rows, "step", "value"),
-            grey_line(floor.index.to_numpy(), floor.to_numpy(float), floor_name),
+            grey_line(floor.index.to_numpy(), floor.to_numpy(float), IN_LEGENDS.get(floor_name, floor_name)),
         ]
         means = rows.groupby("step")["value"].mean()
         collapse = rows["collapse"].dropna()
@@ -46,7 +47,8 @@ def metric_by_step(name: str, metric: str, axis: str, floor_name: str = RANDOM, 
             f"{number(means.iloc[-1])} (step {means.index[-1]}); {between(rows['floor'])} for {floor_name}"
             + (f", {between(collapse)} at collapse" if len(collapse) else "")
         )
-        yaxis = dict(LOG) if log and positive(data[:-1]) and (floor > 0).all() else {"rangemode": "tozero"}
+        shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
+        yaxis = (plain_log(shown) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
         caption = f"{METRICS[metric].meaning} One line a layer; dashed: {floor_name}."
         layout = base_layout("step", axis, xaxis=step_axis(means.index), yaxis=yaxis)
         return Figure(name, title, caption, (metric, "floor", "collapse"), data, layout)
@@ -92,16 +94,19 @@ def step_titles(tables: Tables) -> tuple[list[str], list[str], list[pd.DataFrame
 
 def expert_by_step(tables: Tables) -> Figure:
     layers, titles, shares, start = step_titles(tables)
+    times = [frame.to_numpy(float) * len(frame) for frame in shares]
+    fold = fold_of(times)
     data = [
         ratio_heatmap(
-            frame.to_numpy(float) * len(frame),
+            over,
             [str(step) for step in frame.columns],
             [str(expert) for expert in frame.index],
             ("step", "expert"),
             "of an even share",
             "times an even share",
+            fold,
         )
-        for frame in shares
+        for frame, over in zip(shares, times, strict=True)
     ]
     layout = base_layout(
         "step", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
@@ -244,7 +249,7 @@ def consistency_matrix(tables: Tables) -> Figure:
 OVER_STEPS = [
     metric_by_step("cv_by_step", "cv", "coefficient of variation", log=True),
     metric_by_step("max_violation_by_step", "max_violation", "max violation", log=True),
-    metric_by_step("load_entropy_by_step", "load_entropy_share", "load entropy / log n"),
+    metric_by_step("load_entropy_by_step", "load_entropy_share", "load entropy / log n", from_zero=False),
     metric_by_step("routing_entropy_by_step", "routing_entropy", "entropy (nats)", KNOWS_NOTHING),
     FigureSpec("usage_area", ("load",), usage_area),
     FigureSpec("expert_by_step", ("load",), expert_by_step),

@@ -7,6 +7,13 @@ from typing import Any
 
 import jinja2
 
+from moescope.reporting.untrusted import visible
+
+
+def seen(value: Any) -> Any:
+    """What the template puts out, invisible characters spelled out: paths and names are not to be trusted with turning the line around."""
+    return visible(value) if type(value) is str else value  # Markup, our own, is another type
+
 
 def render(content: dict[str, Any]) -> str:
     """The whole HTML document: style, script and plotly.js inside it, each once."""
@@ -16,6 +23,7 @@ def render(content: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8")),
         autoescape=True,
+        finalize=seen,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

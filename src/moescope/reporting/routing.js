@@ -72,7 +72,7 @@
       const chosen = spans.filter((_, i) => layer.rows[first + i].includes(wanted)).length;
       title.textContent = wanted === null
         ? (top ? `Layer ${layer.layer}: ${ranked.length} of ${layer.n} experts come first for a token here, expert ${top[0]} most often (${((100 * top[1]) / tokens).toFixed(0)} %; an even share is ${display(100 / layer.n, "float")} %)` : `Layer ${layer.layer}: no token was routed`) +
-          (layer.same === null ? "" : `; the token before has the same first expert in ${(100 * layer.same).toFixed(0)} % of all documents shown, ${display(100 / layer.n, "float")} % by chance`)
+          (layer.same === null ? "" : `; over all documents shown, ${(100 * layer.same).toFixed(0)} % of tokens share their first expert with the token before, ${display(100 / layer.n, "float")} % by chance`)
         : `Layer ${layer.layer}: expert ${wanted} is chosen at ${chosen} of ${tokens} tokens here; an even share is ${display((tokens * layer.rows[first].length) / layer.n, "float")}`;
       if (at >= 0) showTip(at);
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moescope.figures.routing_load import usages
@@ -88,9 +89,11 @@ def by_expert(frame: pd.DataFrame | None, key: str, column: str) -> dict[int, pd
 
 
 def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[list[Any]]]:
-    """(expert, role) -> [token, count, lift] of the tokens that set it apart most; the table's own order is kept."""
+    """(expert, role) -> [token, count, lift] of the tokens that set it apart most: by count times log lift, as the table chose them."""
     if frame is None or frame.empty:
         return {}
+    weight = frame["count"] * np.log(frame["lift"].clip(lower=1e-12))
+    frame = frame.loc[weight.sort_values(ascending=False, kind="stable").index]
     found = {}
     for (expert, role), rows in frame.groupby(["expert", "role"], sort=False):
         top = rows.head(TOKENS_A_ROLE)

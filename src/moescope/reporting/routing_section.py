@@ -21,7 +21,7 @@ from moescope.run import Run
 
 Keep = Callable[[str, Any], str]
 
-# name, heading, figures, what a reader should know first, what is missing when nothing can be drawn
+# name, heading, figures, what a reader should know first, what the trace lacks when the first figure cannot be drawn
 SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
     (
         "load", "Load", LOAD,
@@ -53,19 +53,18 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
 ]  # fmt: skip
 GLANCE = [
     ("cv", "value", "cv"),
-    ("cv", "floor", "random"),
-    ("cv", "collapse", "collapse"),
+    ("cv", "floor", "by chance"),
     ("max_over_mean", "value", "max/mean"),
-    ("max_over_mean", "floor", "random"),
+    ("max_over_mean", "floor", "by chance"),
     ("unused", "value", "unused"),
-    ("unused", "floor", "random"),
+    ("unused", "floor", "by chance"),
     ("routing_entropy", "value", "entropy"),
-    ("routing_entropy", "floor", "knows nothing"),
+    ("routing_entropy", "floor", "by chance"),
     ("confidence", "value", "confidence"),
-    ("confidence", "floor", "knows nothing"),
-    ("domain_information", "value", "I(expert; domain)"),
-    ("token_information", "value", "I(expert; token)"),
-    ("token_information", "floor", "shuffled"),
+    ("confidence", "floor", "by chance"),
+    ("domain_information", "value", "I(domain)"),
+    ("token_information", "value", "I(token)"),
+    ("token_information", "floor", "by chance"),
 ]
 
 
@@ -77,7 +76,7 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
         why = missing if view.main else "kept of the other phase only"
         sections[name] = {
             "figures": [keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable],
-            "missing": "" if usable else f"Not available: {why}.",
+            "missing": "" if specs[0] in usable else f"Not available: {why}.",
         }
     excerpt = read_excerpt(view)
     return {
@@ -103,17 +102,14 @@ def text_missing(view: View) -> str:
 
 def glance_table(view: View, index: int) -> dict[str, Any]:
     """One row a layer: load, decisions, domains and tokens, each with its chance level beside it; columns without a value are left out."""
-    n_experts = view.tables["load"].groupby("layer")["expert"].max() + 1
-    columns = [{"name": "layer", "title": "layer", "kind": "int"}, {"name": "n", "title": "experts", "kind": "int"}]
+    columns = [{"name": "layer", "title": "layer", "kind": "int"}]
     values: list[pd.Series] = []
     for metric, column, title in GLANCE:
         found = values_of(view.tables, metric).set_index("layer")[column]
         if found.notna().any():
             values.append(found)
             columns.append({"name": metric if column == "value" else column, "title": title, "kind": "float"})
-    rows = [
-        [layer, int(n_experts[layer]), *(column.get(layer, float("nan")) for column in values)] for layer in view.layers
-    ]
+    rows = [[layer, *(column.get(layer, float("nan")) for column in values)] for layer in view.layers]
     return {
         "name": "routing_at_a_glance",
         "title": "Routing at a glance",
@@ -127,11 +123,8 @@ def step_sections(traces: list[TraceTables], names: dict[Any, str], keep: Keep) 
     """Figures over steps of every trace that has several, in its main phase."""
     sections = []
     for index, trace in enumerate(trace for trace in traces if len(trace.steps) > 1):
-        phase = trace.phases[0]
-        tables = {
-            name: frame[frame["phase"] == phase] if "phase" in frame else frame for name, frame in trace.tables.items()
-        }
-        label = f"{names[trace.run.path]} · {phase}"
+        tables = trace.in_main_phase()
+        label = f"{names[trace.run.path]} · {trace.phases[0]}"
         specs = [spec for spec in OVER_STEPS if can_draw(spec, tables)]
         figures = [keep(f"o{index}-{spec.name}", drawn(spec, tables, label)) for spec in specs]
         sections.append({"label": label if len(traces) > 1 else "", "figures": figures})
@@ -151,10 +144,11 @@ def text_notice(traces: list[TraceTables], excerpts: list[Excerpt | None]) -> st
 
 
 def trace_coverage(run: Run) -> list[str]:
-    return [
-        coverage_line(item) + (f" (step {run.info['setup'][index]['step']})" if len(run.info["coverage"]) > 1 else "")
-        for index, item in enumerate(run.info["coverage"])
-    ]
+    """What was read, in a line; one a step only where they differ."""
+    lines = [coverage_line(item) for item in run.info["coverage"]]
+    if len(set(lines)) == 1:
+        return [lines[0] + (f" in each of {len(lines)} steps" if len(lines) > 1 else "")]
+    return [f"{line} (step {setup['step']})" for line, setup in zip(lines, run.info["setup"], strict=True)]
 
 
 def coverage_line(item: dict[str, Any]) -> str:

@@ -59,6 +59,13 @@ class TraceTables:
         found = set(self.tables["load"]["phase"])
         return [phase for phase in ("prefill", "decode") if phase in found]
 
+    def in_main_phase(self) -> dict[str, pd.DataFrame]:
+        """All steps, of the phase that everything was kept of."""
+        phase = self.phases[0]
+        return {
+            name: frame[frame["phase"] == phase] if "phase" in frame else frame for name, frame in self.tables.items()
+        }
+
 
 def load_trace(run: Run) -> TraceTables:
     if missing := [name for name in NEEDED if name not in run.tables]:
