@@ -11,10 +11,11 @@ from moescope.figures.routing_metrics import can_draw, plain_log, values_of
 from moescope.figures.routing_separation import (
     company,
     company_order,
-    largest_by_chance,
+    expected_together,
     lift_over_chance,
     plane_by_chance,
     principal_plane,
+    strongest_pair,
     with_own_company,
 )
 from moescope.figures.routing_steps import expected, shares_by_step, usage_area
@@ -123,17 +124,52 @@ def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routi
     assert usage.stray == pytest.approx(2 * counts.std(), rel=0.06)
 
 
-def test_random_routing_reaches_the_stated_largest_lift():
+def pair_rows(chosen: np.ndarray, k: int) -> pd.DataFrame:
+    """One layer's rows of the coactivation table, from tokens x experts of 0 and 1."""
+    tokens, n = chosen.shape
+    both, loads = chosen.T @ chosen, chosen.sum(axis=0)
+    a, b = np.nonzero(~np.eye(n, dtype=bool))
+    lift = tokens * both[a, b] / (loads[a] * loads[b])
+    chance = n * (k - 1) / (k * (n - 1))
+    return pd.DataFrame(
+        {
+            "expert_a": a,
+            "expert_b": b,
+            "tokens": both[a, b],
+            "share_of_a": both[a, b] / loads[a],
+            "lift": lift,
+            "chance_lift": chance,
+        }
+    )
+
+
+def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) -> np.ndarray:
+    chosen = np.zeros((tokens, n))
+    scores = generator.gumbel(size=(tokens, n)) - lean * np.arange(n)
+    np.put_along_axis(chosen, scores.argsort(1)[:, -k:], 1, axis=1)
+    return chosen
+
+
+def test_expected_pairs_and_their_largest_are_those_of_random_routing():
     generator = np.random.default_rng(1)
-    tokens, n, k = 3000, 10, 3
-    largest = []
-    for _ in range(40):
-        chosen = np.zeros((tokens, n))
-        np.put_along_axis(chosen, generator.random((tokens, n)).argsort(1)[:, :k], 1, axis=1)
-        pairs = (chosen.T @ chosen)[~np.eye(n, dtype=bool)]
-        largest.append(pairs.max() / (tokens * k * (k - 1) / (n * (n - 1))))
-    stated = largest_by_chance(pd.DataFrame({"tokens": pairs}))
-    assert stated - 1 == pytest.approx(np.mean(largest) - 1, rel=0.4)
+    runs = [pair_rows(random_choices(generator, 3000, 10, 3), 3) for _ in range(40)]
+    counts = np.mean([rows["tokens"] for rows in runs], axis=0)
+    np.testing.assert_allclose(np.mean([expected_together(rows) for rows in runs], axis=0), counts, rtol=0.04)
+    found = [strongest_pair(rows) for rows in runs]
+    assert np.mean([pair.by_chance for pair in found]) - 1 == pytest.approx(
+        np.mean([pair.over for pair in found]) - 1, rel=0.2
+    )
+
+
+def test_pairs_of_experts_that_are_hardly_used_are_neither_named_nor_drawn():
+    chosen = random_choices(np.random.default_rng(2), 2000, 8, 2, lean=1.2)
+    chosen[0] = [0, 0, 0, 0, 0, 0, 1, 1]  # once together, where chance gives almost nothing: an enormous lift
+    rows = pair_rows(chosen, 2)
+    last = rows[(rows["expert_a"] == 6) & (rows["expert_b"] == 7)].iloc[0]
+    assert last["lift"] > 20
+    assert 7 not in strongest_pair(rows)[:2]
+    assert np.isnan(lift_over_chance(rows).loc[6, 7])
+    assert strongest_pair(pair_rows(random_choices(np.random.default_rng(3), 40, 8, 2), 2)) is None
 
 
 def twins(n=8):

@@ -168,6 +168,7 @@ def test_an_imported_trace_gives_a_report_without_what_it_does_not_hold(traced_r
 def test_of_many_steps_the_first_the_last_and_some_between_are_shown():
     assert shown_steps([1, 2, 3]) == [1, 2, 3]
     assert shown_steps(list(range(0, 1000, 100))) == [0, 300, 600, 900]
+    assert shown_steps([1, 2, 3], experts=48 * 128) == [1, 3]
 
 
 def test_every_domain_has_documents_in_the_excerpt():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moescope.figures.alignment import layer_axis
-from moescope.figures.routing_load import fold_of, ratio_heatmap
+from moescope.figures.routing_load import CATEGORIES, fold_of, ratio_heatmap
 from moescope.figures.routing_metrics import by_layer, interval_words, references, span, value_line, values_of
 from moescope.figures.style import (
     CATEGORICAL,
@@ -18,6 +18,8 @@ from moescope.figures.style import (
     base_layout,
     number,
 )
+
+NAMED_FROM = 5  # tokens a domain, on average
 
 
 def affinity_heatmap(tables: Tables) -> Figure:
@@ -39,16 +41,19 @@ def affinity_heatmap(tables: Tables) -> Figure:
             )
         )
         layers.append(str(layer))
-        if np.isfinite(values).any():
-            d, e = np.unravel_index(np.nanargmax(values), values.shape)
-            strongest.append(float(values[d, e]))
+        # an expert with a handful of tokens is of one domain by luck: it is drawn, but not named
+        often = rows.groupby("expert")["tokens"].sum().reindex(grid.columns) >= NAMED_FROM * len(grid)
+        named = np.where(often.to_numpy(), values, np.nan)
+        if np.isfinite(named).any():
+            d, e = np.unravel_index(np.nanargmax(named), values.shape)
+            strongest.append(float(named[d, e]))
             titles.append(
                 f"Layer {layer}: expert {grid.columns[e]} is used {number(strongest[-1])} times as much by {grid.index[d]} as by "
                 f"domains on average; chance is 1, the most possible {len(grid)}"
             )
         else:
             strongest.append(0.0)
-            titles.append(f"Layer {layer}: no affinity can be given")
+            titles.append(f"Layer {layer}: too few tokens to name an expert")
     start = int(np.argmax(strongest))
     n_domains = tables["domains"]["domain"].nunique()
     return Figure(
@@ -58,7 +63,7 @@ def affinity_heatmap(tables: Tables) -> Figure:
         "Few documents make it stray by themselves: read it beside I(expert; domain).",
         ("affinity", "share", "domain_information"),
         data,
-        base_layout("expert", "domain", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}),
+        base_layout("expert", "domain", xaxis=CATEGORIES, yaxis={"type": "category", "autorange": "reversed"}),
         Slider("layer", layers, start, titles=titles),
         min(200 + 34 * n_domains, 620),
     )  # fmt: skip
@@ -83,7 +88,12 @@ def purity_bars(tables: Tables) -> Figure:
         "name": "documents’ labels dealt anew",
         "x": line["x"],
         "y": rows["floor"].to_numpy(float),
-        "marker": {"symbol": "line-ew-open", "size": 24, "color": GREY, "line": {"width": 3, "color": GREY}},
+        "marker": {
+            "symbol": "line-ew-open",
+            "size": float(np.clip(300 / max(len(rows), 1), 5, 24)),
+            "color": GREY,
+            "line": {"width": 2.5, "color": GREY},
+        },
         "hovertemplate": "dealt anew: %{y:.4g}<extra></extra>",
     }
     return Figure(

@@ -27,6 +27,8 @@ from moescope.figures.style import (
 )
 
 DOMAINS_STACKED = len(CATEGORICAL)
+CATEGORIES: dict[str, object] = {"type": "category", "nticks": 20, "tickangle": 0}
+EXACT_CELLS = 64 * 64
 FOLD = 8.0  # how far a colour scale of ratios reaches, either way
 
 
@@ -247,12 +249,14 @@ def ratio_heatmap(
     end = int(np.log2(fold))
     names = {-3: "⅛", -2: "¼", -1: "½", -0.5: "0.7", 0: "1", 0.5: "1.4", 1: "2", 2: "4", 3: "8"}
     ticks = [-1, -0.5, 0, 0.5, 1] if end == 1 else list(range(-end, end + 1))
+    exact = times.size <= EXACT_CELLS  # beyond, the ratios themselves would double the page
+    value = "%{customdata}" if exact else "2 to the power of %{z:.2f}"
     with np.errstate(divide="ignore", invalid="ignore"):
         doublings = np.clip(np.log2(times), -end, end)
     return {
         "type": "heatmap",
         "z": doublings,
-        "customdata": np.round(times, 4),
+        **({"customdata": np.round(times, 4)} if exact else {}),
         "x": x,
         "y": y,
         "colorscale": DIVERGING,
@@ -267,7 +271,7 @@ def ratio_heatmap(
             "tickvals": ticks,
             "ticktext": [("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks],
         },
-        "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>%{{customdata}} {what}<extra></extra>",
+        "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{value} {what}<extra></extra>",
     }
 
 
@@ -295,9 +299,7 @@ def load_heatmap(tables: Tables) -> Figure:
         "times an even share",
         fold_of([times]),
     )
-    layout = base_layout(
-        "expert", "layer", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
-    )
+    layout = base_layout("expert", "layer", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
     return Figure(
         "load_heatmap",
         title,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
+from scipy.special import ndtri
 
-from moescope.figures.routing_load import FOLD, fold_of, ratio_heatmap, total_load
+from moescope.figures.routing_load import CATEGORIES, FOLD, fold_of, ratio_heatmap, total_load
 from moescope.figures.routing_metrics import by_layer
 from moescope.figures.style import (
     CATEGORICAL,
@@ -23,10 +25,56 @@ from moescope.figures.style import (
     number,
 )
 
+NAMED_FROM = 5.0  # a pair is named where chance would give it so many tokens
+DRAWN_FROM = 1.0  # and drawn where it would give it one: less is noise
+
+
+class Pair(NamedTuple):
+    """The pair of a layer most often chosen together, over chance, and what the largest of so many pairs reaches by luck."""
+
+    a: int
+    b: int
+    over: float
+    by_chance: float
+
+
+def expected_together(pairs: pd.DataFrame) -> pd.Series:
+    """How many tokens random routing would give each pair of one layer, at the experts' own loads: c_a c_b/N times chance_lift."""
+    f_a, f_b, tokens = loads_of(pairs)
+    found: pd.Series = f_a * f_b * tokens * pairs["chance_lift"]
+    return found
+
+
+def loads_of(pairs: pd.DataFrame) -> tuple[pd.Series, pd.Series, float]:
+    """(share of the tokens that chose a, the same of b, N), read back from share_of_a = c_ab/c_a and lift = N c_ab/(c_a c_b)."""
+    seen = pairs[pairs["tokens"] > 0]
+    loads = (seen["tokens"] / seen["share_of_a"]).groupby(seen["expert_a"]).max()
+    c_a, c_b = (pairs[name].map(loads).astype(float) for name in ("expert_a", "expert_b"))
+    tokens = float((seen["lift"] * (c_a * c_b)[seen.index] / seen["tokens"]).median())
+    return c_a / tokens, c_b / tokens, tokens
+
+
+def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
+    """The largest lift over chance of one layer, among pairs that chance would give 5 tokens or more; None without such pairs.
+
+    A pair's count strays by sqrt(expected (1 - f_a) (1 - f_b)) by luck, f the shares of tokens that chose either; the largest of P pairs
+    lies where half of all sets of P normals have none beyond.
+    """
+    expected = expected_together(pairs)
+    over = (pairs["lift"] / pairs["chance_lift"])[expected >= NAMED_FROM]
+    if not over.notna().any():
+        return None
+    top = over.idxmax()
+    a, b = sorted((int(pairs.loc[top, "expert_a"]), int(pairs.loc[top, "expert_b"])))
+    f_a, f_b, _ = loads_of(pairs)
+    spread = np.sqrt((1 - f_a[top]) * (1 - f_b[top]) / expected[top])
+    return Pair(a, b, float(over[top]), 1 + float(ndtri(0.5 ** (2 / max(len(over), 2))) * spread))
+
 
 def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """One layer's matrix lift/chance_lift, expert a by expert b; the diagonal is empty. Pairs of an unused expert are empty too."""
-    over = pairs.assign(over=pairs["lift"] / pairs["chance_lift"])
+    """One layer's matrix lift/chance_lift, expert a by expert b; empty on the diagonal, and where chance would give less than one token."""
+    enough = expected_together(pairs) >= DRAWN_FROM
+    over = pairs.assign(over=(pairs["lift"] / pairs["chance_lift"]).where(enough))
     found: pd.DataFrame = (
         over.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
     )
@@ -44,18 +92,13 @@ def company_order(over: np.ndarray) -> list[int]:
     return [int(leaf) for leaf in leaves_list(linkage(squareform(distance, checks=False), "average"))]
 
 
-def largest_by_chance(pairs: pd.DataFrame) -> float:
-    """Lift over chance that the largest of all pairs reaches under random routing: 1 + sqrt(2 log(pairs)/mean count), the normal tail."""
-    mean, count = float(pairs["tokens"].mean()), len(pairs) / 2
-    return 1 + float(np.sqrt(2 * np.log(max(count, 1)) / mean)) if mean > 0 else np.nan
-
-
 def coactivation_heatmap(tables: Tables) -> Figure:
     data: list[Trace] = []
     titles, orders, strongest, layers = [], [], [], []
-    fold = fold_of([(tables["coactivation"]["lift"] / tables["coactivation"]["chance_lift"]).to_numpy(float)])
-    for layer, pairs in tables["coactivation"].groupby("layer", sort=True):
-        matrix = lift_over_chance(pairs)
+    layers_pairs = list(tables["coactivation"].groupby("layer", sort=True))
+    matrices = [lift_over_chance(pairs) for _, pairs in layers_pairs]
+    fold = fold_of([matrix.to_numpy(float) for matrix in matrices])
+    for (layer, pairs), matrix in zip(layers_pairs, matrices, strict=True):
         experts, over = [int(expert) for expert in matrix.index], matrix.to_numpy(float)
         names = [str(expert) for expert in experts]
         data.append(
@@ -65,25 +108,20 @@ def coactivation_heatmap(tables: Tables) -> Figure:
         )
         orders.append([names[place] for place in company_order(over)])
         layers.append(str(layer))
-        chance = float(pairs["chance_lift"].iloc[0])
-        if np.isfinite(over).any():
-            strongest.append(float(np.nanmax(over)))
-            a, b = sorted(int(place) for place in np.unravel_index(np.nanargmax(over), over.shape))
-            titles.append(
-                f"Layer {layer}: experts {experts[a]} and {experts[b]} are chosen together {number(strongest[-1])} times as often as by chance; "
-                f"random routing's largest of {len(pairs) // 2:,} pairs reaches about {number(largest_by_chance(pairs))}"
-            )
-        else:
-            strongest.append(0.0)
-            titles.append(f"Layer {layer}: no two experts can be compared (chance lift {number(chance)})")
+        top = strongest_pair(pairs)
+        strongest.append(top.over if top else 0.0)
+        titles.append(
+            f"Layer {layer}: experts {top.a} and {top.b} are chosen together {number(top.over)} times as often as by chance; the largest of "
+            f"{len(pairs) // 2:,} such pairs would reach about {number(top.by_chance)}"
+            if top
+            else f"Layer {layer}: too few tokens to compare pairs (none is expected {NAMED_FROM:.0f} times by chance)"
+        )
     start = int(np.argmax(strongest))
-    layout = base_layout(
-        "expert", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
-    )
+    layout = base_layout("expert", "expert", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
     return Figure(
         "coactivation_heatmap",
         titles[start],
-        "Lift of every pair of experts over the lift of random routing, in doublings; white is chance. Slide to change the layer; order experts by "
+        "Lift of every pair of experts over the lift of random routing, in doublings; white is chance. Pairs that chance would give less than one token are empty. Slide to change the layer; order experts by "
         "number or by company (average linkage).",
         ("lift", "chance_lift"),
         data,

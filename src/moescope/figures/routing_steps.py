@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from moescope.figures.routing_load import fold_of, ratio_heatmap
+from moescope.figures.routing_load import CATEGORIES, fold_of, ratio_heatmap
 from moescope.figures.routing_metrics import IN_LEGENDS, KNOWS_NOTHING, RANDOM, between, plain_log, subject
 from moescope.figures.style import (
     CATEGORICAL,
@@ -108,9 +108,7 @@ def expert_by_step(tables: Tables) -> Figure:
         )
         for frame, over in zip(shares, times, strict=True)
     ]
-    layout = base_layout(
-        "step", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
-    )
+    layout = base_layout("step", "expert", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
     return Figure(
         "expert_by_step",
         titles[start],

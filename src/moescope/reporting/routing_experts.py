@@ -9,6 +9,7 @@ import pandas as pd
 
 from moescope.figures.routing_load import usages
 from moescope.figures.routing_metrics import values_of
+from moescope.figures.routing_separation import NAMED_FROM, expected_together
 from moescope.figures.style import number
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.routing_text import Excerpt, contexts
@@ -53,22 +54,20 @@ def expert_cards(rows: dict[str, pd.DataFrame], times: Any, places: dict[int, li
     """One card an expert; parts a trace does not hold are empty."""
     mass = rows["load"].groupby("expert")["gate_mass"].sum(min_count=1)
     gates = mass / mass.mean()
-    domains = by_expert(rows.get("domains"), "expert", "affinity")
+    domains = ranked(rows.get("domains"), "expert", "domain", "affinity")
     pairs = rows.get("coactivation")
     if pairs is not None:
         pairs = pairs.assign(over=pairs["lift"] / pairs["chance_lift"])
-    partners = by_expert(pairs, "expert_a", "over")
+        pairs = pairs[expected_together(pairs) >= NAMED_FROM] if len(pairs) else pairs
+    partners = ranked(pairs, "expert_a", "expert_b", "over", PARTNERS)
     vocabulary = tokens_by_expert(rows.get("vocabulary"))
     return [
         {
             "expert": expert,
             "times": plain(float(times[expert])),
             "gates": plain(float(gates.get(expert, float("nan")))),
-            "domains": [[str(row.domain), plain(row.affinity)] for row in domains.get(expert, empty()).itertuples()],
-            "partners": [
-                [int(row.expert_b), plain(row.over)]
-                for row in partners.get(expert, empty()).head(PARTNERS).itertuples()
-            ],
+            "domains": domains.get(expert, []),
+            "partners": partners.get(expert, []),
             "tokens": {role: vocabulary.get((expert, role), []) for role in ROLES},
             "contexts": places.get(expert, []),
         }
@@ -76,16 +75,21 @@ def expert_cards(rows: dict[str, pd.DataFrame], times: Any, places: dict[int, li
     ]
 
 
-def empty() -> pd.DataFrame:
-    return pd.DataFrame()
-
-
-def by_expert(frame: pd.DataFrame | None, key: str, column: str) -> dict[int, pd.DataFrame]:
-    """expert -> its rows, largest first; rows without a value are left out."""
+def ranked(
+    frame: pd.DataFrame | None, key: str, name: str, column: str, most: int | None = None
+) -> dict[int, list[list[Any]]]:
+    """key -> [name, value] of its rows, largest first, `most` at most; rows without a value are left out."""
     if frame is None or frame.empty:
         return {}
     ordered = frame[frame[column].notna()].sort_values(column, ascending=False, kind="stable")
-    return {int(expert): rows for expert, rows in ordered.groupby(key)}
+    if most is not None:
+        ordered = ordered.groupby(key).head(most)
+    found: dict[int, list[list[Any]]] = {}
+    for owner, other, value in zip(
+        ordered[key].tolist(), ordered[name].tolist(), ordered[column].tolist(), strict=True
+    ):
+        found.setdefault(int(owner), []).append([other, plain(value)])
+    return found
 
 
 def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[list[Any]]]:
@@ -94,11 +98,10 @@ def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[l
         return {}
     weight = frame["count"] * np.log(frame["lift"].clip(lower=1e-12))
     frame = frame.loc[weight.sort_values(ascending=False, kind="stable").index]
-    found = {}
-    for (expert, role), rows in frame.groupby(["expert", "role"], sort=False):
-        top = rows.head(TOKENS_A_ROLE)
-        found[int(expert), str(role)] = [
-            [token_words(token, int(token_id)), int(count), plain(float(lift))]
-            for token, token_id, count, lift in zip(top["token"], top["token_id"], top["count"], top["lift"], strict=True)
-        ]  # fmt: skip
+    top = frame.groupby(["expert", "role"], sort=False).head(TOKENS_A_ROLE)
+    found: dict[tuple[int, str], list[list[Any]]] = {}
+    columns = [top[name].tolist() for name in ("expert", "role", "token", "token_id", "count", "lift")]
+    for expert, role, token, token_id, count, lift in zip(*columns, strict=True):
+        entry = [token_words(token, int(token_id)), int(count), plain(float(lift))]
+        found.setdefault((int(expert), str(role)), []).append(entry)
     return found

@@ -7,7 +7,7 @@ import pandas as pd
 
 from moescope.figures.routing_load import usages
 from moescope.figures.routing_metrics import KNOWS_NOTHING, RANDOM, between, references, span, values_of
-from moescope.figures.routing_separation import largest_by_chance
+from moescope.figures.routing_separation import strongest_pair
 from moescope.figures.style import counted, number
 from moescope.reporting.routing_views import TraceTables, View
 
@@ -93,12 +93,14 @@ def pair_findings(view: View) -> list[str]:
     pairs = pairs[pairs["lift"].notna()] if len(pairs) else pairs
     if not len(pairs) or not len(values_of(view.tables, "expert_overlap")):
         return []
-    over = pairs["lift"] / pairs["chance_lift"]
-    top = pairs.loc[over.idxmax()]
-    own = pairs[pairs["layer"] == top["layer"]]
+    found = {layer: pair for layer, own in pairs.groupby("layer") if (pair := strongest_pair(own)) is not None}
+    if not found:
+        return []
+    layer = max(found, key=lambda layer: found[layer].over)
+    top = found[layer]
     return [
-        f"The pair most often chosen together is experts {top['expert_a']} and {top['expert_b']} of layer {top['layer']}: {number(over.max())} times chance; "
-        f"the largest of a layer's {len(own) // 2:,} pairs reaches about {number(largest_by_chance(own))} under random routing."
+        f"The pair most often chosen together is experts {top.a} and {top.b} of layer {layer}: {number(top.over)} times chance; "
+        f"the largest of so many pairs would reach about {number(top.by_chance)} in a layer by luck."
     ]
 
 

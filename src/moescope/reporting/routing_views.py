@@ -15,6 +15,7 @@ from moescope.tables import ROUTING_TABLES
 
 NEEDED = tuple(name for name in ROUTING_TABLES if name != "tokens")
 STEPS_SHOWN = 4  # so many steps of a run are shown closely; figures over steps hold them all
+LARGE = 2000  # experts in all layers, from which on only the first and the last step are
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class TraceTables:
         return sorted(int(step) for step in self.tables["load"]["step"].unique())
 
     @property
+    def n_experts(self) -> int:
+        """Of all layers together."""
+        return len(self.tables["load"][["layer", "expert"]].drop_duplicates())
+
+    @property
     def phases(self) -> list[str]:
         found = set(self.tables["load"]["phase"])
         return [phase for phase in ("prefill", "decode") if phase in found]
@@ -79,11 +85,12 @@ def load_trace(run: Run) -> TraceTables:
     return TraceTables(run, tables)
 
 
-def shown_steps(steps: list[int]) -> list[int]:
-    """All of them, or the first, the last and some between."""
-    if len(steps) <= STEPS_SHOWN:
+def shown_steps(steps: list[int], experts: int = 0) -> list[int]:
+    """All of them, or the first, the last and some between: a page has to stay of a size that opens."""
+    most = 2 if experts >= LARGE else STEPS_SHOWN
+    if len(steps) <= most:
         return steps
-    return [steps[place] for place in np.linspace(0, len(steps) - 1, STEPS_SHOWN).round().astype(int)]
+    return [steps[place] for place in np.linspace(0, len(steps) - 1, most).round().astype(int)]
 
 
 def routing_views(traces: list[TraceTables], names: dict[Any, str]) -> list[View]:
@@ -91,7 +98,7 @@ def routing_views(traces: list[TraceTables], names: dict[Any, str]) -> list[View
     found = []
     for trace in traces:
         for phase in trace.phases:
-            for step in shown_steps(trace.steps):
+            for step in shown_steps(trace.steps, trace.n_experts):
                 parts = [plot_words(names[trace.run.path])] if len(traces) > 1 else []
                 parts += [f"step {step}"] if len(trace.steps) > 1 else []
                 parts += [phase] if len(trace.phases) > 1 else []
