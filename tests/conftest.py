@@ -85,3 +85,17 @@ def connected(ray_cluster: str) -> Iterator[str]:
 
     with joined_cluster(ray_cluster):
         yield ray_cluster
+
+
+@pytest.fixture(scope="session")
+def traced_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two checkpoints of a tiny model traced on two domains in both phases, every token kept."""
+    from moescope.workflows.trace import trace
+    from routing.tiny_text import save_model, texts, write_jsonl
+
+    folder = tmp_path_factory.mktemp("traced")
+    models = [save_model(folder / "checkpoint-100"), save_model(folder / "checkpoint-200", nudge=0.05)]
+    plain = write_jsonl(folder / "plain.jsonl", texts(30, seed=0, words=25))
+    other = write_jsonl(folder / "other.jsonl", texts(30, seed=1, first=25, words=25))
+    domains = [f"plain={plain}", f"other={other}"]
+    return trace(*models, domain=domains, out=folder / "run", phase="both", save_tokens=True, quiet=True)

@@ -222,6 +222,8 @@ def show_trace(run: Any, as_json: bool, quiet: bool) -> None:
         for warning in facts["warnings"]:
             typer.echo(f"warning: {warning}", err=True)
         typer.echo(f"run: {run.path}")
+        if not (run.path / "report.html").exists():
+            typer.echo(f"next: moescope report {shlex.quote(str(run.path))}")
 
 
 def main() -> None:

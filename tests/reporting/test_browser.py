@@ -1,30 +1,13 @@
 """The report in a real browser: no error, no request, and what a reader does works."""
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from moescope import figures
 from moescope.reporting.export import export_figures
 from moescope.workflows.report import report
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        if os.environ.get("MOESCOPE_REQUIRE_BROWSER"):
-            pytest.fail("no Chromium on this machine, and MOESCOPE_REQUIRE_BROWSER is set")
-        pytest.skip("NO BROWSER: install Chromium (apt-get install chromium) to test the report's page")
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,12 @@ from moescope.reporting import page
 from moescope.run import Run
 from moescope.workflows.report import report
 from moescope.workflows.scan import scan
+from report_payloads import payloads
 
 
 @pytest.fixture(scope="module")
 def planted_html(planted_run):
     return report(planted_run).read_text(encoding="utf-8")
-
-
-def payloads(html: str) -> dict[str, object]:
-    found = re.findall(r'<script type="application/json" id="p-([^"]+)">(.*?)</script>', html, re.DOTALL)
-    return {name: json.loads(text) for name, text in found}
 
 
 def test_the_report_is_one_file_with_plotly_once_and_no_address_to_load_from(planted_html):

@@ -2,7 +2,13 @@
 
 from moescope.figures import alignment, identification, nulls, one_layer, redundancy
 from moescope.figures.comparison import ACROSS_READINGS, ACROSS_STEPS
+from moescope.figures.joint import TOGETHER
 from moescope.figures.one_layer import COMPLETE_VIEW
+from moescope.figures.routing_domains import DOMAINS
+from moescope.figures.routing_load import LOAD
+from moescope.figures.routing_metrics import DECISIONS, VOCABULARY
+from moescope.figures.routing_separation import SEPARATION
+from moescope.figures.routing_steps import OVER_STEPS
 from moescope.figures.style import Figure, FigureSpec
 
 LAYERS = ("alignment_layers",)
@@ -43,15 +49,33 @@ ONE_LAYER = [
     FigureSpec("overlap_over_k", ("orthogonality", "similarity"), one_layer.overlap_over_k),
     FigureSpec("expert_spectra", ("spectra",), one_layer.expert_spectra),
 ]
-FIGURES: list[FigureSpec] = [*ACROSS_LAYERS, *ONE_LAYER, *COMPLETE_VIEW, *ACROSS_READINGS, *ACROSS_STEPS]
+ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]
+FIGURES: list[FigureSpec] = [
+    *ACROSS_LAYERS,
+    *ONE_LAYER,
+    *COMPLETE_VIEW,
+    *ACROSS_READINGS,
+    *ACROSS_STEPS,
+    *ROUTING,
+    *OVER_STEPS,
+    *TOGETHER,
+]
 
 __all__ = [
     "ACROSS_LAYERS",
     "ACROSS_READINGS",
     "ACROSS_STEPS",
     "COMPLETE_VIEW",
+    "DECISIONS",
+    "DOMAINS",
     "FIGURES",
+    "LOAD",
     "ONE_LAYER",
+    "OVER_STEPS",
+    "ROUTING",
+    "SEPARATION",
+    "TOGETHER",
+    "VOCABULARY",
     "Figure",
     "FigureSpec",
 ]

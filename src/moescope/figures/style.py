@@ -72,6 +72,7 @@ class FigureSpec:
     needs: tuple[str, ...]
     draw: Callable[[Tables], Figure]
     wide: bool = False
+    metrics: tuple[str, ...] = ()  # routing metrics it cannot do without
 
 
 def layer_colors(layers: Sequence[int]) -> dict[int, str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
-from moescope.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER
+from moescope.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER, OVER_STEPS, ROUTING
+from moescope.figures.routing_metrics import can_draw
 from moescope.figures.style import Figure
-from moescope.reporting.readings import readings
+from moescope.reporting.readings import readings, run_names
+from moescope.reporting.routing_views import load_trace, routing_views
 from moescope.run import Run
 
 PAPER: dict[str, Any] = {
@@ -35,37 +38,47 @@ def check_export(folder: Path) -> None:
 
 
 def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = False) -> list[Path]:
-    """Write every figure of every reading as `<number of the reading>-<matrix>-<router>-<figure>.<format>`; sliders at their starting value."""
+    """Write every figure as a file, sliders at their starting value.
+
+    Of weights `<number of the reading>-<matrix>-<router>-<figure>.<format>`, of routing `routing<number of the view>-step<step>-<phase>-<figure>.<format>`.
+    """
     check_export(folder)
     import kaleido
 
     written, jobs = [], []
-    for index, reading in enumerate(readings(runs)):
-        prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router']}"
-        drawn = [(f"{prefix}-{spec.name}", spec.draw(reading.tables)) for spec in ACROSS_LAYERS]
-        for layer, tables in reading.by_layer():
-            drawn += [
-                (f"{prefix}-layer{layer}-{spec.name}", spec.draw(tables)) for spec in (*ONE_LAYER, *COMPLETE_VIEW)
-            ]
-        for name, figure in drawn:
-            path = folder / f"{name}.{format}"
-            jobs.append(
-                {
-                    "fig": paper_figure(figure),
-                    "path": path,
-                    "opts": {
-                        "format": format,
-                        "height": figure.height + 60,
-                        "width": 720,
-                        "scale": 2 if format == "png" else 1,
-                    },
-                }
-            )
-            written.append(path)
+    for name, figure in [*weight_figures(runs), *routing_figures(runs)]:
+        path = folder / f"{name}.{format}"
+        size = {"height": figure.height + 60, "width": 720, "scale": 2 if format == "png" else 1}
+        jobs.append({"fig": paper_figure(figure), "path": path, "opts": {"format": format, **size}})
+        written.append(path)
     kaleido.write_fig_from_object_sync(jobs, cancel_on_error=True)  # else it keeps its errors to itself
     if not quiet:
         print(f"{len(written)} figures in {folder}", file=sys.stderr)
     return written
+
+
+def weight_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
+    for index, reading in enumerate(readings([run for run in runs if run.info["verb"] == "scan"])):
+        prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router']}"
+        for spec in ACROSS_LAYERS:
+            yield f"{prefix}-{spec.name}", spec.draw(reading.tables)
+        for layer, tables in reading.by_layer():
+            for spec in (*ONE_LAYER, *COMPLETE_VIEW):
+                yield f"{prefix}-layer{layer}-{spec.name}", spec.draw(tables)
+
+
+def routing_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
+    """Figures of every trace: of each step and phase shown, and over the steps."""
+    traces = [load_trace(run) for run in runs if run.info["verb"] == "trace"]
+    for index, view in enumerate(routing_views(traces, run_names(runs))):
+        for spec in ROUTING:
+            if can_draw(spec, view.tables):
+                yield f"routing{index}-step{view.step}-{view.phase}-{spec.name}", spec.draw(view.tables)
+    for index, trace in enumerate(trace for trace in traces if len(trace.steps) > 1):
+        tables = trace.in_main_phase()
+        for spec in OVER_STEPS:
+            if can_draw(spec, tables):
+                yield f"routing{index}-steps-{spec.name}", spec.draw(tables)
 
 
 def paper_figure(figure: Figure) -> dict[str, Any]:

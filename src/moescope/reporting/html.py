@@ -7,6 +7,13 @@ from typing import Any
 
 import jinja2
 
+from moescope.reporting.untrusted import visible
+
+
+def seen(value: Any) -> Any:
+    """What the template puts out, invisible characters spelled out: paths and names are not to be trusted with turning the line around."""
+    return visible(value) if type(value) is str else value  # Markup, our own, is another type
+
 
 def render(content: dict[str, Any]) -> str:
     """The whole HTML document: style, script and plotly.js inside it, each once."""
@@ -14,12 +21,17 @@ def render(content: dict[str, Any]) -> str:
 
     here = files("moescope.reporting")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        finalize=seen,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = environment.from_string((here / "template.html.j2").read_text(encoding="utf-8"))
+    template = environment.get_template("template.html.j2")
     return template.render(
         **content,
         style=(here / "style.css").read_text(encoding="utf-8"),
-        script=(here / "script.js").read_text(encoding="utf-8"),
+        script="\n".join((here / name).read_text(encoding="utf-8") for name in ("script.js", "routing.js")),
         plotly=get_plotlyjs(),
     )

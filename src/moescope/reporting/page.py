@@ -9,15 +9,28 @@ from typing import Any
 
 import pandas as pd
 
+from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
 from moescope.glossary import COLUMNS
+from moescope.metric_glossary import METRICS
 from moescope.reporting.findings import coverage_lines, findings, headline
+from moescope.reporting.joint_section import joint_entries, joint_missing
 from moescope.reporting.layer_section import VERDICT_NAMES, drawn, layer_entry
 from moescope.reporting.pack import plain, script_json, table_payload
-from moescope.reporting.readings import Reading, readings
+from moescope.reporting.readings import Reading, readings, run_names
+from moescope.reporting.routing_findings import routing_findings, step_findings
+from moescope.reporting.routing_section import (
+    SECTIONS,
+    step_sections,
+    text_notice,
+    trace_command,
+    trace_coverage,
+    view_entry,
+)
+from moescope.reporting.routing_views import TraceTables, View, first_shown, load_trace, routing_views
 from moescope.run import Run
-from moescope.tables import READING, SCAN_TABLES, TABLES
+from moescope.tables import READING, ROUTING_TABLES, SCAN_TABLES, TABLES
 
 WHOLE_TABLES = {  # shown across layers, besides the figures
     "alignment_tests": "Tests and verdicts of every layer",
@@ -30,7 +43,10 @@ KEY_COLUMNS = {"step", "layer_name", *READING}
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
     """Everything the template needs. Payloads are strings of JSON, drawn by the page when they come into view."""
-    found = readings(runs)
+    scans, traced = by_verb(runs)
+    found = readings(scans, len(runs) > 1) if scans else []
+    traces, names = [load_trace(run) for run in traced], run_names(runs)
+    views = routing_views(traces, names)
     payloads: dict[str, str] = {}
 
     def keep(name: str, value: Any) -> str:
@@ -46,13 +62,14 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         for layer, rows in reading.by_layer():
             entry, payload = layer_entry(reading, layer, rows)
             layers.append({"reading": index, **entry, "payload": keep(f"r{index}-l{layer}", payload)})
+    entries = [view_entry(view, index, keep) for index, view in enumerate(views)]
+    together = joint_entries(found, views, keep)
     return {
         "title": page_title(runs),
-        "runs": [run_entry(run) for run in runs],
-        "headline": [
-            {"run": run.name if len(runs) > 1 else "", "findings": headline([r for r in found if r.run is run])}
-            for run in runs
-        ],
+        "text_notice": text_notice(traces, [entry["excerpt"] for entry in entries]),
+        "runs": [run_entry(run) for run in scans] + [trace_entry(trace) for trace in traces],
+        "headline": [*scan_headlines(scans, found, names), *trace_headlines(traces, views, names)]
+        + ([{"run": "Together", "findings": together[0]["words"]}] if together else []),
         "readings": [{"label": reading.label, "findings": findings(reading)} for reading in found],
         "across": across,
         "glance": glance,
@@ -63,15 +80,52 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         else [],
         "steps": step_figures(found, keep),
         "layers": layers,
-        "glossary": glossary_sections(),
-        "glossary_json": script_json({name: asdict(column) for name, column in COLUMNS.items()}),
+        "views": entries,
+        "first_view": first_shown(views) if views else 0,
+        "routing_sections": [{"name": name, "title": title, "words": words} for name, title, _, words, _ in SECTIONS],
+        "over_steps": step_sections(traces, names, keep),
+        "together": together,
+        "together_missing": "" if together else joint_missing(found, views),
+        "glossary": glossary_sections([*(SCAN_TABLES if scans else ()), *(ROUTING_TABLES if traces else ())]),
+        "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS).items()}),
         "payloads": payloads,
     }
+
+
+def by_verb(runs: list[Run]) -> tuple[list[Run], list[Run]]:
+    """(scans, traces); a run of another kind is refused."""
+    for run in runs:
+        if run.info["verb"] not in ("scan", "trace"):
+            raise BadInput(f"{run.path}: holds no scan and no trace; give a folder written by one of the two")
+    return [run for run in runs if run.info["verb"] == "scan"], [run for run in runs if run.info["verb"] == "trace"]
+
+
+def scan_headlines(scans: list[Run], found: list[Reading], names: dict[Any, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "run": names[run.path] if len(names) > 1 else "",
+            "findings": headline([reading for reading in found if reading.run is run]),
+        }
+        for run in scans
+    ]
+
+
+def trace_headlines(traces: list[TraceTables], views: list[View], names: dict[Any, str]) -> list[dict[str, Any]]:
+    """Each trace's findings at its last step in its main phase, and what changed over its steps."""
+    found = []
+    for trace in traces:
+        own = [view for view in views if view.run is trace.run and view.main]
+        last = max(own, key=lambda view: view.step)
+        where = [names[trace.run.path]] if len(names) > 1 else []
+        where += [f"step {last.step}"] if len(trace.steps) > 1 else []
+        found.append({"run": ", ".join(where), "findings": [*routing_findings(last), *step_findings(trace)]})
+    return found
 
 
 def page_title(runs: list[Run]) -> str:
     """The models' names, or how many there are."""
     names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info["checkpoints"]))
+    names = names or [run.name for run in runs]  # a trace may be imported without its model
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
 
 
@@ -195,11 +249,23 @@ def run_entry(run: Run) -> dict[str, Any]:
     }
 
 
-def glossary_sections() -> list[dict[str, Any]]:
-    """The glossary by table, each entry once, where it first appears."""
+def trace_entry(trace: TraceTables) -> dict[str, Any]:
+    run = trace.run
+    return {
+        "name": run.name,
+        "info": run.info,
+        "coverage": trace_coverage(run),
+        "command": trace_command(trace),
+        "warnings": run.info.get("warnings", []),
+        "seconds": number(sum(run.info["timings"].values())),
+    }
+
+
+def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
+    """The glossary by table, each entry once, where it first appears; routing metrics after the table that holds them."""
     seen: set[str] = set()
     sections = []
-    for name in SCAN_TABLES:
+    for name in names:
         spec = TABLES[name]
         entries = []
         for column in spec.columns:
@@ -208,4 +274,7 @@ def glossary_sections() -> list[dict[str, Any]]:
                 seen.add(key)
                 entries.append({"key": key, "name": column, **asdict(spec.column(column))})
         sections.append({"table": name, "meaning": spec.meaning, "entries": entries})
+        if name == "routing_layers":
+            metrics = [{"key": metric, "name": metric, **asdict(column)} for metric, column in METRICS.items()]
+            sections.append({"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics})
     return sections

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
+from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.tables import READING, SCAN_TABLES
 
@@ -55,8 +56,12 @@ class Reading:
             yield layer, {name: rows.get(layer, self.tables[name].iloc[:0]) for name, rows in groups.items()}
 
 
-def readings(runs: list[Run]) -> list[Reading]:
-    """Every reading of every run, in the order given, each named by what tells it from the others."""
+def readings(runs: list[Run], named: bool | None = None) -> list[Reading]:
+    """Every reading of every run, in the order given, each named by what tells it from the others.
+
+    `named` puts the run's name before each; where several runs are given that is the case by itself.
+    """
+    several = len(runs) > 1 if named is None else named
     found: list[tuple[Run, dict[str, Any], dict[str, pd.DataFrame]]] = []
     for run in runs:
         tables = {name: run.table(name) for name in run.tables}
@@ -71,8 +76,7 @@ def readings(runs: list[Run]) -> list[Reading]:
     names = run_names(runs)
     several_steps = len({(run.path, keys["step"]) for run, keys, _ in found}) > len(runs)
     return [
-        Reading(run, keys, label(names[run.path], keys, len(runs) > 1, several_steps), tables)
-        for run, keys, tables in found
+        Reading(run, keys, label(names[run.path], keys, several, several_steps), tables) for run, keys, tables in found
     ]
 
 
@@ -94,8 +98,7 @@ def select(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
 
 
 def label(run_name: str, keys: dict[str, Any], several_runs: bool, several_steps: bool) -> str:
-    # plotly reads some HTML in names; a folder's name is not to be trusted with that
-    parts = [run_name.replace("<", "‹").replace(">", "›")] if several_runs else []
+    parts = [plot_words(run_name)] if several_runs else []
     parts += [f"step {keys['step']}"] if several_steps else []
     parts += [f"{keys['matrix']}, {keys['router']} router" + (", norm folded in" if keys["fold_norm"] else "")]
     return " · ".join(parts)

@@ -158,7 +158,7 @@
     const rows = table.rows.map((row) => make("tr", {}, ...row.map((value, index) => {
       const kind = table.columns[index].kind;
       const cell = make("td", { class: (kind === "text" ? "text" : "") + (value === null ? " none" : "") });
-      if (table.links && table.columns[index].name === "layer") cell.append(make("a", { href: `#r${reading}-layer-${value}` }, String(value)));
+      if (table.links && table.columns[index].name === "layer") cell.append(make("a", { href: "#" + (typeof table.links === "string" ? table.links : `r${reading}-layer-`) + value }, String(value)));
       else cell.append(display(value, kind));
       return cell;
     })));
@@ -182,10 +182,11 @@
   }
 
   // ---- drawn when scrolled to
+  const fillers = { "figure-slot": fillFigure, "table-slot": fillTable };
   const observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); (entry.target.classList.contains("figure-slot") ? fillFigure : fillTable)(entry.target); }
+    for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); fillers[entry.target.classList[0]](entry.target); }
   }, { rootMargin: "400px" });
-  const watch = (node) => node.querySelectorAll(".figure-slot, .table-slot").forEach((slot) => { if (!slot.dataset.done) observer.observe(slot); });
+  const watch = (node) => node.querySelectorAll(".figure-slot, .table-slot, .text-slot").forEach((slot) => { if (!slot.dataset.done) observer.observe(slot); });
 
   // ---- layers, filled when opened
   function slotFor(figure) { const slot = make("div", { class: "figure-slot" + (figure.wide ? " wide" : "") }); slot.figure = figure; return slot; }
@@ -202,7 +203,7 @@
     body.append(make("h3", {}, "Complete view"), make("div", { class: "grid panels" }, ...content.complete.map(slotFor)));
     watch(body);
   }
-  document.querySelectorAll("details.layer").forEach((details) => details.addEventListener("toggle", () => openLayer(details)));
+  document.querySelectorAll("details.layer:not(.routed)").forEach((details) => details.addEventListener("toggle", () => openLayer(details)));
 
   // ---- links open what they point at
   function reveal() {
@@ -210,6 +211,8 @@
     if (!target) return;
     const hidden = target.closest("[data-reading][hidden]");
     if (hidden && select) { select.value = hidden.dataset.reading; showReading(); }
+    const unseen = target.closest("[data-view][hidden]");
+    if (unseen && viewSelect) { viewSelect.value = unseen.dataset.view; showView(); }
     for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
     target.scrollIntoView();
   }
@@ -223,8 +226,17 @@
   }
   if (select) select.addEventListener("change", showReading);
   showReading();
+  const viewSelect = document.getElementById("view");
+  function showView() {
+    const chosen = viewSelect ? viewSelect.value : "0";
+    document.querySelectorAll("[data-view]").forEach((node) => { node.hidden = node.dataset.view !== chosen; });
+  }
+  if (viewSelect) viewSelect.addEventListener("change", showView);
+  showView();
   document.querySelectorAll("#summary .table-slot").forEach(fillTable);
   document.addEventListener("DOMContentLoaded", () => { watch(document); reveal(); });  // when all payloads and plotly are there
+
+  window.moescope = { make, payload, unpack, tableElement, display, fillers };
 
   // ---- paper has no scrolling: draw what is open before it is printed
   window.addEventListener("beforeprint", () => {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint import Checkpoint
-from moescope.checkpoint.source import TensorInfo
+from moescope.checkpoint import Checkpoint, TensorInfo
+from moescope.checkpoint.files import Index, Stored
 from moescope.families import read_moe
 from moescope.routing.alerts import Thresholds
 from moescope.routing.trainer_monitor import TrainerMonitor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
+IN_TRAINING = "the model in training"
 DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
@@ -62,26 +63,52 @@ class Monitor(TrainerMonitor):
 
 
 @dataclass(frozen=True)
-class ModelInMemory(Checkpoint):
-    """A running model's weights in the shape of a checkpoint, so that families read them as they read files."""
+class WeightsInMemory:
+    """A running model's weights in place of a checkpoint's files, so that families read them as they read those."""
 
-    weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    weights: dict[str, Tensor]
+    at_once: int = 1
 
-    def read(self, name: str) -> Tensor:
-        return self.weights[name].detach().to("cpu", copy=True)
+    def label(self, name: str) -> str:
+        return IN_TRAINING
 
-    def read_slice(self, name: str, index: int | slice) -> Tensor:
-        return self.weights[name][index].detach().to("cpu", copy=True)
+    def names(self) -> list[str]:
+        return []
+
+    def exists(self, name: str) -> bool:
+        return False
+
+    def raw(self, name: str) -> bytes | None:
+        return None
+
+    def size(self, name: str) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def stamp(self, name: str) -> str:
+        return ""
+
+    def headers(self, name: str) -> dict[str, Stored]:
+        return {
+            tensor: Stored(DTYPES[str(value.dtype)], tuple(value.shape), 0, 0) for tensor, value in self.weights.items()
+        }
+
+    def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
+        found = self.weights[tensor] if index is None else self.weights[tensor][index]
+        return found.detach().to("cpu", copy=True)
+
+    def release(self) -> None:
+        """Nothing is held that the training does not hold anyway."""
 
 
-def in_memory(model: nn.Module) -> ModelInMemory:
+def in_memory(model: nn.Module) -> Checkpoint:
     weights = {name: tensor for name, tensor in model.state_dict().items() if str(tensor.dtype) in DTYPES}
-    path = Path("the model in training")
+    files = WeightsInMemory(weights)
     tensors = {
-        name: TensorInfo(name, tuple(tensor.shape), DTYPES[str(tensor.dtype)], path) for name, tensor in weights.items()
+        name: TensorInfo(name, place.shape, place.dtype, IN_TRAINING) for name, place in files.headers("").items()
     }
     config: Any = getattr(model, "config", None)
-    return ModelInMemory(path, config.to_dict() if config is not None else None, tensors, weights=weights)
+    known = config.to_dict() if config is not None else None
+    return Checkpoint(IN_TRAINING, IN_TRAINING, "model", known, tensors, {}, tensors, files)
 
 
 def scan_model(model: nn.Module, step: int, settings: ScanSettings) -> dict[str, pd.DataFrame]:

@@ -30,7 +30,7 @@ def report(
         raise unknown_name("format", format, list(FORMATS))
     loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
     if not loaded:
-        raise BadInput("no run given; give a folder that moescope scan has written")
+        raise BadInput("no run given; give a folder that moescope scan or trace has written")
     target = Path(out) if out is not None else loaded[0].path / ("report.html" if len(loaded) == 1 else "compared.html")
     check_target(target)
     if figures is not None:

@@ -1,0 +1,151 @@
+// Routing: the text coloured by expert, and what each expert does. Words of the text enter the page as text nodes only.
+(() => {
+  const { make, payload, unpack, tableElement, display, fillers } = window.moescope;
+  const HUES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500"];
+  const times = (value) => (value === null ? "–" : display(value, "float"));
+  const cache = {};
+  const texts = (name) => (cache[name] ??= payload(name));
+  const word = (text, attributes = {}) => make("bdi", attributes, text);
+
+  // ---- the text
+  function layerChoices(text, position) {
+    const layer = text.layers[position];
+    if (!layer.rows) { layer.rows = unpack(layer.experts).map((row) => row.map((e) => (e === null ? -1 : Math.round(e)))); layer.weights = unpack(layer.gates); }
+    return layer;
+  }
+
+  function fillText(slot) {
+    if (slot.dataset.done || !slot.offsetParent) return;
+    slot.dataset.done = "1";
+    const text = texts(slot.dataset.payload);
+    const documents = make("select", { "aria-label": "document" }, ...text.documents.map((d, i) => make("option", { value: i }, `document ${d.number}${d.domain === "text" ? "" : ", " + d.domain}`)));
+    const range = make("input", { type: "range", min: 0, max: text.layers.length - 1, value: 0, step: 1, "aria-label": "layer" });
+    const shownLayer = make("output", {});
+    const focus = make("select", { "aria-label": "expert" });
+    const legend = make("div", { class: "legend" });
+    const title = make("h4", {});
+    const tip = make("div", { class: "tip", role: "status", hidden: "" });
+    const body = make("div", { class: "tokens", tabindex: 0, dir: "auto", "aria-label": "the text; arrow keys go from token to token" });
+    let spans = [], first = 0, at = -1;
+
+    function describe(index) {
+      const layer = layerChoices(text, Number(range.value));
+      const rows = layer.rows[index].map((expert, place) => [expert, layer.weights[index][place]]).filter(([expert]) => expert >= 0);
+      return [make("strong", {}, word(text.words[index])), ` at ${index - first}`,
+        ...rows.map(([expert, gate]) => make("div", {}, `expert ${expert}`, make("span", {}, gate === null ? "" : ` gate ${times(gate)}`)))];
+    }
+    function showTip(index) {
+      if (spans[at]) spans[at].classList.remove("current");
+      at = index;
+      if (!spans[index]) { tip.hidden = true; return; }
+      spans[index].classList.add("current");
+      tip.replaceChildren(...describe(first + index));
+      tip.hidden = false;
+      const box = spans[index].getBoundingClientRect(), frame = slot.getBoundingClientRect();
+      tip.style.left = Math.max(0, Math.min(box.left - frame.left, frame.width - tip.offsetWidth)) + "px";
+      tip.style.top = box.bottom - frame.top + 6 + "px";
+    }
+    function paint() {
+      const layer = layerChoices(text, Number(range.value));
+      const wanted = focus.value === "" ? null : Number(focus.value);
+      const counts = new Map();
+      spans.forEach((_, i) => { const e = layer.rows[first + i][0]; if (e >= 0) counts.set(e, (counts.get(e) || 0) + 1); });
+      const ranked = [...counts].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
+      const hue = new Map(ranked.slice(0, HUES.length).map(([expert], i) => [expert, HUES[i]]));
+      spans.forEach((span, i) => {
+        const row = layer.rows[first + i], gates = layer.weights[first + i];
+        const place = wanted === null ? 0 : row.indexOf(wanted);
+        const color = wanted === null ? hue.get(row[0]) : place >= 0 ? HUES[0] : undefined;
+        // strength says how much of the gate the expert has; without gates all are alike
+        const total = gates.reduce((sum, gate) => sum + (gate || 0), 0);
+        const strength = color && total > 0 && place >= 0 ? gates[place] / total : 0.5;
+        span.style.setProperty("--hue", color || "transparent");
+        span.style.setProperty("--strength", (color ? 18 + 52 * strength : 0).toFixed(0) + "%");
+        span.dataset.expert = row[0];
+      });
+      shownLayer.textContent = String(layer.layer);
+      const tokens = spans.length;
+      legend.replaceChildren(...(wanted === null ? ranked.slice(0, HUES.length).map(([expert, count]) =>
+        make("span", { class: "key", style: `--hue:${hue.get(expert)}` }, `expert ${expert} (${((100 * count) / tokens).toFixed(0)} %)`)) : [make("span", { class: "key", style: `--hue:${HUES[0]}` }, `expert ${wanted} among the chosen`)]),
+        ...(wanted === null && ranked.length > HUES.length ? [make("span", { class: "key plain" }, `${ranked.length - HUES.length} more, uncoloured`)] : []));
+      const top = ranked[0];
+      const chosen = spans.filter((_, i) => layer.rows[first + i].includes(wanted)).length;
+      title.textContent = wanted === null
+        ? (top ? `Layer ${layer.layer}: ${ranked.length} of ${layer.n} experts come first for a token here, expert ${top[0]} most often (${((100 * top[1]) / tokens).toFixed(0)} %; an even share is ${display(100 / layer.n, "float")} %)` : `Layer ${layer.layer}: no token was routed`) +
+          (layer.same === null ? "" : `; over all documents shown, ${(100 * layer.same).toFixed(0)} % of tokens share their first expert with the token before, ${display(100 / layer.n, "float")} % by chance`)
+        : `Layer ${layer.layer}: expert ${wanted} is chosen at ${chosen} of ${tokens} tokens here; an even share is ${display((tokens * layer.rows[first].length) / layer.n, "float")}`;
+      if (at >= 0) showTip(at);
+    }
+    function fillExperts() {
+      const kept = focus.value;
+      const { n } = text.layers[Number(range.value)];
+      focus.replaceChildren(make("option", { value: "" }, "the first choice of each"), ...Array.from({ length: n }, (_, e) => make("option", { value: e }, `expert ${e}`)));
+      focus.value = Number(kept) < n ? kept : "";
+    }
+    function showDocument() {
+      const document_ = text.documents[Number(documents.value)];
+      first = document_.from;
+      at = -1; tip.hidden = true;
+      spans = text.words.slice(document_.from, document_.to).map((content) => word(content, { class: "token" }));
+      body.replaceChildren(...spans);
+      paint();
+    }
+    body.addEventListener("pointerover", (event) => { const index = spans.indexOf(event.target.closest(".token")); if (index >= 0) showTip(index); });
+    body.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") showTip(-1); });
+    body.addEventListener("keydown", (event) => {
+      const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (move) { event.preventDefault(); showTip(Math.max(0, Math.min(spans.length - 1, at + move))); }
+      else if (event.key === "Escape") showTip(-1);
+    });
+    documents.addEventListener("change", showDocument);
+    range.addEventListener("input", () => { fillExperts(); paint(); });
+    focus.addEventListener("change", paint);
+    slot.append(title, make("div", { class: "controls" }, make("label", {}, "layer", range, shownLayer), make("label", {}, "text", documents), make("label", {}, "colour", focus)), legend, body, tip,
+      make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"),
+        make("p", {}, "The first tokens of some documents of every domain. A token has the colour of its first choice, the expert with the largest gate, stronger where that gate is a larger share of the token's gates; the eight experts that come first most often here are coloured. Point at a token, or go along with the arrow keys, to see all its experts and gates. Colours are given anew in every layer and document."),
+        make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B].")));
+    fillExperts();
+    showDocument();
+  }
+  fillers["text-slot"] = fillText;
+
+  // ---- experts, filled when a layer is opened
+  const ROLES = [["input", "at"], ["next", "before"], ["predicted", "predicting"]];
+  function context(text, index) {
+    const own = text.documents.find((d) => index >= d.from && index < d.to);
+    const piece = (from, to) => text.words.slice(Math.max(own.from, from), Math.min(own.to, to)).map((content) => word(content.replaceAll("\n", "")));
+    return make("p", { class: "context" }, "… ", ...piece(index - 7, index), make("mark", {}, word(text.words[index].replaceAll("\n", ""))), ...piece(index + 1, index + 6), " …");
+  }
+  function card(expert, text) {
+    const lines = [make("h5", {}, `Expert ${expert.expert}`, make("span", {}, `${times(expert.times)} × an even share` + (expert.gates === null ? "" : `, ${times(expert.gates)} × by gate`)))];
+    if (expert.domains.length) lines.push(make("p", {}, make("b", {}, "domains "), ...expert.domains.slice(0, 6).flatMap(([name, value]) => [word(name), ` ${times(value)} ×  `])));
+    if (expert.partners.length) lines.push(make("p", {}, make("b", {}, "with "), expert.partners.map(([other, over]) => `expert ${other} ${times(over)} ×`).join(", ")));
+    for (const [role, name] of ROLES) {
+      if (!expert.tokens[role].length) continue;
+      lines.push(make("p", { class: "chips" }, make("b", {}, name + " "), ...expert.tokens[role].flatMap(([token, count, lift]) =>
+        [word(token.replaceAll("\n", "").replaceAll(" ", "␣"), { class: "chip", title: `${count} times, ${times(lift)} × chance` }), " "])));
+    }
+    if (text && expert.contexts.length) lines.push(make("details", {}, make("summary", {}, "where its gates are largest, in the text below"), ...expert.contexts.map((index) => context(text, index))));
+    return make("div", { class: "card" }, ...lines);
+  }
+  function openRouted(details) {
+    if (!details.open || details.dataset.done) return;
+    details.dataset.done = "1";
+    const content = payload(details.dataset.payload);
+    const text = details.dataset.text ? texts(details.dataset.text) : null;
+    const cards = content.experts.map((expert) => card(expert, text));
+    const search = make("input", { type: "search", placeholder: "find a token or domain", "aria-label": "find a token or domain" });
+    const order = make("select", { "aria-label": "order" }, make("option", { value: "number" }, "by number"), make("option", { value: "load" }, "by load"));
+    const box = make("div", { class: "cards" }, ...cards);
+    const has = (expert, wanted) => !wanted || expert.domains.slice(0, 1).some(([name]) => name.toLowerCase().includes(wanted)) ||
+      ROLES.some(([role]) => expert.tokens[role].some(([token]) => token.toLowerCase().includes(wanted)));
+    search.addEventListener("input", () => content.experts.forEach((expert, i) => { cards[i].hidden = !has(expert, search.value.trim().toLowerCase()); }));
+    order.addEventListener("change", () => {
+      const places = content.experts.map((_, i) => i);
+      if (order.value === "load") places.sort((a, b) => content.experts[b].times - content.experts[a].times);
+      box.replaceChildren(...places.map((i) => cards[i]));
+    });
+    details.querySelector(".body").append(make("div", { class: "controls" }, search, make("label", {}, "experts", order)), box, tableElement(content.table, true));
+  }
+  document.querySelectorAll("details.routed").forEach((details) => details.addEventListener("toggle", () => openRouted(details)));
+})();
