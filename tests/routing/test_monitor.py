@@ -293,7 +293,7 @@ def test_a_monitor_that_is_forgotten_leaves_a_readable_interrupted_run(tmp_path)
 def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
     model = model_of()
     monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
-    monkeypatch.setattr("moescope.run.SPARE_DISK", 2**62)
+    monkeypatch.setattr("moescope.disk.SPARE_DISK", 2**62)
     loop(model, monitor, steps=4)
     assert monitor.run is not None
     monitor.run.wait()
