@@ -21,9 +21,14 @@ def measured(folder, model, rows, micro: int = 1, **settings):
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_norms_are_those_of_each_loss_differentiated_alone(tmp_path, kind):
-    table = measured(tmp_path / "run", model_of(kind), documents(4))
-    for column, alone in (("lm_gradient_norm", False), ("aux_gradient_norm", True)):
+    def strong(kind: str):
         model = model_of(kind)
+        model.router_aux_loss_coef = model.config.router_aux_loss_coef = 2.0  # so that neither loss hides the other
+        return model
+
+    table = measured(tmp_path / "run", strong(kind), documents(4))
+    for column, alone in (("lm_gradient_norm", False), ("aux_gradient_norm", True)):
+        model = strong(kind)
         output = model(**batch(documents(4)))
         logits = output.logits[:, :-1].flatten(0, 1).float()  # the usual shifted cross-entropy, by hand
         loss = torch.nn.functional.cross_entropy(logits, batch(documents(4))["labels"][:, 1:].flatten())

@@ -47,6 +47,13 @@ def test_however_it_is_trained_the_totals_are_those_of_one_document_at_a_time(tm
     assert run.table("steps")["tokens"].iloc[-1] == counts.sum() / len(counts) / 2  # k = 2
 
 
+def test_mixed_precision_counts_every_real_token(tmp_path):
+    run = trained(tmp_path, bf16=True)
+    tokens = sum(int(row["attention_mask"].sum()) for row in documents())
+    assert load(run).sum(1).tolist() == [2 * tokens] * 3
+    assert (run.table("router_gradients")["lm_gradient_norm"] > 0).all()
+
+
 def test_two_processes_give_the_totals_of_one(tmp_path):
     """Real torchrun, gloo: each process has half of every batch."""
     script = Path(__file__).parent / "tiny_training.py"

@@ -56,7 +56,7 @@ class TrainingCapture(Capture):
 
     def pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.unseen():
-            self.waiting.clear()  # of a pass that broke off
+            self.waiting, self.slots = [], 0  # of a pass that broke off
             given = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
             masks = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             self.masks = {
