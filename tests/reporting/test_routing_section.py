@@ -182,7 +182,7 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
     excerpt = read_excerpt(view)
     tokens = traced_run.table("tokens").query("step == 200 and layer == 1").sort_values(["document", "position"])
     mine = tokens[tokens["document"].isin(excerpt.domains)]
-    assert excerpt.words == mine["token"].tolist()
+    assert excerpt.words == [f"word{token - 4}" for token in mine["token_id"]]
     assert excerpt.words[0].startswith("word")
     np.testing.assert_array_equal(excerpt.experts[1], np.stack(mine["experts"].to_list()))
     np.testing.assert_allclose(excerpt.gates[1], np.stack(mine["gates"].to_list()))
