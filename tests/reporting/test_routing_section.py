@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from moescope.metric_glossary import METRICS
 from moescope.reporting.routing_experts import tokens_by_expert
 from moescope.reporting.routing_section import paths_of
 from moescope.reporting.routing_text import chosen_documents, contexts, read_excerpt
-from moescope.reporting.routing_views import first_shown, load_trace, routing_views, shown_steps
+from moescope.reporting.routing_views import first_shown, load_trace, routing_views, shown_steps, steps_left_out
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, TABLES
 from moescope.workflows.report import report
@@ -169,6 +170,15 @@ def test_of_many_steps_the_first_the_last_and_some_between_are_shown():
     assert shown_steps([1, 2, 3]) == [1, 2, 3]
     assert shown_steps(list(range(0, 1000, 100))) == [0, 300, 600, 900]
     assert shown_steps([1, 2, 3], experts=48 * 128) == [1, 3]
+
+
+def test_steps_without_a_view_of_their_own_are_told(traced_run):
+    found = load_trace(traced_run)
+    assert steps_left_out(found) == []
+    load = found.tables["load"]
+    many = [load[load["step"] == 100].assign(step=step) for step in range(6)]
+    long = replace(found, tables={**found.tables, "load": pd.concat(many)})
+    assert steps_left_out(long) == ["Shown closely are steps 0, 2, 3, 5 of 6; figures over steps hold all of them."]
 
 
 def test_every_domain_has_documents_in_the_excerpt():
