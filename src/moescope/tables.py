@@ -140,7 +140,7 @@ TABLES: dict[str, Table] = {
             "tokens",
             "Every token with the experts it chose, where asked for with --save-tokens; of prefill, or of decode where that is all there is.",
             ("step", "document", "position", "layer"),
-            ("token_id", "token", "domain", "phase", "experts", "gates", "entropy"),
+            ("token_id", "domain", "phase", "experts", "gates", "entropy"),
         ),
         Table(
             "steps",

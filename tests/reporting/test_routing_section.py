@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from moescope.metric_glossary import METRICS
 from moescope.reporting.routing_experts import tokens_by_expert
 from moescope.reporting.routing_section import paths_of
 from moescope.reporting.routing_text import chosen_documents, contexts, read_excerpt
-from moescope.reporting.routing_views import first_shown, load_trace, routing_views, shown_steps
+from moescope.reporting.routing_views import first_shown, load_trace, routing_views, shown_steps, steps_left_out
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, TABLES
 from moescope.workflows.report import report
@@ -171,6 +172,15 @@ def test_of_many_steps_the_first_the_last_and_some_between_are_shown():
     assert shown_steps([1, 2, 3], experts=48 * 128) == [1, 3]
 
 
+def test_steps_without_a_view_of_their_own_are_told(traced_run):
+    found = load_trace(traced_run)
+    assert steps_left_out(found) == []
+    load = found.tables["load"]
+    many = [load[load["step"] == 100].assign(step=step) for step in range(6)]
+    long = replace(found, tables={**found.tables, "load": pd.concat(many)})
+    assert steps_left_out(long) == ["Shown closely are steps 0, 2, 3, 5 of 6; figures over steps hold all of them."]
+
+
 def test_every_domain_has_documents_in_the_excerpt():
     assert chosen_documents({"a": 30, "b": 30}) == [*range(6), *range(30, 36)]
     assert chosen_documents({"a": 2, "b": 1}) == [0, 1, 2]
@@ -182,7 +192,7 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
     excerpt = read_excerpt(view)
     tokens = traced_run.table("tokens").query("step == 200 and layer == 1").sort_values(["document", "position"])
     mine = tokens[tokens["document"].isin(excerpt.domains)]
-    assert excerpt.words == mine["token"].tolist()
+    assert excerpt.words == [f"word{token - 4}" for token in mine["token_id"]]
     assert excerpt.words[0].startswith("word")
     np.testing.assert_array_equal(excerpt.experts[1], np.stack(mine["experts"].to_list()))
     np.testing.assert_allclose(excerpt.gates[1], np.stack(mine["gates"].to_list()))

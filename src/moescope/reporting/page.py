@@ -28,7 +28,7 @@ from moescope.reporting.routing_section import (
     trace_coverage,
     view_entry,
 )
-from moescope.reporting.routing_views import TraceTables, View, first_shown, load_trace, routing_views
+from moescope.reporting.routing_views import TraceTables, View, first_shown, load_trace, routing_views, steps_left_out
 from moescope.run import Run
 from moescope.tables import READING, ROUTING_TABLES, SCAN_TABLES, TABLES
 
@@ -254,7 +254,7 @@ def trace_entry(trace: TraceTables) -> dict[str, Any]:
     return {
         "name": run.name,
         "info": run.info,
-        "coverage": trace_coverage(run),
+        "coverage": [*trace_coverage(run), *steps_left_out(trace)],
         "command": trace_command(trace),
         "warnings": run.info.get("warnings", []),
         "seconds": number(sum(run.info["timings"].values())),

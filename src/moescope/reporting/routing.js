@@ -103,7 +103,7 @@
     slot.append(title, make("div", { class: "controls" }, make("label", {}, "layer", range, shownLayer), make("label", {}, "text", documents), make("label", {}, "colour", focus)), legend, body, tip,
       make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"),
         make("p", {}, "The first tokens of some documents of every domain. A token has the colour of its first choice, the expert with the largest gate, stronger where that gate is a larger share of the token's gates; the eight experts that come first most often here are coloured. Point at a token, or go along with the arrow keys, to see all its experts and gates. Colours are given anew in every layer and document."),
-        make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B].")));
+        make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B]." + (text.unnamed ? ` ${text.unnamed} of ${text.words.length} tokens are shown by number: they are not among those the vocabulary table lists.` : ""))));
     fillExperts();
     showDocument();
   }

@@ -16,7 +16,7 @@ DOCUMENTS = 12
 TOKENS_EACH = 300
 CHOICES = 600_000  # tokens x layers x k that a page may hold
 CONTEXTS = 4
-COLUMNS = ["document", "position", "layer", "token_id", "token", "domain", "phase", "experts", "gates", "entropy"]
+COLUMNS = ["document", "position", "layer", "token_id", "domain", "phase", "experts", "gates", "entropy"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ def read_excerpt(view: View) -> Excerpt | None:
         return None
     first = frame[frame["layer"] == frame["layer"].min()]
     k = max(int(frame["experts"].map(len).max()), 1)
+    known = known_words(view)
     by_layer = {int(layer): rows for layer, rows in frame.groupby("layer")}
     return Excerpt(
-        [token_words(token, token_id) for token, token_id in zip(first["token"], first["token_id"], strict=True)],
+        [token_words(known.get(token_id), token_id) for token_id in first["token_id"].tolist()],
         first["document"].to_numpy(),
         {
             int(document): plot_words(str(domain))
@@ -67,6 +68,12 @@ def read_excerpt(view: View) -> Excerpt | None:
         {layer: padded(rows["experts"], k, -1) for layer, rows in by_layer.items()},
         {layer: padded(rows["gates"], k, np.nan) for layer, rows in by_layer.items()},
     )
+
+
+def known_words(view: View) -> dict[int, str]:
+    """token id -> its text, of every token the vocabulary table lists; the tokens table holds ids alone."""
+    rows = view.tables["vocabulary"].dropna(subset=["token"]).drop_duplicates("token_id")
+    return dict(zip(rows["token_id"].tolist(), rows["token"].tolist(), strict=True))
 
 
 def padded(lists: pd.Series, k: int, filler: float) -> np.ndarray:
@@ -82,6 +89,7 @@ def text_payload(excerpt: Excerpt, view: View) -> dict[str, Any]:
     n_experts = view.tables["load"].groupby("layer")["expert"].max() + 1
     return {
         "words": excerpt.words,
+        "unnamed": sum(word.startswith("#") and word[1:].isdigit() for word in excerpt.words),
         "documents": [
             {
                 "number": number,

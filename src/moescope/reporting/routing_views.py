@@ -93,6 +93,15 @@ def shown_steps(steps: list[int], experts: int = 0) -> list[int]:
     return [steps[place] for place in np.linspace(0, len(steps) - 1, most).round().astype(int)]
 
 
+def steps_left_out(trace: TraceTables) -> list[str]:
+    """Which steps have views of their own, where not all have."""
+    shown = shown_steps(trace.steps, trace.n_experts)
+    if len(shown) == len(trace.steps):
+        return []
+    named = ", ".join(map(str, shown))
+    return [f"Shown closely are steps {named} of {len(trace.steps)}; figures over steps hold all of them."]
+
+
 def routing_views(traces: list[TraceTables], names: dict[Any, str]) -> list[View]:
     """The views of every trace, in the order given; `names` are the runs' short names."""
     found = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -30,16 +29,8 @@ class Part(NamedTuple):
 class TokenTable:
     """Rows of single tokens into a parquet file, some 200,000 at a time; nothing at all where no file is given."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        step: int,
-        layer_names: dict[int, str],
-        domains: list[str],
-        token_text: Callable[[int], str | None] = lambda token: None,
-    ):
+    def __init__(self, path: Path | None, step: int, layer_names: dict[int, str], domains: list[str]):
         self.path, self.step, self.layer_names, self.domains = path, step, layer_names, domains
-        self.token_text = token_text
         self.writer: Any = None
         self.waiting: list[Part] = []
         self.rows = 0
@@ -106,9 +97,6 @@ class TokenTable:
             "layer": by_layer(layers),
             "layer_name": by_layer(names),
             "token_id": by_token([part.window.ids for part in self.waiting]),
-            "token": by_token(
-                [np.array([self.token_text(int(token)) for token in part.window.ids], object) for part in self.waiting]
-            ),
             "domain": each([self.domains[part.window.domain] for part in self.waiting]),
             "phase": each([part.phase for part in self.waiting]),
             "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),

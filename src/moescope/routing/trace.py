@@ -167,7 +167,7 @@ def trace_model(
         layers = [block.layer for block in capture.blocks]
         names = layer_names or {block.layer: block.name for block in capture.blocks}
         sample = Sample(layers)
-        with TokenTable(token_file, step, names, domains, token_reader(traced.tokenizer)) as table:
+        with TokenTable(token_file, step, names, domains) as table:
             parts = windows(counted(read()), traced.window)
             for rows in batches(parts, batch_size):
                 batch = Batch.of(rows, traced.padding)
