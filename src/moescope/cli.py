@@ -143,7 +143,7 @@ def trace(
         revisions=revisions, out=out, max_tokens=max_tokens, phase=phase, save_tokens=save_tokens, dtype=dtype, batch_size=batch_size,
         chat_template=chat_template, device=device, seed=seed, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
-    show_trace(run, as_json, quiet)
+    show_run(run, as_json, quiet)
 
 
 @app.command()
@@ -187,34 +187,18 @@ def demo(
 
 
 def show_run(run: Any, as_json: bool, quiet: bool) -> None:
-    from moescope.reporting.findings import summary
+    """What a run found: its summary for a person, or as JSON."""
+    if run.info["verb"] == "trace":
+        from moescope.workflows.trace_summary import summary
+    else:
+        from moescope.reporting.findings import summary
 
     facts = summary(run)
     if as_json:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not quiet:
         if run.info.get("process") != os.getpid():
-            typer.echo("this very scan was done before; nothing was computed")
-        for line in dict.fromkeys(facts["coverage"]):
-            typer.echo(line)
-        for finding in facts["findings"]:
-            typer.echo(f"- {finding}")
-        for warning in facts["warnings"]:
-            typer.echo(f"warning: {warning}", err=True)
-        typer.echo(f"run: {run.path}")
-        if not (run.path / "report.html").exists():
-            typer.echo(f"next: moescope report {shlex.quote(str(run.path))}")
-
-
-def show_trace(run: Any, as_json: bool, quiet: bool) -> None:
-    from moescope.workflows.trace_summary import summary
-
-    facts = summary(run)
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
-    elif not quiet:
-        if run.info.get("process") != os.getpid():
-            typer.echo("this very trace was made before; nothing was computed")
+            typer.echo(f"this very {run.info['verb']} was done before; nothing was computed")
         for line in dict.fromkeys(facts["coverage"]):
             typer.echo(line)
         for finding in facts["findings"]:

@@ -176,8 +176,8 @@ class RemoteFiles:
                     time.sleep(0.5 * 2**attempt)
                     continue
                 cause = error.__cause__ or error
-                why = refused or f"{type(cause).__name__}: {self.without_secrets(first_line(cause))[:160]}"
-                if "range" in why.lower():
+                why = self.without_secrets(refused or f"{type(cause).__name__}: {first_line(cause)[:160]}")
+                if "range requests" in why:  # fsspec's words; a host may be called orange
                     raise BadInput(
                         f"{self.label(name)}: the server gives no parts of files; download it and give its folder"
                     ) from None
