@@ -103,6 +103,58 @@ class LayerWeights:
     def d_ff(self) -> int:
         return self.gate_EFD.shape[1]
 
+    def expert(self, number: int) -> ExpertWeights:
+        """One expert, read now, as stored."""
+        stacks = (self.gate_EFD, self.down_EDF, self.up_EFD, self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED)
+        gate, down, *rest = (None if stack is None else stack.read(number) for stack in stacks)
+        assert gate is not None
+        assert down is not None
+        return ExpertWeights(gate, down, *rest)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert in memory, in [out, in]. Its neuron p is row p of gate and up and column p of down."""
+
+    gate_FD: Tensor
+    down_DF: Tensor
+    up_FD: Tensor | None = None
+    gate_bias_F: Tensor | None = None
+    up_bias_F: Tensor | None = None
+    down_bias_D: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer's experts: each group becomes one expert; experts in no group are dropped.
+
+    Pruning keeps groups of one. Weights stand beside their members and sum to 1 in every group.
+    """
+
+    layer: int
+    n_experts: int  # before
+    groups: tuple[tuple[int, ...], ...]
+    dominants: tuple[int, ...]  # one a group, a member of it: the expert whose neurons the others are matched to
+    weights: tuple[tuple[float, ...], ...]
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        kept = {expert for group in self.groups for expert in group}
+        return tuple(expert for expert in range(self.n_experts) if expert not in kept)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What compression will do. Written as plan.json; arrays it carries (fitted router rows, neuron orders) lie beside it."""
+
+    method: str
+    checkpoint: dict[str, str | None]  # address, revision, hash of the headers: a plan is carried out on no other one
+    layers: tuple[LayerPlan, ...]
+    matching: str  # how members' neurons are brought into the dominant's order: "signed", "unsigned", "none"
+    router: str  # what the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts)
+    top_k: int | None  # after
+    settings: dict[str, str | int | float | bool | None]  # what made the plan: keep, linkage, merge weights, seed, ...
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -137,6 +189,7 @@ class Routing:
     scores_TE: Tensor | None = None  # probabilities: softmax of the logits, or sigmoids divided by their sum
     selection_TE: Tensor | None = None  # what the choice was made by, bias included; -inf where a group was ruled out
     auxiliary_loss: Tensor | None = None
+    x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
 
 

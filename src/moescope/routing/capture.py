@@ -128,7 +128,7 @@ class Capture:
                         block.layer, block.name, block.n_experts, decision.chosen_TK, decision.gates_TK, self.tokens,
                         logits_TE, block.scoring.scores(logits_TE),
                         block.scoring.selection(logits_TE) if block.scoring.explains else None,
-                        dropped_T=(decision.chosen_TK < 0).sum(-1),
+                        dropped_T=(decision.chosen_TK < 0).sum(-1), x_TD=decision.x_TD,
                     )
                 )  # fmt: skip
                 block.router_input, block.router_outputs = None, ()
