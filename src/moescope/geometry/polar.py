@@ -13,8 +13,8 @@ from moescope.errors import BadInput
 from moescope.geometry.distances import Array, gram
 
 RANK_TOLERANCE = 1e-6  # of the largest singular value: what fp32 rounding leaves of a smaller rank lies below 1e-7
-NEWTON_STEPS = 24  # each multiplies small singular values by 1.5: from 1e-4 of the largest they reach 1
-NEWTON_RESIDUAL = 1e-4  # largest allowed || Q Q' - I ||_F / sqrt(rank) after the last step
+NEWTON_STEPS = 30  # at most; each multiplies small singular values by 1.5: from 1e-4 of the largest they reach 1
+NEWTON_RESIDUAL = 1e-5  # largest allowed || Q Q' - I ||_F / sqrt(rank): ten times what fp32 leaves
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,12 @@ def by_newton_schulz(weights_BMN: Tensor) -> tuple[Tensor, Tensor]:
     product = x @ x.mT
     bound = torch.linalg.matrix_norm(product @ product).clamp_min(torch.finfo(torch.float32).tiny) ** 0.25
     x = x / bound[:, None, None]  # (sum of sigma^8)^(1/8): above the largest, much closer to it than the Frobenius norm
-    for _ in range(NEWTON_STEPS):
-        x = torch.baddbmm(x, x @ x.mT, x, beta=1.5, alpha=-0.5)
     identity = torch.eye(x.shape[1], device=x.device)
-    residual = torch.linalg.matrix_norm(x @ x.mT - identity) / x.shape[1] ** 0.5
+    residual = torch.full(scale.shape, torch.inf, device=x.device)
+    for _ in range(NEWTON_STEPS):
+        product = x @ x.mT
+        residual = torch.linalg.matrix_norm(product - identity) / x.shape[1] ** 0.5
+        if (residual < NEWTON_RESIDUAL).all():
+            break
+        x = torch.baddbmm(x, product, x, beta=1.5, alpha=-0.5)
     return (x.mT if tall else x).contiguous(), residual < NEWTON_RESIDUAL
