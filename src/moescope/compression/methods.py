@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from moescope.compression.plan import Fits
 from moescope.compression.pruning import keep_best, random_scores, saliency_scores
-from moescope.errors import unknown_name
+from moescope.errors import BadInput, unknown_name
 from moescope.families import MoeCheckpoint
 from moescope.types import LayerPlan
 
@@ -42,8 +42,8 @@ class Evidence:
     sums: Sums = field(default_factory=dict)  # of the method's own collectors and of `RoutedSums`
     states: Mapping[int, LayerStates] = field(default_factory=dict)
     gating: Mapping[int, Gating] = field(default_factory=dict)  # how each layer's router was seen to choose
-    traced: TracedModel | None = None  # the running model, and a way to read the text once more
-    reread: Callable[[Sequence[Collector]], Calibrated] | None = None
+    traced: Callable[[], TracedModel] | None = None  # gives the running model; None without a text
+    reread: Callable[[Sequence[Collector]], Calibrated] | None = None  # reads the calibrating text once more
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,20 @@ def method_named(name: str) -> Method:
         if method.name == name:
             return method
     raise unknown_name("method", name, [method.name for method in METHODS])
+
+
+def check_settings(method: Method, settings: PlanSettings, written: bool) -> None:
+    """Refuse choices that do not go together, before any work."""
+    changed = [
+        name for name, value in asdict(settings).items() if name != "seed" and value != getattr(PlanSettings(), name)
+    ]
+    if changed and not method.merges:
+        raise BadInput(
+            f"method {method.name} drops experts and merges none; leave {changed[0].replace('_', ' ')} as it is"
+        )
+    if written and settings.router == "tie":
+        raise BadInput("router tie keeps a row for every old expert, which no checkpoint format has room for; use fold")
+    if written and settings.adaptive:
+        raise BadInput(
+            "an adaptive budget gives layers different numbers of experts, and a config holds one; leave out --apply"
+        )
