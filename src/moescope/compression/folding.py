@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moescope.compression.rerouting import Gating
 from moescope.compression.row_fitting import fit_rows, mean_kl
+from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
 from moescope.routing.scoring import Scoring
 
 READS_OTHERWISE = 0.02  # relative error up to which logits count as weight times state
-SAME_SUM = 1e-3  # spread of the gates' sums, relative to their mean, up to which they count as renormalised
 BALANCE_STEPS = 300
 BALANCE_RATE = 0.5  # first step of the bias, in units of score a share of all tokens; falls to nothing
 
@@ -48,11 +49,8 @@ def fold_router(
     router: RouterParts,
     groups: Sequence[Sequence[int]],
     weights: Sequence[Sequence[float]],
-    x_TD: Tensor,
-    logits_TE: Tensor,
-    chosen_TK: Tensor,
-    gates_TK: Tensor,
-    scoring: Scoring,
+    states: LayerStates,
+    gating: Gating,
     top_k: int,
     layer: int = 0,
     device: str = "cpu",
@@ -60,21 +58,18 @@ def fold_router(
     """A row a group. Softmax: minimises the mean KL from the groups' probabilities, sums of their members', to softmax(R x).
 
     Sigmoid scores do not add up over members: the row and the bias for choosing are the members' weighted means, and that bias is then
-    balanced so that every group is chosen for as many tokens as chose one of its members. `top_k` is that after merging. Experts that are in
-    no group are dropped, and what is left is measured against probabilities without them.
+    balanced so that every group is chosen for as many tokens as chose one of its members. `weights` are those of the start (tokens chosen),
+    `top_k` is that after merging. Experts in no group are dropped, and the rest is measured against probabilities without them.
 
     The fit is no better than the states it was made on; `kl_held_out` tells how far it carries to others.
     """
-    x_TD, logits_TE = x_TD.to(device, torch.float64), logits_TE.to(device, torch.float64)
+    scoring = gating.scoring
+    x_TD, logits_TE = states.x_TD.to(device, torch.float64), states.logits_TE.to(device, torch.float64)
     whole = parts_in_fp64(router, device)
     check_reads_states(whole, x_TD, logits_TE, layer)
     share_KE = share_matrix(groups, weights, len(whole.router_ED), device)
     member_KE = membership(groups, len(whole.router_ED), device)
-    start = RouterParts(
-        share_KE @ whole.router_ED,
-        None if whole.router_bias_E is None else share_KE @ whole.router_bias_E,
-        None if whole.correction_bias_E is None else share_KE @ whole.correction_bias_E,
-    )
+    start = weighted_rows(whole, share_KE)
     target_TK = scoring.scores(logits_TE) @ member_KE.double().T
     target_TK = target_TK / target_TK.sum(-1, keepdim=True).clamp(min=1e-300)
     kl_start = mean_kl(target_TK, log_scores(logits(start, x_TD), scoring))
@@ -82,19 +77,41 @@ def fold_router(
     folded = start
     if scoring.function == "sigmoid":
         if start.correction_bias_E is not None:
-            folded, load_error = balanced(start, x_TD, chosen_TK.to(device), member_KE, scoring, top_k)
+            folded, load_error = balanced(start, x_TD, states.chosen_TK.to(device), member_KE, gating, top_k)
     else:
         fit = fit_rows(x_TD, target_TK, start.router_ED, start.router_bias_E)
-        folded, held_out, ridge = RouterParts(fit.rows_KD, fit.bias_K), fit.kl_held_out, fit.ridge
+        folded = RouterParts(fit.rows_KD, fit.bias_K, start.correction_bias_E)
+        held_out, ridge = fit.kl_held_out, fit.ridge
     after_TK = logits(folded, x_TD)
     kl = mean_kl(target_TK, log_scores(after_TK, scoring))
-    scale = gate_scale(logits_TE, chosen_TK.to(device), gates_TK.to(device), after_TK, folded, scoring, top_k)
-    rows, bias, correction = (
-        None if part is None else part.float().cpu()
-        for part in (folded.router_ED, folded.router_bias_E, folded.correction_bias_E)
-    )
-    assert rows is not None
+    scale = gate_scale(states.gates_TK, after_TK.float(), folded, gating, top_k)
+    rows, bias, correction = in_fp32(folded)
     return FoldedRouter(rows, bias, correction, kl_start, kl, held_out, ridge, scale, load_error)
+
+
+def mean_router(
+    router: RouterParts, groups: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]
+) -> RouterParts:
+    """The members' weighted mean rows and biases, in float32: all that can be done without a text to fit on."""
+    rows, bias, correction = in_fp32(
+        weighted_rows(parts_in_fp64(router, "cpu"), share_matrix(groups, weights, len(router.router_ED), "cpu"))
+    )
+    return RouterParts(rows, bias, correction)
+
+
+def weighted_rows(router: RouterParts, share_KE: Tensor) -> RouterParts:
+    return RouterParts(
+        share_KE @ router.router_ED,
+        None if router.router_bias_E is None else share_KE @ router.router_bias_E,
+        None if router.correction_bias_E is None else share_KE @ router.correction_bias_E,
+    )
+
+
+def in_fp32(router: RouterParts) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    bias, correction = (
+        None if part is None else part.float().cpu() for part in (router.router_bias_E, router.correction_bias_E)
+    )
+    return router.router_ED.float().cpu(), bias, correction
 
 
 def parts_in_fp64(router: RouterParts, device: str) -> RouterParts:
@@ -150,7 +167,7 @@ def log_scores(logits_TK: Tensor, scoring: Scoring) -> Tensor:
 
 
 def balanced(
-    start: RouterParts, x_TD: Tensor, chosen_TK: Tensor, member_KE: Tensor, scoring: Scoring, top_k: int
+    start: RouterParts, x_TD: Tensor, chosen_TK: Tensor, member_KE: Tensor, gating: Gating, top_k: int
 ) -> tuple[RouterParts, float]:
     """The router with its bias for choosing moved until each group's load is near what its members had, and the error left.
 
@@ -158,12 +175,12 @@ def balanced(
     balancing); the best of all steps is kept. Wanted is the number of tokens that chose any member, scaled to top_k slots a token.
     """
     assert start.correction_bias_E is not None
-    scores_TK = logits(start, x_TD)
+    logits_TK = logits(start, x_TD)
     wanted_K = wanted_load(chosen_TK, member_KE, top_k)
     bias = start.correction_bias_E.clone()
     best, best_error = bias, float("inf")
     for step in range(BALANCE_STEPS):
-        load_K = load_of(scores_TK, bias, scoring, top_k)
+        load_K = load_of(logits_TK, bias, gating, top_k)
         error = float((load_K - wanted_K).abs().sum() / (2 * wanted_K.sum()))
         if error < best_error:
             best, best_error = bias.clone(), error
@@ -189,33 +206,17 @@ def wanted_load(chosen_TK: Tensor, member_KE: Tensor, top_k: int) -> Tensor:
     return wanted
 
 
-def load_of(logits_TK: Tensor, bias_K: Tensor, scoring: Scoring, top_k: int) -> Tensor:
-    after = Scoring(scoring.function, bias_K, scoring.groups, scoring.group_score)
-    chosen = after.selection(logits_TK).topk(top_k, dim=-1).indices
+def load_of(logits_TK: Tensor, bias_K: Tensor, gating: Gating, top_k: int) -> Tensor:
+    chosen = gating.with_bias(bias_K).route(logits_TK, top_k)[0]
     return torch.bincount(chosen.flatten(), minlength=logits_TK.shape[1]).double()
 
 
-# --- the size of the gates
-
-
-def gate_scale(
-    logits_TE: Tensor, chosen_TK: Tensor, gates_TK: Tensor, after_TK: Tensor, folded: RouterParts, scoring: Scoring, top_k: int
-) -> float:  # fmt: skip
+def gate_scale(gates_TK: Tensor, after_TK: Tensor, folded: RouterParts, gating: Gating, top_k: int) -> float:
     """Mean sum of a token's gates after folding over that before; 1 where gates are divided by their sum anyway.
 
     Where they are not, a group's probability is its members' together, so the block's output mostly becomes larger.
     """
-    sums_T = gates_TK.double().sum(-1)
-    if renormalised(sums_T):
+    if gating.normalised:
         return 1.0
-    taken = torch.where(chosen_TK >= 0, scoring.raw(logits_TE).gather(1, chosen_TK.clamp(min=0).long()), 0.0).sum(-1)
-    bias = folded.correction_bias_E
-    selection = Scoring(scoring.function, bias, scoring.groups, scoring.group_score).selection(after_TK)
-    raw_after = scoring.raw(after_TK).gather(1, selection.topk(top_k, dim=-1).indices).sum(-1)
-    return float(raw_after.mean() / taken.mean())
-
-
-def renormalised(sums_T: Tensor) -> bool:
-    """Whether every token's gates have the same sum: 1, or a constant that the family multiplies by."""
-    mean = sums_T.mean().clamp(min=1e-300)
-    return bool((sums_T - mean).abs().max() <= SAME_SUM * mean)
+    _, after = gating.with_bias(folded.correction_bias_E).route(after_TK, top_k)
+    return float(after.double().sum(-1).mean() / gates_TK.double().sum(-1).mean())

@@ -2,75 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
-from moescope.compression.plan import Fits
+from moescope.compression.merge_weights import MERGE_WEIGHTS
+from moescope.compression.merging import MERGING
+from moescope.compression.method import Decided, Evidence, Method, PlanSettings
 from moescope.compression.pruning import keep_best, random_scores, saliency_scores
 from moescope.errors import BadInput, unknown_name
-from moescope.families import MoeCheckpoint
-from moescope.types import LayerPlan
 
-if TYPE_CHECKING:
-    from moescope.compression.calibration import Calibrated, Collector, Sums
-    from moescope.compression.rerouting import Gating
-    from moescope.compression.states import LayerStates
-    from moescope.routing.models import TracedModel
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """What a user may choose about a plan, besides the method and how many experts to keep. Merging reads most of it."""
-
-    seed: int = 0
-    merge_weights: str = "usage"
-    distance: str = "default"
-    signed: bool = True
-    router: str = "fold"
-    adaptive: bool = False
-    sequential: bool = False
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a method decides from. Without a text there are weights alone: the rest is empty."""
-
-    moe: MoeCheckpoint
-    keep: Mapping[int, int]  # experts that are to be left, by layer
-    settings: PlanSettings
-    sums: Sums = field(default_factory=dict)  # of the method's own collectors and of `RoutedSums`
-    states: Mapping[int, LayerStates] = field(default_factory=dict)
-    gating: Mapping[int, Gating] = field(default_factory=dict)  # how each layer's router was seen to choose
-    traced: Callable[[], TracedModel] | None = None  # gives the running model; None without a text
-    reread: Callable[[Sequence[Collector]], Calibrated] | None = None  # reads the calibrating text once more
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What a method decided: the layers of a `Plan`, the arrays beside them, and what becomes of router and neurons."""
-
-    layers: tuple[LayerPlan, ...]
-    fits: Fits = field(default_factory=dict)
-    matching: str = "none"
-    router: str = "slice"
-    top_k: int | None = None  # None: as it was
-    notes: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)  # kept in the plan's settings
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way of compressing. `control` is the method that does as much at random."""
-
-    name: str
-    words: str
-    decide: Callable[[Evidence], Decided]
-    needs_text: bool = True
-    merges: bool = False
-    control: str = "random"
-    collectors: Callable[[PlanSettings], list[Collector]] = lambda settings: []  # besides `RoutedSums`
-    ranked_by: str = "reap"  # the score whose rank intervals the saliency table gives
+__all__ = ["METHODS", "Decided", "Evidence", "Method", "PlanSettings", "check_settings", "method_named"]
+FOLD, TIE = "fold", "tie"
 
 
 def pruning(name: str, words: str) -> Method:
@@ -90,6 +31,7 @@ METHODS = [
         lambda given: Decided(keep_best(given.keep, random_scores(given.moe, given.settings.seed), given.moe)),
         needs_text=False,
     ),
+    *MERGING,
 ]  # fmt: skip
 
 
@@ -109,6 +51,15 @@ def check_settings(method: Method, settings: PlanSettings, written: bool) -> Non
         raise BadInput(
             f"method {method.name} drops experts and merges none; leave {changed[0].replace('_', ' ')} as it is"
         )
+    for kind, given, known in (
+        ("merge weights", settings.merge_weights, MERGE_WEIGHTS),
+        ("router", settings.router, (FOLD, TIE)),
+        (f"distance of {method.name}", settings.distance, ("default", *method.distances)),
+    ):
+        if given not in known:
+            raise unknown_name(kind, given, list(known))
+    if settings.adaptive and not method.adapts:
+        raise BadInput(f"method {method.name} has no adaptive budget; use m_smoe or m_smoe_permuted")
     if written and settings.router == "tie":
         raise BadInput("router tie keeps a row for every old expert, which no checkpoint format has room for; use fold")
     if written and settings.adaptive:

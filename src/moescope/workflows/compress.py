@@ -214,7 +214,7 @@ def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, quiet: b
     if work.apply is not None and "applied" not in done:
         apply_to(writer, work, plan, fits, quiet)
     if work.judge and reader is not None and "judged" not in done:
-        controls = [(name, *control_plan(work, evidence, seed)) for name, seed in work.controlled()]
+        controls = [(name, *control_plan(work, evidence, seed, plan)) for name, seed in work.controlled()]
         with writer.timed("judge"):
             judge_models(writer, work, reader, controls, quiet)
     return finish(writer, work, plan, calibration)
@@ -271,7 +271,7 @@ def make_plan(
         with writer.timed("predict"):
             predicted[plan.method] = foretold(plan, fits, calibration, reader)
             for name, seed in work.controlled():
-                predicted[name] = foretold(*control_plan(work, evidence, seed), calibration, reader)
+                predicted[name] = foretold(*control_plan(work, evidence, seed, plan), calibration, reader)
     bytes_: tuple[int | None, int | None] = (None, None)
     if plan.router != "tie":
         try:
@@ -299,13 +299,14 @@ def control_name(seed: int) -> str:
     return f"random (seed {seed})"
 
 
-def control_plan(work: Work, evidence: Evidence, seed: int) -> tuple[Plan, Fits]:
-    """A plan that leaves as many experts in every layer, chosen at random."""
+def control_plan(work: Work, evidence: Evidence, seed: int, plan: Plan) -> tuple[Plan, Fits]:
+    """A plan that leaves as many experts in every layer, chosen at random; merged ones in groups of the same sizes."""
     from moescope.compression.methods import method_named
 
     method = method_named(work.method.control)
     settings = replace(work.settings, seed=seed, sequential=False)
-    return as_plan(work, method, method.decide(replace(evidence, settings=settings)), {"seed": seed})
+    like = {layer.layer: layer for layer in plan.layers}
+    return as_plan(work, method, method.decide(replace(evidence, settings=settings, like=like)), {"seed": seed})
 
 
 def foretold(plan: Plan, fits: Fits, calibration: Calibration, reader: TextReader) -> dict[str, list[float | None]]:
