@@ -107,7 +107,7 @@ def errors_by_layer(tables: Tables) -> Figure:
         + ("measured." if measured else "predicted."),
         ("predicted_error", "measured_error"),
         data,
-        base_layout("layer", "relative error of the routed output", xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))), yaxis={"rangemode": "tozero"}),
+        base_layout("layer", "error of the routed output", xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))), yaxis={"rangemode": "tozero"}),
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def perplexities(tables: Tables) -> Figure:
         "On held-out text, which no method saw. Every random control drops or merges as many experts, chosen at random with another seed; between the "
         "original and them lies what choosing well can save.",
         ("perplexity", "perplexity_original"), [{**trace, "showlegend": False} for trace in data],
-        base_layout("model", "perplexity", yaxis=wide_axis([before, after, *others["perplexity"]])),
+        base_layout("model", "perplexity", xaxis=categories(names), yaxis=wide_axis([before, after, *others["perplexity"]])),
     )  # fmt: skip
 
 
@@ -192,8 +192,13 @@ def divergences(tables: Tables) -> Figure:
         "Mean Jensen-Shannon divergence from the original's next-token distribution, over held-out positions. 0: the same words with the same "
         "probabilities; ln 2, dotted: no word in common.",
         ("js_divergence",), [{**trace, "showlegend": False} for trace in data],
-        base_layout("model", "JS divergence (nats)", yaxis={"range": [0, 0.72]}),
+        base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [0, 0.72]}),
     )  # fmt: skip
+
+
+def categories(names: list[str]) -> dict[str, object]:
+    """Room on both sides of a few names."""
+    return {"type": "category", "range": [-0.5, len(names) - 0.5]}
 
 
 def wide_axis(values: list[float]) -> dict[str, object]:
@@ -274,7 +279,7 @@ def rank_intervals(tables: Tables) -> Figure:
             )  # fmt: skip
         if pruned:
             titles.append(
-                f"Layer {layer}: {counted(len(unsure), 'expert')} of {len(rows)} could be on either side of the cut on another text"
+                f"Layer {layer}: {counted(len(unsure), 'expert') if len(unsure) else 'no expert'} of {len(rows)} could be on either side of the cut with other documents"
             )
         else:
             wide = float((rows["rank_high"] - rows["rank_low"]).mean())
@@ -284,7 +289,7 @@ def rank_intervals(tables: Tables) -> Figure:
         f"Rank by {score_column(tables).replace('_', ' ')} (1: the most salient) with its 95 % interval: groups of documents drawn anew 1,000 times. Where nothing sets experts apart, intervals "
         "reach from 1 to the number of experts.",
         ("rank_low", "rank_high", "kept"), data,
-        base_layout("expert, by rank", "rank", xaxis={"type": "category", "nticks": 20, "tickangle": 0}, yaxis={"autorange": "reversed"}),
+        base_layout("expert, by rank", "rank", xaxis={"type": "category", "nticks": 20, "tickangle": 0}, yaxis={"autorange": "reversed", "tick0": 1, "dtick": max(1, len(kept.loc[layers[0]]) // 8)}),
         Slider("layer", [str(layer) for layer in layers], 0, 3, titles),
     )  # fmt: skip
 

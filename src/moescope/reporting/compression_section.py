@@ -29,8 +29,8 @@ from moescope.types import Coverage
 LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router_kl"]
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
 READING = (
-    "A compression is read against two marks: the original, which nothing can beat by much, and random controls, which drop or merge as many experts without "
-    "looking. A method is worth its name as far as it stays away from the second. Perplexity and divergence are of text that took no part in choosing."
+    "A compression is read between two marks: the original, and random controls that drop or merge as many experts without looking. What a method saves over the "
+    "controls is what its choice is worth. Perplexity and divergence are of text that took no part in choosing."
 )
 
 
@@ -56,6 +56,7 @@ def compression_findings(run: Run) -> list[str]:
         found.append(
             f"Perplexity on held-out text {number(own['perplexity'])}, original {number(own['perplexity_original'])}"
             + (f", random controls {at_random}" if at_random else "")
+            + ("; no better than choosing at random" if own["perplexity"] >= others["perplexity"].min() else "")
         )
         at_random = spread(others["js_divergence"])
         found.append(
