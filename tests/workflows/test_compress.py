@@ -28,19 +28,15 @@ from moescope.workflows.compress import compress
 from routing.tiny_text import save_model, texts, write_jsonl
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    save_model(folder / "model")
-    write_jsonl(folder / "text.jsonl", texts(60))
-    return folder
+@pytest.fixture
+def run(compressed_run) -> Run:
+    return compressed_run
 
 
-@pytest.fixture(scope="module")
-def run(place) -> Run:
-    return compress(
-        place / "model", method="reap", keep=0.5, text=place / "text.jsonl", apply=place / "small", out=place / "run", controls=2, quiet=True
-    )  # fmt: skip
+@pytest.fixture
+def place(compressed_run) -> Path:
+    """Where the model, its text and the compressed model lie."""
+    return compressed_run.path.parent
 
 
 def token_ids(place: Path) -> list[np.ndarray]:
