@@ -302,6 +302,16 @@ def test_a_plan_needs_a_folder_and_its_own_checkpoint(run, place, tmp_path):
     assert not (tmp_path / "small").exists()
 
 
+def test_a_model_that_predicts_no_next_token_is_refused_before_it_reads(tmp_path):
+    save_model(tmp_path / "model", "switch_transformers")
+    write_jsonl(tmp_path / "text.jsonl", texts(10))
+    given = {"keep": 3, "text": tmp_path / "text.jsonl", "apply": tmp_path / "small"}
+    refused("cannot be judged; give --no-judge", tmp_path, tmp_path / "model", **given)
+    assert not (tmp_path / "small").exists()
+    run = compress(tmp_path / "model", **given, judge=False, out=tmp_path / "run", quiet=True)
+    assert run.table("damage")["predicted_error"].notna().any()
+
+
 def test_a_text_without_tokens_is_refused_and_leaves_nothing_behind(place, tmp_path):
     (tmp_path / "empty.txt").write_text(" ")
     refused("the text holds no token", tmp_path, place / "model", keep=2, text=tmp_path / "empty.txt")
