@@ -160,6 +160,12 @@ def compress(
     as_json: AsJson = False,
     domain: Annotated[list[str] | None, typer.Option(help="Text, named: code=src; repeat for each domain.", metavar="NAME=PATH", rich_help_panel=MORE)] = None,
     token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE", rich_help_panel=MORE)] = None,
+    merge_weights: Annotated[str, typer.Option(help="Shares of a group's members in the merged expert: usage, uniform, dominant or saliency.", rich_help_panel=MORE)] = "usage",
+    distance: Annotated[str, typer.Option(help="What clusters are made by; default: the method's own.", rich_help_panel=MORE)] = "default",
+    router: Annotated[str, typer.Option(help="Router of merged experts: fold (rows fitted anew) or tie (all rows kept; a plan only).", rich_help_panel=MORE)] = "fold",
+    unsigned: Annotated[bool, typer.Option("--unsigned", help="Match neurons without their signs.", rich_help_panel=MORE)] = False,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Let layers share the budget by usage; a plan only.", rich_help_panel=MORE)] = False,
+    sequential: Annotated[bool, typer.Option("--sequential", help="Calibrate each layer behind the compressed ones before it.", rich_help_panel=MORE)] = False,
     no_judge: Annotated[bool, typer.Option("--no-judge", help="Hold no text out, and judge nothing on it.", rich_help_panel=MORE)] = False,
     controls: Annotated[int | None, typer.Option(help="Random controls beside the plan.", rich_help_panel=MORE, show_default="3, of large models 1")] = None,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.", rich_help_panel=MORE)] = "auto",
@@ -178,6 +184,7 @@ def compress(
     run = run_compress(
         model, method=method, keep=keep, text=text or (), domain=domain or (), token_ids=token_ids, plan=plan, apply=apply, judge=not no_judge,
         controls=controls, out=out, max_tokens=max_tokens, dtype=dtype, batch_size=batch_size, chat_template=chat_template, device=device,
+        merge_weights=merge_weights, distance=distance, router=router, signed=not unsigned, adaptive=adaptive, sequential=sequential,
         seed=seed, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
     show_run(run, as_json, quiet)

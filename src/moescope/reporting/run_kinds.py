@@ -1,9 +1,10 @@
 """The verbs whose runs tell themselves through a `RunKind`: one line each."""
 
+from moescope.reporting.compression_section import COMPRESSION
 from moescope.reporting.run_kind import RunKind
 from moescope.run import Run
 
-KINDS: list[RunKind] = []
+KINDS: list[RunKind] = [COMPRESSION]
 
 
 def kind_of(run: Run) -> RunKind | None:

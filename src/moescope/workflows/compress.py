@@ -221,11 +221,14 @@ def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, quiet: b
 
 
 def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -> Calibration:
+    from moescope.compression.judging import check_judgeable
     from moescope.workflows.compress_text import calibrate_text, load_calibration
 
     if "calibration" not in writer.done_pieces():
         with writer.timed("load"):
-            reader.traced  # noqa: B018  # loaded now, to be timed apart
+            traced = reader.traced
+        if work.judge:
+            check_judgeable(traced)  # now, and not when all else is done
         collectors = work.method.collectors(work.settings)
         (writer.path / "parts").mkdir(exist_ok=True)
         partial_file = writer.path / "parts" / "calibration-file.tmp"

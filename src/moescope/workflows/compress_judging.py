@@ -23,7 +23,7 @@ def judge_models(
     from moescope.compression.applying import apply_plan
     from moescope.compression.calibration import calibrate
     from moescope.compression.damage import HeldOutStates, measured_errors, original_outputs
-    from moescope.compression.judging import Reference, check_judgeable, judge, judge_original
+    from moescope.compression.judging import Reference, judge, judge_original
     from moescope.compression.states import StateSample
     from moescope.routing.models import load_model
 
@@ -32,7 +32,6 @@ def judge_models(
     documents = reader.judging()
     scratch = writer.path / "parts" / "controls.tmp"
     with progress(None, 0, "tokens", quiet) as advance:
-        check_judgeable(reader.traced)
         sample = StateSample(work.settings.seed, layers=len(work.moe.layers))
         calibrate(reader.traced, documents, [sample], size)
         held_out: HeldOutStates = original_outputs(reader.traced, sample.states())
