@@ -45,6 +45,7 @@ class LayerEvidence:
     states: LayerStates | None
     gating: Gating | None
     like: LayerPlan | None
+    device: str = "cpu"  # where routers are fitted and neurons matched
 
     @property
     def layer(self) -> int:
@@ -72,7 +73,6 @@ class MergedLayer:
     fit: LayerFit
     grouping: Grouping
     folded: FoldedRouter | None
-    approximate: bool = False
 
 
 Group = Callable[[Evidence, LayerEvidence], Grouping]
@@ -84,6 +84,7 @@ def layer_evidence(given: Evidence, layer: int) -> LayerEvidence:
     return LayerEvidence(
         given.moe.layers[layer], given.keep[layer], routing_groups(given.moe, layer), given.settings, top_k_after(given),
         own, given.states.get(layer), given.gating.get(layer), given.like.get(layer),
+        given.traced().device if given.traced is not None and given.states else "cpu",
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def by_router_logits(given: Evidence, own: LayerEvidence) -> Grouping:
 def by_weights(given: Evidence, own: LayerEvidence) -> Grouping:
     experts = [own.weights.expert(number) for number in range(own.weights.n_experts)]
     measure = weights_clustering.MEASURES[0] if own.settings.distance == "default" else own.settings.distance
-    grouping, _ = weights_clustering.weights_clusters(experts, own.keep, measure, own.n_groups)
+    grouping, _ = weights_clustering.weights_clusters(experts, own.keep, measure, own.n_groups, device=own.device)
     return grouping
 
 
@@ -159,7 +160,7 @@ def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool
         kind = "uniform"  # the default, where no text says who is used; `decide` tells
     shares = merge_weights(grouping, kind, own.usage_E, own.reap_E)
     plan = LayerPlan(own.layer, n_experts, grouping.groups, grouping.dominants, shares)
-    orders, signs = neuron_orders(own.weights, grouping, own.settings.signed) if matched else ({}, {})
+    orders, signs = neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
     if own.settings.router == "tie":
         return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
     rows, folded = folded_router(own, plan)
@@ -168,7 +169,7 @@ def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool
 
 
 def neuron_orders(
-    weights: LayerWeights, grouping: Grouping, signed: bool
+    weights: LayerWeights, grouping: Grouping, signed: bool, device: str = "cpu"
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Member -> where its neurons go and their signs, for all that are not dominant; two experts are in memory at a time."""
     import torch
@@ -179,7 +180,7 @@ def neuron_orders(
         leader = weights.expert(dominant) if others else None
         for member in others:
             assert leader is not None
-            matching = match_neurons(leader, weights.expert(member), signed=signed)
+            matching = match_neurons(leader, weights.expert(member), signed=signed, device=device)
             orders[member] = torch.from_numpy(matching.order_F)
             if signed and can_flip(leader):
                 signs[member] = torch.from_numpy(matching.sign_F)
@@ -200,7 +201,7 @@ def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, Fol
     if own.states is None or own.gating is None or not own.gating.explains:
         return mean_router(router, plan.groups, start), None
     top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
-    folded = fold_router(router, plan.groups, start, own.states, own.gating, top_k, own.layer)
+    folded = fold_router(router, plan.groups, start, own.states, own.gating, top_k, own.layer, own.device)
     return RouterParts(folded.router_KD, folded.router_bias_K, folded.correction_bias_K), folded
 
 
@@ -211,20 +212,20 @@ def as_grouping(plan: LayerPlan) -> Grouping:
 # --- the whole plan
 
 
-def merged(group: Group, matched: bool, with_text: bool) -> Callable[[Evidence], Decided]:
+def merged(group: Group, matched: bool) -> Callable[[Evidence], Decided]:
     def decide(given: Evidence) -> Decided:
         if given.settings.sequential and given.reread is not None:
             from moescope.compression.sequential import merge_in_sequence
 
-            layers = merge_in_sequence(given, lambda own: merge_layer(given, own, group, matched), collectors_of(with_text, group))  # fmt: skip
+            layers = merge_in_sequence(given, lambda own: merge_layer(given, own, group, matched), collectors_of(group))
         else:
             layers = [merge_layer(given, layer_evidence(given, layer), group, matched) for layer in given.keep]
-        return decided(given, layers, matched)
+        return decided(given, layers, matched, group is by_weights)
 
     return decide
 
 
-def decided(given: Evidence, layers: list[MergedLayer], matched: bool) -> Decided:
+def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch: bool) -> Decided:
     settings, top_k = given.settings, top_k_after(given)
     before = {weights.top_k for weights in given.moe.layers.values()}
     tied = settings.router == "tie"
@@ -238,7 +239,7 @@ def decided(given: Evidence, layers: list[MergedLayer], matched: bool) -> Decide
         "tie" if tied else "fold",
         None if tied or {lowered} == before else lowered,
         notes(layers),
-        tuple(said(given, layers)),
+        tuple(said(given, layers, by_sketch)),
         {layer.plan.layer: layer.grouping.merges for layer in layers},
     )
 
@@ -257,12 +258,18 @@ def notes(layers: list[MergedLayer]) -> dict[str, str | int | float | bool | Non
     }
 
 
-def said(given: Evidence, layers: list[MergedLayer]) -> list[str]:
+def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[str]:
     """What a reader of the plan must know."""
     found = []
     usage = any(name.endswith("tokens_BE") for name in given.sums)
     if not usage and given.settings.merge_weights == "usage":
         found.append("members count alike in a merged expert: without a text nobody knows how often each is used")
+    most = max(layer.plan.n_experts for layer in layers)
+    if by_sketch and most * (most - 1) // 2 > weights_clustering.MOST_PAIRS:
+        found.append(
+            f"neurons were matched for {weights_clustering.MOST_PAIRS} pairs of experts a layer, the likeliest by a sketch of their weights; "
+            "all others count as far apart as the farthest of these"
+        )
     merges = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
     unfitted = [layer.plan.layer for layer in merges if layer.folded is None]
     if unfitted and given.settings.router == "fold":
@@ -275,11 +282,10 @@ def said(given: Evidence, layers: list[MergedLayer]) -> list[str]:
             f"this family does not renormalise gates: merging multiplies their sum by {float(np.mean(scales)):.3g} on average "
             f"({min(scales):.3g} to {max(scales):.3g} over layers)"
         )
-    pairs = weights_clustering.MOST_PAIRS
-    return found if not any(layer.approximate for layer in layers) else [*found, f"distances of weights are of {pairs} pairs a layer, the likeliest by a sketch; others count as far"]  # fmt: skip
+    return found
 
 
-def collectors_of(with_text: bool, group: Group) -> Callable[[PlanSettings], list[Collector]]:
+def collectors_of(group: Group) -> Callable[[PlanSettings], list[Collector]]:
     def collectors(settings: PlanSettings) -> list[Collector]:
         from moescope.compression.profiles import ExpertMeans, LogitProfiles
 
@@ -294,7 +300,7 @@ def merging(
     name: str, words: str, group: Group, matched: bool, needs_text: bool = True, distances: tuple[str, ...] = ()
 ) -> Method:
     return Method(
-        name, words, merged(group, matched, needs_text), needs_text, True, "random_merge", collectors_of(needs_text, group),
+        name, words, merged(group, matched), needs_text, True, "random_merge", collectors_of(group),
         distances=distances, adapts=group is by_router_logits,
     )  # fmt: skip
 

@@ -62,6 +62,15 @@ def mean_kl(target_TK: Tensor, log_q_TK: Tensor) -> float:
     return float(terms.sum(-1).mean().clamp(min=0))
 
 
+def principal_axes(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Right singular vectors and squared singular values, from the smaller Gram matrix; those below 1e-6 of the largest are left out."""
+    wide = x_TD.shape[0] < x_TD.shape[1]
+    squares, vectors = torch.linalg.eigh(x_TD @ x_TD.T if wide else x_TD.T @ x_TD)
+    kept = squares > 1e-12 * squares[-1].clamp(min=1e-300)
+    squares, vectors = squares[kept], vectors[:, kept]
+    return (squares.rsqrt()[:, None] * (vectors.T @ x_TD) if wide else vectors.T), squares
+
+
 class Problem:
     """The fit in coordinates in which it is round: states turned to their principal axes and scaled, so that few steps suffice.
 
@@ -70,10 +79,8 @@ class Problem:
 
     def __init__(self, x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None):
         self.start_KD, self.start_bias_K, self.target_TK = start_KD, start_bias_K, target_TK
-        _, sizes, axes = torch.linalg.svd(x_TD, full_matrices=False)
-        kept = sizes > 1e-10 * sizes[0].clamp(min=1e-300)
-        self.axes_RD = axes[kept]
-        self.variance_R = sizes[kept].square() / len(x_TD)
+        self.axes_RD, squares_R = principal_axes(x_TD)
+        self.variance_R = squares_R / len(x_TD)
         self.scale = float(x_TD.square().mean())
         self.states_TR = x_TD @ self.axes_RD.T
         product = x_TD @ start_KD.T
@@ -96,22 +103,25 @@ class Problem:
         if self.start_bias_K is not None:
             shrink_R = torch.cat([shrink_R, shrink_R.new_ones(1)])
         states_TR = self.states_TR * shrink_R[:axes]
-        with torch.enable_grad():
-            free = (change_KR / shrink_R).clone().requires_grad_(True)
-            search = torch.optim.LBFGS(
-                [free], max_iter=STEPS, tolerance_grad=GRADIENT, tolerance_change=1e-12, history_size=20,
-                line_search_fn="strong_wolfe",
-            )  # fmt: skip
+        free = (change_KR / shrink_R).clone()
+        search = torch.optim.LBFGS(
+            [free], max_iter=STEPS, tolerance_grad=GRADIENT, tolerance_change=1e-12, history_size=20,
+            line_search_fn="strong_wolfe",
+        )  # fmt: skip
 
-            def closure() -> Tensor:
-                search.zero_grad()
-                logits_TK = self.base_TK + states_TR @ free[:, :axes].T
-                if self.start_bias_K is not None:
-                    logits_TK = logits_TK + free[:, axes]
-                loss = -(self.target_TK * logits_TK.log_softmax(-1)).sum(-1).mean()
-                loss = loss + ridge * self.scale / 2 * (free[:, :axes] * shrink_R[:axes]).square().sum()
-                loss.backward()
-                return loss
+        def closure() -> Tensor:
+            logits_TK = self.base_TK + states_TR @ free[:, :axes].T
+            if self.start_bias_K is not None:
+                logits_TK = logits_TK + free[:, axes]
+            log_q_TK = logits_TK.log_softmax(-1)
+            change = free[:, :axes] * shrink_R[:axes]
+            loss = -(self.target_TK * log_q_TK).sum(-1).mean() + ridge * self.scale / 2 * change.square().sum()
+            off_TK = (log_q_TK.exp() - self.target_TK) / len(self.target_TK)  # targets sum to 1 at every token
+            slope = off_TK.T @ states_TR + ridge * self.scale * change * shrink_R[:axes]
+            more = [] if self.start_bias_K is None else [off_TK.sum(0)[:, None]]
+            free.grad = torch.cat([slope, *more], dim=1)
+            return loss
 
+        with torch.no_grad():
             search.step(closure)  # type: ignore[no-untyped-call]
-        return free.detach() * shrink_R
+        return free * shrink_R
