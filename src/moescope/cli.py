@@ -235,6 +235,8 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     elif not quiet:
         if run.info.get("process") != os.getpid():
             typer.echo(f"this very {run.info['verb']} was done before; nothing was computed")
+        elif taken := run.info.get("pieces_taken_over"):
+            typer.echo(f"{taken} pieces of work were taken over from an earlier attempt")
         for line in dict.fromkeys(facts["coverage"]):
             typer.echo(line)
         for finding in facts["findings"]:
