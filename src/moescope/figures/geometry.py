@@ -17,6 +17,7 @@ from moescope.figures.style import (
     Tables,
     Trace,
     base_layout,
+    capital,
     category_style,
     from_to,
     grey_line,
@@ -27,7 +28,7 @@ from moescope.figures.style import (
 
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED = "unrelated experts"
-MATCHED_RANDOM = "random experts, matched"
+MATCHED_RANDOM = "matched random experts"
 L2_UNRELATED = float(np.sqrt(2))
 SERIES_NAMED = 3  # in a title
 
@@ -51,18 +52,20 @@ def distance_chart(matrix: str) -> FigureSpec:
                 series_line(own, name, index, "relative_l2_mean", "relative L2", "dash"),
             ]
             data.append(legend_entry(name, {"color": category_style(index)["color"], "width": 6}, "legend2"))
+        lowest = float(rows["sv_alignment_mean"].min()) if rows["sv_alignment_mean"].notna().any() else 0.0
         layout = base_layout(
             "layer",
             "R (solid) and relative L2 (dashed)",
             xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))),
-            yaxis={"range": [min(-0.05, float(rows["sv_alignment_mean"].min()) - 0.05), 1.55]},
-            legend={"title": {"text": ""}},
+            yaxis={"range": [min(-0.12, lowest - 0.05), 1.55]},
+            legend={"traceorder": "normal"},  # filled traces would turn it around
+            annotations=[chance_label(L2_UNRELATED, "L2 by chance", "bottom"), chance_label(0.0, "R by chance", "top")],
             legend2={
                 "title": {"text": "series"},
                 "orientation": "h",
                 "x": 0,
                 "xanchor": "left",
-                "y": -0.2,
+                "y": -0.25,
                 "yanchor": "top",
                 "bgcolor": "rgba(0,0,0,0)",
             },
@@ -74,7 +77,13 @@ def distance_chart(matrix: str) -> FigureSpec:
         )
         columns = ("sv_alignment_mean", "relative_l2_mean", "null_l2", "null_l2_matched", "null_sv_matched")
         return Figure(
-            f"expert_distance_{matrix}", chart_title(matrix, rows, series), caption, columns, data, layout, height=420
+            f"expert_distance_{matrix}",
+            capital(chart_title(matrix, rows, series)),
+            caption,
+            columns,
+            data,
+            layout,
+            height=420,
         )
 
     return FigureSpec(f"expert_distance_{matrix}", ("geometry_layers",), draw)
@@ -159,6 +168,20 @@ def chance_traces(rows: pd.DataFrame) -> list[Trace]:
         line = grey_line(layers, np.full(len(layers), level), f"{UNRELATED}, {of}", "dot")
         found.append({**line, "showlegend": False})
     return found
+
+
+def chance_label(level: float, text: str, anchor: str) -> dict[str, Any]:
+    """Which of the two grey bands is which: a small L2 lies near the one of R, which says nothing of it."""
+    return {
+        "xref": "paper",
+        "x": 1,
+        "xanchor": "right",
+        "y": level,
+        "yanchor": anchor,
+        "text": text,
+        "showarrow": False,
+        "font": {"size": 10, "color": GREY},
+    }
 
 
 def quantity_legend() -> list[Trace]:

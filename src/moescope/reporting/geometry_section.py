@@ -232,10 +232,7 @@ def alignment_section(run: Run) -> Section | None:
 
 def held_scans(run: Run) -> list[Run]:
     """The scans of both checkpoints; none where they were skipped or could not be made."""
-    folders = [run.path / "scans" / role for role in "ab"]
-    if not all((folder / "run.json").is_file() for folder in folders):
-        return []
-    return [Run.load(folder) for folder in folders]
+    return [Run.load(run.path / "scans" / role) for role in "ab"] if run.info.get("scanned") else []
 
 
 # --- how to do it again

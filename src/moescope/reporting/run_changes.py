@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
-
 from moescope.figures.style import counted, number
 from moescope.reporting.pack import plain
 from moescope.reporting.run_kind import Section
@@ -76,8 +74,3 @@ def shown_value(value: Any) -> str:
     if value is None:
         return ""
     return number(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-
-def changes_frame(run: Run) -> pd.DataFrame:
-    """The changes as a frame, one row a column, for whoever works in Python."""
-    return pd.DataFrame(run.info["changes"])

@@ -112,7 +112,7 @@ def compare(
     with open_run(folder, "compare", identity, overwrite) as writer:
         writer.save_info(coverage=[asdict(moe.coverage) for moe in opened], device=place)
         compare_layers(writer, *opened, chosen, settings, place, quiet)
-        warnings = [*on_device, *scan_both(writer, (a, b), opened, chosen, settings, place, quiet)]
+        warnings = [*on_device, *scan_both(writer, (a, b), opened, chosen, settings, place, overwrite, quiet)]
         with writer.timed("join"):
             frames = {name: writer.joined(name) for name in GEOMETRY_TABLES}
         setups = sorted(writer.setups(), key=lambda setup: setup["layer"])
@@ -197,6 +197,7 @@ def scan_both(
     layers: list[int],
     settings: CompareSettings,
     device: str,
+    overwrite: bool,
     quiet: bool,
 ) -> list[str]:
     """Scan both checkpoints into the run folder, for the change in alignment and ambiguity; what to say if that cannot be done."""
@@ -216,10 +217,12 @@ def scan_both(
                     keep_going=True,
                     seed=settings.seed,
                     device=device,
+                    overwrite=overwrite,
                     quiet=quiet,
                 )
         except BadInput as error:
             return [f"change in alignment and ambiguity left out: {error}"]
+    writer.save_info(scanned=True)
     return []
 
 
