@@ -396,7 +396,7 @@ def test_rows_of_one_run_alone_are_said(scans, base, tmp_path):
 
 
 def test_runs_of_two_kinds_and_options_of_checkpoints_are_refused(scans, run, tmp_path):
-    with pytest.raises(BadInput, match="is a run of compare, .* of scan; give two runs of one kind"):
+    with pytest.raises(BadInput, match=r"is a run of compare, .* of scan; give two runs of one kind"):
         compare(scans[0], run, out=tmp_path / "run")
     with pytest.raises(BadInput, match="--matched belongs to comparing checkpoints"):
         compare(*scans, out=tmp_path / "run", matched=True)
