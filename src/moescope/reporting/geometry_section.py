@@ -270,7 +270,8 @@ def compare_coverage(run: Run) -> list[str]:
 READING = (
     "Two experts are compared matrix by matrix. Relative L2 looks at all entries, after scaling both matrices to norm 1: 0 is equal, √2 is unrelated. R looks at singular directions "
     "alone: 1 is the same, 0 is expected of unrelated ones. Neurons of an expert may stand in any order without changing what it computes, so two equal experts may look unrelated until "
-    "their neurons are matched; and matching makes even random experts look a little alike, which is the grey band."
+    "their neurons are matched; and matching makes even random experts look a little alike, which is the grey band. Of two runs, every row that both have is compared instead, column by "
+    "column; the reports of the two explain their columns."
 )
 COMPARE = RunKind(
     "compare", GEOMETRY_TABLES, compare_findings, compare_sections, compare_command, compare_coverage, READING

@@ -81,6 +81,7 @@ def column_changes(
 ) -> list[dict[str, Any]]:
     spec = TABLES[name]
     both = a.merge(b, on=keys, suffixes=("_a", "_b"), how="inner")
+    telling = [key for key in keys if key != "metric" and both[key].nunique() > 1] or keys[:1]
     found = []
     for column in columns:
         kind = spec.column(column).kind
@@ -110,7 +111,7 @@ def column_changes(
             place = int(np.argmax(np.abs(change))) if record["changed"] else None
             record["largest"] = float(change[place]) if place is not None else 0.0
         if place is not None:
-            record["where"] = {key: plain(known.iloc[place][key]) for key in keys if key != "metric"}
+            record["where"] = {key: plain(known.iloc[place][key]) for key in telling}
             record["a"], record["b"] = plain(before.iloc[place]), plain(after.iloc[place])
         found.append(record)
     return found
