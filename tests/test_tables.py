@@ -18,6 +18,7 @@ from moescope.run import write_table
 from moescope.tables import (
     COMPRESSION_TABLES,
     GEOMETRY_TABLES,
+    MERGING_TABLES,
     ROUTING_TABLES,
     SCAN_TABLES,
     SCHEMA_VERSION,
@@ -50,7 +51,9 @@ def row(**changes: object) -> pd.DataFrame:
 
 def test_the_tables_stand_in_the_order_of_the_golden_copy_those_of_one_verb_together():
     by_verb = (SCAN_TABLES, GEOMETRY_TABLES, COMPRESSION_TABLES, ROUTING_TABLES, TRAINING_TABLES)
-    assert list(TABLES) == list(GOLDEN) == [name for tables in by_verb for name in tables]
+    own = [name for name in TABLES if name not in MERGING_TABLES]  # which the golden copy does not have
+    assert own == list(GOLDEN) == [name for tables in by_verb for name in tables]
+    assert list(TABLES)[list(TABLES).index("clusters") + 1] == "merges"
     assert [len(tables) for tables in by_verb] == [9, 2, 3, 7, 3]
 
 

@@ -119,6 +119,12 @@ TABLES: dict[str, Table] = {
             ("cluster", "dominant", "weight", "kept"),
         ),
         Table(
+            "merges",
+            "The steps by which experts were grouped, from the nearest on; those above the cut are not carried out. Of m_smoe only those that are.",
+            ("method", "layer", "merge"),
+            ("left", "right", "height", "chance_height", "size", "done"),
+        ),
+        Table(
             "saliency",
             "How much each expert did on the calibration text: the scores that pruning goes by.",
             ("layer", "expert"),
@@ -203,8 +209,11 @@ ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabula
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
 COMPRESSION_TABLES = ("clusters", "saliency", "damage")
+MERGING_TABLES = ("merges",)
 SCAN_TABLES = tuple(
-    name for name in TABLES if name not in GEOMETRY_TABLES + COMPRESSION_TABLES + ROUTING_TABLES + TRAINING_TABLES
+    name
+    for name in TABLES
+    if name not in GEOMETRY_TABLES + COMPRESSION_TABLES + MERGING_TABLES + ROUTING_TABLES + TRAINING_TABLES
 )
 
 
