@@ -221,7 +221,7 @@ def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, quiet: b
 
     done = writer.done_pieces()
     calibration = calibrated(writer, work, reader, quiet) if reader is not None else None
-    evidence = evidence_of(work, calibration, reader)
+    evidence = evidence_of(work, calibration, reader, quiet)
     if "plan" not in done:
         make_plan(writer, work, evidence, calibration, reader)
     plan, fits = read_plan(writer.path)
@@ -255,7 +255,7 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
 
 
-def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None) -> Evidence:
+def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None, quiet: bool) -> Evidence:
     from moescope.compression.methods import Evidence
     from moescope.workflows.compress_text import all_sums
 
