@@ -59,9 +59,11 @@ class LocalEngine:
                     under_way[pool.submit(work, piece, partial(on_tick, piece))] = piece
                 while under_way:
                     future = next(as_completed(under_way))
-                    yield under_way.pop(future), future.result()
-                    for piece in islice(left, 1):
+                    done = under_way.pop(future)
+                    result = future.result()
+                    for piece in islice(left, 1):  # before the result is handed on: writing it takes a while
                         under_way[pool.submit(work, piece, partial(on_tick, piece))] = piece
+                    yield done, result
             finally:
                 pool.shutdown(cancel_futures=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moescope.spectral.batched_eigen import Reduction, divide_and_conquer, tridiagonalise
+from moescope.spectral.batched_eigen import PANEL, Reduction, divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decomposition, decompose_on_gpu, gram_suffices
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from moescope.spectral.arrays import Array
 
+logger = logging.getLogger("moescope")
 ARRAYS_HELD = 14  # of n x n numbers a matrix, at the most, while a batch is solved
 MOST_AT_ONCE = 128
 READERS = 8  # threads that read experts, and how many experts each may be ahead
@@ -35,19 +37,18 @@ SQUARINGS = 32  # of a matrix whose largest eigenvalue is wanted; see largest_ei
 
 @dataclass
 class Replayed:
-    """A function of tensors whose thousands of small kernels are recorded once for a shape and then replayed as one.
+    """The reduction, whose thousands of small kernels are recorded once for a shape and then replayed as one.
 
     Started one by one they take longer than they run. What comes out is overwritten by the next call of the same shape.
     """
 
-    function: Callable[..., Reduction]
     recorded: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Reduction]] = field(
         default_factory=dict
     )
 
     def __call__(self, *tensors: Tensor) -> Reduction:
         if not tensors[0].is_cuda:
-            return self.function(*tensors)
+            return tridiagonalise(*tensors)
         count, key = len(tensors[0]), tuple(tensor.shape[1:] for tensor in tensors)
         if key not in self.recorded or len(self.recorded[key][1][0]) < count:
             self.recorded.clear()  # a recording holds its memory; a checkpoint mostly has experts of one shape
@@ -62,16 +63,34 @@ class Replayed:
         inputs = [tensor.clone() for tensor in tensors]
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # libraries set themselves up at their first call, which cannot be recorded
-            self.function(*(tensor[:, :64, :64].clone() for tensor in inputs))
+        with torch.cuda.stream(aside):
+            function = ready_reduction(*inputs)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may read meanwhile
-            output = self.function(*inputs)
+            output = function(*inputs)
         return graph, inputs, output
 
 
-reduce = Replayed(tridiagonalise)
+def ready_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[..., Reduction]:
+    """The reduction in two kernels a column where Triton can compile it, the one in plain torch elsewhere; both give the same.
+
+    Has been run for a few columns: libraries and compilers set themselves up at their first call, which cannot be recorded.
+    """
+    try:
+        from moescope.spectral.fused_reduction import tridiagonalise_fused
+
+        tridiagonalise_fused(matrices_BNN.clone(), vectors_BNV, columns=PANEL + 1)
+    except (
+        Exception
+    ) as error:  # no Triton, no C compiler for it, a GPU it does not know: each has its own kind of error
+        logger.info("moescope: the plain reduction is used, for the fused one cannot be compiled: %s", error)
+        tridiagonalise(matrices_BNN[:, :64, :64].clone(), vectors_BNV[:, :64])
+        return tridiagonalise
+    return tridiagonalise_fused
+
+
+reduce = Replayed()
 one_at_a_time = threading.Lock()  # two layers may be under way, and a recording is not to be shared
 
 
