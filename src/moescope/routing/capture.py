@@ -75,10 +75,8 @@ class Capture:
 
     def __enter__(self) -> Capture:
         for block in self.blocks:
-            self.hooks += [
-                block.router.register_forward_hook(self.router_ran(block), with_kwargs=True),
-                block.experts.register_forward_hook(self.experts_ran(block), with_kwargs=True),
-            ]
+            self.hook_router(block)
+            self.hooks.append(block.experts.register_forward_hook(self.experts_ran(block), with_kwargs=True))
             if self.check and not block.checked:
                 self.check_hooks += [
                     child.register_forward_hook(self.part_ran(block, name))
@@ -95,6 +93,9 @@ class Capture:
     ) -> None:
         self.take_off(self.hooks)
         self.take_off(self.check_hooks)
+
+    def hook_router(self, block: Block) -> None:
+        self.hooks.append(block.router.register_forward_hook(self.router_ran(block), with_kwargs=True))
 
     def take_off(self, hooks: list[Any]) -> None:
         for hook in hooks:

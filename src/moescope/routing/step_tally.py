@@ -31,6 +31,14 @@ class Handed(NamedTuple):
     real_T: Tensor | None
 
 
+class Place(NamedTuple):
+    """A block without its modules: what tables say of where it is. A thread may hold it and keep no model alive."""
+
+    layer: int
+    name: str
+    n_experts: int
+
+
 @dataclass
 class Window:
     """Counts over some steps, off the device. L layers, E the most experts a layer has, M decision metrics."""
@@ -60,7 +68,7 @@ class Window:
             if mine is not None:
                 mine += theirs
 
-    def layer(self, row: int, block: Block, k: int) -> LayerCounts:
+    def layer(self, row: int, block: Block | Place, k: int) -> LayerCounts:
         """One layer in the shape that rows of tables are made from: one domain, one bucket.
 
         Decision sums are of some steps only, so they are scaled to all tokens: what is made of them is their mean.
@@ -141,16 +149,19 @@ class StepTally:
         member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=self.device).scatter_(1, chosen_TK, 1.0)
         self.pairs_LEE[row] += (member_TE.T @ member_TE).long()  # of zeros and ones: exact up to 2^24 tokens a pass
 
-    def decide(self, row: int, values_MT: Tensor, real_T: Tensor | None) -> None:
-        """Add decision metrics of the pass's tokens, one row a metric."""
+    def decide(self, rows: tuple[int, ...], values_MLT: Tensor, real_T: Tensor | None) -> None:
+        """Add decision metrics of the pass's tokens, for layers that share them."""
         if self.device is None:
-            self.start(values_MT.device)
-        values_MT = values_MT.to(self.device)
+            self.start(values_MLT.device)
+        values_MLT = values_MLT.to(self.device)
+        count = torch.full((), values_MLT.shape[2], device=self.device)
         if real_T is not None:
             real_T = real_T.to(self.device, torch.bool)
-            values_MT = torch.where(real_T, values_MT, 0.0)
-        self.decisions_LM[row] += values_MT.sum(1)
-        self.decided_L[row] += values_MT.shape[1] if real_T is None else real_T.sum()
+            values_MLT = torch.where(real_T, values_MLT, 0.0)
+            count = real_T.sum()
+        rows_L = self.row_index(rows)
+        self.decisions_LM.index_add_(0, rows_L, values_MLT.sum(2, dtype=torch.float64).T)
+        self.decided_L.index_add_(0, rows_L, count.expand(len(rows)))
 
     def row_index(self, rows: tuple[int, ...]) -> Tensor:
         """The rows as a tensor, kept: making it anew would wait for the device each time."""
@@ -168,8 +179,9 @@ class StepTally:
             parts.append(self.pairs_LEE[:, :e, :e].reshape(-1))
         losses = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.losses:
-            plain = torch.stack([loss.double().to(self.device) for loss, _ in self.losses]).sum()
-            extra = sum((aux.double().to(self.device) for _, aux in self.losses if aux is not None), torch.zeros_like(plain))  # fmt: skip
+            plain = torch.stack([loss.to(self.device) for loss, _ in self.losses]).double().sum()
+            auxiliary = [aux.to(self.device) for _, aux in self.losses if aux is not None]
+            extra = torch.stack(auxiliary).double().sum() if auxiliary else torch.zeros_like(plain)
             losses = torch.stack([torch.full_like(plain, len(self.losses)), plain, extra])
             self.losses = []
         exact = torch.cat(parts)

@@ -13,7 +13,8 @@ from moescope.routing.adapters import CONTRACT, Block, adapter_of
 from moescope.routing.capture import Capture, tensors_in
 from moescope.routing.decision import DECISION
 from moescope.routing.step_tally import Handed, StepTally
-from moescope.routing.tally import decisions
+from moescope.routing.tally import MOST_WAITING as MOST_LOGITS
+from moescope.routing.tally import alike, decisions, together
 from moescope.types import Routing
 
 MOST_WAITING = (
@@ -33,12 +34,15 @@ class TrainingCapture(Capture):
         super().__init__(model, self.decide)
         self.tally = tally(self.blocks)
         self.row = {block.layer: row for row, block in enumerate(self.blocks)}
-        self.deciding = False
+        self.decides = False
+        self.router_hooks: list[Any] = []
         self.unchecked = [block.layer for block in self.blocks if has_dropout(block.module)]
         self.masks: dict[str, Tensor] = {}
         self.misfits: set[int] = set()  # layers whose tokens the mask does not fit
         self.waiting: list[Handed] = []
         self.slots = 0
+        self.undecided: list[Routing] = []  # whose logits are to be looked at together
+        self.numbers = 0  # that these hold
         self.after_pass: Callable[[Any, dict[str, Any]], None] = lambda output, given: None
 
     def __enter__(self) -> TrainingCapture:
@@ -49,14 +53,38 @@ class TrainingCapture(Capture):
             self.model.register_forward_pre_hook(self.pass_begins, with_kwargs=True),
             self.model.register_forward_hook(self.pass_ends, with_kwargs=True),
         ]
+        self.deciding = self.decides
         return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.take_off(self.router_hooks)
+
+    def hook_router(self, block: Block) -> None:
+        """Not here: what a router was given and gave is wanted in few steps, and in the others a hook would cost for nothing."""
+
+    @property
+    def deciding(self) -> bool:
+        """Whether the coming passes' logits count."""
+        return self.decides
+
+    @deciding.setter
+    def deciding(self, wanted: bool) -> None:
+        self.decides = wanted
+        self.take_off(self.router_hooks)
+        unknown = [block for block in self.blocks if wanted or self.needs_router(block)]
+        for block in unknown if self.hooks else ():
+            self.router_hooks.append(block.router.register_forward_hook(self.router_ran(block), with_kwargs=True))
+
+    def needs_router(self, block: Block) -> bool:
+        return block.scoring is None or not block.checked or adapter_of(block) is not CONTRACT
 
     def unseen(self) -> bool:
         return not self.model.training or super().unseen()
 
     def pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.unseen():
-            self.waiting, self.slots = [], 0  # of a pass that broke off
+            self.waiting, self.undecided, self.slots, self.numbers = [], [], 0, 0  # of a pass that broke off
             given = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
             masks = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             self.masks = {
@@ -72,6 +100,7 @@ class TrainingCapture(Capture):
     def experts_ran(self, block: Block) -> Callable[..., None]:
         whole_hook = super().experts_ran(block)
         adapter = adapter_of(block)
+        contract = adapter is CONTRACT
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if self.unseen():
@@ -81,15 +110,15 @@ class TrainingCapture(Capture):
                     block.scoring = replace(block.scoring, bias_E=block.correction_bias_E)
                 whole_hook(module, args, kwargs, output)
                 return
-            given = tuple(part.detach() for part in tensors_in((*args, *kwargs.values())))
-            if adapter is CONTRACT:
-                _, chosen_TK, gates_TK = given  # the first pass has shown that it fits
+            if contract and len(args) == 3:  # the first pass has shown that it fits
+                _, chosen_TK, gates_TK = args
             else:
+                given = tensors_in((*args, *kwargs.values()))
                 with torch.no_grad():
-                    _, chosen_TK, gates_TK = adapter.decide(block, given)
+                    _, chosen_TK, gates_TK = given if contract else adapter.decide(block, given)
             block.calls += 1
             block.router_input, block.router_outputs = None, ()
-            self.wait(block, chosen_TK, gates_TK)
+            self.wait(block, chosen_TK.detach(), gates_TK.detach())
 
         return hook
 
@@ -97,9 +126,25 @@ class TrainingCapture(Capture):
         block = self.blocks[self.row[routing.layer]]
         self.wait(block, routing.chosen_TK, routing.gates_TK)
         if self.deciding:
-            values_MT = torch.stack([value.double() for value in decisions(routing)])
-            assert len(values_MT) == len(DECISION)
-            self.tally.decide(self.row[routing.layer], values_MT, self.real(block, values_MT.shape[1]))
+            self.undecided.append(replace(routing, x_TD=None, dropped_T=None))
+            assert routing.logits_TE is not None
+            self.numbers += routing.logits_TE.numel()
+            if self.numbers > MOST_LOGITS:
+                self.look()
+
+    def look(self) -> None:
+        """The decision metrics of the layers kept for it, those that are alike together."""
+        undecided, self.undecided, self.numbers = self.undecided, [], 0
+        groups: dict[tuple[Any, ...], list[Routing]] = {}
+        for routing in undecided:
+            real_T = self.real(self.blocks[self.row[routing.layer]], len(routing.chosen_TK))
+            groups.setdefault((*alike(routing), id(real_T)), []).append(routing)
+        for routings in groups.values():
+            rows = tuple(self.row[routing.layer] for routing in routings)
+            values = [value.view(len(rows), -1) for value in decisions(together(routings))]
+            assert len(values) == len(DECISION)
+            real_T = self.real(self.blocks[rows[0]], values[0].shape[1])
+            self.tally.decide(rows, torch.stack([value.float() for value in values]), real_T)
 
     def wait(self, block: Block, chosen_TK: Tensor, gates_TK: Tensor) -> None:
         real_T = self.real(block, len(chosen_TK))
@@ -110,6 +155,7 @@ class TrainingCapture(Capture):
 
     def count(self) -> None:
         with torch.no_grad():
+            self.look()
             self.tally.add(self.waiting)
         self.waiting, self.slots = [], 0
 

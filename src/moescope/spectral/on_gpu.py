@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moescope.spectral.batched_eigen import PANEL, Reduction, divide_and_conquer, tridiagonalise
+from moescope.spectral.batched_eigen import PANEL, Reduction, Update, divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decomposition, decompose_on_gpu, gram_suffices
 
 if TYPE_CHECKING:
@@ -88,6 +88,20 @@ def ready_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[..., 
         tridiagonalise(matrices_BNN[:, :64, :64].clone(), vectors_BNV[:, :64])
         return tridiagonalise
     return tridiagonalise_fused
+
+
+@cache
+def ready_update() -> Update | None:
+    """Divide and conquer's step in three kernels where Triton can compile them, tried once; None elsewhere."""
+    try:
+        from moescope.spectral.fused_roots import rank_one_update_fused
+
+        poles = torch.linspace(0, 1, 32, dtype=torch.float64, device="cuda")[None]
+        rank_one_update_fused(poles, torch.ones_like(poles), torch.ones_like(poles[:, 0]))
+    except Exception as error:  # as above
+        logger.info("moescope: the plain rank-one update is used, for the fused one cannot be compiled: %s", error)
+        return None
+    return rank_one_update_fused
 
 
 reduce = Replayed()
@@ -177,7 +191,8 @@ def decompose_batch(
     gram = W.mT @ W if tall else W @ W.mT
     moments = (W @ Y if tall else W.mT @ Y).square().sum(1)  # y'Gy of every router
     solved = reduce(gram, Y)
-    eigen = divide_and_conquer(solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV)
+    update = ready_update() if W.is_cuda else None
+    eigen = divide_and_conquer(solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV, update)
     squares, coordinates = eigen.values_BN.flip(1), eigen.coordinates_BVN.flip(2)
     # An eigenbasis keeps lengths, and y'Gy = sum of lambda c^2: two things that no wrong one does.
     length, energy = Y.square().sum(1), coordinates.square()
