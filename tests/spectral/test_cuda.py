@@ -14,6 +14,8 @@ from moescope.spectral.alignment import cumulative_energy
 from moescope.spectral.batched_eigen import divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, decompose_on_cpu, k_ladder
 from moescope.workflows.scan import scan
+from spectral.test_batched_eigen import KINDS as TRIDIAGONAL
+from spectral.test_batched_eigen import check_eigenbasis, tridiagonal
 from spectral.test_decompose import expert_and_rows, spectrum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -72,6 +74,24 @@ def test_a_recording_is_made_of_the_two_kernels_and_can_be_replayed_with_fewer_m
         values = [divide_and_conquer(r.diagonal_BN, r.beside_BN, r.vectors_BNV).values_BN for r in (found, plain)]
         np.testing.assert_allclose(*(value.cpu() for value in values), atol=1e-12 * float(G.abs().max()))
     assert len(reduce.recorded) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", TRIDIAGONAL)
+def test_three_kernels_a_merge_give_eigenvectors_that_are_orthonormal_and_belong_to_their_eigenvalues(kind):
+    from moescope.spectral.fused_roots import rank_one_update_fused
+
+    assert on_gpu.ready_update() is rank_one_update_fused
+    check_eigenbasis(*tridiagonal(kind), "cuda", rank_one_update_fused)
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [33, 65, 127, 129, 1000])
+def test_merges_of_every_size_are_made_rightly(size):
+    from moescope.spectral.fused_roots import rank_one_update_fused
+
+    draw = np.random.default_rng(size)
+    check_eigenbasis(draw.standard_normal(size), draw.standard_normal(size - 1), "cuda", rank_one_update_fused)
 
 
 def test_without_triton_the_plain_reduction_is_recorded(monkeypatch):
