@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moescope.routing.adapters import CONTRACT, Block, adapter_of
+from moescope.routing.adapters import CONTRACT, Block, adapter_of, router_logits
 from moescope.routing.capture import Capture, tensors_in
 from moescope.routing.decision import DECISION
 from moescope.routing.step_tally import Handed, StepTally
 from moescope.routing.tally import MOST_WAITING as MOST_LOGITS
-from moescope.routing.tally import alike, decisions, together
+from moescope.routing.tally import decisions
 from moescope.types import Routing
 
 MOST_WAITING = (
     2**24
 )  # expert slots kept for counting together; a model of 60 layers and a large batch stays below 400 MB
+
+
+class Undecided(NamedTuple):
+    """A layer's decision whose logits are still to be looked at, together with those of others."""
+
+    block: Block
+    chosen_TK: Tensor
+    gates_TK: Tensor
+    logits_TE: Tensor
+
+    def alike(self) -> tuple[Any, ...]:
+        """What layers must share to be looked at together: sizes, and how logits become a choice. A bias is a layer's own."""
+        scoring, block = self.block.scoring, self.block
+        assert scoring is not None
+        way = (scoring.function, scoring.groups, scoring.group_score, scoring.explains)
+        own = block.layer if scoring.bias_E is not None else None
+        return (block.n_experts, self.chosen_TK.shape, self.gates_TK.dtype, self.logits_TE.dtype, *way, own)
 
 
 class TrainingCapture(Capture):
@@ -37,11 +54,12 @@ class TrainingCapture(Capture):
         self.decides = False
         self.router_hooks: list[Any] = []
         self.unchecked = [block.layer for block in self.blocks if has_dropout(block.module)]
+        self.decoders = {block.layer for block in self.blocks if "decoder" in block.name.split(".")}
         self.masks: dict[str, Tensor] = {}
         self.misfits: set[int] = set()  # layers whose tokens the mask does not fit
         self.waiting: list[Handed] = []
         self.slots = 0
-        self.undecided: list[Routing] = []  # whose logits are to be looked at together
+        self.undecided: list[Undecided] = []
         self.numbers = 0  # that these hold
         self.after_pass: Callable[[Any, dict[str, Any]], None] = lambda output, given: None
 
@@ -98,6 +116,7 @@ class TrainingCapture(Capture):
             self.after_pass(output, kwargs)
 
     def experts_ran(self, block: Block) -> Callable[..., None]:
+        """A hook that keeps what the experts were handed and computes nothing: each kernel would cost as much as all that is here."""
         whole_hook = super().experts_ran(block)
         adapter = adapter_of(block)
         contract = adapter is CONTRACT
@@ -105,9 +124,7 @@ class TrainingCapture(Capture):
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if self.unseen():
                 return
-            if self.deciding or block.scoring is None or not block.checked:
-                if block.scoring is not None and block.scoring.bias_E is not None:  # it is trained too
-                    block.scoring = replace(block.scoring, bias_E=block.correction_bias_E)
+            if block.scoring is None or not block.checked:
                 whole_hook(module, args, kwargs, output)
                 return
             if contract and len(args) == 3:  # the first pass has shown that it fits
@@ -117,34 +134,54 @@ class TrainingCapture(Capture):
                 with torch.no_grad():
                     _, chosen_TK, gates_TK = given if contract else adapter.decide(block, given)
             block.calls += 1
+            self.wait(block, chosen_TK, gates_TK)
+            if self.decides:
+                at = block.logits_at
+                with torch.no_grad():
+                    logits = block.router_outputs[at] if at is not None and at >= 0 else router_logits(block)
+                self.keep_undecided(block, chosen_TK, gates_TK, logits)
             block.router_input, block.router_outputs = None, ()
-            self.wait(block, chosen_TK.detach(), gates_TK.detach())
 
         return hook
 
     def decide(self, routing: Routing) -> None:
+        """Of a first pass: what capture itself found."""
         block = self.blocks[self.row[routing.layer]]
         self.wait(block, routing.chosen_TK, routing.gates_TK)
-        if self.deciding:
-            self.undecided.append(replace(routing, x_TD=None, dropped_T=None))
+        if self.decides:
             assert routing.logits_TE is not None
-            self.numbers += routing.logits_TE.numel()
-            if self.numbers > MOST_LOGITS:
-                self.look()
+            self.keep_undecided(block, routing.chosen_TK, routing.gates_TK, routing.logits_TE)
 
+    def keep_undecided(self, block: Block, chosen_TK: Tensor, gates_TK: Tensor, logits: Tensor) -> None:
+        self.undecided.append(Undecided(block, chosen_TK, gates_TK, logits.reshape(-1, block.n_experts)))
+        self.numbers += logits.numel()
+        if self.numbers > MOST_LOGITS:
+            self.look()
+
+    @torch.no_grad()
     def look(self) -> None:
         """The decision metrics of the layers kept for it, those that are alike together."""
         undecided, self.undecided, self.numbers = self.undecided, [], 0
-        groups: dict[tuple[Any, ...], list[Routing]] = {}
-        for routing in undecided:
-            real_T = self.real(self.blocks[self.row[routing.layer]], len(routing.chosen_TK))
-            groups.setdefault((*alike(routing), id(real_T)), []).append(routing)
-        for routings in groups.values():
-            rows = tuple(self.row[routing.layer] for routing in routings)
-            values = [value.view(len(rows), -1) for value in decisions(together(routings))]
+        groups: dict[tuple[Any, ...], list[Undecided]] = {}
+        for one in undecided:
+            groups.setdefault((*one.alike(), id(self.real(one.block, len(one.chosen_TK)))), []).append(one)
+        for several in groups.values():
+            block, scoring = several[0].block, several[0].block.scoring
+            assert scoring is not None
+            if scoring.bias_E is not None:  # it is trained too
+                scoring = replace(scoring, bias_E=block.correction_bias_E)
+            chosen_TK = torch.cat([one.chosen_TK for one in several])
+            logits_TE = torch.cat([one.logits_TE for one in several]).float()
+            routing = Routing(
+                block.layer, block.name, block.n_experts,
+                torch.where(chosen_TK < block.n_experts, chosen_TK, -1),  # beyond are experts of other ranks
+                torch.cat([one.gates_TK for one in several]), None, logits_TE, *scoring.judged(logits_TE),
+            )  # fmt: skip
+            values = torch.stack([value.float() for value in decisions(routing)])
             assert len(values) == len(DECISION)
-            real_T = self.real(self.blocks[rows[0]], values[0].shape[1])
-            self.tally.decide(rows, torch.stack([value.float() for value in values]), real_T)
+            rows = tuple(self.row[one.block.layer] for one in several)
+            tokens = len(chosen_TK) // len(several)
+            self.tally.decide(rows, values.view(len(DECISION), len(several), tokens), self.real(block, tokens))
 
     def wait(self, block: Block, chosen_TK: Tensor, gates_TK: Tensor) -> None:
         real_T = self.real(block, len(chosen_TK))
@@ -153,15 +190,17 @@ class TrainingCapture(Capture):
         if self.slots > MOST_WAITING:
             self.count()
 
+    @torch.no_grad()
     def count(self) -> None:
-        with torch.no_grad():
-            self.look()
-            self.tally.add(self.waiting)
+        self.look()
+        self.tally.add(self.waiting)
         self.waiting, self.slots = [], 0
 
     def real(self, block: Block, tokens: int) -> Tensor | None:
         """The block's mask of real tokens, None where all are."""
-        of_decoder = "decoder" in block.name.split(".") and "decoder_attention_mask" in self.masks
+        if not self.masks:
+            return None
+        of_decoder = block.layer in self.decoders and "decoder_attention_mask" in self.masks
         mask = self.masks.get("decoder_attention_mask" if of_decoder else "attention_mask")
         if mask is None:
             return None
