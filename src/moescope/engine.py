@@ -27,7 +27,7 @@ from moescope.errors import BadInput, unknown_name
 
 ENGINES = ("local", "ray")
 RETRIES = 3  # how often a piece is done again after its worker died; a piece too large for its machine must not loop
-PIECES_BESIDE_A_GPU = 2  # while one piece's statistics are made and written, the GPU works for the other
+PIECES_BESIDE_A_GPU = 3  # the GPU works for one, another's weights are read, statistics are made of the third
 POLL = 0.2  # seconds between two looks at the progress of workers
 
 Piece = TypeVar("Piece")

@@ -108,12 +108,30 @@ reduce = Replayed()
 one_at_a_time = threading.Lock()  # two layers may be under way, and a recording is not to be shared
 
 
+of_thread = threading.local()
+
+
+def own_stream(device: str) -> AbstractContextManager[None]:
+    """A stream of this thread's own on the device: what it computes there does not queue behind another layer's decomposition.
+
+    Decompositions themselves share one stream, and with it one pool of memory.
+    """
+    if getattr(of_thread, "device", None) != device:
+        of_thread.device, of_thread.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(of_thread.stream)
+
+
+def solver_stream() -> torch.cuda.Stream | None:
+    """None, which changes nothing, where there is no GPU: everything here is tested without one."""
+    return torch.cuda.default_stream() if torch.cuda.is_available() else None
+
+
 def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tuple[int, Callable[[], Tensor]]]:
     """Each expert and how to get what `read` gives for it, or raises; threads read on while earlier ones are worked on.
 
     Reading goes through streams of its own, so that looking at a tensor does not wait for the decompositions under way.
     """
-    here = torch.cuda.current_stream()
+    here = torch.cuda.default_stream()  # where experts are decomposed
 
     def aside(expert: int) -> Tensor:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -151,7 +169,7 @@ def in_batches(
     room = 0
 
     def solve() -> Iterator[tuple[int, Decomposition]]:
-        with waiting(), one_at_a_time:
+        with waiting(), one_at_a_time, torch.cuda.stream(solver_stream()):
             numbers, matrices = zip(*batch, strict=True)
             found = decompose_batch(list(matrices), routers_ED, ladder, TOLERANCE[precision])
         batch.clear()
@@ -219,14 +237,13 @@ def decompose_batch(
 
 def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tuple[Array, ...]]:
     """What `subspaces.row_similarities` gives, for all pairs of experts: a few thousand at a time, all would fill a small GPU."""
-    with one_at_a_time:
-        stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
-        first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
-        at_once = max(1, ROWS_AT_ONCE // stacked.shape[1])
-        blocks = [
-            block_similarities(stacked[some].mT @ stacked[others], ks)
-            for some, others in zip(first.split(at_once), second.split(at_once), strict=True)
-        ]
+    stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
+    first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
+    at_once = max(1, ROWS_AT_ONCE // stacked.shape[1])
+    blocks = [
+        block_similarities(stacked[some].mT @ stacked[others], ks)
+        for some, others in zip(first.split(at_once), second.split(at_once), strict=True)
+    ]
     return [tuple(np.concatenate(parts) for parts in zip(*of_k, strict=True)) for of_k in zip(*blocks, strict=True)]
 
 
