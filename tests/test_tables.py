@@ -16,6 +16,7 @@ from moescope.errors import BadInput
 from moescope.glossary import COLUMNS
 from moescope.run import write_table
 from moescope.tables import (
+    GEOMETRY_TABLES,
     ROUTING_TABLES,
     SCAN_TABLES,
     SCHEMA_VERSION,
@@ -46,9 +47,9 @@ def row(**changes: object) -> pd.DataFrame:
 # --- schema
 
 
-def test_the_tables_stand_in_the_order_of_the_golden_copy_nine_of_scan_seven_of_trace_and_three_of_training():
-    assert list(TABLES) == list(GOLDEN) == [*SCAN_TABLES, *ROUTING_TABLES, *TRAINING_TABLES]
-    assert (len(SCAN_TABLES), len(ROUTING_TABLES), len(TRAINING_TABLES)) == (9, 7, 3)
+def test_the_tables_stand_in_the_order_of_the_golden_copy_nine_of_scan_two_of_geometry_seven_of_trace_and_three_of_training():
+    assert list(TABLES) == list(GOLDEN) == [*SCAN_TABLES, *GEOMETRY_TABLES, *ROUTING_TABLES, *TRAINING_TABLES]
+    assert (len(SCAN_TABLES), len(GEOMETRY_TABLES), len(ROUTING_TABLES), len(TRAINING_TABLES)) == (9, 2, 7, 3)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

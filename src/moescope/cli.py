@@ -147,6 +147,35 @@ def trace(
 
 
 @app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint (folder, file, hub id or URL), or a run folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another of the same architecture, or a run of the same kind.")],
+    out: Out = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to compare: 0,5,9-12.", show_default="all")] = None,
+    matrix: Annotated[str, typer.Option(help="What to compare: gate, up, down, router.")] = "gate,up,down,router",
+    matched: Annotated[bool, typer.Option("--matched", help="Also after bringing B's neurons into A's order and signs.")] = False,
+    skip: Annotated[str, typer.Option(help="Leave out what takes longest: sv (SV alignment), scan (change in alignment and ambiguity).", show_default=False)] = "",
+    series: Annotated[str, typer.Option(help="What the comparison is called in tables and figures.")] = "base_to_ift",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0; mps means cpu.")] = "auto",
+    as_json: AsJson = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """What changed between two checkpoints, expert by expert: distances, singular vectors, router drift, ambiguity; or between two runs.
+
+    An interrupted comparison is taken up at the layer it had reached: give the same command.
+    """
+    from moescope.workflows.compare import compare as run_compare
+
+    run = run_compare(
+        a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, skip=skip, device=device, seed=seed,
+        overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    show_run(run, as_json, quiet)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,

@@ -100,6 +100,19 @@ TABLES: dict[str, Table] = {
             ("singular_values", "frobenius", "spectral_norm", "stable_rank", "effective_rank", "rank", "condition", "fallback"),
         ),
         Table(
+            "geometry",
+            "How far apart two experts are, matrix by matrix: the same expert in two checkpoints, or two members of a cluster.",
+            ("series", "layer", "matrix", "expert_a", "expert_b"),
+            ("relative_l2", "cosine", "norm_ratio", "sv_alignment", "matched"),
+        ),
+        Table(
+            "geometry_layers",
+            "The same, one row a layer: mean and spread over its pairs, with the distance of unrelated experts and that of matched random ones.",
+            ("series", "layer", "matrix"),
+            ("relative_l2_mean", "relative_l2_sd", "relative_l2_low", "relative_l2_high", "sv_alignment_mean", "sv_alignment_sd",
+             "sv_alignment_low", "sv_alignment_high", "null_l2", "null_l2_matched", "null_sv_matched"),
+        ),
+        Table(
             "load",
             "How often each expert was chosen, and with how much gate; one row a domain and phase, no sums over them.",
             ("step", "layer", "phase", "domain", "expert"),
@@ -168,7 +181,8 @@ TABLES: dict[str, Table] = {
 # which verb writes which
 ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
-SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES)
+GEOMETRY_TABLES = ("geometry", "geometry_layers")
+SCAN_TABLES = tuple(name for name in TABLES if name not in GEOMETRY_TABLES + ROUTING_TABLES + TRAINING_TABLES)
 
 
 def table(name: str) -> Table:
