@@ -53,6 +53,7 @@ def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
         ["scan", "--help"],
         ["trace", "--help"],
         ["compare", "--help"],
+        ["compress", "--help"],
         ["report", "--help"],
         ["demo", "--help"],
     ],
@@ -68,7 +69,7 @@ def test_the_help_names_every_verb(tmp_path):
     shown = moescope("--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert shown.stderr == ""
-    for verb in ("scan", "trace", "compare", "report", "demo"):
+    for verb in ("scan", "trace", "compare", "compress", "report", "demo"):
         assert re.search(rf"\b{verb}\b", shown.stdout)
 
 

@@ -1,6 +1,7 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`,
+`moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
 `moescope.Monitor()` watches a model in training.
 """
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.run import Run
     from moescope.workflows.compare import compare
+    from moescope.workflows.compress import compress
     from moescope.workflows.demo import demo
     from moescope.workflows.inspect import inspect
     from moescope.workflows.monitor import Monitor
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     from moescope.workflows.scan import scan
     from moescope.workflows.trace import trace
 
-__all__ = ["BadInput", "Monitor", "Run", "compare", "demo", "inspect", "report", "scan", "trace"]
+__all__ = ["BadInput", "Monitor", "Run", "compare", "compress", "demo", "inspect", "report", "scan", "trace"]
 
 _HOME = {
     "BadInput": "moescope.errors",
     "Monitor": "moescope.workflows.monitor",
     "Run": "moescope.run",
     "compare": "moescope.workflows.compare",
+    "compress": "moescope.workflows.compress",
     "demo": "moescope.workflows.demo",
     "inspect": "moescope.workflows.inspect",
     "report": "moescope.workflows.report",

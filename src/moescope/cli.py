@@ -176,6 +176,50 @@ def compare(
 
 
 @app.command()
+def compress(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub id; what is to be rewritten must lie on this machine.")],
+    method: Annotated[str | None, typer.Option(help="frequency, gate_mass, ean, reap or random.", show_default="reap")] = None,
+    keep: Annotated[str | None, typer.Option(help="Experts to keep in every layer: a share (0.5) or a number (4).", metavar="SHARE_OR_COUNT")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to judge experts by: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan made before: plan.json, or its run folder.", metavar="PLAN")] = None,
+    apply: Annotated[Path | None, typer.Option(help="Write the compressed checkpoint into this folder, and judge it.", metavar="DIR")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to read at most, shared evenly by the domains.", show_default="all")] = None,
+    out: Out = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    domain: Annotated[list[str] | None, typer.Option(help="Text, named: code=src; repeat for each domain.", metavar="NAME=PATH", rich_help_panel=MORE)] = None,
+    token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE", rich_help_panel=MORE)] = None,
+    merge_weights: Annotated[str, typer.Option(help="Shares of a group's members in the merged expert: usage, uniform, dominant or saliency.", rich_help_panel=MORE)] = "usage",
+    distance: Annotated[str, typer.Option(help="What clusters are made by; default: the method's own.", rich_help_panel=MORE)] = "default",
+    router: Annotated[str, typer.Option(help="Router of merged experts: fold (rows fitted anew) or tie (all rows kept; a plan only).", rich_help_panel=MORE)] = "fold",
+    unsigned: Annotated[bool, typer.Option("--unsigned", help="Match neurons without their signs.", rich_help_panel=MORE)] = False,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Let layers share the budget by usage; a plan only.", rich_help_panel=MORE)] = False,
+    sequential: Annotated[bool, typer.Option("--sequential", help="Calibrate each layer behind the compressed ones before it.", rich_help_panel=MORE)] = False,
+    no_judge: Annotated[bool, typer.Option("--no-judge", help="Hold no text out, and judge nothing on it.", rich_help_panel=MORE)] = False,
+    controls: Annotated[int | None, typer.Option(help="Random controls beside the plan.", rich_help_panel=MORE, show_default="3, of large models 1")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.", rich_help_panel=MORE)] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Documents read side by side.", rich_help_panel=MORE)] = 8,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Read each document as a user's message.", rich_help_panel=MORE)] = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Fewer experts: a plan, what it will cost, and with --apply the smaller checkpoint and what it did cost.
+
+    A fifth of the text is held out; original, compressed model and random controls are compared on it.
+    """
+    from moescope.workflows.compress import compress as run_compress
+
+    run = run_compress(
+        model, method=method, keep=keep, text=text or (), domain=domain or (), token_ids=token_ids, plan=plan, apply=apply, judge=not no_judge,
+        controls=controls, out=out, max_tokens=max_tokens, dtype=dtype, batch_size=batch_size, chat_template=chat_template, device=device,
+        merge_weights=merge_weights, distance=distance, router=router, signed=not unsigned, adaptive=adaptive, sequential=sequential,
+        seed=seed, overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    show_run(run, as_json, quiet)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,

@@ -113,6 +113,26 @@ TABLES: dict[str, Table] = {
              "sv_alignment_low", "sv_alignment_high", "null_l2", "null_l2_matched", "null_sv_matched"),
         ),
         Table(
+            "clusters",
+            "What a plan does with each expert: kept as it is, merged with others, or dropped.",
+            ("method", "layer", "expert"),
+            ("cluster", "dominant", "weight", "kept"),
+        ),
+        Table(
+            "saliency",
+            "How much each expert did on the calibration text: the scores that pruning goes by.",
+            ("layer", "expert"),
+            ("tokens", "gate_mass", "ean", "reap", "rank_low", "rank_high"),
+        ),
+        Table(
+            "damage",
+            "What compressing costs: foretold and measured error of each layer, and of the whole model (layer empty) beside the original and the random control.",
+            ("method", "layer"),
+            ("predicted_error", "measured_error", "router_kl", "perplexity", "perplexity_original", "js_divergence", "bytes",
+             "bytes_original"),
+            optional=("layer",),
+        ),
+        Table(
             "load",
             "How often each expert was chosen, and with how much gate; one row a domain and phase, no sums over them.",
             ("step", "layer", "phase", "domain", "expert"),
@@ -182,7 +202,10 @@ TABLES: dict[str, Table] = {
 ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
-SCAN_TABLES = tuple(name for name in TABLES if name not in GEOMETRY_TABLES + ROUTING_TABLES + TRAINING_TABLES)
+COMPRESSION_TABLES = ("clusters", "saliency", "damage")
+SCAN_TABLES = tuple(
+    name for name in TABLES if name not in GEOMETRY_TABLES + COMPRESSION_TABLES + ROUTING_TABLES + TRAINING_TABLES
+)
 
 
 def table(name: str) -> Table:
