@@ -178,7 +178,7 @@ def compare(
 @app.command()
 def compress(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub id; what is to be rewritten must lie on this machine.")],
-    method: Annotated[str | None, typer.Option(help="frequency, gate_mass, ean, reap or random.", show_default="reap")] = None,
+    method: Annotated[str | None, typer.Option(help="Drop by frequency, gate_mass, ean, reap or random; merge by hc_smoe, m_smoe, weights or random_merge (_permuted: neurons matched).", show_default="reap")] = None,
     keep: Annotated[str | None, typer.Option(help="Experts to keep in every layer: a share (0.5) or a number (4).", metavar="SHARE_OR_COUNT")] = None,
     text: Annotated[list[str] | None, typer.Option(help="Text to judge experts by: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan made before: plan.json, or its run folder.", metavar="PLAN")] = None,
@@ -189,6 +189,7 @@ def compress(
     as_json: AsJson = False,
     domain: Annotated[list[str] | None, typer.Option(help="Text, named: code=src; repeat for each domain.", metavar="NAME=PATH", rich_help_panel=MORE)] = None,
     token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE", rich_help_panel=MORE)] = None,
+    add: Annotated[list[Path] | None, typer.Option(help="An earlier run of this model on another text, whose sums count too; repeat for more.", metavar="RUN", rich_help_panel=MORE)] = None,
     merge_weights: Annotated[str, typer.Option(help="Shares of a group's members in the merged expert: usage, uniform, dominant or saliency.", rich_help_panel=MORE)] = "usage",
     distance: Annotated[str, typer.Option(help="What clusters are made by; default: the method's own.", rich_help_panel=MORE)] = "default",
     router: Annotated[str, typer.Option(help="Router of merged experts: fold (rows fitted anew) or tie (all rows kept; a plan only).", rich_help_panel=MORE)] = "fold",
@@ -211,7 +212,7 @@ def compress(
     from moescope.workflows.compress import compress as run_compress
 
     run = run_compress(
-        model, method=method, keep=keep, text=text or (), domain=domain or (), token_ids=token_ids, plan=plan, apply=apply, judge=not no_judge,
+        model, method=method, keep=keep, text=text or (), domain=domain or (), token_ids=token_ids, plan=plan, apply=apply, add=add or (), judge=not no_judge,
         controls=controls, out=out, max_tokens=max_tokens, dtype=dtype, batch_size=batch_size, chat_template=chat_template, device=device,
         merge_weights=merge_weights, distance=distance, router=router, signed=not unsigned, adaptive=adaptive, sequential=sequential,
         seed=seed, overwrite=overwrite, quiet=quiet,

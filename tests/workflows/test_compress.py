@@ -237,6 +237,37 @@ def test_other_families_go_all_the_way(tmp_path, kind):
     assert np.isfinite(damage["perplexity"].dropna()).all()
 
 
+# --- several texts
+
+
+def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run, place, tmp_path):
+    second = write_jsonl(tmp_path / "second.jsonl", texts(40, seed=5))
+    given = {"keep": 2, "controls": 0, "quiet": True}
+    together = compress(place / "model", text=[place / "text.jsonl", second], out=tmp_path / "both", **given)
+    summed = compress(place / "model", text=second, add=run.path, out=tmp_path / "summed", **given)
+    alone = compress(place / "model", text=second, out=tmp_path / "alone", **given)
+    bare = compress(
+        place / "model", add=[run.path, alone.path / "calibration.safetensors"], out=tmp_path / "bare", **given
+    )
+    expected = together.table("saliency")
+    for found in (summed.table("saliency"), bare.table("saliency")):
+        assert found["tokens"].tolist() == expected["tokens"].tolist() != alone.table("saliency")["tokens"].tolist()
+        for column in ("gate_mass", "ean", "reap", "rank_low", "rank_high"):
+            np.testing.assert_allclose(found[column], expected[column], rtol=1e-4)
+    assert summed.table("clusters").equals(together.table("clusters"))
+    assert bare.table("clusters").equals(together.table("clusters"))
+    assert summed.info["setup"]["calibration_documents"] == together.info["setup"]["calibration_documents"]
+    assert bare.table("damage")["predicted_error"].isna().all()
+
+
+def test_sums_that_do_not_belong_are_refused(run, place, tmp_path):
+    save_model(tmp_path / "other", nudge=0.1)
+    text = place / "text.jsonl"
+    refused("calibrated for another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path)
+    refused("no calibration.safetensors in it", tmp_path, place / "model", keep=2, text=text, add=tmp_path)
+    refused("give --text beside --add", tmp_path, place / "model", keep=2, method="m_smoe", add=run.path)
+
+
 # --- weights alone
 
 

@@ -224,6 +224,7 @@ def compression_command(run: Run) -> str:
         for file in files:
             path = file[0] if isinstance(file, list) else "-"
             words += ["--domain", f"{domain}={path}"] if many else ["--text", path]
+    words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
     defaults = {
         "max_tokens": None, "dtype": "auto", "batch_size": 8, "seed": 0, "merge_weights": "usage", "distance": "default", "router": "fold",
     }  # fmt: skip

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moescope.compression.methods import Decided, Evidence, Method, PlanSettings
     from moescope.compression.plan import Fits
     from moescope.types import Plan
-    from moescope.workflows.compress_text import Calibration, TextReader
+    from moescope.workflows.compress_text import Calibration, Earlier, TextReader
 
 CALIBRATION_FILE = "calibration.safetensors"
 SMALL = 2 * 2**30  # bytes of a checkpoint up to which three random controls are written and judged, beyond it one
@@ -43,6 +43,7 @@ class Work:
     apply: Path | None
     judge: bool
     controls: int
+    earlier: tuple[Earlier, ...] = ()  # sums of other texts, to be added
 
     @property
     def layer_names(self) -> dict[int, str]:
@@ -63,6 +64,7 @@ def compress(
     token_ids: str | Path | None = None,
     plan: str | Path | None = None,
     apply: str | Path | None = None,
+    add: str | Path | Iterable[str | Path] = (),
     judge: bool = True,
     controls: int | None = None,
     out: str | Path | None = None,
@@ -83,7 +85,7 @@ def compress(
 ) -> Run:
     """Plan which experts to merge or drop (`method`, `keep`), or take a `plan`; with `apply` write the compressed checkpoint there.
 
-    `keep` is a share of each layer's experts (0.5) or a number of them (4). One document in five of the text is held out; a
+    `keep` is a share of each layer's experts (0.5) or a number of them (4). `add` names earlier runs on other texts, whose sums count too. One document in five of the text is held out; a
     checkpoint that was written is judged on it beside the original and beside controls that do as much at random.
     """
     from moescope.compression.methods import PlanSettings
@@ -101,7 +103,8 @@ def compress(
     settings = PlanSettings(seed, merge_weights, distance, signed, router, adaptive, sequential)
     moe = read_moe(open_checkpoint(model))
     work = planned_work(moe, method, keep, plan, apply, settings, judge and with_text, controls)
-    if work.method.needs_text and not with_text and plan is None:
+    work = replace(work, earlier=earlier_sums(moe, add, work.method, with_text))
+    if work.method.needs_text and not with_text and not work.earlier and plan is None:
         raise BadInput(
             f"method {work.method.name} {work.method.words}, so it needs a text; give --text PATH, or --method random"
         )
@@ -113,7 +116,7 @@ def compress(
             **asdict(settings), **{name: value for name, value in asdict(reading_settings).items() if name in ("max_tokens", "dtype", "batch_size", "chat_template")},
             "method": work.method.name, "keep": None if keep is None else str(keep), "plan": plan_identity(plan), "judge": judge,
             "apply": None if work.apply is None else str(work.apply), "controls": work.controls,
-            "text": [[source.domain, source.identity] for source in reading],
+            "text": [[source.domain, source.identity] for source in reading], "add": [earlier.mark for earlier in work.earlier],
         },
         "checkpoints": [{"step": 0, **asdict_mark(moe)}],
     }  # fmt: skip
@@ -182,6 +185,17 @@ def asdict_mark(moe: MoeCheckpoint) -> dict[str, str | None]:
     return checkpoint_mark(moe.checkpoint)
 
 
+def earlier_sums(
+    moe: MoeCheckpoint, add: str | Path | Iterable[str | Path], method: Method, with_text: bool
+) -> tuple[Earlier, ...]:
+    from moescope.workflows.compress_text import read_earlier
+
+    given = [add] if isinstance(add, str | Path) else list(add)
+    if given and method.merges and not with_text:
+        raise BadInput(f"method {method.name} needs states of a text, not sums alone; give --text beside --add")
+    return tuple(read_earlier(Path(place), moe) for place in given)
+
+
 def plan_identity(plan: str | Path | None) -> list[Any] | None:
     if plan is None:
         return None
@@ -207,7 +221,7 @@ def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, quiet: b
 
     done = writer.done_pieces()
     calibration = calibrated(writer, work, reader, quiet) if reader is not None else None
-    evidence = evidence_of(work, calibration, reader, quiet)
+    evidence = evidence_of(work, calibration, reader)
     if "plan" not in done:
         make_plan(writer, work, evidence, calibration, reader)
     plan, fits = read_plan(writer.path)
@@ -241,13 +255,15 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
 
 
-def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None, quiet: bool) -> Evidence:
+def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None) -> Evidence:
     from moescope.compression.methods import Evidence
+    from moescope.workflows.compress_text import all_sums
 
+    sums = all_sums(calibration, work.earlier)
     if calibration is None or reader is None:
-        return Evidence(work.moe, work.keep, work.settings)
+        return Evidence(work.moe, work.keep, work.settings, sums)
     return Evidence(
-        work.moe, work.keep, work.settings, calibration.sums, calibration.states, calibration.gating,
+        work.moe, work.keep, work.settings, sums, calibration.states, calibration.gating,
         lambda: reader.traced, lambda collectors: reader.calibrate(collectors, lambda tokens: None),
     )  # fmt: skip
 

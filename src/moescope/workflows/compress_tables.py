@@ -19,9 +19,14 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
     from moescope.compression.calibration import save_sums
     from moescope.compression.saliency import saliency_rows
     from moescope.workflows.compress import CALIBRATION_FILE
+    from moescope.workflows.compress_text import all_sums
 
     setup: dict[str, Any] = {}
-    warnings: list[str] = [] if calibration is None else calibration.warnings()
+    documents, tokens = (
+        sum(getattr(part, name) for part in (*([calibration] if calibration else []), *work.earlier))
+        for name in ("documents", "tokens")
+    )
+    warnings: list[str] = [] if calibration is None else calibration.warnings(documents)
     for record in writer.setups():
         warnings += record.pop("warnings", [])
         setup |= record
@@ -34,15 +39,19 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
     }
     facts |= {"top_k": plan.top_k, "top_k_before": next(iter(work.moe.layers.values())).top_k, **setup.get("facts", {})}
     if calibration is not None:
-        save_sums(writer.path / CALIBRATION_FILE, calibration.sums, calibration.facts())
-        frames["saliency"] = saliency_rows(
-            calibration.sums, work.layer_names, work.method.ranked_by, calibration.documents, work.settings.seed
-        )
+        own = {**calibration.facts(), "header_hash": plan.checkpoint["header_hash"]}
+        save_sums(
+            writer.path / CALIBRATION_FILE, calibration.sums, own
+        )  # this text's alone, or adding would count one twice
         facts |= {
             "gating": {layer: gating.words() for layer, gating in calibration.gating.items()},
             **calibration.facts(),
         }
-        facts["ranked_by"] = work.method.ranked_by
+    if sums := all_sums(calibration, work.earlier):
+        frames["saliency"] = saliency_rows(sums, work.layer_names, work.method.ranked_by, documents, work.settings.seed)
+        facts |= {"calibration_documents": documents, "calibration_tokens": tokens, "ranked_by": work.method.ranked_by}
+    if work.judge and any(run.held_out != "documents" for run in work.earlier):
+        warnings.append("earlier sums are of all of their text: what is judged here may be in them")
     if work.apply is None:
         warnings.append("not written: give --apply DIR for a checkpoint, and for what it measures")
     elif not work.judge:

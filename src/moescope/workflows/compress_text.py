@@ -110,20 +110,63 @@ class Calibration:
             "held_out": self.held_out,
         }
 
-    def warnings(self) -> list[str]:
+    def warnings(self, documents: int) -> list[str]:
+        """What to say of it, where so many documents calibrate in all."""
         from moescope.routing.jackknife import FEWEST_DOCUMENTS
 
         found = []
         if self.held_out == "tails":
             found.append(f"held out is {HELD_OUT['tails']}")
-        if self.documents < FEWEST_DOCUMENTS:
-            found.append(f"no intervals of ranks: {self.documents} documents calibrate, {FEWEST_DOCUMENTS} are needed")
+        if documents < FEWEST_DOCUMENTS:
+            found.append(f"no intervals of ranks: {documents} documents calibrate, {FEWEST_DOCUMENTS} are needed")
         strange = [layer for layer, gating in self.gating.items() if not gating.explains]
         if strange:
             found.append(
                 f"no predicted damage in layers {', '.join(map(str, strange))}: the way of choosing was not recognised"
             )
         return found
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The sums an earlier run left, of another text."""
+
+    mark: list[Any]
+    sums: Sums = field(repr=False)
+    documents: int
+    tokens: int
+    held_out: str
+
+
+def read_earlier(place: Path, moe: MoeCheckpoint) -> Earlier:
+    """The sums of a run folder or of its calibration.safetensors; refuses those of another checkpoint."""
+    from moescope.compression.calibration import load_sums
+
+    file = place / "calibration.safetensors" if place.is_dir() else place
+    if not file.is_file():
+        raise BadInput(
+            f"{place}: no calibration.safetensors in it; give the folder of a `moescope compress` run on a text"
+        )
+    sums, facts = load_sums(file)
+    said: Any = facts
+    if said.get("header_hash") != moe.checkpoint.header_hash():
+        raise BadInput(f"{file}: calibrated for another checkpoint, or its files were changed since; calibrate anew")
+    status = file.stat()
+    mark = [str(file.resolve()), status.st_size, status.st_mtime_ns]
+    return Earlier(mark, sums, said["calibration_documents"], said["calibration_tokens"], said["held_out"])
+
+
+def all_sums(calibration: Calibration | None, earlier: Sequence[Earlier]) -> Sums:
+    """This text's sums and those of earlier ones, of the quantities that this run goes by."""
+    from moescope.compression.calibration import added
+
+    parts = [*([] if calibration is None else [calibration.sums]), *(run.sums for run in earlier)]
+    if not parts:
+        return {}
+    total = parts[0]
+    for part in parts[1:]:
+        total = added(total, {name: part[name] for name in total if name in part})
+    return total
 
 
 def calibrate_text(
