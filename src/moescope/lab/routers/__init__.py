@@ -1,0 +1,20 @@
+"""The routers. One file each, one line here."""
+
+from moescope.errors import unknown_name
+from moescope.lab.routers.contract import Routed, Router, RouterInput, to_routing
+from moescope.lab.routers.topk import SwitchTop1, Top2, TopK
+
+ROUTERS: dict[str, type[Router]] = {
+    "switch_top1": SwitchTop1,
+    "top2": Top2,
+    "topk": TopK,
+}
+
+
+def router_class(name: str) -> type[Router]:
+    if name not in ROUTERS:
+        raise unknown_name("router", name, list(ROUTERS))
+    return ROUTERS[name]
+
+
+__all__ = ["ROUTERS", "Routed", "Router", "RouterInput", "router_class", "to_routing"]
