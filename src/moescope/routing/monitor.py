@@ -216,6 +216,7 @@ class LoopMonitor:
         if passes:
             per_pass = passes / world
             coefficient = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None) or 0.0
+            coefficient = 1.0 if self.blocks[0].hands_out else coefficient  # which weighs its losses itself
             over = steps if self.losses_add_up else per_pass
             over *= 1 if self.losses_add_up and self.ranks_add_up else world
             row |= {"train_loss": loss / over, "lm_loss": (loss - coefficient * aux) / over}

@@ -59,6 +59,8 @@ class TrainingCapture(Capture):
             self.waiting, self.slots = [], 0  # of a pass that broke off
             given = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
             masks = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+            if self.hands_out:
+                masks["attention_mask"] = given.get("mask_BL")
             self.masks = {
                 name: mask.reshape(-1) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.dim() == 2
             }  # masks of more sides say who may look at whom, not what is padding
@@ -96,7 +98,7 @@ class TrainingCapture(Capture):
     def decide(self, routing: Routing) -> None:
         block = self.blocks[self.row[routing.layer]]
         self.wait(block, routing.chosen_TK, routing.gates_TK)
-        if self.deciding:
+        if self.deciding and routing.scores_TE is not None:  # a hash, for one, has none
             values_MT = torch.stack([value.double() for value in decisions(routing)])
             assert len(values_MT) == len(DECISION)
             self.tally.decide(self.row[routing.layer], values_MT, self.real(block, values_MT.shape[1]))

@@ -32,7 +32,8 @@ def window_tables(
         tables["load"] += [{**place, **line} for line in load_rows(counts, corpus)]
         decided = bool(window.decided_L[row])
         metrics = (line for line in metric_rows(counts, corpus, decisions=decided) if line["metric"] not in NEEDS_ORDER)
-        router_ED = block.weight_ED.detach().double().cpu().numpy()
+        rows_ED = block.rows_ED
+        router_ED = None if rows_ED is None else rows_ED.detach().double().cpu().numpy()
         apart = (
             line for line in separation_rows(counts, router_ED) if pairs or line["metric"] != "expert_overlap"
         )  # which is made of pairs
