@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Frames = dict[str, "pd.DataFrame"]
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
-OWN_FOLDERS = ("parts",)
-GROWING = ("monitor",)  # verbs whose runs can be read before they are done: training may take weeks, or crash
+OWN_FOLDERS = ("parts", "checkpoints", "validation", "scan", "trace")
+GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):

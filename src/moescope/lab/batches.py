@@ -86,6 +86,14 @@ class TokenRows:
             ids[row, : size - 1], targets[row, : size - 1], mask[row, : size - 1] = tokens[:-1], tokens[1:], True
         return Batch(ids, targets, mask, domain_B.astype(np.int64))
 
+    def sample(self, rows: int) -> TokenRows:
+        """At most that many rows, as many of each domain as there are, drawn once and for all: what evaluation reads."""
+        each = max(rows // len(self.domains), 1)
+        kept = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
+        starts = tuple(begin[at] for begin, at in zip(self.starts, kept, strict=True))
+        lengths = tuple(size[at] for size, at in zip(self.lengths, kept, strict=True))
+        return TokenRows(self.domains, self.streams, starts, lengths, self.length, self.pad)
+
     def of_step(self, step: int, batch_size: int, seed: int) -> Batch:
         """The whole batch of a step, counted from 0: every row once an epoch, each epoch in an order of its own."""
         first = step * batch_size

@@ -191,6 +191,10 @@ class LabModel(nn.Module):
     def routers(self) -> list[Router]:
         return [block.mlp.router for block in self.blocks]
 
+    def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
+        """Number, name, router and number of experts of every layer whose Routing `consume` gets."""
+        return [(at, f"layers.{at}.mlp", block.mlp.router, block.mlp.n_experts) for at, block in enumerate(self.blocks)]
+
     def after_step(self) -> None:
         """Lets every router change what it changes without gradients; to be called after each optimiser step."""
         with torch.no_grad():

@@ -72,8 +72,19 @@ class LoopMonitor:
 
     # --- beginning
 
-    def watch(self, model: nn.Module, step: int = 0, base: Path = Path("runs"), stem: str | None = None) -> LoopMonitor:
-        """Begin to count. `step` is how many steps the model has been trained already: those before it are kept in the folder."""
+    def watch(
+        self,
+        model: nn.Module,
+        step: int = 0,
+        base: Path = Path("runs"),
+        stem: str | None = None,
+        verb: str = "monitor",
+        identity: dict[str, Any] | None = None,
+    ) -> LoopMonitor:
+        """Begin to count. `step` is how many steps the model has been trained already: those before it are kept in the folder.
+
+        A verb that trains says in `identity` what its run is, and may be told apart from another by.
+        """
         if self.capture is not None:
             raise BadInput("this Monitor already watches a model; close() it first, or make another")
         model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
@@ -89,13 +100,9 @@ class LoopMonitor:
         if first_rank():
             kind = self.blocks[0].model_type
             settings = {name: getattr(self, name) for name in ("every", "decisions_every", "gradients_every", "scan_every", "coactivation")}  # fmt: skip
-            identity: dict[str, Any] = {
-                "arguments": {**settings, **asdict(self.thresholds)},
-                "model_type": kind,
-                **shape,
-            }
+            own: dict[str, Any] = {"arguments": {**settings, **asdict(self.thresholds)}, "model_type": kind, **shape}
             self.folder = choose_folder(self.out, base, stem or f"monitor-{kind}", step, self.overwrite)
-            self.run = TrainingRun(self.folder, identity, step, self.overwrite)
+            self.run = TrainingRun(self.folder, identity or own, step, self.overwrite, verb)
             self.abandon = weakref.finalize(self, self.run.abandon)
             if self.run.state:
                 self.tokens, self.alerts = self.run.state["tokens"], self.run.state["alerts"]
@@ -294,6 +301,18 @@ class LoopMonitor:
             return None
         finished, self.run = self.run.finish(), None
         return finished
+
+    def stop(self, error: str | None = None) -> None:
+        """Take the hooks off and leave the run unfinished; with an error, what was counted is written first and the run has failed."""
+        if self.capture is None:
+            return
+        if error is not None:
+            self.flush()
+        self.capture.__exit__(None, None, None)
+        self.capture = None
+        if self.run is not None:
+            run, self.run = self.run, None
+            run.abandon(error)
 
 
 def first_rank() -> bool:

@@ -179,7 +179,9 @@ def trace_model(
                     advance(int(batch.real_BL.sum()))
         router_rows = {block.layer: block.rows_ED for block in capture.blocks}
         routers = {
-            layer: rows_ED.detach().double().cpu().numpy() for layer, rows_ED in router_rows.items() if rows_ED is not None
+            layer: rows_ED.detach().double().cpu().numpy()
+            for layer, rows_ED in router_rows.items()
+            if rows_ED is not None
         }
         scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
     return Traced(
