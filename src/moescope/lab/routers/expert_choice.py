@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moescope.errors import BadInput
+from moescope.lab.routers.capacity import capacity_of
 from moescope.lab.routers.contract import Routed, Router, RouterInput
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ExpertChoice(Router):
-    """Each expert takes its c tokens of largest probability, c = floor(factor N k / n); gates are the probabilities. Zhou et al. 2022.
+    """Each expert takes its c tokens of largest probability, c = ceil(factor N k / n); gates are the probabilities. Zhou et al. 2022.
 
     Which tokens are in the batch decides who is taken, later tokens included. In evaluation expert i takes token t iff
     p[t, i] >= theta_i instead, theta_i the moving average over training batches of the midpoint of the c-th and (c+1)-th largest
@@ -73,15 +74,16 @@ class ExpertChoice(Router):
     def best_tokens(self, scores_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, int]:
         """Which tokens each expert takes, bool [T, E], and how many that can be at most. Remembers the midpoints."""
         tokens, n_experts = scores_TE.shape
-        share = self.options["capacity_factor"] * self.config.top_k / n_experts
-        most = max(min(math.floor(share * tokens + 1e-9), tokens), 1)
+        factor, top_k = self.options["capacity_factor"], self.config.top_k
+        most = max(min(math.ceil(tokens * (factor * top_k / n_experts) - 1e-9), tokens), 1)
         # With padding the capacity is smaller, by how much only the device knows: the places past it are struck out.
-        real = mask_T.sum()
-        capacity = torch.floor(real.double() * share + 1e-9).clamp(min=1).minimum(real).long()
+        capacity = capacity_of(mask_T, factor, top_k, n_experts).minimum(mask_T.sum())
         ranked_TE = scores_TE.masked_fill(~mask_T[:, None], -1)
         best_CE, tokens_CE = ranked_TE.topk(min(most + 1, tokens), dim=0)
         places_C1 = torch.arange(len(best_CE), device=best_CE.device)[:, None]
-        taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(0, tokens_CE, places_C1 < capacity)
+        taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(
+            0, tokens_CE, (places_C1 < capacity).expand_as(tokens_CE)
+        )
         # Where an expert takes everybody nobody comes next; 0 stands in, so that the threshold lies below them all.
         best_CE = functional.pad(best_CE, (0, 0, 0, 1)).clamp(min=0)
         last_and_next_2E = best_CE[torch.stack(((capacity - 1).clamp(min=0), capacity))]
