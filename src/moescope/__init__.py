@@ -1,6 +1,6 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.trace(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.scan(...)`, `moescope.trace(...)`, `moescope.train(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
 `moescope.Monitor()` watches a model in training.
 """
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
     from moescope.workflows.trace import trace
+    from moescope.workflows.train import train
 
-__all__ = ["BadInput", "Monitor", "Run", "demo", "inspect", "report", "scan", "trace"]
+__all__ = ["BadInput", "Monitor", "Run", "demo", "inspect", "report", "scan", "trace", "train"]
 
 _HOME = {
     "BadInput": "moescope.errors",
@@ -30,6 +31,7 @@ _HOME = {
     "report": "moescope.workflows.report",
     "scan": "moescope.workflows.scan",
     "trace": "moescope.workflows.trace",
+    "train": "moescope.workflows.train",
 }
 
 

@@ -50,7 +50,7 @@ class TrainingRun:
         self.stack = ExitStack()
         self.writer: RunWriter = self.stack.enter_context(open_run(folder, verb, identity, overwrite))
         self.writer.timings = {
-            stage: self.writer.timings.get(stage, 0.0) for stage in STAGES
+            stage: self.writer.timings.get(stage, 0.0) for stage in (*STAGES, *self.writer.timings)
         }  # its keys stay: two threads use it
         self.state = self.take_up(step)
         self.disk = ThreadPoolExecutor(
