@@ -1,9 +1,12 @@
 """The verbs whose runs tell themselves through a `RunKind`: one line each."""
 
 from moescope.reporting.run_kind import RunKind
+from moescope.reporting.training_section import TRAINING
 from moescope.run import Run
 
-KINDS: list[RunKind] = []
+KINDS: list[RunKind] = [
+    TRAINING,
+]
 
 
 def kind_of(run: Run) -> RunKind | None:

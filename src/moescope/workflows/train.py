@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
 from moescope.workflows.texts import Source, sources
+from moescope.workflows.trace import checkpoint_identity
 
 if TYPE_CHECKING:
     from moescope.lab.config import LabConfig, ModelConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.model import LabModel
     from moescope.lab.ranks import Ranks
-    from moescope.lab.training import Training
+    from moescope.lab.training import Data, Training
     from moescope.lab.vocabulary import Vocabulary
     from moescope.routing.monitor import LoopMonitor
 
@@ -64,20 +65,18 @@ def train(
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
-        vocabulary = vocabulary_of(settled, corpus)
         identity = {"arguments": {**jsonable(as_plain(settled)), "from": origin}, "corpus": corpus.identity}
         name = Path(config).stem if isinstance(config, str | Path) else f"{preset or 'nano'}-{settled.model.router}"
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
-        done = finished_run(chosen, identity) if not overwrite else None
-        if ranks.told(done is not None):
-            done = done or Run.load(chosen)
-        else:
-            trained = train_in(
-                chosen, settled, corpus, vocabulary, identity, origin, place, ranks, overwrite, resume, quiet
-            )
-            done = trained or Run(chosen, {})
+        job = Job(chosen, settled, corpus, vocabulary_of(settled, corpus), identity, origin, place, ranks, quiet)
+        done = None if overwrite else finished_run(chosen, identity)
+        if not ranks.told(done is not None):
+            path = str(config) if isinstance(config, str | Path) else None
+            asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+            done = train_in(job, asked, overwrite)
         if ranks.first:
-            complete(done, settled, corpus, place, quiet)
+            assert done is not None
+            complete(done, job)
         ranks.told(None)  # the others wait for scan and trace
     return Run.load(chosen)
 
@@ -229,44 +228,52 @@ def vocabulary_of(config: LabConfig, corpus: Corpus) -> Vocabulary:
 # --- training
 
 
-def train_in(
-    folder: Path,
-    config: LabConfig,
-    corpus: Corpus,
-    vocabulary: Vocabulary,
-    identity: dict[str, Any],
-    origin: str | None,
-    device: str,
-    ranks: Ranks,
-    overwrite: bool,
-    resume: bool,
-    quiet: bool,
-) -> Run | None:
-    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank."""
+@dataclass(frozen=True)
+class Job:
+    """One training, all questions answered."""
+
+    folder: Path
+    config: LabConfig
+    corpus: Corpus
+    vocabulary: Vocabulary
+    identity: dict[str, Any]
+    origin: str | None  # the checkpoint whose weights come first
+    device: str
+    ranks: Ranks
+    quiet: bool
+
+
+def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
+    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank.
+
+    `asked` are the user's words; None where a run is resumed, which must then have a state.
+    """
     from moescope.lab.batches import TokenRows
     from moescope.lab.training import Data, Training
     from moescope.lab.training_state import load_state
     from moescope.routing.monitor import LoopMonitor
 
-    states = folder / "checkpoints"
+    config, corpus, ranks = job.config, job.corpus, job.ranks
+    states = job.folder / "checkpoints"
     if ranks.first:
-        check_folder(folder, identity, overwrite)
-    state = None if ranks.told(overwrite) else load_state(states)
-    if resume and state is None:
-        raise BadInput(f"{folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
-    rows = {side: TokenRows.of(texts, vocabulary, config.train.sequence_length) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
+        check_folder(job.folder, job.identity, overwrite)
+    state = None if overwrite else load_state(states)
+    if asked is None and state is None:
+        raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
+    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
     data = Data(rows["train"], rows["validation"].sample(config.train.evaluation_rows))
-    training = Training(config, first_model(config, origin, device), data, device, ranks)
+    training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
     every = max(config.train.steps // WINDOWS, 1)
-    monitor = LoopMonitor(folder, every, gradients_every=config.train.evaluate_every, overwrite=state is None)
-    monitor.watch(training.model, training.step, verb="train", identity=identity)
+    monitor = LoopMonitor(job.folder, every, gradients_every=config.train.evaluate_every, overwrite=state is None)
+    monitor.watch(training.model, training.step, verb="train", identity=job.identity)
     try:
         if monitor.run is not None:
-            monitor.run.writer.save_info(**about(config, corpus, data, vocabulary, device, ranks), checkpoints=[])
-            keep_validation(folder / "validation", corpus)
-        steps_through(training, monitor, states, vocabulary, quiet or not ranks.first)
+            words = {} if asked is None else {"asked": asked}
+            monitor.run.writer.save_info(**about(job, data), **words, checkpoints=saved_checkpoints(states))
+            keep_validation(job.folder / "validation", corpus)
+        steps_through(training, monitor, states, job.vocabulary, job.quiet or not ranks.first)
         if monitor.run is not None:
             monitor.run.writer.info["checkpoints"] = saved_checkpoints(states)
             monitor.run.writer.info["finished"] = now()
@@ -316,30 +323,28 @@ def steps_through(training: Training, monitor: LoopMonitor, states: Path, vocabu
         training.run(monitor, states, save, tell)
 
 
-def about(
-    config: LabConfig, corpus: Corpus, data: Any, vocabulary: Vocabulary, device: str, ranks: Ranks
-) -> dict[str, Any]:
+def about(job: Job, data: Data) -> dict[str, Any]:
     """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose."""
     import math
 
     from moescope.lab.batches import unigram_loss
 
-    counts = facts_of(config)
+    counts, size = facts_of(job.config), job.vocabulary.size
     return {
-        "device": device,
-        "processes": ranks.world,
+        "device": job.device,
+        "processes": job.ranks.world,
         "parameters_total": counts["parameters_total"],
         "parameters_trainable": counts["parameters_trainable"],
         "layout": counts["layout"],
-        "vocabulary_size": vocabulary.size,
-        "domains": corpus.sizes(),
-        "references": {"uniform": math.log(vocabulary.size), "unigram": unigram_loss(data.train, data.validation, vocabulary.size)},
-    }  # fmt: skip
+        "vocabulary_size": size,
+        "domains": job.corpus.sizes(),
+        "references": {"uniform": math.log(size), "unigram": unigram_loss(data.train, data.validation, size)},
+    }
 
 
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
     found = [(int(path.name.removeprefix("step-")), path) for path in states.glob("step-*") if path.name.removeprefix("step-").isdigit()]  # fmt: skip
-    return [{"step": step, "path": str(path.resolve())} for step, path in sorted(found)]
+    return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in sorted(found)]
 
 
 def keep_validation(folder: Path, corpus: Corpus) -> None:
@@ -358,7 +363,7 @@ def keep_validation(folder: Path, corpus: Corpus) -> None:
 # --- when it is done
 
 
-def complete(run: Run, config: LabConfig, corpus: Corpus, device: str, quiet: bool) -> None:
+def complete(run: Run, job: Job) -> None:
     """Scan and trace what was trained, and build the report; each is skipped where it is there already."""
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
@@ -367,17 +372,19 @@ def complete(run: Run, config: LabConfig, corpus: Corpus, device: str, quiet: bo
     shown = [item["path"] for item in chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])]
     warnings = []
     try:
-        scan(*shown, out=run.path / "scan", device=device, quiet=quiet)
+        scan(*shown, out=run.path / "scan", device=job.device, quiet=job.quiet)
     except BadInput as error:
         warnings.append(f"the trained weights were not scanned: {error}")
-    texts = [f"{domain}={run.path / 'validation' / f'{domain}.jsonl'}" for domain in corpus.domains]
-    if config.model.router != "dense":
-        trace(*shown, domain=texts, out=run.path / "trace", max_tokens=TRACED_TOKENS, device=device, quiet=quiet)
+    texts = [f"{domain}={run.path / 'validation' / f'{domain}.jsonl'}" for domain in job.corpus.domains]
+    if job.config.model.router != "dense":
+        trace(
+            *shown, domain=texts, out=run.path / "trace", max_tokens=TRACED_TOKENS, device=job.device, quiet=job.quiet
+        )
     info = {**run.info, "warnings": [*dict.fromkeys([*run.info.get("warnings", []), *warnings])]}
     if info != run.info:
         write_json(run.path / "run.json", info)
     if not (run.path / "report.html").exists():
-        report(Run.load(run.path), quiet=quiet)
+        report(Run.load(run.path), quiet=job.quiet)
 
 
 def chosen_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:
