@@ -2,12 +2,16 @@
 
 from moescope.errors import unknown_name
 from moescope.lab.routers.contract import Routed, Router, RouterInput, to_routing
+from moescope.lab.routers.some import SoME
+from moescope.lab.routers.spectra import Spectra
 from moescope.lab.routers.topk import SwitchTop1, Top2, TopK
 
 ROUTERS: dict[str, type[Router]] = {
     "switch_top1": SwitchTop1,
     "top2": Top2,
     "topk": TopK,
+    "spectra": Spectra,
+    "some": SoME,
 }
 
 
