@@ -115,12 +115,11 @@ class SoME(Router):
         return PUBLISHED_EVALUATION_TEMPERATURE if published else self.options["temperature"]
 
     def query(self, x_TD: Tensor) -> Tensor:
-        """Unit vectors in fp32, [T, D]."""
-        return functional.normalize(self.narrow(functional.gelu(self.wide(x_TD))).float(), dim=-1)
+        """Unit vectors, [T, D]."""
+        return functional.normalize(self.narrow(functional.gelu(self.wide(x_TD))), dim=-1)
 
     def scores(self, q_TD: Tensor) -> Tensor:
-        with torch.autocast(q_TD.device.type, enabled=False):
-            return q_TD @ self.keys_ED.T
+        return q_TD @ self.keys_ED.T
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         return scores_TE.detach().topk(self.config.top_k, -1).indices
@@ -140,10 +139,9 @@ class SoME(Router):
         n = self.config.experts
         slots_TK = torch.where(chosen_TK < 0, n, chosen_TK)
         member_TE = torch.zeros(len(slots_TK), n + 1, device=q_TD.device).scatter_(1, slots_TK, 1)[:, :n]
-        with torch.autocast(q_TD.device.type, enabled=False):
-            self.accumulate("counts", member_TE.sum(0))
-            self.accumulate("queries", member_TE.T @ q_TD)
-            self.accumulate("pairs", (member_TE.T @ member_TE).fill_diagonal_(0))
+        self.accumulate("counts", member_TE.sum(0))
+        self.accumulate("queries", member_TE.T @ q_TD)
+        self.accumulate("pairs", (member_TE.T @ member_TE).fill_diagonal_(0))
         if self.options["respawn"]:
             real_T = (chosen_TK[:, 0] >= 0).double()
             # all weights 0 cannot be drawn from; then nothing counts anyway

@@ -171,7 +171,7 @@ class Spectra(Router):
 
     def plain(self, given: RouterInput) -> Routed:
         """Linear, softmax, top-k, and nothing that balances."""
-        logits_TE = self.linear(given.x_TD).float()
+        logits_TE = self.linear(given.x_TD)
         chosen_TK = self.choose(logits_TE.detach(), given.mask_T)
         return Routed(chosen_TK, self.gates(logits_TE, chosen_TK), logits_TE, logits_TE.softmax(-1), logits_TE.detach())
 
@@ -195,22 +195,23 @@ class Spectra(Router):
         return flat.view(len(flat), self.config.experts, self.options["router_dim"])
 
     def similarity(self, h_TER: Tensor, v_TER: Tensor) -> Tensor:
-        """s = cos(h, v) in fp32, [T, n]."""
-        return functional.cosine_similarity(h_TER.float(), v_TER.float(), dim=-1)
+        """s = cos(h, v), [T, n]."""
+        # functional.cosine_similarity makes both unit vectors first: two more tensors of this size, and half as fast
+        lengths_TE = h_TER.norm(dim=-1) * v_TER.norm(dim=-1)
+        return (h_TER * v_TER).sum(-1) / lengths_TE.clamp(min=1e-8)
 
     def gram(self, v_TER: Tensor, mask_T: Tensor) -> Tensor:
         """G = m m', m_i = unit(0.9 EMA_i + 0.1 masked batch mean of v[t,i]); gradients through the mean only. Evaluation: unit(EMA_i)."""
         if not self.training:
             m_ER = self.direction_ER
         else:
-            sum_ER = torch.where(mask_T[:, None, None], v_TER.float(), 0).sum(0)
+            sum_ER = torch.where(mask_T[:, None, None], v_TER, 0).sum(0)
             self.accumulate("directions", sum_ER)
             self.accumulate("tokens", mask_T.sum())
             decay = self.options["direction_decay"]
             m_ER = decay * self.direction_ER + (1 - decay) * sum_ER / mask_T.sum().clamp(min=1)
-        with torch.autocast(m_ER.device.type, enabled=False):
-            m_ER = functional.normalize(m_ER, dim=-1)
-            return m_ER @ m_ER.T
+        m_ER = functional.normalize(m_ER, dim=-1)
+        return m_ER @ m_ER.T
 
     def logits(self, s_TE: Tensor, gram_EE: Tensor) -> Tensor:
         """-C/eps, [T, n]."""
@@ -218,11 +219,10 @@ class Spectra(Router):
         penalty_TE = options["saturation_weight"] * (s_TE.abs() - options["saturation_start"]).relu().square()
         if options["repulsion"] != "none":
             squares_EE = gram_EE.square().fill_diagonal_(0)
-            with torch.autocast(s_TE.device.type, enabled=False):
-                if options["repulsion"] == "between":
-                    shared_TE = (s_TE / options["epsilon"]).softmax(-1) @ squares_EE
-                else:
-                    shared_TE = s_TE.abs() * squares_EE.sum(-1) / max(self.config.experts - 1, 1)
+            if options["repulsion"] == "between":
+                shared_TE = (s_TE / options["epsilon"]).softmax(-1) @ squares_EE
+            else:
+                shared_TE = s_TE.abs() * squares_EE.sum(-1) / max(self.config.experts - 1, 1)
             penalty_TE = penalty_TE + options["repulsion_weight"] * shared_TE
         sign = 1 if options["penalty_sign"] == "published" else -1
         return (s_TE + sign * penalty_TE) / options["epsilon"]
@@ -272,11 +272,10 @@ class Spectra(Router):
             log_p_TE = logits_TE.log_softmax(-1)
             found["entropy"] = weight * (-(log_p_TE.exp() * log_p_TE).sum(-1) * real_T).sum()
         if weight := self.options["speciality_weight"]:
-            with torch.autocast(v_TER.device.type, enabled=False):
-                v_TER = functional.normalize(v_TER.float(), dim=-1)
-                # V V' and V' V have the same norm, and the diagonal of the first is 1: the smaller one will do
-                inner = v_TER.mT @ v_TER if v_TER.shape[-1] < n else v_TER @ v_TER.mT
-                beyond_T = inner.square().sum((-1, -2)) - n
+            v_TER = functional.normalize(v_TER, dim=-1)
+            # V V' and V' V have the same norm, and the diagonal of the first is 1: the smaller one will do
+            inner = v_TER.mT @ v_TER if v_TER.shape[-1] < n else v_TER @ v_TER.mT
+            beyond_T = inner.square().sum((-1, -2)) - n
             found["speciality"] = weight * (beyond_T * real_T).sum() / pairs
         return found
 
