@@ -7,6 +7,7 @@ D model width, F expert hidden width, H heads, V vocabulary, R width of a router
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -225,35 +226,11 @@ def unknown_key(what: str, key: str, known: list[str]) -> BadInput:
 
 def check(config: LabConfig, where: str = "config") -> None:
     """Refuses what cannot be built or trained, naming key and remedy."""
-    from moescope.lab.routers import router_class
-
+    check_model(config.model, where)
     model, train = config.model, config.train
-    for section, part in (("model", model), ("train", train)):
-        for name in POSITIVE[section]:
-            if getattr(part, name) <= 0:
-                raise BadInput(f"{where}: [{section}] {name} must be more than 0, not {getattr(part, name)}")
-        for name in NOT_NEGATIVE[section]:
-            if getattr(part, name) < 0:
-                raise BadInput(f"{where}: [{section}] {name} must be 0 or more, not {getattr(part, name)}")
-    for name, known in (("block", BLOCKS), ("expert_init", EXPERT_INITS), ("frozen_dtype", DTYPES)):
-        if getattr(model, name) not in known:
-            raise unknown_name(name, getattr(model, name), list(known))
+    check_numbers("train", train, where)
     if train.dtype not in DTYPES:
         raise unknown_name("dtype", train.dtype, list(DTYPES))
-    if model.d_model % model.heads:
-        raise BadInput(f"{where}: [model] d_model {model.d_model} must be a multiple of heads, {model.heads}")
-    if model.block == "modern" and (model.d_model // model.heads) % 2:
-        raise BadInput(
-            f"{where}: [model] d_model / heads must be even for rotary positions, not {model.d_model // model.heads}"
-        )
-    if model.block == "some" and model.d_model % 2:
-        raise BadInput(f"{where}: [model] d_model must be even for sinusoidal positions, not {model.d_model}")
-    if model.block == "modern" and (model.expert_init != "default" or model.match_expert_scale):
-        raise BadInput(f"{where}: [model] expert_init and match_expert_scale are for block = 'some' only")
-    if model.block == "some" and model.qk_norm:
-        raise BadInput(f"{where}: [model] qk_norm is for block = 'modern' only")
-    if model.top_k > model.experts:
-        raise BadInput(f"{where}: [model] top_k {model.top_k} is more than the {model.experts} experts there are")
     if train.sequence_length > model.max_positions:
         raise BadInput(
             f"{where}: [train] sequence_length {train.sequence_length} is more than [model] max_positions, {model.max_positions}"
@@ -264,12 +241,42 @@ def check(config: LabConfig, where: str = "config") -> None:
         )
     if not 0 < config.data.validation_share < 1:
         raise BadInput(f"{where}: [data] validation_share must lie between 0 and 1, not {config.data.validation_share}")
+
+
+def check_model(model: ModelConfig, where: str = "config") -> None:
+    """Refuses a model that cannot be built."""
+    from moescope.lab.routers import router_class
+
+    check_numbers("model", model, where)
+    for name, known in (("block", BLOCKS), ("expert_init", EXPERT_INITS), ("frozen_dtype", DTYPES)):
+        if getattr(model, name) not in known:
+            raise unknown_name(name, getattr(model, name), list(known))
+    head = model.d_model // model.heads
+    if model.d_model % model.heads:
+        raise BadInput(f"{where}: [model] d_model {model.d_model} must be a multiple of heads, {model.heads}")
+    if model.block == "modern" and head % 2:
+        raise BadInput(f"{where}: [model] d_model / heads must be even for rotary positions, not {head}")
+    if model.block == "some" and model.d_model % 2:
+        raise BadInput(f"{where}: [model] d_model must be even for sinusoidal positions, not {model.d_model}")
+    if model.block == "modern" and (model.expert_init != "default" or model.match_expert_scale):
+        raise BadInput(f"{where}: [model] expert_init and match_expert_scale are for block = 'some' only")
+    if model.block == "some" and (model.qk_norm or model.tie_embeddings):
+        raise BadInput(f"{where}: [model] qk_norm and tie_embeddings are for block = 'modern' only")
+    if model.top_k > model.experts:
+        raise BadInput(f"{where}: [model] top_k {model.top_k} is more than the {model.experts} experts there are")
     router = router_class(model.router)
     if router.fixed_top_k not in (None, model.top_k):
         raise BadInput(
             f"{where}: [model] {model.router} sends a token to {router.fixed_top_k} experts; leave top_k out, or use router = 'topk' for top_k = {model.top_k}"
         )
     router.checked_options(model)
+
+
+def check_numbers(section: str, part: ModelConfig | TrainConfig, where: str) -> None:
+    for names, least, words in ((POSITIVE, math.ulp(0), "more than 0"), (NOT_NEGATIVE, 0, "0 or more")):
+        for name in names[section]:
+            if not least <= getattr(part, name) < math.inf:  # which refuses nan too
+                raise BadInput(f"{where}: [{section}] {name} must be {words}, not {getattr(part, name)}")
 
 
 POSITIVE = {

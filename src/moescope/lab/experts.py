@@ -91,6 +91,8 @@ class Mix(torch.autograd.Function):
 
 def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Row s times the transposed weight of its expert; rows past the last expert's are left unwritten."""
+    if len(weight_EOI) == 1:  # nothing to group: rows of no expert are computed too, and masked like the others
+        return x_SI @ weight_EOI[0].T
     if grouped_mm_runs(x_SI, weight_EOI):
         product = getattr(functional, "grouped_mm", None) or torch._grouped_mm
         return product(x_SI, weight_EOI.transpose(-2, -1), offs=ends_E)

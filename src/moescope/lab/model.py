@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moescope.errors import BadInput
 from moescope.lab.attention import Attention, Cache, RMSNorm, rotary_tables, sinusoids
-from moescope.lab.config import LabConfig, ModelConfig, check
+from moescope.lab.config import ModelConfig, check_model
 from moescope.lab.elementwise import EAGER, Elementwise, compiled
 from moescope.lab.experts import GELUExperts, SwiGLUExperts
 from moescope.lab.routers import Routed, Router, RouterInput, router_class, to_routing
@@ -105,7 +105,7 @@ class LabModel(nn.Module):
 
     def __init__(self, config: ModelConfig, compile: bool = False):
         super().__init__()
-        check(LabConfig(model=config))
+        check_model(config)
         self.config = config
         self.elementwise = compiled() if compile else EAGER
         D, V = config.d_model, config.vocabulary
