@@ -162,13 +162,20 @@ TABLES: dict[str, Table] = {
             ("value", "threshold", "message"),
             optional=("expert",),
         ),
+        Table(
+            "overhead",
+            "What each part of a router costs beside the experts it serves.",
+            ("router", "component"),
+            ("milliseconds", "flops", "share"),
+        ),
     ]
 }  # fmt: skip
 
 # which verb writes which
 ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
-SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES)
+LAB_TABLES = ("overhead",)
+SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES + LAB_TABLES)
 
 
 def table(name: str) -> Table:

@@ -19,7 +19,7 @@ from moescope.lab.config import ModelConfig
 from moescope.lab.elementwise import EAGER, Elementwise
 
 SPARSITY, SPARSE_STD = 0.9, 0.01  # torch.nn.init.sparse_ with its own default spread
-PROBES = 256  # Gaussian inputs by which an expert's output scale is measured
+PROBES, PROBE_SEED = 256, 0x5CA1E  # Gaussian inputs by which an expert's output scale is measured
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,8 @@ def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool)
 
 def output_scale(up_FD: Tensor, down_DF: Tensor) -> float:
     """Root mean square of an expert's outputs for unit Gaussian inputs, on probes that are always the same."""
-    generator = torch.Generator().manual_seed(0)
+    # A seed that no training has: with the same one, probes would be the very numbers that the weights were made of.
+    generator = torch.Generator().manual_seed(PROBE_SEED)
     x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator).to(up_FD.device)
     y_TD = functional.gelu(x_TD @ up_FD.T) @ down_DF.T
     return float(y_TD.square().mean().sqrt())

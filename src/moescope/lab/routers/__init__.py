@@ -6,6 +6,8 @@ from moescope.lab.routers.dense import Dense
 from moescope.lab.routers.expert_choice import ExpertChoice
 from moescope.lab.routers.hash import Hash
 from moescope.lab.routers.loss_free import LossFree
+from moescope.lab.routers.some import SoME
+from moescope.lab.routers.spectra import Spectra
 from moescope.lab.routers.topk import SwitchTop1, Top2, TopK
 
 ROUTERS: dict[str, type[Router]] = {
@@ -15,6 +17,8 @@ ROUTERS: dict[str, type[Router]] = {
     "expert_choice": ExpertChoice,
     "hash": Hash,
     "loss_free": LossFree,
+    "spectra": Spectra,
+    "some": SoME,
     "dense": Dense,
 }
 
