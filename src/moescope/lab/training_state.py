@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,6 @@ def load_state(folder: Path) -> TrainingState | None:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         return TrainingState(**content)
-    except (OSError, RuntimeError, TypeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{path}: cannot be read ({line}); begin anew with --overwrite") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from moescope.errors import BadInput
 from moescope.lab.routers.capacity import capacity_of, within_capacity
-from moescope.lab.routers.contract import Routed, Router, RouterInput
+from moescope.lab.routers.contract import Routed, Router, RouterInput, unchanged
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -30,14 +31,17 @@ def masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return weighted.sum(0) / weights_T.sum().clamp(min=1)
 
 
-def switch_loss(scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor) -> Tensor:
+def switch_loss(
+    scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, reduce: Callable[[Tensor], Tensor] = unchanged
+) -> Tensor:
     """n sum_i f_i P_i: f_i the share of slots that chose expert i, P_i its mean probability. 1 when either is uniform, n at collapse.
 
     Fedus, Zoph, Shazeer 2022, equations 4 to 6, with f over N k slots; transformers' load_balancing_loss_func is k times this. It
-    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only.
+    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only. `reduce` sums f's counts over
+    ranks: since the loss is linear in P, its mean over ranks is then that of the whole batch (Qiu et al. 2025 on global balance).
     """
     n_experts = scores_TE.shape[1]
-    counts_E = choice_counts(chosen_TK, n_experts)
+    counts_E = reduce(choice_counts(chosen_TK, n_experts))
     share_E = counts_E / counts_E.sum().clamp(min=1)
     return n_experts * (share_E * masked_mean(scores_TE, mask_T)).sum()
 
@@ -89,7 +93,7 @@ class TopK(Router):
         chosen_TK = chosen_TK.masked_fill(~real_T1, -1)
         losses = {}
         if self.training and options["balance"]:
-            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, given.mask_T)
+            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, given.mask_T, self.reduce)
         if self.training and options["z"]:
             losses["z"] = options["z"] * z_loss(logits_TE, given.mask_T)
         dropped_T = None
