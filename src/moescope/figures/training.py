@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from moescope.figures.routing_metrics import plain_log
 from moescope.figures.routing_steps import step_axis
 from moescope.figures.style import (
     CATEGORICAL,
-    LOG,
     Figure,
     FigureSpec,
     Tables,
     Trace,
     base_layout,
+    capital,
     category_style,
     grey_line,
     layer_lines,
@@ -78,7 +79,7 @@ def saved_by_domain(tables: Tables) -> Figure:
     data.append(grey_line([steps[0], steps[-1]], [0, 0], UNIGRAM))
     last = rows[rows["step"] == steps[-1]].assign(saved=lambda frame: frame["unigram"] - frame["loss"]).sort_values("saved")  # fmt: skip
     worst, best = last.iloc[0], last.iloc[-1]
-    title = f"{best['domain']} is learned best, {number(best['saved'])} nats a token below {UNIGRAM}"
+    title = f"{capital(str(best['domain']))} is learned best, {number(best['saved'])} nats a token below {UNIGRAM}"
     if len(last) > 1:
         title += f"; {worst['domain']} least, {number(worst['saved'])}"
     caption = "Unigram model's loss minus validation loss, by domain: 0 is a model that knows frequencies alone, below it one that does not even know those."
@@ -98,9 +99,9 @@ def pull_on_routers(tables: Tables) -> Figure:
     title = f"At step {int(weakest['step'])} the text pulls least on the router of layer {int(weakest['layer'])}: {number(weakest['lm_gradient_norm'])}"
     if len(aux):
         title += f"; the auxiliary loss pulls {number(aux.iloc[-1])} on average"
-    positive = bool((pulled["lm_gradient_norm"] > 0).all())
+    shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
     caption = "Norm of the gradient of the text's loss into each router. A router it does not reach learns nothing from the text, whatever its auxiliary loss does."
-    layout = base_layout("step", "norm of the gradient", yaxis=LOG if positive else {}, xaxis=step_axis(pd.Index(sorted(pulled["step"].unique()))))  # fmt: skip
+    layout = base_layout("step", "norm of the gradient", yaxis=plain_log(shown) or {}, xaxis=step_axis(pd.Index(sorted(pulled["step"].unique()))))  # fmt: skip
     return Figure("pull_on_routers", title, caption, ("lm_gradient_norm", "aux_gradient_norm"), data, layout)
 
 
@@ -114,7 +115,8 @@ def gradient_by_step(tables: Tables) -> Figure:
     if clip > 0:
         data.append(grey_line([rows["step"].iloc[0], rows["step"].iloc[-1]], [clip, clip], "clipped above"))
         title += f"; {number(100 * float((rows['gradient_norm'] > clip).mean()))} % of the points lie above {number(clip)}, where it is clipped"
-    return Figure("gradient_by_step", title, "Mean since the point before, before clipping.", ("gradient_norm",), data, base_layout("step", "norm of the gradient", yaxis=LOG))  # fmt: skip
+    yaxis = plain_log(data) or {}
+    return Figure("gradient_by_step", title, "Mean since the point before, before clipping.", ("gradient_norm",), data, base_layout("step", "norm of the gradient", yaxis=yaxis))  # fmt: skip
 
 
 def speed_by_step(tables: Tables) -> Figure:
@@ -136,7 +138,7 @@ LOSSES = [
     FigureSpec("loss_by_step", ("steps",), loss_by_step, wide=True),
     FigureSpec("saved_by_domain", (), saved_by_domain, wide=True),
 ]
-PULL = FigureSpec("pull_on_routers", ("router_gradients",), pull_on_routers)
+PULL = FigureSpec("pull_on_routers", ("router_gradients",), pull_on_routers, wide=True)
 COURSE = [
     FigureSpec("gradient_by_step", ("steps",), gradient_by_step),
     FigureSpec("speed_by_step", ("steps",), speed_by_step),

@@ -12,6 +12,7 @@ from moescope.figures.style import FigureSpec, Tables, counted, listed, named_la
 from moescope.figures.training import COURSE, LOSSES, PULL
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
+from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 
 TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
@@ -75,7 +76,7 @@ def domain_losses(run: Run) -> pd.DataFrame:
     unigram = run.info["references"]["unigram"]
     return pd.DataFrame(
         [
-            {"step": evaluation["step"], "domain": domain, "loss": loss, "unigram": unigram[domain]}
+            {"step": evaluation["step"], "domain": plot_words(domain), "loss": loss, "unigram": unigram[domain]}
             for evaluation in run.info["evaluations"]
             for domain, loss in evaluation["domains"].items()
         ]
@@ -142,6 +143,10 @@ def command(run: Run) -> str:
     return shlex.join([*words, *(["--seed", str(seed)] if seed else [])])
 
 
+def title(run: Run) -> str:
+    return f"{run.name}: a training with {run.info['arguments']['model']['router']}"
+
+
 def parts(run: Run) -> list[Run]:
     """The scan and the trace of what was trained, as far as they are there."""
     found = []
@@ -153,4 +158,4 @@ def parts(run: Run) -> list[Run]:
     return found
 
 
-TRAINING = RunKind("train", TABLES, findings, sections, command, coverage, READING, parts)
+TRAINING = RunKind("train", TABLES, findings, sections, command, coverage, READING, title, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from moescope.workflows.texts import Source, sources
 from moescope.workflows.trace import checkpoint_identity
 
 if TYPE_CHECKING:
-    from moescope.lab.config import LabConfig, ModelConfig
+    from moescope.lab.config import LabConfig, ModelConfig, TrainConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.model import LabModel
     from moescope.lab.ranks import Ranks
@@ -265,8 +266,9 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
-    every = max(config.train.steps // WINDOWS, 1)
-    monitor = LoopMonitor(job.folder, every, gradients_every=config.train.evaluate_every, overwrite=state is None)
+    monitor = LoopMonitor(
+        job.folder, window_of(config.train), gradients_every=config.train.evaluate_every, overwrite=state is None
+    )
     monitor.watch(training.model, training.step, verb="train", identity=job.identity)
     try:
         if monitor.run is not None:
@@ -325,8 +327,6 @@ def steps_through(training: Training, monitor: LoopMonitor, states: Path, vocabu
 
 def about(job: Job, data: Data) -> dict[str, Any]:
     """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose."""
-    import math
-
     from moescope.lab.batches import unigram_loss
 
     counts, size = facts_of(job.config), job.vocabulary.size
@@ -372,7 +372,7 @@ def complete(run: Run, job: Job) -> None:
     shown = [item["path"] for item in chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])]
     warnings = []
     try:
-        scan(*shown, out=run.path / "scan", device=job.device, quiet=job.quiet)
+        scan(shown[-1], out=run.path / "scan", device=job.device, quiet=job.quiet)
     except BadInput as error:
         warnings.append(f"the trained weights were not scanned: {error}")
     texts = [f"{domain}={run.path / 'validation' / f'{domain}.jsonl'}" for domain in job.corpus.domains]
@@ -388,9 +388,18 @@ def complete(run: Run, job: Job) -> None:
 
 
 def chosen_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:
-    """The last one; of a small model some before it too, evenly spread, so that one sees how it came about."""
-    if parameters > SMALL or len(saved) <= 1:
-        return saved[-1:]
-    count = min(MOST_STEPS_SHOWN, len(saved))
-    picked = {round((len(saved) - 1) * (at + 1) / count) if at + 1 < count else len(saved) - 1 for at in range(count)}
-    return [saved[at] for at in sorted(picked)]
+    """The last one; of a small model some before it too, evenly spread, so that one sees how routing came about."""
+    if parameters > SMALL or len(saved) <= MOST_STEPS_SHOWN:
+        return saved if parameters <= SMALL else saved[-1:]
+    apart = (len(saved) - 1) / (MOST_STEPS_SHOWN - 1)
+    return [saved[round(at * apart)] for at in range(MOST_STEPS_SHOWN)]
+
+
+def window_of(train: TrainConfig) -> int:
+    """How many steps a point of the Monitor's tables covers: about a twentieth of the training, and a divisor of checkpoint_every.
+
+    Tables end at every checkpoint, so that a training can be taken up there; windows of other lengths would be cut short by it.
+    """
+    wanted = max(train.steps / WINDOWS, 1.0)
+    divisors = [n for n in range(1, train.checkpoint_every + 1) if train.checkpoint_every % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(n / wanted)))
