@@ -98,7 +98,7 @@ def test_a_real_kill_changes_no_number(tiny_run: Run, tmp_path: Path):
 
 def test_two_processes_give_the_loss_curve_of_one(tiny_run: Run, tmp_path: Path):
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "moescope",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
         "train", str(config_file(tmp_path)), "--out", str(tmp_path / "run"), "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,7 @@ class Training:
         for router in self.model.routers:
             router.reduce = self.ranks.sum
         if self.ranks.world > 1:
-            # Routers' buffers are made from sums over ranks, so they are equal everywhere already.
-            places = [torch.device(self.device)] if self.device.startswith("cuda") else None
-            self.whole = nn.parallel.DistributedDataParallel(self.model, device_ids=places, broadcast_buffers=False)
+            self.whole = shared_by_ranks(self.model, self.device)
 
     def restore(self, state: TrainingState) -> None:
         state.restore(self.model, self.optimiser, self.ranks)
@@ -184,6 +183,17 @@ class Training:
         busiest = found.get("moescope/max_over_mean_p50")
         load = f", busiest expert {busiest:.1f} times the mean" if busiest is not None else ""
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"
+
+
+def shared_by_ranks(model: LabModel, device: str) -> nn.Module:
+    """The model under DDP. Buffers are left alone: routers make theirs from sums over ranks, so they are equal everywhere."""
+    kind: Any = nn.parallel.DistributedDataParallel
+    newer = "forward_sync_buffers" in signature(kind).parameters  # torch's second name for the same thing
+    places = [torch.device(device)] if device.startswith("cuda") else None
+    made: nn.Module = kind(
+        model, device_ids=places, **{"forward_sync_buffers" if newer else "broadcast_buffers": False}
+    )
+    return made
 
 
 def validation_columns(evaluations: list[dict[str, Any]]) -> dict[str, float | None]:
