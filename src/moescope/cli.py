@@ -221,6 +221,40 @@ def compress(
 
 
 @app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Model, data and training; tables [model], [data], [train].", show_default="the preset alone")] = None,
+    preset: Annotated[str | None, typer.Option(help="What the config starts from: nano, small, medium, some_a4, some_b1, some_b2, some_b3.", show_default="nano")] = None,
+    router: Annotated[str | None, typer.Option(help="Router: switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some, dense.", show_default="the preset's")] = None,
+    from_: Annotated[Path | None, typer.Option("--from", help="Lab checkpoint to begin with.", metavar="MODEL", show_default="random weights")] = None,
+    out: Out = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the number of parameters and tokens, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in --out, or the newest in runs/.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.", rich_help_panel=MORE, show_default="the config's")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Train a small MoE language model, on text made from this Python installation unless the config names another.
+
+    An interrupted training goes on from its last checkpoint, exactly: give the same command. Several processes: torchrun -m moescope train ...
+    """
+    from moescope.workflows.train import fact_lines
+    from moescope.workflows.train import train as run_train
+
+    made = run_train(
+        config, preset=preset, router=router, from_=from_, out=out, dry_run=dry_run, resume=resume, device=device, seed=seed,
+        overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    if int(os.environ.get("RANK", "0")):
+        return  # the first process speaks for all
+    if isinstance(made, dict):
+        typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
+    else:
+        show_run(made, as_json, quiet)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,

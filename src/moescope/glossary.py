@@ -394,4 +394,13 @@ COLUMNS: dict[str, Column] = {
     "alerts.value": Column("float", "What was seen; null for nan."),
     "threshold": Column("float", "From where on it is an alert: a setting."),
     "message": Column("text", "The same in a sentence."),
+    # --- the lab
+    "overhead.router": Column("text", "The router, and what was switched off or on in it."),
+    "component": Column("text", "A part of the block, disjoint from the others: experts; update, what changes after a step without gradients; routing, "
+                                "the whole router; or the router's own parts, with rest for what it does beside them."),
+    "milliseconds": Column("float", "How long a forward pass spends in it, in training mode; median over repetitions.",
+                           misleads="With few tokens on a GPU it is the time to launch kernels. Backward passes are not in it."),
+    "flops": Column("int", "Floating-point operations of one pass.", "2 m n k a matrix product, one an element elsewhere",
+                    misleads="Sorting and moving numbers count nothing, yet take time."),
+    "overhead.share": Column("float", "Its part of the block's time.", "milliseconds/Σ milliseconds of the router's rows", worst="1", best="0, of all but the experts"),
 }  # fmt: skip

@@ -34,8 +34,8 @@ OWN_FILES = (
     "calibration.safetensors",
     *(f"{name}.parquet" for name in TABLES),
 )
-OWN_FOLDERS = ("parts",)
-GROWING = ("monitor",)  # verbs whose runs can be read before they are done: training may take weeks, or crash
+OWN_FOLDERS = ("parts", "checkpoints", "validation", "scan", "trace")
+GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):

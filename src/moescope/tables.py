@@ -195,6 +195,12 @@ TABLES: dict[str, Table] = {
             ("value", "threshold", "message"),
             optional=("expert",),
         ),
+        Table(
+            "overhead",
+            "What each part of a router costs beside the experts it serves.",
+            ("router", "component"),
+            ("milliseconds", "flops", "share"),
+        ),
     ]
 }  # fmt: skip
 
@@ -203,9 +209,9 @@ ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabula
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
 COMPRESSION_TABLES = ("clusters", "saliency", "damage")
-SCAN_TABLES = tuple(
-    name for name in TABLES if name not in GEOMETRY_TABLES + COMPRESSION_TABLES + ROUTING_TABLES + TRAINING_TABLES
-)
+LAB_TABLES = ("overhead",)
+OTHERS = (*GEOMETRY_TABLES, *COMPRESSION_TABLES, *ROUTING_TABLES, *TRAINING_TABLES, *LAB_TABLES)
+SCAN_TABLES = tuple(name for name in TABLES if name not in OTHERS)
 
 
 def table(name: str) -> Table:

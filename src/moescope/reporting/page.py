@@ -149,7 +149,10 @@ def trace_headlines(traces: list[TraceTables], views: list[View], names: dict[An
 
 
 def page_title(runs: list[Run]) -> str:
-    """The models' names, or how many there are."""
+    """What the runs call it themselves, else the models' names, or how many there are."""
+    told = [kind.title(run) for run in runs if (kind := kind_of(run)) is not None and kind.title is not None]
+    if told:
+        return listed(told)
     names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info["checkpoints"]))
     names = names or [run.name for run in runs]  # a trace may be imported without its model
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"

@@ -116,12 +116,15 @@ def trace_step(
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
+    from moescope.lab.saving import is_lab_checkpoint
+    from moescope.lab.tracing import load_traced
     from moescope.routing.adapters import find_blocks
     from moescope.routing.models import load_model
     from moescope.routing.trace import trace_model
 
     with writer.timed("load"):
-        traced = load_model(name, settings.dtype, device)
+        load = load_traced if is_lab_checkpoint(name) else load_model
+        traced = load(name, settings.dtype, device)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:

@@ -1,0 +1,59 @@
+"""The steps between matrix products: each a pure function, so that torch.compile can fuse it into one kernel where that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean x^2 + epsilon) times weight, the division in float32. Zhang and Sennrich 2019."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def rotate(x_BHLd: Tensor, cos_Ld: Tensor, sin_Ld: Tensor) -> Tensor:
+    """Rotary positions, halves paired as in Llama and Mixtral. Su et al. 2021."""
+    first, second = x_BHLd.chunk(2, -1)
+    return x_BHLd * cos_Ld + torch.cat((-second, first), -1) * sin_Ld
+
+
+def swiglu(gate_up_SF: Tensor) -> Tensor:
+    """silu(gate) * up. Shazeer 2020."""
+    gate_SF, up_SF = gate_up_SF.chunk(2, -1)
+    return functional.silu(gate_SF) * up_SF
+
+
+def mix(y_SD: Tensor, gates_TK: Tensor, row_TK: Tensor, filled_TK: Tensor) -> Tensor:
+    """sum_k gate_k y[row_k] over the filled slots, added up in float32."""
+    y_TKD = torch.where(filled_TK[..., None], y_SD[row_TK], 0)
+    return (y_TKD * gates_TK[..., None]).sum(1, dtype=torch.float32).to(y_SD.dtype)
+
+
+def token_losses(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Cross-entropy of each token in nats, float32; 0 where the target is -100."""
+    return functional.cross_entropy(logits_TV.float(), targets_T, ignore_index=-100, reduction="none")
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    mix: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mix
+    token_losses: Callable[[Tensor, Tensor], Tensor] = token_losses
+
+
+EAGER = Elementwise()
+
+
+@cache
+def compiled() -> Elementwise:
+    """The same functions through torch.compile, made once a process; compiling itself happens at their first use."""
+    made = {name: torch.compile(function) for name, function in vars(EAGER).items()}
+    return Elementwise(**made)
