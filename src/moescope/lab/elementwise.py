@@ -12,9 +12,8 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean x^2 + epsilon) times weight, the division in float32. Zhang and Sennrich 2019."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    """x / sqrt(mean x^2 + epsilon) times weight, inside in float32. Zhang and Sennrich 2019."""
+    return functional.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
 
 
 def rotate(x_BHLd: Tensor, cos_Ld: Tensor, sin_Ld: Tensor) -> Tensor:
