@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ from moescope.lab.model import LabModel
 from moescope.lab.routers import ROUTERS
 
 Step = Callable[[], None]
+COMPILED = "compiled"
 
 
 @dataclass(frozen=True)
@@ -166,46 +168,32 @@ def waiting(step: Step) -> str:
     return "no"
 
 
-def contestants(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Step], Size]]:
-    """Name, what builds it, and its size. Routers whose k is fixed run with it."""
+def contestants(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Name, and what builds it. Routers whose k is fixed run with it."""
     size, device = SIZES[given.device], given.device
-    yield "transformers", lambda: transformers_step(size, device, auxiliary=False), size
-    yield "transformers, auxiliary loss", lambda: transformers_step(size, device, auxiliary=True), size
-    reference = "topk" if device == "cuda" else "top2"
-    yield reference, lambda: lab_step(as_router(size, reference), size, device, False, False), size
+
+    def lab(config: ModelConfig, mixed: bool = False) -> Callable[[], Step]:
+        return partial(lab_step, config, size, device, mixed, given.compile)
+
+    yield "transformers", partial(transformers_step, size, device, auxiliary=False)
+    yield "transformers, auxiliary loss", partial(transformers_step, size, device, auxiliary=True)
+    reference = with_mixtral_attention(size, "topk" if device == "cuda" else "top2")
+    yield reference.router, partial(lab_step, reference, size, device, mixed=False, compile=False)
     if given.compile:
-        yield f"{reference}, compiled", lambda: lab_step(as_router(size, reference), size, device, False, True), size
+        yield f"{reference.router}, {COMPILED}", lab(reference)
     if device == "cuda":
-        yield (
-            f"{reference}, mixed",
-            lambda: lab_step(as_router(size, reference), size, device, True, given.compile),
-            size,
-        )
+        yield f"{reference.router}, mixed", lab(reference, mixed=True)
     for router in given.routers:
-        if router not in (reference, "some"):
-            yield (
-                router,
-                lambda router=router: lab_step(as_router(size, router), size, device, False, given.compile),
-                size,
-            )
+        if router not in (reference.router, "some"):
+            yield router, lab(with_mixtral_attention(size, router))
     if "some" in given.routers:
-        some = PRESETS["some_a4"].model if device == "cuda" else SMALL_SOME
-        yield (
-            "some",
-            lambda: lab_step(some, replace(size, model=some), device, False, given.compile),
-            replace(size, model=some),
-        )
+        yield "some", lab(PRESETS["some_a4"].model if device == "cuda" else SMALL_SOME)
     if given.b3:
-        b3 = PRESETS["some_b3"].model
-        yield (
-            "some_b3, mixed",
-            lambda: lab_step(b3, replace(size, model=b3), device, True, given.compile),
-            replace(size, model=b3),
-        )
+        yield "some_b3, mixed", lab(PRESETS["some_b3"].model, mixed=True)
 
 
-def as_router(size: Size, router: str) -> ModelConfig:
-    # Queries and keys as in Mixtral for everybody, so that routers differ in nothing else.
+def with_mixtral_attention(size: Size, router: str) -> ModelConfig:
+    """That router, and queries and keys as in Mixtral for everybody, so that routers differ in nothing else."""
     return replace(with_router(LabConfig(size.model), router).model, qk_norm=False)
 
 
@@ -232,9 +220,11 @@ def main() -> None:
     print(f"{machine}, torch {torch.__version__}: width {size.model.d_model}, {size.model.layers} layers, {size.model.experts} experts of {size.model.d_ff}, {size.model.top_k} a token, batch {size.batch} x {size.length}; medians of {given.rounds} rounds of {given.steps} steps")  # fmt: skip
     print(f"{'':30}{'tokens/s':>12}{'ms a step':>11}{'to transformers':>17}{'peak GB':>9}  waits", flush=True)
     rows: list[Row] = []
-    for name, make, its_size in contestants(given):
-        row = measured(name, make, its_size, given)
+    for name, make in contestants(given):
+        row = measured(name, make, size, given)
         rows.append(row)
+        if row.error and name.endswith(COMPILED):
+            given.compile = False  # the routers that follow run without
         theirs = max((one.tokens_per_second for one in rows if one.name.startswith("transformers")), default=0)
         ratio = f"{row.tokens_per_second / theirs:.2f}" if theirs else "-"
         print(f"{row.name:30}{row.tokens_per_second:12,.0f}{row.step_ms:11.1f}{ratio:>17}{row.peak_gb:9.1f}  {row.error or row.waits}", flush=True)  # fmt: skip
