@@ -38,9 +38,11 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
     slots = chosen_TK.numel()
     rows = slots if at_most is None else min(at_most, slots)
     filled_TK = chosen_TK >= 0
-    expert_of_slot = torch.where(filled_TK, chosen_TK, n_experts).flatten()
+    # Half the digits to sort by.
+    expert_of_slot = torch.where(filled_TK, chosen_TK, n_experts).flatten().to(torch.int32)
     expert_S, order_S = torch.sort(expert_of_slot, stable=True)
-    ends_E = torch.searchsorted(expert_S, torch.arange(n_experts, device=expert_S.device), right=True)
+    numbers_E = torch.arange(n_experts, dtype=torch.int32, device=expert_S.device)
+    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
     row_TK = torch.empty_like(order_S)
     row_TK[order_S] = torch.arange(slots, device=order_S.device)
     order_S = order_S[:rows]
@@ -48,7 +50,7 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
         order_S // chosen_TK.shape[1],
         expert_S[:rows],
         order_S,
-        ends_E.to(torch.int32),
+        ends_E,
         row_TK.view_as(chosen_TK).clamp(max=rows - 1),
         filled_TK,
     )
@@ -116,7 +118,7 @@ def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
     if x_SI.is_cuda:
         # Other types run there as a loop inside torch, no better than ours.
         return x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= (8, 0)
-    return x_SI.device.type == "cpu"
+    return x_SI.device.type in ("cpu", "meta")
 
 
 class Experts(nn.Module):
