@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 from lab.routers.builders import noise, small_router, tokens
 from moescope.errors import BadInput
+from moescope.lab.key_metrics import key_cosine
 from moescope.lab.routers.some import SoME
 
 
@@ -271,6 +272,13 @@ def test_peer_pull_drives_keys_together_where_attraction_to_scattered_queries_do
         cosines = router.direction_ED @ router.direction_ED.T
         found[beta] = float(cosines.fill_diagonal_(0).sum() / 56)
     assert found[0.05] > found[0.0] + 0.3
+
+
+def test_the_mean_cosine_of_keys_is_noted_whatever_their_strength():
+    router = made(experts=6)
+    router.strength_E[3] = 0.2
+    note = router(tokens(noise(4))).notes["key_cosine"]
+    assert float(note) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
 
 
 # --- padding, evaluation

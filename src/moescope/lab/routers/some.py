@@ -108,7 +108,13 @@ class SoME(Router):
             logits_TE=logits_TE,
             scores_TE=logits_TE.softmax(-1),
             selection_TE=scores_TE.detach(),
+            notes={"key_cosine": self.key_cosine()},
         )
+
+    def key_cosine(self) -> Tensor:
+        """The mean cosine between two keys: 0 for random ones, 1 when all are one. `lab/key_metrics.py` says more."""
+        n = self.config.experts
+        return (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
 
     def temperature(self) -> float:
         published = self.options["published_temperature"] and not self.training
