@@ -24,6 +24,7 @@ from functools import partial
 import torch
 
 from moescope.lab.config import PRESETS, LabConfig, ModelConfig, with_router
+from moescope.lab.experts import SwiGLUExperts, grouped_product, product_in_a_loop
 from moescope.lab.model import LabModel
 from moescope.lab.routers import ROUTERS
 
@@ -168,6 +169,40 @@ def waiting(step: Step) -> str:
     return "no"
 
 
+def check_kernel(device: str) -> str:
+    """Grouped products against the loop in one number: outputs and all gradients, with empty slots and an expert nobody chose.
+
+    Memory is filled with NaN first and given back, since what a kernel leaves unwritten would otherwise pass by luck.
+    """
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config, tokens = (SIZES["cuda"].model, 4096) if device == "cuda" else (SIZES["cpu"].model, 256)
+    with torch.device(device):
+        experts = SwiGLUExperts(config, config.experts, config.d_ff).to(dtype)
+        x = torch.randn(tokens, config.d_model, dtype=dtype)
+        wishes = torch.rand(tokens, config.experts)
+        wishes[:, 2] = -1
+        chosen = wishes.topk(config.top_k, dim=-1).indices
+        chosen[::3, 0] = -1
+        gates = torch.rand(chosen.shape).masked_fill(chosen < 0, 0)
+        direction = torch.randn(tokens, config.d_model)
+    found = []
+    for product in (product_in_a_loop, grouped_product):
+        experts.product = product
+        for shape in (
+            (tokens * config.top_k, 2 * config.d_ff),
+            (tokens * config.top_k, config.d_model),
+            experts.gate_up.shape,
+        ):
+            torch.full(shape, float("nan"), dtype=dtype, device=device)
+        given = [one.clone().requires_grad_() for one in (x, gates)]
+        y = experts(given[0], chosen, given[1])
+        found.append([y.detach(), *torch.autograd.grad((y * direction).sum(), [*given, *experts.parameters()])])
+    errors = [float((one - other).abs().max() / other.abs().max()) for other, one in zip(*found, strict=True)]
+    names = ("output", "input", "gates", "gate_up", "down")
+    return ", ".join(f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True))
+
+
 def contestants(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Step]]]:
     """Name, and what builds it. Routers whose k is fixed run with it."""
     size, device = SIZES[given.device], given.device
@@ -218,6 +253,7 @@ def main() -> None:
     size = SIZES[given.device]
     machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     print(f"{machine}, torch {torch.__version__}: width {size.model.d_model}, {size.model.layers} layers, {size.model.experts} experts of {size.model.d_ff}, {size.model.top_k} a token, batch {size.batch} x {size.length}; medians of {given.rounds} rounds of {given.steps} steps")  # fmt: skip
+    print(f"grouped products against the loop, largest difference over largest value: {check_kernel(given.device)}")
     print(f"{'':30}{'tokens/s':>12}{'ms a step':>11}{'to transformers':>17}{'peak GB':>9}  waits", flush=True)
     rows: list[Row] = []
     for name, make in contestants(given):

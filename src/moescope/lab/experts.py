@@ -222,8 +222,8 @@ def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool)
 def output_scale(up_FD: Tensor, down_DF: Tensor) -> float:
     """Root mean square of an expert's outputs for unit Gaussian inputs, on probes that are always the same."""
     # A seed that no training has: with the same one, probes would be the very numbers that the weights were made of.
-    generator = torch.Generator().manual_seed(PROBE_SEED)
-    x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator).to(up_FD.device)
+    generator = torch.Generator(device="cpu").manual_seed(PROBE_SEED)
+    x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator, device="cpu").to(up_FD.device)
     y_TD = functional.gelu(x_TD @ up_FD.T) @ down_DF.T
     return float(y_TD.square().mean().sqrt())
 
