@@ -187,6 +187,8 @@ def trace_command(trace: TraceTables) -> str:
 
 def paths_of(files: list[Any]) -> list[str]:
     """What was read, as it can be given again: files, - for standard input, the folder they share where they are many."""
-    paths = [file[0] for file in files if isinstance(file, list)]
-    piped = ["-"] if len(paths) < len(files) else []
-    return piped + ([os.path.commonpath(paths)] if len(paths) > 8 else paths)
+    given = [file[0] for file in files if isinstance(file, list)]
+    piped = ["-"] if len(given) < len(files) else []
+    hub = [path for path in given if path.startswith("hf://")]
+    paths = [path for path in given if path not in hub]
+    return piped + ([os.path.commonpath(paths)] if len(paths) > 8 else paths) + hub
