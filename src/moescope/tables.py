@@ -143,6 +143,24 @@ TABLES: dict[str, Table] = {
             ("token_id", "domain", "phase", "experts", "gates", "entropy"),
         ),
         Table(
+            "contexts",
+            "The places of the text where an expert's gate is largest, one a window at most; from the same sample as the vocabulary.",
+            ("step", "layer", "expert", "rank"),
+            ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
+        ),
+        Table(
+            "router_cosines",
+            "How alike the router rows of every two experts are: what maps of router rows are drawn from.",
+            ("step", "layer", "expert_a", "expert_b"),
+            ("cosine", "chance"),
+        ),
+        Table(
+            "pieces",
+            "The words of the tokens table's ids, where asked for with --save-tokens.",
+            ("token_id",),
+            ("token",),
+        ),
+        Table(
             "steps",
             "Training as a whole: loss, speed and memory, at the steps that were logged.",
             ("step",),
@@ -166,7 +184,9 @@ TABLES: dict[str, Table] = {
 }  # fmt: skip
 
 # which verb writes which
-ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
+ROUTING_TABLES = (
+    "load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens", "contexts", "router_cosines", "pieces",
+)  # fmt: skip
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES)
 

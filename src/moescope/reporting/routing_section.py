@@ -86,7 +86,7 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
         "sections": sections,
         "layers": [
             {**entry, "payload": keep(f"v{index}-l{entry['layer']}", {"view": index, **payload})}
-            for entry, payload in layer_payloads(view, excerpt)
+            for entry, payload in layer_payloads(view)
         ],
         "text": keep(f"v{index}-text", text_payload(excerpt, view)) if excerpt is not None else "",
         "text_missing": "" if excerpt is not None else text_missing(view),
@@ -135,6 +135,11 @@ def text_notice(traces: list[TraceTables], excerpts: list[Excerpt | None]) -> st
     """What the report holds of the user's text, to be said at its top; empty where it holds none."""
     if any(excerpt is not None for excerpt in excerpts):
         return "This report holds passages of the text that was read, word for word. Pass it on only where you would pass on the text."
+    if any(trace.tables["contexts"]["before"].notna().any() for trace in traces):
+        return (
+            "This report holds short passages of the text that was read, word for word (five at most for each expert). "
+            "Pass it on only where you would pass on the text."
+        )
     if any(trace.tables["vocabulary"]["token"].notna().any() for trace in traces if len(trace.tables["vocabulary"])):
         return "This report holds single tokens of the text that was read (no passages). Names or numbers in the text may be among them."
     return ""

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moescope.routing.arrays import Array
+from moescope.routing.arrays import Array, Integers
 from moescope.routing.capture import Capture
+from moescope.routing.contexts import Contexts
 from moescope.routing.documents import Batch, Document, batches, windows
 from moescope.routing.jackknife import FEWEST_DOCUMENTS
 from moescope.routing.models import TracedModel, predicted_tokens, run_batch
 from moescope.routing.rows import (
     Corpus,
     coactivation_columns,
+    context_rows,
     domain_metric_rows,
     domain_rows,
     load_rows,
     metric_rows,
+    router_cosine_columns,
     separation_rows,
     vocabulary_columns,
     vocabulary_metric_rows,
@@ -28,10 +31,14 @@ from moescope.routing.rows import (
 from moescope.routing.sample import Probe, Recorder, Sample, sampled_positions
 from moescope.routing.tally import LayerCounts, Tally
 from moescope.routing.token_table import TokenTable
+from moescope.routing.words import Words
 from moescope.types import Routing
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+TABLES_OF_A_STEP = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "contexts", "router_cosines")
 
 
 @dataclass
@@ -45,7 +52,9 @@ class Traced:
     probe: Probe | None = None
     routers: dict[int, Array] | None = None  # router rows by layer
     scoring: dict[int, str] | None = None
-    token_text: Callable[[int], str | None] = lambda token: None
+    words: Words = field(default_factory=Words)
+    contexts: Contexts | None = None
+    seen: Integers | None = None  # token ids whose words are to be kept, where single tokens are
     model_type: str = "unknown"
     window: int | None = None
     gates: bool = True  # whether gates are known
@@ -57,7 +66,7 @@ class Traced:
     def tables(self, step: int, seed: int) -> dict[str, pd.DataFrame]:
         import pandas as pd
 
-        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in ("load", "routing_layers", "coactivation", "domains", "vocabulary")}  # fmt: skip
+        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES_OF_A_STEP}
 
         def keep(table: str, counts: LayerCounts, content: Any) -> None:
             frame = pd.DataFrame(content if isinstance(content, dict) else list(content))
@@ -72,8 +81,12 @@ class Traced:
             keep("routing_layers", counts, metric_rows(counts, self.corpus, self.gates, self.decisions))
             keep("routing_layers", counts, separation_rows(counts, (self.routers or {}).get(counts.layer)))
             keep("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
+        places = context_rows(self.contexts, self.probe, self.corpus, self.words)
         for counts in self.main():
             keep("domains", counts, domain_rows(counts, self.corpus))
+            keep("contexts", counts, places.get(counts.layer, []))
+            if counts.layer in (self.routers or {}):
+                keep("router_cosines", counts, router_cosine_columns((self.routers or {})[counts.layer]))
             if counts.k > 1:
                 keep("coactivation", counts, coactivation_columns(counts))
             if self.probe is not None:
@@ -81,9 +94,13 @@ class Traced:
                 keep(
                     "vocabulary",
                     counts,
-                    vocabulary_columns(self.probe, counts.layer, counts.n_experts, self.token_text),
+                    vocabulary_columns(self.probe, counts.layer, counts.n_experts, self.words.of),
                 )
-        return {name: joined(name, frames) for name, frames in parts.items()}
+        frames = {name: joined(name, found) for name, found in parts.items()}
+        if self.seen is not None:
+            words = [self.words.of(int(token)) for token in self.seen]
+            frames["pieces"] = pd.DataFrame({"token_id": self.seen, "token": words})
+        return frames
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this step."""
@@ -167,6 +184,7 @@ def trace_model(
         layers = [block.layer for block in capture.blocks]
         names = layer_names or {block.layer: block.name for block in capture.blocks}
         sample = Sample(layers)
+        contexts = Contexts(layers, [block.n_experts for block in capture.blocks])
         with TokenTable(token_file, step, names, domains) as table:
             parts = windows(counted(read()), traced.window)
             for rows in batches(parts, batch_size):
@@ -175,13 +193,13 @@ def trace_model(
                     keeper = recorder if phase == main else None
                     if keeper is None:
                         recorder.at = None
-                    run_phase(traced, capture, batch, phase, keeper, sample, table)
+                    run_phase(traced, capture, batch, phase, keeper, sample, contexts, table)
                     advance(int(batch.real_BL.sum()))
         routers = {block.layer: block.weight_ED.detach().double().cpu().numpy() for block in capture.blocks}
         scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
     return Traced(
-        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, token_reader(traced.tokenizer),
-        str(traced.config.model_type), traced.window,
+        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts,
+        table.seen() if table.wanted else None, str(traced.config.model_type), traced.window,
     )  # fmt: skip
 
 
@@ -192,6 +210,7 @@ def run_phase(
     phase: str,
     recorder: Recorder | None,
     sample: Sample,
+    contexts: Contexts,
     table: TokenTable,
 ) -> None:
     """One batch in one phase. What is recorded of single tokens is put together over the phase's passes."""
@@ -235,18 +254,9 @@ def run_phase(
         return
     for index, window in enumerate(batch.rows):
         n = len(window.ids)
+        if sample.wants(window):
+            contexts.add(window, *(part[:, index, :n] for part in kept[:2]))
         sample.add(window, kept[0][:, index, :n].copy(), batch.next_BL[index, :n], predicted_BL[index, :n])
+        contexts.keep_below(sample.threshold)
         if table.wanted:
             table.add(window, phase, *(part[:, index, :n] for part in kept))
-
-
-def token_reader(tokenizer: Any) -> Callable[[int], str | None]:
-    """Token id -> its text, each looked up once."""
-    known: dict[int, str | None] = {}
-
-    def text(token: int) -> str | None:
-        if token not in known:
-            known[token] = None if tokenizer is None else str(tokenizer.decode([token]))
-        return known[token]
-
-    return text
