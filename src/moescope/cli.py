@@ -188,17 +188,26 @@ def demo(
 
 def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     """What a run found: its summary for a person, or as JSON."""
-    if run.info["verb"] == "trace":
-        from moescope.workflows.trace_summary import summary
+    from moescope.reporting.run_kind import kind_summary
+    from moescope.reporting.run_kinds import kind_of
+
+    if (kind := kind_of(run)) is not None:
+        facts = kind_summary(run, kind)
+    elif run.info["verb"] == "trace":
+        from moescope.workflows.trace_summary import summary as trace_summary
+
+        facts = trace_summary(run)
     else:
         from moescope.reporting.findings import summary
 
-    facts = summary(run)
+        facts = summary(run)
     if as_json:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     elif not quiet:
         if run.info.get("process") != os.getpid():
             typer.echo(f"this very {run.info['verb']} was done before; nothing was computed")
+        elif taken := run.info.get("pieces_taken_over"):
+            typer.echo(f"{taken} pieces of work were taken over from an earlier attempt")
         for line in dict.fromkeys(facts["coverage"]):
             typer.echo(line)
         for finding in facts["findings"]:

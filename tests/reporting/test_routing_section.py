@@ -226,13 +226,20 @@ def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_
 def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(html, traced_run):
     cards = payloads(html)["v1-l2"]["experts"]
     mine = traced_run.table("contexts").query("step == 200 and layer == 2")
-    load = traced_run.table("load").query("step == 200 and layer == 2 and phase == 'prefill'").groupby("expert")[["gate_mass", "tokens"]].sum()
+    load = (
+        traced_run.table("load")
+        .query("step == 200 and layer == 2 and phase == 'prefill'")
+        .groupby("expert")[["gate_mass", "tokens"]]
+        .sum()
+    )
     for card in cards:
         rows = mine[mine["expert"] == card["expert"]].sort_values("rank")
         assert [place[:3] for place in card["contexts"]] == rows[["before", "token", "after"]].to_numpy().tolist()
         assert [place[3] for place in card["contexts"]] == pytest.approx(rows["gate"].tolist(), rel=1e-4)
         assert [place[4:] for place in card["contexts"]] == rows[["document", "position", "domain"]].to_numpy().tolist()
-        assert card["mean_gate"] == pytest.approx(load.loc[card["expert"], "gate_mass"] / load.loc[card["expert"], "tokens"], rel=1e-4)
+        assert card["mean_gate"] == pytest.approx(
+            load.loc[card["expert"], "gate_mass"] / load.loc[card["expert"], "tokens"], rel=1e-4
+        )
         assert max(place[3] for place in card["contexts"]) > card["mean_gate"]
 
 
