@@ -149,9 +149,9 @@ TABLES: dict[str, Table] = {
             ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
         ),
         Table(
-            "router_cosines",
-            "How alike the router rows of every two experts are: what maps of router rows are drawn from.",
-            ("step", "layer", "expert_a", "expert_b"),
+            "expert_cosines",
+            "How alike every two experts are, by their router rows and by what they give on average: what maps of experts are drawn from.",
+            ("step", "layer", "of", "expert_a", "expert_b"),
             ("cosine", "chance"),
         ),
         Table(
@@ -185,7 +185,7 @@ TABLES: dict[str, Table] = {
 
 # which verb writes which
 ROUTING_TABLES = (
-    "load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens", "contexts", "router_cosines", "pieces",
+    "load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens", "contexts", "expert_cosines", "pieces",
 )  # fmt: skip
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES)

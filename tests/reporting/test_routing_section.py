@@ -217,7 +217,7 @@ def excerpt_of(run: Run, forget: str = ""):
 
 def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_path):
     run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
-    for name in ("contexts", "router_cosines", "pieces"):
+    for name in ("contexts", "expert_cosines", "pieces"):
         (run.path / f"{name}.parquet").unlink()
     found = payloads(report(run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
     assert all(card["contexts"] == [] for card in found["v0-l0"]["experts"])

@@ -14,7 +14,7 @@ from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, TABLES
 
 SINGLE_TOKENS = ("tokens", "pieces")  # may be larger than memory; only what is shown of them is read
-ADDED = ("contexts", "router_cosines")  # older traces have none
+ADDED = ("contexts", "expert_cosines")  # older traces have none
 NEEDED = tuple(name for name in ROUTING_TABLES if name not in SINGLE_TOKENS + ADDED)
 STEPS_SHOWN = 4  # so many steps of a run are shown closely; figures over steps hold them all
 LARGE = 2000  # experts in all layers, from which on only the first and the last step are

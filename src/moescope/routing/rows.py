@@ -305,12 +305,12 @@ def context_rows(contexts: Contexts | None, probe: Probe | None, corpus: Corpus,
     return found
 
 
-def router_cosine_columns(rows_ED: Array) -> dict[str, Any]:
-    """The router_cosines table's columns: cosines of every two router rows, and the mean |cos| of random directions, sqrt(2/(pi D))."""
+def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
+    """The expert_cosines table's columns: cosines of every two experts' vectors, and the mean |cos| of random directions, sqrt(2/(pi D))."""
     a, b = np.triu_indices(len(rows_ED), 1)
     lengths_E = np.linalg.norm(rows_ED, axis=1)
     unit_ED = divide(rows_ED, lengths_E[:, None])
     return {
-        "expert_a": a, "expert_b": b, "cosine": (unit_ED @ unit_ED.T)[a, b],
+        "of": of, "expert_a": a, "expert_b": b, "cosine": (unit_ED @ unit_ED.T)[a, b],
         "chance": np.full(len(a), np.sqrt(2 / (np.pi * rows_ED.shape[1]))),
     }  # fmt: skip

@@ -15,15 +15,16 @@ from moescope.routing.contexts import Contexts
 from moescope.routing.documents import Batch, Document, batches, windows
 from moescope.routing.jackknife import FEWEST_DOCUMENTS
 from moescope.routing.models import TracedModel, predicted_tokens, run_batch
+from moescope.routing.output_means import OutputMeans
 from moescope.routing.rows import (
     Corpus,
     coactivation_columns,
     context_rows,
     domain_metric_rows,
     domain_rows,
+    expert_cosine_columns,
     load_rows,
     metric_rows,
-    router_cosine_columns,
     separation_rows,
     vocabulary_columns,
     vocabulary_metric_rows,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-TABLES_OF_A_STEP = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "contexts", "router_cosines")
+TABLES_OF_A_STEP = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "contexts", "expert_cosines")
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Traced:
     scoring: dict[int, str] | None = None
     words: Words = field(default_factory=Words)
     contexts: Contexts | None = None
+    outputs: OutputMeans | None = None
     seen: Integers | None = None  # token ids whose words are to be kept, where single tokens are
     model_type: str = "unknown"
     window: int | None = None
@@ -62,6 +64,12 @@ class Traced:
 
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
+
+    def vectors(self, layer: int) -> dict[str, Array]:
+        """What of the layer's experts can be compared as directions: router rows, mean outputs."""
+        outputs = None if self.outputs is None else self.outputs.means(layer)
+        found = {"router": (self.routers or {}).get(layer), "outputs": outputs}
+        return {of: vectors for of, vectors in found.items() if vectors is not None}
 
     def tables(self, step: int, seed: int) -> dict[str, pd.DataFrame]:
         import pandas as pd
@@ -85,8 +93,8 @@ class Traced:
         for counts in self.main():
             keep("domains", counts, domain_rows(counts, self.corpus))
             keep("contexts", counts, places.get(counts.layer, []))
-            if counts.layer in (self.routers or {}):
-                keep("router_cosines", counts, router_cosine_columns((self.routers or {})[counts.layer]))
+            for of, vectors in self.vectors(counts.layer).items():
+                keep("expert_cosines", counts, expert_cosine_columns(of, vectors))
             if counts.k > 1:
                 keep("coactivation", counts, coactivation_columns(counts))
             if self.probe is not None:
@@ -168,9 +176,12 @@ def trace_model(
     """Run the model over the documents in each phase, counting; every token goes to `token_file` too, where one is given."""
     tally, recorder = Tally(len(domains)), Recorder(full=token_file is not None)
 
+    outputs = OutputMeans(len(domains))
+
     def consume(routing: Routing) -> None:
         tally.add(routing)
         recorder.add(routing)
+        outputs.add(routing, capture)
 
     main = phases[0]
     corpus = Corpus(domains, [0] * len(domains))
@@ -178,6 +189,7 @@ def trace_model(
     def counted(documents: Iterable[Document]) -> Iterable[Document]:
         for document in documents:
             corpus.documents[document.domain] += 1
+            outputs.see(document)
             yield document
 
     with Capture(traced.model, consume, runner=traced.runner) as capture:
@@ -192,13 +204,13 @@ def trace_model(
                 for phase in phases:
                     keeper = recorder if phase == main else None
                     if keeper is None:
-                        recorder.at = None
-                    run_phase(traced, capture, batch, phase, keeper, sample, contexts, table)
+                        recorder.at = outputs.at = None
+                    run_phase(traced, capture, batch, phase, keeper, sample, contexts, outputs, table)
                     advance(int(batch.real_BL.sum()))
         routers = {block.layer: block.weight_ED.detach().double().cpu().numpy() for block in capture.blocks}
         scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
     return Traced(
-        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts,
+        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts, outputs,
         table.seen() if table.wanted else None, str(traced.config.model_type), traced.window,
     )  # fmt: skip
 
@@ -211,6 +223,7 @@ def run_phase(
     recorder: Recorder | None,
     sample: Sample,
     contexts: Contexts,
+    outputs: OutputMeans,
     table: TokenTable,
 ) -> None:
     """One batch in one phase. What is recorded of single tokens is put together over the phase's passes."""
@@ -229,6 +242,7 @@ def run_phase(
 
     def aim(span: int) -> np.ndarray:
         start, stop = spans[span]
+        outputs.aim(batch, start, stop, traced.device)
         at = sampled_positions(batch, None if table.wanted else sample, start, stop)
         recorder.at = torch.from_numpy(at).to(traced.device) if len(at) else None
         return at
