@@ -2,6 +2,7 @@
 
 from moescope.figures import alignment, identification, nulls, one_layer, redundancy
 from moescope.figures.comparison import ACROSS_READINGS, ACROSS_STEPS
+from moescope.figures.expert_maps import MAPS
 from moescope.figures.joint import TOGETHER
 from moescope.figures.one_layer import COMPLETE_VIEW
 from moescope.figures.routing_domains import DOMAINS
@@ -49,7 +50,7 @@ ONE_LAYER = [
     FigureSpec("overlap_over_k", ("orthogonality", "similarity"), one_layer.overlap_over_k),
     FigureSpec("expert_spectra", ("spectra",), one_layer.expert_spectra),
 ]
-ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]
+ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]  # and maps
 FIGURES: list[FigureSpec] = [
     *ACROSS_LAYERS,
     *ONE_LAYER,
@@ -57,6 +58,7 @@ FIGURES: list[FigureSpec] = [
     *ACROSS_READINGS,
     *ACROSS_STEPS,
     *ROUTING,
+    *MAPS,
     *OVER_STEPS,
     *TOGETHER,
 ]
@@ -70,6 +72,7 @@ __all__ = [
     "DOMAINS",
     "FIGURES",
     "LOAD",
+    "MAPS",
     "ONE_LAYER",
     "OVER_STEPS",
     "ROUTING",

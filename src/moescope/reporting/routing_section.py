@@ -9,7 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from moescope.figures import DECISIONS, DOMAINS, LOAD, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
+from moescope.figures import DECISIONS, DOMAINS, LOAD, MAPS, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
+from moescope.figures.expert_maps import drawable_maps
 from moescope.figures.routing_metrics import can_draw, values_of
 from moescope.reporting.layer_section import drawn
 from moescope.reporting.pack import plain
@@ -39,6 +40,12 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "separation", "Separation", SEPARATION,
         "Whether experts are used together, and whether their router rows point apart. Chance for a pair is below 1, since the experts of one token differ.",
         "each token chooses one expert, and no router rows are known",
+    ),
+    (
+        "maps", "Maps of experts", MAPS,
+        "Experts of a layer on a plane, by router rows, company and mean outputs; sized by load, coloured by domain. Each map says how many of an expert's nearest stay "
+        "nearest on it, beside luck. A plane cannot hold it all: PCA keeps large distances, UMAP and t-SNE neighbourhoods, and the gaps between their groups mean little.",
+        "",
     ),
     (
         "domains", "Domains", DOMAINS,
@@ -74,9 +81,13 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
     for name, _, specs, _, missing in SECTIONS:
         usable = [spec for spec in specs if can_draw(spec, view.tables)]
         why = missing if view.main else "kept of the other phase only"
+        words = "" if specs[0] in usable else f"Not available: {why}."
+        if name == "maps" and view.main:
+            usable, notes = drawable_maps(view.tables, view.last)
+            words = " ".join(notes)
         sections[name] = {
             "figures": [keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable],
-            "missing": "" if specs[0] in usable else f"Not available: {why}.",
+            "missing": words,
         }
     excerpt = read_excerpt(view)
     return {

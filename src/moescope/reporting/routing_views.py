@@ -36,6 +36,11 @@ class View:
         return sorted(int(layer) for layer in self.tables["load"]["layer"].unique())
 
     @property
+    def last(self) -> bool:
+        """Whether it is of the run's last step."""
+        return self.step == max(int(setup["step"]) for setup in self.run.info["setup"])
+
+    @property
     def setup(self) -> dict[str, Any]:
         """What run.json says of this step."""
         return next((dict(setup) for setup in self.run.info["setup"] if setup["step"] == self.step), {})
