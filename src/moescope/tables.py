@@ -144,7 +144,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "contexts",
-            "The places of the text where an expert's gate is largest, one a window at most; from the same sample as the vocabulary.",
+            "The places of the text where an expert's gate is largest, one a window and one a phrase; from the same sample as the vocabulary.",
             ("step", "layer", "expert", "rank"),
             ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
         ),

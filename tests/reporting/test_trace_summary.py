@@ -27,8 +27,8 @@ def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
     for sentence in facts["findings"][1:]:
         assert f"- {sentence}\n" in printed
         assert f"<li>{sentence}</li>" in page
-    assert facts["findings"][0] == "Findings are of step 200 (steps 100 and 200), in prefill."
-    assert "of step 200 (steps 100 and 200), in prefill" in page
+    assert facts["findings"][0] == "Findings of step 200, the last of 100 and 200; prefill:"
+    assert "step 200, the last of 100 and 200; prefill" in page
 
 
 def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_levels(traced_run):
@@ -71,7 +71,7 @@ def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence
     sentence = step_findings(three)[1]
     assert sentence.startswith("Between steps 100 and 300 tokens keep 40 % of their experts, 0.2 beyond chance (0)")
     assert sentence.endswith("; between steps 200 and 300 75 %, 0.375 beyond chance.")
-    assert which_findings(three) == "of step 300 (steps 100, 200 and 300), in prefill"
+    assert which_findings(three) == "step 300, the last of 100, 200 and 300; prefill"
     one = type(trace)(
         trace.run,
         {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from moescope.routing import sample as sample_module
-from moescope.routing.contexts import AFTER, BEFORE, MOST, Contexts, around, octave
+from moescope.routing.contexts import AFTER, BEFORE, MOST, Contexts, LargestGates, around, octave
 from moescope.routing.documents import Document, Window, windows
 from moescope.routing.sample import Sample
+from moescope.types import Routing
 
 LAYERS, EXPERTS, K = [3, 7], [6, 4], 2
 
@@ -30,8 +32,21 @@ def read(seed: int = 0, count: int = 200) -> list[tuple[Window, np.ndarray, np.n
 def kept(parts, threshold: float = 1.0) -> dict[tuple[int, int], list[dict]]:
     contexts = Contexts(LAYERS, EXPERTS)
     for window, chosen, gates in parts:
-        contexts.add(window, chosen, gates)
+        contexts.add(window, *best_of(chosen, gates))
     return by_expert(contexts, threshold)
+
+
+def best_of(chosen: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each expert's largest gate in a window and where it is first, token by token."""
+    gate, position = (
+        np.full((len(LAYERS), max(EXPERTS)), -np.inf, np.float32),
+        np.zeros((len(LAYERS), max(EXPERTS)), int),
+    )
+    for layer, token, slot in np.ndindex(chosen.shape):
+        expert = chosen[layer, token, slot]
+        if expert >= 0 and gates[layer, token, slot] > gate[layer, expert]:
+            gate[layer, expert], position[layer, expert] = gates[layer, token, slot], token
+    return gate, position
 
 
 def by_expert(contexts: Contexts, threshold: float) -> dict[tuple[int, int], list[dict]]:
@@ -42,13 +57,21 @@ def by_expert(contexts: Contexts, threshold: float) -> dict[tuple[int, int], lis
 
 
 def expected(parts, index: int, expert: int) -> list[tuple[float, float]]:
-    """(gate, draw) by looking at everything: the best of each window, then the best five of them."""
+    """(gate, draw) by looking at everything: the best of each window, then the best five of them with different phrases."""
     best = []
     for window, chosen, gates in parts:
-        mine = gates[index][chosen[index] == expert]
-        if len(mine):
-            best.append((float(mine.max()), window.draw))
-    return sorted(best, key=lambda found: (-found[0], found[1]))[:MOST]
+        mine = np.where(chosen[index] == expert, gates[index], -1).max(axis=1)
+        if mine.max() >= 0:
+            at = int(mine.argmax())
+            best.append((float(mine[at]), window.draw, phrase(window.ids, at)))
+    found: dict[tuple, tuple[float, float]] = {}
+    for gate, draw, said in sorted(best, key=lambda place: (-place[0], place[1])):
+        found.setdefault(said, (gate, draw))
+    return list(found.values())[:MOST]
+
+
+def phrase(ids: np.ndarray, at: int) -> tuple:
+    return tuple(int(ids[i]) if 0 <= i < len(ids) else None for i in range(at - 4, at + 4))
 
 
 def test_the_places_kept_are_those_a_look_at_everything_finds():
@@ -87,7 +110,7 @@ def test_neither_the_order_of_reading_nor_a_shrinking_sample_changes_them(monkey
         sample, contexts = Sample(LAYERS), Contexts(LAYERS, EXPERTS)
         for window, chosen, gates in order:
             if sample.wants(window):
-                contexts.add(window, chosen, gates)
+                contexts.add(window, *best_of(chosen, gates))
             sample.add(window, chosen, window.ids, window.ids)
             contexts.keep_below(sample.threshold)
         return by_expert(contexts, sample.threshold), sample.threshold
@@ -107,10 +130,52 @@ def test_the_same_text_twice_is_one_place():
     assert [(row["document"], row["position"]) for row in rows] == [(0, 0)]  # equal gates: the first token
 
 
+def test_a_phrase_of_many_documents_is_one_place_with_its_largest_gate():
+    generator = np.random.default_rng(4)
+    parts, phrases = [], [np.arange(20), np.arange(50, 70)]
+    for number in range(40):
+        ids = np.concatenate([[90 + number], phrases[number % 2]])
+        window = next(iter(windows([Document(number, 0, ids)], 32)))
+        gates = np.zeros((2, 21, 1), np.float32)
+        gates[:, 10] = generator.random()
+        parts.append((window, np.zeros((2, 21, 1), np.int16), gates))
+    for order in (parts, parts[::-1]):
+        rows = kept(order)[3, 0]
+        assert sorted(row["token_id"] for row in rows) == [9, 59]
+        for row in rows:
+            mine = [gates.max() for window, _, gates in parts if window.ids[10] == row["token_id"]]
+            assert row["gate"] == pytest.approx(max(mine))
+
+
 def test_an_expert_without_a_token_has_no_place():
     window = next(iter(windows([Document(0, 0, np.arange(5))], 16)))
     chosen, gates = np.full((2, 5, 1), -1, np.int16), np.full((2, 5, 1), np.nan, np.float32)
     assert kept([(window, chosen, gates)]) == {}
+
+
+@pytest.mark.parametrize("passes", [[(0, 9)], [(0, 4), (4, 5), (5, 9)]])
+def test_the_largest_gates_of_a_batch_are_found_pass_by_pass_as_by_hand(passes):
+    generator = np.random.default_rng(5)
+    rows, length = 3, 9
+    real = np.arange(length) < np.array([[9], [6], [2]])  # padding on the right
+    chosen = np.stack([generator.integers(-1, n, (rows, length, K)) for n in EXPERTS])
+    gates = np.round(generator.random((2, rows, length, K)), 1).astype(np.float32)  # with equal ones among them
+    largest = LargestGates(max(EXPERTS))
+    for start, stop in passes:
+        at = np.flatnonzero(real[:, start:stop].reshape(-1))
+        largest.aim(torch.from_numpy(at) if len(at) else None, rows, stop - start)
+        for index, layer in enumerate(LAYERS):
+            flat = [torch.from_numpy(part[index, :, start:stop].reshape(-1, K)) for part in (chosen, gates)]
+            largest.add(Routing(layer, f"layer {layer}", EXPERTS[index], *flat))
+        largest.collect(start)
+    gate, position = largest.taken()
+    for row in range(rows):
+        n = int(real[row].sum())
+        by_hand = best_of(chosen[:, row, :n], gates[:, row, :n])
+        np.testing.assert_array_equal(gate[:, row], by_hand[0])
+        there = np.isfinite(by_hand[0])
+        np.testing.assert_array_equal(position[:, row][there], by_hand[1][there])
+    assert largest.gate_LBE is None  # the next batch starts anew
 
 
 def test_octaves_halve_and_the_smallest_draw_has_one_too():

@@ -42,7 +42,7 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "each token chooses one expert, and no router rows are known",
     ),
     (
-        "maps", "Maps of experts", MAPS,
+        "maps", "Maps", MAPS,
         "Experts of a layer on a plane, by router rows, company and mean outputs; sized by load, coloured by domain. Each map says how many of an expert's nearest stay "
         "nearest on it, beside luck. A plane cannot hold it all: PCA keeps large distances, UMAP and t-SNE neighbourhoods, and the gaps between their groups mean little.",
         "",

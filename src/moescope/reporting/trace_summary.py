@@ -21,14 +21,14 @@ def trace_findings(trace: TraceTables) -> list[str]:
 
 
 def which_findings(trace: TraceTables) -> str:
-    """ "of step 200 (steps 0, 100 and 200), in prefill", where there is more than one of either; empty else."""
+    """ "step 200, the last of 0, 100 and 200; prefill", where there is more than one of either; empty else."""
     steps, words = trace.steps, []
     if len(steps) > 1:
         some = steps if len(steps) <= STEPS_NAMED else [*steps[: STEPS_NAMED - 2], "…", steps[-1]]
-        words.append(f"of step {steps[-1]} (steps {listed([str(step) for step in some])})")
+        words.append(f"step {steps[-1]}, the last of {listed([str(step) for step in some])}")
     if len(trace.phases) > 1:
-        words.append(f"in {trace.phases[0]}")
-    return ", ".join(words)
+        words.append(trace.phases[0])
+    return "; ".join(words)
 
 
 def trace_summary(run: Run) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def trace_summary(run: Run) -> dict[str, Any]:
         "status": run.info["status"],
         "checkpoints": run.info["checkpoints"],
         "coverage": trace_coverage(run),
-        "findings": [*([f"Findings are {of}."] if of else []), *trace_findings(trace)],
+        "findings": [*([f"Findings of {of}:"] if of else []), *trace_findings(trace)],
         "warnings": run.info.get("warnings", []),
         "timings": run.info["timings"],
         "tables": run.tables,

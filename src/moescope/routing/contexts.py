@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.documents import Window
+from moescope.types import Routing
 
 MOST = 5  # places kept an expert
 BEFORE, AFTER = 10, 8  # tokens shown around
+CORE = slice(BEFORE - 4, BEFORE + 4)  # tokens by which two places are the same phrase
 NOTHING = -1  # no such token: the window begins or ends here
 
 
@@ -41,18 +45,73 @@ class Places(NamedTuple):
         )
 
     def best(self, most: int = MOST) -> Places:
-        """The largest gates of each; equal ones by the window's draw, so that nothing hangs on the order of reading."""
-        order = np.lexsort((self.draw, -self.gate), axis=1)[:, :most]
-        rows = np.arange(len(order))[:, None]
-        return Places(*(part[rows, order] for part in self))
+        """The largest gates of each, a phrase once; equal ones by the window's draw, so that nothing hangs on the order of reading."""
+        rows = np.arange(len(self.gate))[:, None]
+        order = np.lexsort((self.draw, -self.gate), axis=1)
+        core = self.ids[rows, order][..., CORE]
+        again = (core[:, :, None] == core[:, None]).all(axis=-1)
+        said = np.tril(again, -1).any(axis=2) & np.isfinite(self.gate[rows, order])
+        order = order[rows, np.argsort(said, axis=1, kind="stable")]
+        found = Places(*(part[rows, order][:, :most] for part in self))
+        found.gate[np.sort(said, axis=1)[:, :most]] = -np.inf
+        return found
 
     def joined(self, other: Places) -> Places:
         return Places(*(np.concatenate(pair, axis=1) for pair in zip(self, other, strict=True)))
 
 
 @dataclass
+class LargestGates:
+    """The largest gate of every expert in every row of a batch, and where it is: found on the device, pass by pass, so that little is moved."""
+
+    widest: int  # experts of a layer, at most
+    at: Tensor | None = None  # which of the pass's tokens are looked at; None: none
+    rows: int = 0
+    width: int = 0
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    gate_LBE: Array | None = None  # over the passes so far; -inf where an expert was not chosen
+    position_LBE: Integers | None = None
+
+    def aim(self, at: Tensor | None, rows: int, width: int) -> None:
+        self.at, self.rows, self.width = at, rows, width
+
+    def add(self, routing: Routing) -> None:
+        if self.at is None:
+            return
+        chosen_TK, gates_TK = routing.chosen_TK[self.at], routing.gates_TK[self.at].float()
+        nowhere = self.rows * self.widest  # the cell of empty slots
+        cell_TK = (self.at // self.width)[:, None] * self.widest + chosen_TK
+        cell = torch.where(chosen_TK >= 0, cell_TK, nowhere).view(-1)
+        place = (self.at % self.width)[:, None].expand_as(chosen_TK).reshape(-1)
+        gate_C = gates_TK.new_full((nowhere + 1,), -torch.inf).scatter_reduce_(0, cell, gates_TK.reshape(-1), "amax")
+        place = torch.where(gates_TK.reshape(-1) == gate_C[cell], place, self.width)  # of equal ones the first
+        place_C = place.new_full((nowhere + 1,), self.width).scatter_reduce_(0, cell, place, "amin")
+        self.kept[routing.layer] = (gate_C[:-1].view(self.rows, -1), place_C[:-1].view(self.rows, -1))
+
+    def collect(self, start: int) -> None:
+        """Put the pass that began at column `start` together with those before it."""
+        parts = [self.kept[layer] for layer in sorted(self.kept)]
+        self.kept = {}
+        gate_LBE, place_LBE = (torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))
+        if self.gate_LBE is None or self.position_LBE is None:
+            self.gate_LBE, self.position_LBE = gate_LBE, place_LBE + start
+        else:
+            better = gate_LBE > self.gate_LBE
+            self.gate_LBE = np.where(better, gate_LBE, self.gate_LBE)
+            self.position_LBE = np.where(better, place_LBE + start, self.position_LBE)
+
+    def taken(self) -> tuple[Array, Integers]:
+        """(gates, positions) of the whole batch; the next one starts anew."""
+        assert self.gate_LBE is not None
+        assert self.position_LBE is not None
+        found = self.gate_LBE, self.position_LBE
+        self.gate_LBE = self.position_LBE = None
+        return found
+
+
+@dataclass
 class Contexts:
-    """The places of a text where every expert's gate is largest, one a window at most: five times the same phrase tell no more than once.
+    """The places of a text where every expert's gate is largest, one a window and one a phrase: five times the same tell no more than once.
 
     They are of the sample's windows. Its threshold may be halved later, so places are kept apart by the octave of their window's draw, and
     at the end those of the octaves below the threshold are put together: the same places in whatever order the text is read.
@@ -66,11 +125,15 @@ class Contexts:
     def widest(self) -> int:
         return max(self.n_experts)
 
-    def add(self, window: Window, chosen_LTK: Integers, gates_LTK: Array) -> None:
+    def add(self, window: Window, gate_LE: Array, position_LE: Integers) -> None:
+        """A window with each expert's largest gate in it (-inf: not chosen) and where that is."""
         kept = self.octaves.get(octave(window.draw)) or Places.empty(len(self.layers) * self.widest)
-        owner, gate, position = largest(chosen_LTK, gates_LTK, self.widest, kept.gate[:, -1])
-        new = ~(kept.draw[owner] == window.draw).any(axis=1)  # not the same text over again
-        owner, gate, position = owner[new], gate[new], position[new]
+        gate_C, position_C = gate_LE.reshape(-1), position_LE.reshape(-1)
+        said_before = (kept.draw == window.draw).any(axis=1)  # the same text over again
+        owner = np.flatnonzero((gate_C >= kept.gate[:, -1]) & np.isfinite(gate_C) & ~said_before)
+        if not len(owner):
+            return
+        gate, position = gate_C[owner].astype(np.float32), position_C[owner]
         offered = Places(
             gate[:, None],
             np.full((len(owner), 1), window.draw),
@@ -112,20 +175,6 @@ class Contexts:
 def octave(draw: float) -> int:
     """j for a draw in [2^-(j+1), 2^-j)."""
     return -math.frexp(draw)[1] if draw > 0 else 64
-
-
-def largest(chosen_LTK: Integers, gates_LTK: Array, widest: int, floor_C: Array) -> tuple[Integers, Array, Integers]:
-    """Of every expert whose largest gate in this window is no less than its floor: its number among all layers', gate, position."""
-    layers, tokens, k = chosen_LTK.shape
-    owner_LTK = chosen_LTK.astype(np.int64) + widest * np.arange(layers)[:, None, None]
-    there_LTK = chosen_LTK >= 0
-    # few tokens pass once the shelves are full, so the sort below is of few
-    at = np.flatnonzero(there_LTK & (gates_LTK >= floor_C[np.where(there_LTK, owner_LTK, 0)]))
-    owner, gate, position = owner_LTK.reshape(-1)[at], gates_LTK.reshape(-1)[at], at // k % tokens
-    order = np.lexsort((position, -gate, owner))
-    owner, gate, position = owner[order], gate[order], position[order]
-    first = np.flatnonzero(np.diff(owner, prepend=-1))
-    return owner[first], gate[first].astype(np.float32), position[first]
 
 
 def around(ids_T: Integers, position_N: Integers) -> Integers:

@@ -21,7 +21,7 @@ MOST_BYTES = 2**28  # of expert numbers kept, all layers together
 class Recorder:
     """What every layer decided for chosen positions of one pass, kept on the device until `moved`."""
 
-    full: bool = False  # entropies too
+    full: bool = False  # gates and entropies too
     at: Tensor | None = None  # which of the pass's tokens; None: none
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
@@ -33,15 +33,15 @@ class Recorder:
             dim=-1, descending=True, stable=True
         )
         chosen_TK = routing.chosen_TK[self.at].gather(1, order).to(torch.int16)
-        kept: tuple[Tensor, ...] = (chosen_TK, gates_TK.gather(1, order))
+        more: tuple[Tensor, ...] = ()
         if self.full:
             known = routing.scores_TE is not None
             entropy = routing_entropy(routing)[self.at] if known else torch.full_like(gates_TK[:, 0], float("nan"))
-            kept = (*kept, entropy.float())
-        self.kept[routing.layer] = kept
+            more = (gates_TK.gather(1, order), entropy.float())
+        self.kept[routing.layer] = (chosen_TK, *more)
 
     def moved(self) -> tuple[Array, ...]:
-        """Layers stacked in their order: expert numbers [L, T, K] by falling gate, gates, and with `full` entropies."""
+        """Layers stacked in their order: expert numbers [L, T, K] by falling gate, and with `full` gates and entropies."""
         parts = [self.kept[layer] for layer in sorted(self.kept)]
         self.kept = {}
         return tuple(torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))

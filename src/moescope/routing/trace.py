@@ -11,7 +11,7 @@ import numpy as np
 
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.capture import Capture
-from moescope.routing.contexts import Contexts
+from moescope.routing.contexts import Contexts, LargestGates
 from moescope.routing.documents import Batch, Document, batches, windows
 from moescope.routing.jackknife import FEWEST_DOCUMENTS
 from moescope.routing.models import TracedModel, predicted_tokens, run_batch
@@ -175,12 +175,12 @@ def trace_model(
 ) -> Traced:
     """Run the model over the documents in each phase, counting; every token goes to `token_file` too, where one is given."""
     tally, recorder = Tally(len(domains)), Recorder(full=token_file is not None)
-
     outputs = OutputMeans(len(domains))
 
     def consume(routing: Routing) -> None:
         tally.add(routing)
         recorder.add(routing)
+        largest.add(routing)
         outputs.add(routing, capture)
 
     main = phases[0]
@@ -197,6 +197,7 @@ def trace_model(
         names = layer_names or {block.layer: block.name for block in capture.blocks}
         sample = Sample(layers)
         contexts = Contexts(layers, [block.n_experts for block in capture.blocks])
+        largest = LargestGates(contexts.widest)
         with TokenTable(token_file, step, names, domains) as table:
             parts = windows(counted(read()), traced.window)
             for rows in batches(parts, batch_size):
@@ -204,8 +205,8 @@ def trace_model(
                 for phase in phases:
                     keeper = recorder if phase == main else None
                     if keeper is None:
-                        recorder.at = outputs.at = None
-                    run_phase(traced, capture, batch, phase, keeper, sample, contexts, outputs, table)
+                        recorder.at = largest.at = outputs.at = None
+                    run_phase(traced, capture, batch, phase, keeper, sample, (largest, contexts), outputs, table)
                     advance(int(batch.real_BL.sum()))
         routers = {block.layer: block.weight_ED.detach().double().cpu().numpy() for block in capture.blocks}
         scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
@@ -222,7 +223,7 @@ def run_phase(
     phase: str,
     recorder: Recorder | None,
     sample: Sample,
-    contexts: Contexts,
+    places: tuple[LargestGates, Contexts],
     outputs: OutputMeans,
     table: TokenTable,
 ) -> None:
@@ -235,7 +236,7 @@ def run_phase(
         for _ in run_batch(traced, capture, batch, phase):
             pass
         return
-    shape = batch.ids_BL.shape
+    shape, (largest, contexts) = batch.ids_BL.shape, places
     predicted_BL = np.full(shape, -1, dtype=np.int64)
     kept: list[np.ndarray] = []
     spans = list(passes(batch, phase))
@@ -245,6 +246,7 @@ def run_phase(
         outputs.aim(batch, start, stop, traced.device)
         at = sampled_positions(batch, None if table.wanted else sample, start, stop)
         recorder.at = torch.from_numpy(at).to(traced.device) if len(at) else None
+        largest.aim(recorder.at, len(batch.rows), stop - start)
         return at
 
     at = aim(0)
@@ -252,6 +254,7 @@ def run_phase(
         width = stop - start
         if len(at):
             moved = recorder.moved()
+            largest.collect(start)
             if not kept:
                 kept = [
                     np.full((len(part), *shape, *part.shape[2:]), -1 if index == 0 else np.nan, dtype=part.dtype)
@@ -266,10 +269,11 @@ def run_phase(
             at = aim(span + 1)
     if not kept:
         return
+    gate_LBE, position_LBE = largest.taken()
     for index, window in enumerate(batch.rows):
         n = len(window.ids)
         if sample.wants(window):
-            contexts.add(window, *(part[:, index, :n] for part in kept[:2]))
+            contexts.add(window, gate_LBE[:, index], position_LBE[:, index])
         sample.add(window, kept[0][:, index, :n].copy(), batch.next_BL[index, :n], predicted_BL[index, :n])
         contexts.keep_below(sample.threshold)
         if table.wanted:
