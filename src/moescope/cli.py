@@ -112,7 +112,7 @@ def scan(
 @app.command()
 def trace(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Model folder or hub id. Several are the steps of one run.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input; repeat for more.", metavar="PATH")] = None,
     domain: Annotated[list[str] | None, typer.Option(help="The same, named: code=src; repeat for each domain.", metavar="NAME=PATH")] = None,
     token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to read at most, shared evenly by the domains.", show_default="all")] = None,
@@ -302,7 +302,7 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     if (kind := kind_of(run)) is not None:
         facts = kind_summary(run, kind)
     elif run.info["verb"] == "trace":
-        from moescope.workflows.trace_summary import summary as trace_summary
+        from moescope.reporting.trace_summary import trace_summary
 
         facts = trace_summary(run)
     else:

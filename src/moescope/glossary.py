@@ -371,6 +371,17 @@ COLUMNS: dict[str, Column] = {
     "experts": Column("ints", "The experts the token chose, by falling gate."),
     "gates": Column("floats", "Their gates, as the block applied them; null where a trace holds none."),
     "entropy": Column("float", "Entropy of the router's probabilities over all experts, in nats.", "−Σ p log p", worst="0", chance="log n", best="depends on the aim"),
+    "contexts.rank": Column("int", "1 for the largest gate, 5 places at most."),
+    "before": Column("text", "The ten tokens before it, as text; null without a tokenizer."),
+    "after": Column("text", "The eight tokens after it, as text; null without a tokenizer."),
+    "gate": Column("float", "The gate with which the token chose the expert.", chance="the expert's mean gate: its gate_mass over its tokens",
+                   misleads="The largest of many gates is large whatever the expert does: read what the places have in common, not the number."),
+    "of": Column("text", "What of two experts is compared. router: their router rows. outputs: the mean of what each gave, before its gate, over those of up to "
+                         "1,024 tokens that chose it (the first 64 of 16 documents, from every domain).",
+                 misleads="Mean outputs are of the tokens each expert was given: experts of other tokens differ in them even if their weights are alike."),
+    "expert_cosines.cosine": Column("float", "The cosine of the angle between two experts' vectors; null where one of them is not known.", "v_a · v_b/(‖v_a‖ ‖v_b‖)",
+                                    worst="1: the two cannot be told apart", chance="0, with |cos| about chance", best="depends on the aim"),
+    "expert_cosines.chance": Column("float", "The mean |cos| of two random directions.", "√(2/(π d))"),
     # --- training
     "steps.tokens": Column("int", "Real tokens read from the start of training up to this step, over all ranks and micro-batches."),
     "train_loss": Column("float", "The loss as trained, mean over the steps since the row before."),

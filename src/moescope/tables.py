@@ -176,6 +176,24 @@ TABLES: dict[str, Table] = {
             ("token_id", "domain", "phase", "experts", "gates", "entropy"),
         ),
         Table(
+            "contexts",
+            "The places of the text where an expert's gate is largest, one a window and one a phrase; from the same sample as the vocabulary.",
+            ("step", "layer", "expert", "rank"),
+            ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
+        ),
+        Table(
+            "expert_cosines",
+            "How alike every two experts are, by their router rows and by what they give on average: what maps of experts are drawn from.",
+            ("step", "layer", "of", "expert_a", "expert_b"),
+            ("cosine", "chance"),
+        ),
+        Table(
+            "pieces",
+            "The words of the tokens table's ids, where asked for with --save-tokens.",
+            ("token_id",),
+            ("token",),
+        ),
+        Table(
             "steps",
             "Training as a whole: loss, speed and memory, at the steps that were logged.",
             ("step",),
@@ -205,7 +223,9 @@ TABLES: dict[str, Table] = {
 }  # fmt: skip
 
 # which verb writes which
-ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
+ROUTING_TABLES = (
+    "load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens", "contexts", "expert_cosines", "pieces",
+)  # fmt: skip
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
 COMPRESSION_TABLES = ("clusters", "saliency", "damage")

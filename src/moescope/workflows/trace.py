@@ -159,17 +159,17 @@ def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_
 def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
     """Join the steps' tables, compare the steps with each other, and close the run."""
     from moescope.routing.compare_steps import stability_table
+    from moescope.routing.trace import TABLES_OF_A_STEP
 
     with writer.timed("join"):
-        frames = {
-            name: writer.joined(name) for name in ("load", "routing_layers", "coactivation", "domains", "vocabulary")
-        }
+        frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
         setups = sorted(writer.setups(), key=lambda setup: setup["step"])
         frames["stability"] = stability_table(
             steps, setups, lambda step, array: writer.array(piece_name(step), array), layer_names_in(frames["load"])
         )
         if settings.save_tokens:
             writer.join_streamed("tokens")
+            frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
     warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
     writer.save_info(setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups])
     return writer.finish(frames)
