@@ -63,16 +63,17 @@ def multiply(
         twice = tl.where(lower == upper, 1.0, 2.0)
         tl.store(bends + matrix * n_pairs + pair, tl.sum(along * x_rows, 0) * twice)
     else:
+        # Other names than above: Triton wants a name to have one type in both branches.
         stretch = (column + 1) // S + pair - left * (left + 1) // 2
-        rows = stretch * S + tl.arange(0, S)
-        below = (rows > column) & (rows < N)
+        r = stretch * S + tl.arange(0, S)
+        below = (r > column) & (r < N)
         c = tl.arange(0, P)
         at = below[:, None] & (c < done)[None, :]
-        x = tl.load(x_at + rows, mask=below, other=0.0)
+        x = tl.load(x_at + r, mask=below, other=0.0)
         V_SP = tl.load(
-            V + matrix * N * N + rows.to(tl.int64)[:, None] * N + column - done + c[None, :], mask=at, other=0.0
+            V + matrix * N * N + r.to(tl.int64)[:, None] * N + column - done + c[None, :], mask=at, other=0.0
         )
-        W_SP = tl.load(W + (matrix * N + rows)[:, None] * P + c[None, :], mask=at, other=0.0)
+        W_SP = tl.load(W + (matrix * N + r)[:, None] * P + c[None, :], mask=at, other=0.0)
         parts = panel_parts + (matrix * n_stretches + stretch) * (2 * P) + c
         tl.store(parts, tl.sum(W_SP * x[:, None], 0))
         tl.store(parts + P, tl.sum(V_SP * x[:, None], 0))
@@ -97,13 +98,12 @@ def finish_and_begin(
     own_row = A + matrix * N * N + column.to(tl.int64) * N
     head = tl.load(own_row + rows, mask=inside, other=0.0)
     if FINISH:
+        # All that is read, before the first sum: sums make a program's threads wait for each other, and loads with them.
         at = tl.arange(0, BLOCKS)
         known = (at >= (column - 1) // R) & (at < n_blocks)
-        norm = tl.sqrt(tl.sum(tl.load(squares + matrix * n_blocks + at, mask=known, other=0.0), 0))
+        squares_B = tl.load(squares + matrix * n_blocks + at, mask=known, other=0.0)
         x_0 = tl.load(X + matrix * N + column)
-        signed = tl.where(x_0 < 0, -norm, norm)
-        away = x_0 + signed  # never cancels: both have one sign
-        tau = away / signed
+        x = tl.load(X + matrix * N + rows, mask=inside, other=0.0)
         c = tl.arange(0, P)
         before = c < done - 1
         corner = column - done  # the panel's first column
@@ -112,27 +112,34 @@ def finish_and_begin(
         s = tl.arange(0, STRETCHES)
         some = ((s >= column // S) & (s < n_stretches))[:, None] & before[None, :]
         parts = panel_parts + (matrix * n_stretches + s[:, None]) * (2 * P) + c[None, :]
-        with_w = (tl.sum(tl.load(parts, mask=some, other=0.0), 0) + signed * W_P) / away
-        with_v = (tl.sum(tl.load(parts + P, mask=some, other=0.0), 0) + signed * V_P) / away
+        with_w_SP = tl.load(parts, mask=some, other=0.0)
+        with_v_SP = tl.load(parts + P, mask=some, other=0.0)
         t = tl.arange(0, TILES)
         there = (t >= first_tile) & (t < n_tiles)
         slots = products + (matrix * n_tiles + t) * N
-        Ax_0 = tl.sum(tl.load(slots + column, mask=there, other=0.0), 0)
+        Ax_0_T = tl.load(slots + column, mask=there, other=0.0)
+        Ax_TR = tl.load(slots[:, None] + rows[None, :], mask=there[:, None] & inside[None, :], other=0.0)
         corner_entry = tl.load(own_row + column)
         pair = tl.arange(0, PAIRS)
         left = n_tiles - first_tile
         bent = tl.load(bends + matrix * n_pairs + pair, mask=pair < left * (left + 1) // 2, other=0.0)
-        vAv = (tl.sum(bent, 0) + 2 * signed * Ax_0 + signed * signed * corner_entry) / (away * away)
-        shift = -0.5 * tau * tau * (vAv - 2 * tl.sum(with_w * with_v, 0))
         panel = inside[:, None] & before[None, :]
         V_rows = V + matrix * N * N + rows.to(tl.int64) * N + corner
         W_rows = W + (matrix * N + rows) * P
         V_RP = tl.load(V_rows[:, None] + c[None, :], mask=panel, other=0.0)
         W_RP = tl.load(W_rows[:, None] + c[None, :], mask=panel, other=0.0)
-        Ax = tl.sum(tl.load(slots[:, None] + rows[None, :], mask=there[:, None] & inside[None, :], other=0.0), 0)
-        x = tl.load(X + matrix * N + rows, mask=inside, other=0.0)
+
+        norm = tl.sqrt(tl.sum(squares_B, 0))
+        signed = tl.where(x_0 < 0, -norm, norm)
+        away = x_0 + signed  # never cancels: both have one sign
+        tau = away / signed
+        with_w = (tl.sum(with_w_SP, 0) + signed * W_P) / away
+        with_v = (tl.sum(with_v_SP, 0) + signed * V_P) / away
+        Ax_0 = tl.sum(Ax_0_T, 0)
+        vAv = (tl.sum(bent, 0) + 2 * signed * Ax_0 + signed * signed * corner_entry) / (away * away)
+        shift = -0.5 * tau * tau * (vAv - 2 * tl.sum(with_w * with_v, 0))
         v = tl.where(rows == column, 1.0, x / away)
-        product = (Ax + signed * head) / away
+        product = (tl.sum(Ax_TR, 0) + signed * head) / away
         w = tau * (product - tl.sum(V_RP * with_w[None, :] + W_RP * with_v[None, :], 1)) + shift * v
         tl.store(V_rows + done - 1, v, mask=inside)
         tl.store(W_rows + done - 1, w, mask=inside)
