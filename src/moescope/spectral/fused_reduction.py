@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moescope.spectral.batched_eigen import NEXT_TO_NOTHING, PANEL, Reduction, inner
 
+CHUNK = 64  # rows of the panel, and pairs of tiles, that a program holds at a time
+FEW_PAIRS = 1024
 NOTHING = tl.constexpr(NEXT_TO_NOTHING)
 
 
@@ -31,7 +33,7 @@ class Sizes(NamedTuple):
 @triton.jit(do_not_specialize=["column", "done", "first_tile"])  # else every sixteenth column would be compiled anew
 def multiply(
     A, V, W, X, products, panel_parts, bends, N, column, done, first_tile, n_tiles, n_stretches, n_pairs,
-    T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, C: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A x, one tile on or below the diagonal a program, used on either side; then W'x and V'x, one stretch of rows a program.
 
@@ -65,18 +67,22 @@ def multiply(
     else:
         # Other names than above: Triton wants a name to have one type in both branches.
         stretch = (column + 1) // S + pair - left * (left + 1) // 2
-        r = stretch * S + tl.arange(0, S)
-        below = (r > column) & (r < N)
         c = tl.arange(0, P)
-        at = below[:, None] & (c < done)[None, :]
-        x = tl.load(x_at + r, mask=below, other=0.0)
-        V_SP = tl.load(
-            V + matrix * N * N + r.to(tl.int64)[:, None] * N + column - done + c[None, :], mask=at, other=0.0
-        )
-        W_SP = tl.load(W + (matrix * N + r)[:, None] * P + c[None, :], mask=at, other=0.0)
+        with_w = tl.zeros([P], tl.float64)
+        with_v = tl.zeros([P], tl.float64)
+        for start in range(stretch * S, stretch * S + S, C):
+            r = start + tl.arange(0, C)
+            below = (r > column) & (r < N)
+            at = below[:, None] & (c < done)[None, :]
+            x = tl.load(x_at + r, mask=below, other=0.0)
+            V_rows = V + matrix * N * N + r.to(tl.int64) * N + column - done
+            W_CP = tl.load(W + (matrix * N + r)[:, None] * P + c[None, :], mask=at, other=0.0)
+            V_CP = tl.load(V_rows[:, None] + c[None, :], mask=at, other=0.0)
+            with_w += tl.sum(W_CP * x[:, None], 0)
+            with_v += tl.sum(V_CP * x[:, None], 0)
         parts = panel_parts + (matrix * n_stretches + stretch) * (2 * P) + c
-        tl.store(parts, tl.sum(W_SP * x[:, None], 0))
-        tl.store(parts + P, tl.sum(V_SP * x[:, None], 0))
+        tl.store(parts, with_w)
+        tl.store(parts + P, with_v)
 
 
 @triton.jit(do_not_specialize=["column", "done", "first_tile"])
@@ -120,9 +126,12 @@ def finish_and_begin(
         Ax_0_T = tl.load(slots + column, mask=there, other=0.0)
         Ax_TR = tl.load(slots[:, None] + rows[None, :], mask=there[:, None] & inside[None, :], other=0.0)
         corner_entry = tl.load(own_row + column)
-        pair = tl.arange(0, PAIRS)
         left = n_tiles - first_tile
-        bent = tl.load(bends + matrix * n_pairs + pair, mask=pair < left * (left + 1) // 2, other=0.0)
+        n_bends = left * (left + 1) // 2
+        pair = tl.arange(0, PAIRS)
+        bent = tl.load(bends + matrix * n_pairs + pair, mask=pair < n_bends, other=0.0)
+        for start in range(PAIRS, n_bends, PAIRS):  # all at once would take up most registers
+            bent += tl.load(bends + matrix * n_pairs + start + pair, mask=start + pair < n_bends, other=0.0)
         panel = inside[:, None] & before[None, :]
         V_rows = V + matrix * N * N + rows.to(tl.int64) * N + corner
         W_rows = W + (matrix * N + rows) * P
@@ -178,7 +187,7 @@ def tridiagonalise_fused(
     bends = A.new_empty(batch, pairs)
     diagonal, beside, factors = A.new_zeros(batch, N), A.new_zeros(batch, N), A.new_zeros(batch, N)
     counts: dict[str, Any] = {
-        "TILES": tiles, "STRETCHES": stretches, "PAIRS": pairs, "BLOCKS": blocks
+        "TILES": tiles, "STRETCHES": stretches, "PAIRS": min(pairs, FEW_PAIRS), "BLOCKS": blocks
     }  # fmt: skip
     counts = {name: triton.next_power_of_2(count) for name, count in counts.items()}
 
@@ -198,7 +207,7 @@ def tridiagonalise_fused(
             left = tiles - (column + 1) // T
             multiply[(left * (left + 1) // 2 + stretches - (column + 1) // S, batch)](
                 A, V, W, X[column % 2], products, panel_parts, bends, N, column, column - start, (column + 1) // T, tiles, stretches, pairs,
-                T=T, S=S, P=PANEL, EVEN=N % T == 0, num_warps=warps,
+                T=T, S=S, C=min(S, CHUNK), P=PANEL, EVEN=N % T == 0, num_warps=warps,
             )  # fmt: skip
         vectors(end, end - start, True, False)
         v, w = V[:, end:, start:end], W[:, end:, : end - start]
