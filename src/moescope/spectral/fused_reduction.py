@@ -196,7 +196,7 @@ def tridiagonalise_fused(
         finish_and_begin[(blocks - column // R, batch)](
             A, V, W, X[then], products, panel_parts, bends, N, column, done, column // T, tiles, stretches, pairs,
             X[now], squares[then], squares[now], factors, beside, diagonal, blocks,
-            FINISH=finish, BEGIN=begin, R=R, S=S, P=PANEL, num_warps=4, **counts,
+            FINISH=finish, BEGIN=begin, R=R, S=S, P=PANEL, num_warps=4, maxnreg=128, **counts,
         )  # fmt: skip
 
     last = N - 1 if columns is None else min(columns, N - 1)
