@@ -136,6 +136,14 @@ def stages(folder: Path, device: str) -> dict[str, float]:
     }  # fmt: skip
 
 
+def own_process(folder: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "moescope", "scan", str(folder), "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    took, _ = seconds(lambda: subprocess.run(command, env=environment, check=True, capture_output=True))
+    timings = json.loads((out / "run.json").read_text())["timings"]
+    print(f"the command in a process of its own, files in the page cache: {took:.2f} s; {timings}", flush=True)
+
+
 def largest_error(folder: Path, run, device: str) -> float:  # type: ignore[no-untyped-def]
     """Of align, over three experts of the first layer and every router, against an fp64 SVD."""
     weights = next(iter(read_moe(open_checkpoint(folder)).layers.values()))
@@ -156,6 +164,9 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument(
+        "--brief", action="store_true", help="neither the command in a process of its own nor the stages"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
@@ -173,10 +184,8 @@ def main() -> None:
         print(f"scan, files in the page cache: {took:.2f} s; {run.info['timings']}", flush=True)
         if half < given.layers:
             print(f"  a further layer: {(took - took_half) / (given.layers - half):.2f} s", flush=True)
-        command = [sys.executable, "-m", "moescope", "scan", str(folder), "--out", str(base / "process")]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-        took, _ = seconds(lambda: subprocess.run(command, env=environment, check=True, capture_output=True))
-        print(f"the command in a process of its own, files in the page cache: {took:.2f} s", flush=True)
+        if not given.brief:
+            own_process(folder, base / "process")
         out_of_cache(folder)
         took, run = seconds(lambda: scan(folder, out=base / "cold", device=device, quiet=True))
         print(
@@ -185,7 +194,7 @@ def main() -> None:
         out_of_cache(folder)
         reading, _ = seconds(read_all, folder, device)
         print(f"reading alone, from disk: {reading:.2f} s; scan / reading: {took / reading:.2f}", flush=True)
-        if device != "cpu":
+        if device != "cpu" and not given.brief:
             for name, value in stages(folder, device).items():
                 print(f"  {name}: {value:.4g}" + ("" if name == "experts" else " s"))
         print(f"largest error of align against an fp64 SVD: {largest_error(folder, run, device):.1e}")

@@ -16,7 +16,6 @@ from moescope.routing.rows import Corpus, Row, coactivation_columns, load_rows, 
 from moescope.routing.step_tally import Place, Window
 
 DOMAIN = "train"
-NEEDS_ORDER = ("sequential_consistency", "adjacent_jaccard")  # not counted in training
 PERCENTILES = {"cv": (50, 90), "max_over_mean": (50, 90), "unused": (50, 90), "load_entropy_share": (10, 50), "routing_entropy": (10, 50)}  # fmt: skip
 PREFIX = "moescope/"
 
@@ -37,7 +36,7 @@ def window_tables(
         place = {"step": step, "layer": block.layer, "layer_name": block.name}
         tables["load"] += [{**place, **line} for line in load_rows(counts, corpus)]
         decided = bool(window.decided_L[row])
-        metrics = (line for line in metric_rows(counts, corpus, decisions=decided) if line["metric"] not in NEEDS_ORDER)
+        metrics = metric_rows(counts, corpus, decisions=decided, order=False)
         rows_ED = routers_LED[row]
         router_ED = None if rows_ED is None else rows_ED.double().cpu().numpy()
         apart = (

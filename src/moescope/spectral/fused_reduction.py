@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moescope.spectral.batched_eigen import NEXT_TO_NOTHING, PANEL, Reduction, inner
 
+CHUNK = 64  # rows of the panel, and pairs of tiles, that a program holds at a time
+FEW_PAIRS = 1024
 NOTHING = tl.constexpr(NEXT_TO_NOTHING)
 
 
@@ -31,7 +33,7 @@ class Sizes(NamedTuple):
 @triton.jit(do_not_specialize=["column", "done", "first_tile"])  # else every sixteenth column would be compiled anew
 def multiply(
     A, V, W, X, products, panel_parts, bends, N, column, done, first_tile, n_tiles, n_stretches, n_pairs,
-    T: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, C: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A x, one tile on or below the diagonal a program, used on either side; then W'x and V'x, one stretch of rows a program.
 
@@ -63,19 +65,24 @@ def multiply(
         twice = tl.where(lower == upper, 1.0, 2.0)
         tl.store(bends + matrix * n_pairs + pair, tl.sum(along * x_rows, 0) * twice)
     else:
+        # Other names than above: Triton wants a name to have one type in both branches.
         stretch = (column + 1) // S + pair - left * (left + 1) // 2
-        rows = stretch * S + tl.arange(0, S)
-        below = (rows > column) & (rows < N)
         c = tl.arange(0, P)
-        at = below[:, None] & (c < done)[None, :]
-        x = tl.load(x_at + rows, mask=below, other=0.0)
-        V_SP = tl.load(
-            V + matrix * N * N + rows.to(tl.int64)[:, None] * N + column - done + c[None, :], mask=at, other=0.0
-        )
-        W_SP = tl.load(W + (matrix * N + rows)[:, None] * P + c[None, :], mask=at, other=0.0)
+        with_w = tl.zeros([P], tl.float64)
+        with_v = tl.zeros([P], tl.float64)
+        for start in range(stretch * S, stretch * S + S, C):
+            r = start + tl.arange(0, C)
+            below = (r > column) & (r < N)
+            at = below[:, None] & (c < done)[None, :]
+            x = tl.load(x_at + r, mask=below, other=0.0)
+            V_rows = V + matrix * N * N + r.to(tl.int64) * N + column - done
+            W_CP = tl.load(W + (matrix * N + r)[:, None] * P + c[None, :], mask=at, other=0.0)
+            V_CP = tl.load(V_rows[:, None] + c[None, :], mask=at, other=0.0)
+            with_w += tl.sum(W_CP * x[:, None], 0)
+            with_v += tl.sum(V_CP * x[:, None], 0)
         parts = panel_parts + (matrix * n_stretches + stretch) * (2 * P) + c
-        tl.store(parts, tl.sum(W_SP * x[:, None], 0))
-        tl.store(parts + P, tl.sum(V_SP * x[:, None], 0))
+        tl.store(parts, with_w)
+        tl.store(parts + P, with_v)
 
 
 @triton.jit(do_not_specialize=["column", "done", "first_tile"])
@@ -97,13 +104,12 @@ def finish_and_begin(
     own_row = A + matrix * N * N + column.to(tl.int64) * N
     head = tl.load(own_row + rows, mask=inside, other=0.0)
     if FINISH:
+        # All that is read, before the first sum: sums make a program's threads wait for each other, and loads with them.
         at = tl.arange(0, BLOCKS)
         known = (at >= (column - 1) // R) & (at < n_blocks)
-        norm = tl.sqrt(tl.sum(tl.load(squares + matrix * n_blocks + at, mask=known, other=0.0), 0))
+        squares_B = tl.load(squares + matrix * n_blocks + at, mask=known, other=0.0)
         x_0 = tl.load(X + matrix * N + column)
-        signed = tl.where(x_0 < 0, -norm, norm)
-        away = x_0 + signed  # never cancels: both have one sign
-        tau = away / signed
+        x = tl.load(X + matrix * N + rows, mask=inside, other=0.0)
         c = tl.arange(0, P)
         before = c < done - 1
         corner = column - done  # the panel's first column
@@ -112,27 +118,37 @@ def finish_and_begin(
         s = tl.arange(0, STRETCHES)
         some = ((s >= column // S) & (s < n_stretches))[:, None] & before[None, :]
         parts = panel_parts + (matrix * n_stretches + s[:, None]) * (2 * P) + c[None, :]
-        with_w = (tl.sum(tl.load(parts, mask=some, other=0.0), 0) + signed * W_P) / away
-        with_v = (tl.sum(tl.load(parts + P, mask=some, other=0.0), 0) + signed * V_P) / away
+        with_w_SP = tl.load(parts, mask=some, other=0.0)
+        with_v_SP = tl.load(parts + P, mask=some, other=0.0)
         t = tl.arange(0, TILES)
         there = (t >= first_tile) & (t < n_tiles)
         slots = products + (matrix * n_tiles + t) * N
-        Ax_0 = tl.sum(tl.load(slots + column, mask=there, other=0.0), 0)
+        Ax_0_T = tl.load(slots + column, mask=there, other=0.0)
+        Ax_TR = tl.load(slots[:, None] + rows[None, :], mask=there[:, None] & inside[None, :], other=0.0)
         corner_entry = tl.load(own_row + column)
-        pair = tl.arange(0, PAIRS)
         left = n_tiles - first_tile
-        bent = tl.load(bends + matrix * n_pairs + pair, mask=pair < left * (left + 1) // 2, other=0.0)
-        vAv = (tl.sum(bent, 0) + 2 * signed * Ax_0 + signed * signed * corner_entry) / (away * away)
-        shift = -0.5 * tau * tau * (vAv - 2 * tl.sum(with_w * with_v, 0))
+        n_bends = left * (left + 1) // 2
+        pair = tl.arange(0, PAIRS)
+        bent = tl.load(bends + matrix * n_pairs + pair, mask=pair < n_bends, other=0.0)
+        for start in range(PAIRS, n_bends, PAIRS):  # all at once would take up most registers
+            bent += tl.load(bends + matrix * n_pairs + start + pair, mask=start + pair < n_bends, other=0.0)
         panel = inside[:, None] & before[None, :]
         V_rows = V + matrix * N * N + rows.to(tl.int64) * N + corner
         W_rows = W + (matrix * N + rows) * P
         V_RP = tl.load(V_rows[:, None] + c[None, :], mask=panel, other=0.0)
         W_RP = tl.load(W_rows[:, None] + c[None, :], mask=panel, other=0.0)
-        Ax = tl.sum(tl.load(slots[:, None] + rows[None, :], mask=there[:, None] & inside[None, :], other=0.0), 0)
-        x = tl.load(X + matrix * N + rows, mask=inside, other=0.0)
+
+        norm = tl.sqrt(tl.sum(squares_B, 0))
+        signed = tl.where(x_0 < 0, -norm, norm)
+        away = x_0 + signed  # never cancels: both have one sign
+        tau = away / signed
+        with_w = (tl.sum(with_w_SP, 0) + signed * W_P) / away
+        with_v = (tl.sum(with_v_SP, 0) + signed * V_P) / away
+        Ax_0 = tl.sum(Ax_0_T, 0)
+        vAv = (tl.sum(bent, 0) + 2 * signed * Ax_0 + signed * signed * corner_entry) / (away * away)
+        shift = -0.5 * tau * tau * (vAv - 2 * tl.sum(with_w * with_v, 0))
         v = tl.where(rows == column, 1.0, x / away)
-        product = (Ax + signed * head) / away
+        product = (tl.sum(Ax_TR, 0) + signed * head) / away
         w = tau * (product - tl.sum(V_RP * with_w[None, :] + W_RP * with_v[None, :], 1)) + shift * v
         tl.store(V_rows + done - 1, v, mask=inside)
         tl.store(W_rows + done - 1, w, mask=inside)
@@ -171,7 +187,7 @@ def tridiagonalise_fused(
     bends = A.new_empty(batch, pairs)
     diagonal, beside, factors = A.new_zeros(batch, N), A.new_zeros(batch, N), A.new_zeros(batch, N)
     counts: dict[str, Any] = {
-        "TILES": tiles, "STRETCHES": stretches, "PAIRS": pairs, "BLOCKS": blocks
+        "TILES": tiles, "STRETCHES": stretches, "PAIRS": min(pairs, FEW_PAIRS), "BLOCKS": blocks
     }  # fmt: skip
     counts = {name: triton.next_power_of_2(count) for name, count in counts.items()}
 
@@ -180,7 +196,7 @@ def tridiagonalise_fused(
         finish_and_begin[(blocks - column // R, batch)](
             A, V, W, X[then], products, panel_parts, bends, N, column, done, column // T, tiles, stretches, pairs,
             X[now], squares[then], squares[now], factors, beside, diagonal, blocks,
-            FINISH=finish, BEGIN=begin, R=R, S=S, P=PANEL, num_warps=4, **counts,
+            FINISH=finish, BEGIN=begin, R=R, S=S, P=PANEL, num_warps=4, maxnreg=128, **counts,
         )  # fmt: skip
 
     last = N - 1 if columns is None else min(columns, N - 1)
@@ -191,7 +207,7 @@ def tridiagonalise_fused(
             left = tiles - (column + 1) // T
             multiply[(left * (left + 1) // 2 + stretches - (column + 1) // S, batch)](
                 A, V, W, X[column % 2], products, panel_parts, bends, N, column, column - start, (column + 1) // T, tiles, stretches, pairs,
-                T=T, S=S, P=PANEL, EVEN=N % T == 0, num_warps=warps,
+                T=T, S=S, C=min(S, CHUNK), P=PANEL, EVEN=N % T == 0, num_warps=warps,
             )  # fmt: skip
         vectors(end, end - start, True, False)
         v, w = V[:, end:, start:end], W[:, end:, : end - start]
