@@ -12,7 +12,7 @@ import pandas as pd
 from moescope.figures.comparison import ACROSS_READINGS
 from moescope.figures.geometry import DRIFT, L2_UNRELATED, PROJECTIONS, distance_charts, span
 from moescope.figures.identification import score_at_chance
-from moescope.figures.style import FigureSpec, Tables, named_layers, number
+from moescope.figures.style import FigureSpec, Tables, number
 from moescope.reporting.layer_section import VERDICT_NAMES
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.readings import readings
@@ -122,7 +122,7 @@ def alignment_findings(run: Run) -> list[str]:
             for row in other.head(4).itertuples()
         ]
         more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-        found = [f"the verdict of alignment changed in {named_layers(other['layer'])}: {', '.join(named)}{more}"]
+        found = [f"the verdict of alignment changed in {len(other)} of {len(tests)} layers: {', '.join(named)}{more}"]
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
     if np.isfinite(change).any():
         top = scores.iloc[int(np.nanargmax(np.abs(change)))]
