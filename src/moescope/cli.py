@@ -158,6 +158,7 @@ def compare(
     series: Annotated[str, typer.Option(help="What the comparison is called in tables and figures.")] = "base_to_ift",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0; mps means cpu.")] = "auto",
     as_json: AsJson = False,
+    match_by: Annotated[str, typer.Option(help="For --matched: signed (order and signs), unsigned (order alone), held_out (by gate and up; down is the check).", rich_help_panel=MORE)] = "signed",
     seed: Seed = 0,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -169,8 +170,8 @@ def compare(
     from moescope.workflows.compare import compare as run_compare
 
     run = run_compare(
-        a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, skip=skip, device=device, seed=seed,
-        overwrite=overwrite, quiet=quiet,
+        a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, match_by=match_by, skip=skip, device=device,
+        seed=seed, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
     show_run(run, as_json, quiet)
 

@@ -231,7 +231,7 @@ COLUMNS: dict[str, Column] = {
     "fallback": Column("bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."),
     # --- distances between experts
     "series": Column("text", "What is compared: base_to_ift for the same expert in two checkpoints, or the name a series was given; a method's name for its clusters, the dominant member against each other one. "
-                             "A name that ends in _permuted: after matching neurons."),
+                             "Names that end in _permuted: after matching neurons (_unsigned: order alone); in _held_out: matched by gate and up, so that down is a check."),
     "geometry.matrix": Column("text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."),
     "geometry_layers.matrix": Column("text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."),
     "geometry.expert_a": Column("int", "The expert in the first checkpoint, or the dominant member of the cluster."),
