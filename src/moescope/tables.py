@@ -119,6 +119,12 @@ TABLES: dict[str, Table] = {
             ("cluster", "dominant", "weight", "kept"),
         ),
         Table(
+            "merges",
+            "The steps by which experts were grouped, from the nearest on; those above the cut are not carried out. Of m_smoe only those that are.",
+            ("method", "layer", "merge"),
+            ("left", "right", "height", "chance_height", "size", "done"),
+        ),
+        Table(
             "saliency",
             "How much each expert did on the calibration text: the scores that pruning goes by.",
             ("layer", "expert"),
@@ -228,7 +234,7 @@ ROUTING_TABLES = (
 )  # fmt: skip
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
-COMPRESSION_TABLES = ("clusters", "saliency", "damage")
+COMPRESSION_TABLES = ("clusters", "merges", "saliency", "damage")
 LAB_TABLES = ("overhead",)
 OTHERS = (*GEOMETRY_TABLES, *COMPRESSION_TABLES, *ROUTING_TABLES, *TRAINING_TABLES, *LAB_TABLES)
 SCAN_TABLES = tuple(name for name in TABLES if name not in OTHERS)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moescope.errors import BadInput
-from moescope.routing.adapters import Block, ungated_output
+from moescope.routing.adapters import Block, adapter_of
 from moescope.routing.capture import Capture
 from moescope.routing.documents import Batch, Document, batches, windows
 from moescope.types import Routing
@@ -28,7 +28,7 @@ class Collector(Protocol):
     """Sums over tokens, of every layer: `consume` is called with each layer's routing as it happens, under no_grad.
 
     `sums` holds sums and counts only, named layer.N.NAME, so that those of two texts can be added. The block may be asked for expert
-    outputs (`ungated_output`, `expert_tokens`); capture does not see such calls.
+    outputs (`outputs_of_chosen`, `ungated_output`); capture does not see such calls.
     """
 
     def consume(self, routing: Routing, block: Block) -> None: ...
@@ -93,22 +93,45 @@ def real_tokens(routing: Routing) -> Tensor:
     return routing.tokens.real_T
 
 
-def expert_tokens(routing: Routing) -> list[tuple[int, Tensor, Tensor]]:
-    """(expert, its real tokens, their gates) for every expert that has any: X_j, and g_j on it."""
-    chosen_TK = torch.where(real_tokens(routing)[:, None], routing.chosen_TK, -1)
-    found = []
-    for expert in sorted(set(chosen_TK.flatten().tolist())):
-        if expert >= 0:
-            at_T, slot_T = torch.where(chosen_TK == expert)
-            found.append((expert, at_T, routing.gates_TK[at_T, slot_T]))
-    return found
+class Handled(NamedTuple):
+    """Tokens of some experts, each with the expert it goes to, its gate g, and that expert's output without the gate, f."""
+
+    expert_N: Tensor
+    at_N: Tensor  # the token's place among the T
+    gates_N: Tensor
+    out_ND: Tensor
 
 
-def outputs_of_chosen(routing: Routing, block: Block) -> Iterable[tuple[int, Tensor, Tensor, Tensor]]:
-    """(expert, its tokens, their gates, ungated outputs f_j), one expert at a time: no [E, T, D] is ever made."""
+def outputs_of_chosen(routing: Routing, block: Block) -> Iterator[Handled]:
+    """Every real token's chosen experts and what each made of it, whole experts at a time, in pieces of about T rows.
+
+    No [E, T, D] is ever made, nor [T, K, D]: a piece is one expert's tokens, or those of several small ones together, so that
+    128 experts with a few tokens each are not 128 calls.
+    """
     assert routing.x_TD is not None
-    for expert, at_T, gates_T in expert_tokens(routing):
-        yield expert, at_T, gates_T, ungated_output(block, routing.x_TD[at_T], expert)
+    chosen_TK = torch.where(real_tokens(routing)[:, None], routing.chosen_TK, -1)
+    at_N, slot_N = torch.where(chosen_TK >= 0)
+    expert_N = chosen_TK[at_N, slot_N]
+    order = expert_N.argsort(stable=True)
+    at_N, slot_N, expert_N = at_N[order], slot_N[order], expert_N[order]
+    gates_N = routing.gates_TK[at_N, slot_N]
+    counts = torch.bincount(expert_N, minlength=routing.n_experts).tolist()
+    for start, stop in pieces(counts, len(chosen_TK)):
+        own = slice(start, stop)
+        out_ND = adapter_of(block).output(block, routing.x_TD[at_N[own]], expert_N[own])
+        yield Handled(expert_N[own], at_N[own], gates_N[own], out_ND)
+
+
+def pieces(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows that hold whole experts: as many as fit `most` rows, one that is larger by itself."""
+    start = stop = 0
+    for count in counts:
+        if stop > start and stop + count - start > most:
+            yield start, stop
+            start = stop
+        stop += count
+    if stop > start:
+        yield start, stop
 
 
 def added(ours: Sums, theirs: Sums) -> Sums:

@@ -63,6 +63,8 @@ def predict_layer(
     gating: Gating,
     experts: RunningExperts | None,
 ) -> Predicted:
+    if plan.router == "tie" and experts is not None and len(states):
+        return Predicted(tied_error(block, layer, fit, states, experts), 0.0)
     logits_TK = new_logits(block, plan, layer, fit, states)
     if not gating.explains or logits_TK is None or plan.router == "tie" or not len(states):
         return Predicted(None, None)
@@ -80,6 +82,19 @@ def predict_layer(
     else:
         after_TD = routed_output(block, states.x_TD, slots[chosen_TK], gates_TK)
     return Predicted(relative_error(after_TD, before_TD), router_kl(layer, gating, states.logits_TE, logits_TK))
+
+
+def tied_error(block: Block, layer: LayerPlan, fit: LayerFit, states: LayerStates, experts: RunningExperts) -> float:
+    """The error with every old router row pointing at the expert its own was merged into: choices and gates are the model's own."""
+    before_TD = routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK)
+    made = {
+        member: merged_expert(experts.layers[layer.layer], group, shares, fit)
+        for group, shares in zip(layer.groups, layer.weights, strict=True)
+        for member in group
+        if len(group) > 1
+    }
+    with experts.replaced(layer.layer, made):
+        return relative_error(routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK), before_TD)
 
 
 def new_logits(block: Block, plan: Plan, layer: LayerPlan, fit: LayerFit, states: LayerStates) -> Tensor | None:

@@ -34,6 +34,7 @@ class Grouping:
     groups: tuple[tuple[int, ...], ...]
     dominants: tuple[int, ...]
     merges: tuple[Merge, ...] = ()
+    unrelated: float | None = None  # the height at which experts that have nothing to do with each other would merge
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 from scipy.spatial.distance import pdist, squareform
@@ -26,4 +28,12 @@ def hc_smoe(
     distance_EE = np.nan_to_num(
         squareform(pdist(mean_output_ED, measure)), nan=1.0
     )  # an output of zeros has no direction
-    return average_linkage(distance_EE, keep, most_used(usage_E), n_groups)
+    grouping = average_linkage(distance_EE, keep, most_used(usage_E), n_groups)
+    return replace(grouping, unrelated=unrelated_distance(mean_output_ED) if measure == "euclidean" else 1.0)
+
+
+def unrelated_distance(mean_output_ED: Array) -> float:
+    """Mean over pairs of sqrt(|a|^2 + |b|^2): how far outputs of these sizes lie apart when their directions have nothing in common."""
+    squares = np.square(mean_output_ED).sum(1)
+    a, b = np.triu_indices(len(squares), 1)
+    return float(np.sqrt(squares[a] + squares[b]).mean()) if len(a) else 0.0

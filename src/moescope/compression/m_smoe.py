@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,8 @@ def joined(cosine_EE: Array, leaders: Sequence[int], n_groups: int = 1) -> Group
         merges.append(Merge(node[leader], expert, height, len(groups[leader]), True))
         node[leader] = n_experts + len(merges) - 1
     by_member = {expert: leader for leader, group in groups.items() for expert in group}
-    return grouped(n_experts, list(groups.values()), lambda group: by_member[group[0]], merges)
+    grouping = grouped(n_experts, list(groups.values()), lambda group: by_member[group[0]], merges)
+    return replace(grouping, unrelated=1 + 1 / max(n_experts - 1, 1))
 
 
 def m_smoe(gram_EE: Array, usage_E: Array, keep: int, n_groups: int = 1) -> Grouping:

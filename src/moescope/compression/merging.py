@@ -240,7 +240,7 @@ def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch
         None if tied or {lowered} == before else lowered,
         notes(layers),
         tuple(said(given, layers, by_sketch)),
-        {layer.plan.layer: layer.grouping.merges for layer in layers},
+        {layer.plan.layer: layer.grouping for layer in layers},
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moescope.compression.grouping import Merge
+from moescope.compression.grouping import Grouping
 from moescope.compression.plan import Fits
 from moescope.families import MoeCheckpoint
 from moescope.types import LayerPlan
@@ -57,7 +57,7 @@ class Decided:
     top_k: int | None = None  # None: as it was
     notes: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)  # kept in the plan's settings
     warnings: tuple[str, ...] = ()
-    merges: Mapping[int, tuple[Merge, ...]] = field(default_factory=dict)  # by layer: what a dendrogram shows
+    groupings: Mapping[int, Grouping] = field(default_factory=dict)  # by layer: what a dendrogram shows
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 class RoutedSums:
     """Sums over X_j, by group of documents (256 groups, by content): 1, g, ||f||, g ||f||. A `Collector`.
 
-    f comes from the block's own experts for one expert's tokens at a time, with a gate of 1. Llama 4 multiplies a token by its gate before
+    f comes from the block's own experts, for whole experts at a time, with a gate of 1. Llama 4 multiplies a token by its gate before
     the expert: there f is the output for the token as it came, and g ||f|| is not quite what the expert added.
     """
 
@@ -41,22 +41,27 @@ class RoutedSums:
         if routing.layer not in self.layers:
             shape = (BUCKETS, routing.n_experts)
             self.layers[routing.layer] = {
-                name: torch.zeros(shape, dtype=torch.int64 if name == "tokens_BE" else torch.float64)
+                name: torch.zeros(
+                    shape, dtype=torch.int64 if name == "tokens_BE" else torch.float64, device=routing.chosen_TK.device
+                )
                 for name in COUNTED
             }
         own = self.layers[routing.layer]
-        bucket_T = torch.zeros(len(routing.chosen_TK), dtype=torch.int64)
-        if routing.tokens is not None:
-            bucket_T = routing.tokens.bucket_T.cpu()
-        for expert, at_T, gates_T, out_TD in outputs_of_chosen(routing, block):
-            norm_T = out_TD.float().norm(dim=-1).double().cpu()
-            gate_T, bucket = gates_T.double().cpu(), bucket_T[at_T.cpu()]
-            values = (torch.ones_like(bucket), gate_T, norm_T, gate_T * norm_T)
+        for handled in outputs_of_chosen(routing, block):
+            norm_N = handled.out_ND.float().norm(dim=-1).double()
+            gate_N = handled.gates_N.double()
+            bucket_N = torch.zeros_like(handled.at_N)
+            if routing.tokens is not None:
+                bucket_N = routing.tokens.bucket_T[handled.at_N]
+            cell_N = bucket_N * routing.n_experts + handled.expert_N
+            values = (torch.ones_like(cell_N), gate_N, norm_N, gate_N * norm_N)
             for name, value in zip(COUNTED, values, strict=True):
-                own[name][:, expert].index_add_(0, bucket, value)
+                own[name].view(-1).index_add_(0, cell_N, value)
 
     def sums(self) -> Sums:
-        return {f"layer.{layer}.{name}": tensor for layer, own in self.layers.items() for name, tensor in own.items()}
+        return {
+            f"layer.{layer}.{name}": tensor.cpu() for layer, own in self.layers.items() for name, tensor in own.items()
+        }
 
 
 # --- scores, from sums [..., E]

@@ -96,19 +96,39 @@ def merged_in_place(
             new = merged_expert(running.layers[plan.layer], group, shares, fit)
             made.update(dict.fromkeys(group, new))
     folds = fit.router_KD is not None and gating is not None and gating.explains and adapter_of(block) is CONTRACT
+    hooks: list[Any] = []
     with running.replaced(plan.layer, made):
-        hook: Any = None
         if folds and len(plan.groups) < plan.n_experts:
             assert gating is not None
-            hook = block.experts.register_forward_pre_hook(chosen_by(plan, fit, gating, top_k), with_kwargs=True)
+            own_call = OwnCall()
+            choose = chosen_by(plan, fit, gating, top_k, own_call)
+            hooks.append(block.module.register_forward_pre_hook(own_call.begins))
+            hooks.append(block.experts.register_forward_pre_hook(choose, with_kwargs=True))
         try:
             yield
         finally:
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
 
 
-def chosen_by(plan: LayerPlan, fit: LayerFit, gating: Gating, top_k: int | None) -> Callable[..., Any]:
+class OwnCall:
+    """Whether the experts are being called by their block, or by somebody who asks them for the output of given experts."""
+
+    def __init__(self) -> None:
+        self.awaited = False
+
+    def begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.awaited = True
+
+    def taken(self) -> bool:
+        """True once for every call of the block."""
+        awaited, self.awaited = self.awaited, False
+        return awaited
+
+
+def chosen_by(
+    plan: LayerPlan, fit: LayerFit, gating: Gating, top_k: int | None, own_call: OwnCall
+) -> Callable[..., Any]:
     """A hook in front of the experts that puts the fitted rows' choice in place of the router's; groups stand where their dominants do."""
     assert fit.router_KD is not None
     rows, bias, correction = fit.router_KD.float(), fit.router_bias_K, fit.correction_bias_K
@@ -118,7 +138,9 @@ def chosen_by(plan: LayerPlan, fit: LayerFit, gating: Gating, top_k: int | None)
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+        if not own_call.taken():
+            return None
         x, index_TK, gates_TK = (*args, *kwargs.values())
         logits_TK = x.reshape(-1, x.shape[-1]).float().cpu() @ rows.T
         logits_TK = logits_TK if bias is None else logits_TK + bias.float()

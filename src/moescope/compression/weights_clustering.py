@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moescope.compression.grouping import Grouping, average_linkage, most_central
 from moescope.errors import unknown_name
-from moescope.geometry.matching import Matching, match_neurons
+from moescope.geometry.matching import Matching, can_flip, match_neurons
+from moescope.geometry.nulls import matched_chance
 from moescope.geometry.polar import PolarFactor, polar_factor, sv_alignment
 from moescope.types import ExpertWeights
 
@@ -48,7 +49,16 @@ def weights_clusters(
     """
     distances = matched_distances(experts, measure, most_pairs, device)
     grouping = average_linkage(distances.distance_EE, keep, most_central(distances.distance_EE), n_groups)
-    return grouping, distances
+    return replace(grouping, unrelated=random_distance(experts[0], measure)), distances
+
+
+def random_distance(expert: ExpertWeights, measure: str) -> float:
+    """The distance that matching leaves between random experts of this one's shape."""
+    d_ff, d_model = expert.gate_FD.shape
+    drawn = matched_chance(d_ff, d_model, can_flip(expert), expert.up_FD is not None).values()
+    if measure == "sv":
+        return 1 - float(np.mean([chance.sv_alignment for chance in drawn]))
+    return float(np.sqrt(np.mean([chance.relative_l2**2 for chance in drawn])))
 
 
 def matched_distances(

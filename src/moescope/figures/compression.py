@@ -232,7 +232,7 @@ def saliency_heatmap(tables: Tables) -> Figure:
             {
                 "type": "scatter", "mode": "markers", "name": "dropped", "x": [str(e) for e in dropped["expert"]],
                 "y": [str(layer) for layer in dropped["layer"]], "hoverinfo": "skip", "showlegend": False,
-                "marker": {"symbol": "x-thin", "size": 8 if len(experts) <= 64 else 4, "line": {"width": 1.5, "color": "#1a1d21"}},
+                "marker": {"symbol": "x-thin", "size": 8 if len(experts) <= 32 else 4, "line": {"width": 1.5 if len(experts) <= 32 else 1, "color": "#1a1d21"}},
             }
         )  # fmt: skip
     idle = np.array([int(layer) for layer in grid.index])[(values == 0).any(axis=1)]
@@ -243,7 +243,10 @@ def saliency_heatmap(tables: Tables) -> Figure:
         f"{capital(column.replace('_', ' '))}: the {SCORE_WORDS[column]}, on the calibration text. White is the layer's mean, what every expert would have if none mattered "
         "more than another." + (" Crosses are the experts that go." if len(dropped) else ""),
         (column if column == "reap" or column == "ean" else f"saliency.{column}", "kept"), data,
-        base_layout("expert", "layer", xaxis={"type": "category", "nticks": 20, "tickangle": 0}, yaxis={"type": "category", "autorange": "reversed"}),
+        base_layout(
+            "expert", "layer", xaxis={"type": "category", "nticks": 20, "tickangle": 0, "range": [-0.5, len(experts) - 0.5]},
+            yaxis={"type": "category", "range": [len(layers) - 0.5, -0.5]},
+        ),
         height=max(340, min(900, 120 + 16 * len(layers))),
     )  # fmt: skip
 
@@ -264,7 +267,8 @@ def rank_intervals(tables: Tables) -> Figure:
         unsure = rows[(rows["rank_low"] < cut + 0.5) & (rows["rank_high"] > cut + 0.5)] if pruned else rows.iloc[:0]
         names = [str(expert) for expert in rows["expert"]]
         # first, so that experts stand in order of rank whatever becomes of them
-        data.append(grey_line(names, [cut + 0.5 if pruned else np.nan] * len(names), "the cut"))
+        cut_line = grey_line(names, [cut + 0.5 if pruned else np.nan] * len(names), "the cut")
+        data.append({**cut_line, "showlegend": pruned})
         for stays, color, word in ((True, CATEGORICAL[0], "kept"), (False, CATEGORICAL[1], "dropped")):
             mine = rows[rows["kept"] == stays]
             data.append(

@@ -18,15 +18,19 @@ from moescope.figures.compression import (
     score_column,
     whole_rows,
 )
+from moescope.figures.dendrogram import GROUPS
 from moescope.figures.style import Tables, counted, number
+from moescope.reporting.geometry_section import chart_section
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.tables import COMPRESSION_TABLES
+from moescope.tables import COMPRESSION_TABLES, GEOMETRY_TABLES
 from moescope.types import Coverage
 
+ALL_TABLES = (*COMPRESSION_TABLES, *GEOMETRY_TABLES)
 LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router_kl"]
+MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "size", "done"]
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
 READING = (
     "A compression is read between two marks: the original, and random controls that drop or merge as many experts without looking. What a method saves over the "
@@ -35,7 +39,7 @@ READING = (
 
 
 def tables_of(run: Run) -> Tables:
-    return {name: run.table(name) for name in COMPRESSION_TABLES if name in run.tables}
+    return {name: run.table(name) for name in ALL_TABLES if name in run.tables}
 
 
 # --- findings
@@ -140,6 +144,8 @@ def compression_sections(run: Run) -> list[Section]:
     if "saliency" in tables:
         sections.append(saliency_section(tables, facts))
     sections.append(cluster_section(tables, facts))
+    if "geometry_layers" in tables:
+        sections.append(chart_section(tables))
     return sections
 
 
@@ -203,8 +209,11 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
         "experts-after",
         "What becomes of every expert",
         router + chosen + said,
-        [],
-        [table_payload("clusters", rows, columns, "Every expert")],
+        [(spec, tables) for spec in GROUPS if len(merged) and all(name in tables for name in spec.needs)],
+        [
+            table_payload("clusters", rows, columns, "Every expert"),
+            *([table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")] if "merges" in tables else []),
+        ],
     )
 
 
@@ -253,5 +262,5 @@ def compression_coverage(run: Run) -> list[str]:
 
 
 COMPRESSION = RunKind(
-    "compress", COMPRESSION_TABLES, compression_findings, compression_sections, compression_command, compression_coverage, READING
+    "compress", ALL_TABLES, compression_findings, compression_sections, compression_command, compression_coverage, READING
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,7 @@ def compress(
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
         reader = text_reader(model, reading, reading_settings, place, judge) if with_text else None
-        return carry_out(writer, work, reader, quiet)
+        return carry_out(writer, work, reader, place, quiet)
 
 
 def planned_work(
@@ -213,7 +213,7 @@ def text_reader(model: str | Path, reading: Any, settings: TraceSettings, device
 # --- the work, piece by piece
 
 
-def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, quiet: bool) -> Run:
+def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, device: str, quiet: bool) -> Run:
     """Calibrate, plan, write, judge: each a piece that a later attempt takes over."""
     from moescope.compression.plan import read_plan
     from moescope.workflows.compress_judging import judge_models
@@ -221,14 +221,22 @@ def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, quiet: b
 
     done = writer.done_pieces()
     calibration = calibrated(writer, work, reader, quiet) if reader is not None else None
-    evidence = evidence_of(work, calibration, reader)
+    evidence = evidence_of(work, calibration, reader, quiet)
+    made: dict[int, tuple[Plan, Fits]] = {}
+
+    def control(seed: int, plan: Plan) -> tuple[Plan, Fits]:
+        """Made once, for foretelling and for judging alike."""
+        if seed not in made:
+            made[seed] = control_plan(work, evidence, seed, plan)
+        return made[seed]
+
     if "plan" not in done:
-        make_plan(writer, work, evidence, calibration, reader)
+        make_plan(writer, work, evidence, calibration, reader, control, device)
     plan, fits = read_plan(writer.path)
     if work.apply is not None and "applied" not in done:
         apply_to(writer, work, plan, fits, quiet)
     if work.judge and reader is not None and "judged" not in done:
-        controls = [(name, *control_plan(work, evidence, seed, plan)) for name, seed in work.controlled()]
+        controls = [(name, *control(seed, plan)) for name, seed in work.controlled()]
         with writer.timed("judge"):
             judge_models(writer, work, reader, controls, quiet)
     return finish(writer, work, plan, calibration)
@@ -255,7 +263,7 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
 
 
-def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None) -> Evidence:
+def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None, quiet: bool) -> Evidence:
     from moescope.compression.methods import Evidence
     from moescope.workflows.compress_text import all_sums
 
@@ -269,13 +277,21 @@ def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader 
 
 
 def make_plan(
-    writer: RunWriter, work: Work, evidence: Evidence, calibration: Calibration | None, reader: TextReader | None
+    writer: RunWriter,
+    work: Work,
+    evidence: Evidence,
+    calibration: Calibration | None,
+    reader: TextReader | None,
+    control: Callable[[int, Plan], tuple[Plan, Fits]],
+    device: str,
 ) -> None:
     """Decide, foretell the damage of the plan and of its controls, and write plan.json."""
     from moescope.compression.applying import planned_bytes
     from moescope.compression.plan import write_plan
+    from moescope.workflows.compress_clusters import cluster_geometry, merge_rows
 
     warnings: list[str] = []
+    frames: dict[str, Any] = {}
     with writer.timed("plan"):
         if work.given is not None:
             plan, fits = work.given
@@ -285,12 +301,16 @@ def make_plan(
                 work, work.method, decided, {**work.said, **(calibration.facts() if calibration else {})}
             )
             warnings += decided.warnings
+            if (steps := merge_rows(plan.method, decided.groupings, work.layer_names)) is not None:
+                frames["merges"] = steps
+    with writer.timed("distances"):
+        frames |= cluster_geometry(work.moe, plan, device, work.settings.seed)
     predicted: dict[str, Any] = {}
     if calibration is not None and reader is not None:
         with writer.timed("predict"):
             predicted[plan.method] = foretold(plan, fits, calibration, reader)
             for name, seed in work.controlled():
-                predicted[name] = foretold(*control_plan(work, evidence, seed, plan), calibration, reader)
+                predicted[name] = foretold(*control(seed, plan), calibration, reader)
     bytes_: tuple[int | None, int | None] = (None, None)
     if plan.router != "tie":
         try:
@@ -300,7 +320,7 @@ def make_plan(
                 raise
             warnings.append(f"size not known: {refused}")
     write_plan(writer.path, plan, fits)
-    writer.flush_piece("plan", {}, {"predicted": predicted, "bytes": bytes_, "warnings": warnings})
+    writer.flush_piece("plan", frames, {"predicted": predicted, "bytes": bytes_, "warnings": warnings})
     writer.save_info()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moescope.run import Run, RunWriter
+from moescope.tables import GEOMETRY_TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +32,12 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         warnings += record.pop("warnings", [])
         setup |= record
     frames = {"clusters": cluster_rows(plan, work.layer_names), "damage": damage_rows(work, plan, setup)}
+    merged = [
+        name
+        for name in ("merges", *GEOMETRY_TABLES)
+        if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
+    ]
+    frames |= {name: writer.joined(name) for name in merged}
     facts: dict[str, Any] = {
         "gating": {},
         "plan_settings": plan.settings,
