@@ -96,6 +96,7 @@ def test_a_real_kill_changes_no_number(tiny_run: Run, tmp_path: Path):
     assert (resumed.path / last).read_bytes() == (tiny_run.path / last).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(tiny_run: Run, tmp_path: Path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
