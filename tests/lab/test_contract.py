@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lab.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
 from moescope.lab.model import LabModel
@@ -234,6 +235,24 @@ def test_the_decision_is_one_that_all_tallies_take(router):
         tally.add(type(routing)(**{**vars(routing), "tokens": tokens}))
     for layer, counts in enumerate(tally.moved()):
         assert counts.counts_MBE.sum((0, 1)).tolist() == made.sets()[layer].flatten(0, 1).sum(0).tolist()
+
+
+@EVERY
+def test_a_training_step_never_waits_for_a_number_from_the_device(router):
+    """Fake tensors have shapes and no numbers: whoever asks for one fails."""
+    with FakeTensorMode():
+        model = LabModel(tiny(router)).train()
+        ids = torch.zeros(6, 16, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16):  # as on a GPU, where the grouped product takes nothing else
+            out = model(ids, torch.ones(6, 16, dtype=torch.bool), ids)
+        out.loss.backward()
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False, capturable=False).step()
+        model.after_step()
+
+
+def test_evaluation_that_does_wait_shows_that_fake_tensors_tell():
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), pytest.raises(DataDependentOutputException):
+        LabModel(tiny("expert_choice")).eval()(torch.zeros(6, 16, dtype=torch.long))
 
 
 @EVERY

@@ -62,10 +62,10 @@ def block_overhead(
 ) -> dict[str, tuple[float, int]]:
     """Component -> milliseconds, operations; of one block."""
     torch.manual_seed(seed)
-    with torch.device(device):
-        block = MoE(config, 0, shared_parts(config, device))
-        x_TD, ids_T = torch.randn(tokens, config.d_model), torch.randint(config.vocabulary, (tokens,))
-        mask_T = torch.ones(tokens, dtype=torch.bool)
+    shared = router_class(config.router).shared_parts(config)
+    block = MoE(config, 0, shared if shared is None else shared.to(device)).to(device)
+    x_TD, ids_T = torch.randn(tokens, config.d_model).to(device), torch.randint(config.vocabulary, (tokens,)).to(device)
+    mask_T = torch.ones_like(ids_T, dtype=torch.bool)
     router = block.router
     parts = parts_of(block)
 
@@ -89,11 +89,6 @@ def block_overhead(
         times.append(without_overlap(clock.read(), router))
     operations = without_overlap(counts, router)
     return {name: (max(median(one[name] for one in times), 0.0), int(operations[name])) for name in operations}
-
-
-def shared_parts(config: ModelConfig, device: str) -> nn.Module | None:
-    with torch.device(device):
-        return router_class(config.router).shared_parts(config)
 
 
 def parts_of(block: MoE) -> dict[str, Part]:
