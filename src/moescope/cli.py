@@ -165,8 +165,8 @@ def train(
 
     An interrupted training goes on from its last checkpoint, exactly: give the same command. Several processes: torchrun -m moescope train ...
     """
-    from moescope.workflows.train import fact_lines
     from moescope.workflows.train import train as run_train
+    from moescope.workflows.train_settings import fact_lines
 
     made = run_train(
         config, preset=preset, router=router, from_=from_, out=out, dry_run=dry_run, resume=resume, device=device, seed=seed,
