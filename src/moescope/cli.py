@@ -148,7 +148,7 @@ def trace(
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Model, data and training; tables [model], [data], [train].", show_default="the preset alone")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train: TOML with the tables model, data and train.", show_default="the preset alone")] = None,
     preset: Annotated[str | None, typer.Option(help="What the config starts from: nano, small, medium, some_a4, some_b1, some_b2, some_b3.", show_default="nano")] = None,
     router: Annotated[str | None, typer.Option(help="Router: switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some, dense.", show_default="the preset's")] = None,
     from_: Annotated[Path | None, typer.Option("--from", help="Lab checkpoint to begin with.", metavar="MODEL", show_default="random weights")] = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Frames = dict[str, "pd.DataFrame"]
 OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
-OWN_FOLDERS = ("parts", "checkpoints", "validation", "scan", "trace")
+OWN_FOLDERS = ("parts",)
 GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 

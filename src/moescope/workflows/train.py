@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
-from moescope.run import Run, check_folder, default_folder, jsonable, now, write_json
+from moescope.run import Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 SMALL = 20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
 MOST_STEPS_SHOWN = 4
 TRACED_TOKENS = 40_000
+PARTS = ("scan", "trace", "validation")  # folders of a training's run, beside its checkpoints
+STATE = "training_state.pt"
 WINDOWS = 20  # of the Monitor in a training, about
 
 
@@ -118,6 +121,9 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     states = job.folder / "checkpoints"
     if ranks.first:
         check_folder(job.folder, job.identity, overwrite)
+        if overwrite:
+            clear_training(job.folder)
+    ranks.told(None)  # nobody looks for a state before it is settled which there is
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
@@ -145,6 +151,18 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         raise
     finally:
         monitor.stop()
+
+
+def clear_training(folder: Path) -> None:
+    """Remove what an earlier training left in the folder beside its tables, and nothing that another verb or somebody else put there."""
+    if (read_run_json(folder) or {}).get("verb") != "train":
+        return
+    for part in (
+        *(Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")),
+        *(folder / name for name in PARTS),
+    ):
+        shutil.rmtree(part, ignore_errors=True)
+    (folder / "checkpoints" / STATE).unlink(missing_ok=True)
 
 
 def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
