@@ -223,7 +223,7 @@ def compress(
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Model, data and training; tables [model], [data], [train].", show_default="the preset alone")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train: TOML with the tables model, data and train.", show_default="the preset alone")] = None,
     preset: Annotated[str | None, typer.Option(help="What the config starts from: nano, small, medium, some_a4, some_b1, some_b2, some_b3.", show_default="nano")] = None,
     router: Annotated[str | None, typer.Option(help="Router: switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some, dense.", show_default="the preset's")] = None,
     from_: Annotated[Path | None, typer.Option("--from", help="Lab checkpoint to begin with.", metavar="MODEL", show_default="random weights")] = None,
@@ -240,8 +240,8 @@ def train(
 
     An interrupted training goes on from its last checkpoint, exactly: give the same command. Several processes: torchrun -m moescope train ...
     """
-    from moescope.workflows.train import fact_lines
     from moescope.workflows.train import train as run_train
+    from moescope.workflows.train_settings import fact_lines
 
     made = run_train(
         config, preset=preset, router=router, from_=from_, out=out, dry_run=dry_run, resume=resume, device=device, seed=seed,

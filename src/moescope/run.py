@@ -34,7 +34,7 @@ OWN_FILES = (
     "calibration.safetensors",
     *(f"{name}.parquet" for name in TABLES),
 )
-OWN_FOLDERS = ("parts", "checkpoints", "validation", "scan", "trace")
+OWN_FOLDERS = ("parts",)
 GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 

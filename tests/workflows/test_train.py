@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,18 @@ def test_a_real_kill_changes_no_number(tiny_run: Run, tmp_path: Path):
     assert (resumed.path / last).read_bytes() == (tiny_run.path / last).read_bytes()
 
 
+def test_overwrite_begins_anew_and_leaves_other_peoples_files(tiny_run: Run, tmp_path: Path):
+    shutil.copytree(tiny_run.path, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "mine.txt").write_text("kept")
+    run = train(config_file(tmp_path, steps=4), out=tmp_path / "run", overwrite=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert [item["step"] for item in run.info["checkpoints"]] == [4]
+    assert run.table("steps")["step"].tolist() == [0, 4]
+    assert Run.load(run.path / "scan").info["checkpoints"][0]["path"].endswith("step-4")
+    assert (run.path / "checkpoints" / "mine.txt").read_text() == "kept"
+
+
+@pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(tiny_run: Run, tmp_path: Path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",

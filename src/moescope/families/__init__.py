@@ -58,6 +58,11 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
             raise BadInput(
                 f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder of the whole checkpoint"
             )
+        if isinstance(lab := (checkpoint.config or {}).get("moescope_lab"), dict):
+            raise BadInput(
+                f"{checkpoint.shown}: its router, {lab.get('router')}, has no row for each expert, so there are no rows to hold "
+                "against the experts' weights; `moescope trace` shows what it does with text"
+            )
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(

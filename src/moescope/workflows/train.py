@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,12 @@ from moescope.run import Run, check_folder, default_folder, jsonable, now, read_
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
-from moescope.workflows.texts import Source, sources
 from moescope.workflows.trace import checkpoint_identity
+from moescope.workflows.train_settings import as_plain, facts_of, settle, unfinished
+from moescope.workflows.train_text import keep_validation, read_corpus, vocabulary_of
 
 if TYPE_CHECKING:
-    from moescope.lab.config import LabConfig, ModelConfig, TrainConfig
+    from moescope.lab.config import LabConfig, TrainConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.model import LabModel
     from moescope.lab.ranks import Ranks
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 SMALL = 20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
 MOST_STEPS_SHOWN = 4
-VALIDATION_BYTES = 60_000  # of each domain, kept beside the run for tracing
 TRACED_TOKENS = 40_000
+PARTS = ("scan", "trace", "validation")  # folders of a training's run, beside its checkpoints
+STATE = "training_state.pt"
 WINDOWS = 20  # of the Monitor in a training, about
 
 
@@ -82,148 +83,10 @@ def train(
     return Run.load(chosen)
 
 
-# --- what is to be done
-
-
-def settle(
-    config: str | Path | dict[str, Any] | LabConfig | None,
-    preset: str | None,
-    router: str | None,
-    from_: str | Path | None,
-    seed: int | None,
-) -> LabConfig:
-    """The config that all these words come to, checked."""
-    from moescope.lab import config as lab
-
-    base = lab.preset(preset) if preset is not None else None
-    if isinstance(config, lab.LabConfig):
-        settled = config
-    elif isinstance(config, dict):
-        settled = lab.config_from(config, base)
-    elif config is not None:
-        settled = lab.read_config(config, base)
-    else:
-        settled = base or lab.preset("nano")
-    if router is not None:
-        settled = lab.with_router(settled, router)
-    if seed is not None:
-        settled = replace(settled, train=replace(settled.train, seed=seed))
-    if from_ is not None:
-        settled = replace(settled, model=model_from(Path(from_), router))
-    lab.check(settled)
-    return settled
-
-
-def model_from(folder: Path, router: str | None) -> ModelConfig:
-    from moescope.lab.saving import load_config
-
-    config = load_config(folder)
-    if router is not None and router != config.router:
-        raise BadInput(f"{folder}: its router is {config.router}; leave --router {router} out, or train from the start")
-    return config
-
-
-def unfinished(
-    folder: Path | None, config: Any, preset: str | None, router: str | None, from_: Any, overwrite: bool
-) -> tuple[Path, LabConfig, str | None]:
-    """The run to be gone on with, and its own config: --resume takes no other."""
-    from moescope.lab.config import config_from
-
-    if any(value is not None for value in (config, preset, router, from_)) or overwrite:
-        raise BadInput(
-            "--resume takes everything from the run itself; give it --out alone, or the same command without it"
-        )
-    if folder is None:
-        found = sorted(Path("runs").glob("train-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"]
-        if not open_ones:
-            raise BadInput("--resume: no unfinished training in runs/; give its folder with --out")
-        folder = open_ones[-1]
-    info = read_run_json(folder)
-    if info is None or info["verb"] != "train":
-        raise BadInput(f"{folder}: no training there to go on with; give the folder of one with --out")
-    arguments = dict(info["arguments"])
-    origin = arguments.pop("from", None)
-    return folder, config_from(arguments, where=str(folder / "run.json")), origin
-
-
-def as_plain(config: LabConfig) -> dict[str, Any]:
-    from moescope.lab.config import as_dict
-
-    return as_dict(config)
-
-
-def facts_of(config: LabConfig) -> dict[str, Any]:
-    """What a training would be, from the meta device: nothing is allocated or read."""
-    from moescope.lab.model import parameter_counts
-    from moescope.lab.saving import layout_of
-
-    counts = parameter_counts(config.model)
-    train = config.train
-    return {
-        "router": config.model.router,
-        "parameters_total": counts.total,
-        "parameters_trainable": counts.trainable,
-        "layout": layout_of(config.model),
-        "steps": train.steps,
-        "tokens_per_step": train.batch_size * train.sequence_length,
-        "tokens": train.steps * train.batch_size * train.sequence_length,
-        "config": jsonable(as_plain(config)),
-    }
-
-
-def fact_lines(facts: dict[str, Any]) -> list[str]:
-    return [
-        f"router {facts['router']}, saved in the layout {facts['layout']}",
-        f"parameters: {facts['parameters_total']:,} in total, {facts['parameters_trainable']:,} of them trained",
-        f"{facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens: {facts['tokens']:,} tokens",
-    ]
-
-
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
     size = config.train.batch_size // config.train.micro_batches
     if size % ranks.world:
         raise BadInput(f"{ranks.world} processes cannot share a micro-batch of {size} rows; make [train] batch_size / micro_batches a multiple of {ranks.world}")  # fmt: skip
-
-
-# --- text
-
-
-def read_corpus(config: LabConfig) -> Corpus:
-    from moescope.lab.corpus import BYTES_A_DOMAIN, EMBEDDED, corpus_of, embedded_corpus
-
-    data = config.data
-    if not data.text and not data.domains:
-        return embedded_corpus(data.max_bytes // len(EMBEDDED) or BYTES_A_DOMAIN, data.validation_share)
-    reading = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
-    most = data.max_bytes // len(reading) if data.max_bytes else None
-    return corpus_of({source.domain: texts_of(source, most) for source in reading}, data.validation_share)
-
-
-def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
-    def read() -> list[str]:
-        found, left = [], most
-        for content in source.read():
-            if left is not None and left <= 0:
-                break
-            text = content if isinstance(content, str) else "\n".join(str(part.get("content", "")) for part in content if isinstance(part, dict))  # fmt: skip
-            found.append(text)
-            left = None if left is None else left - len(text.encode())
-        return found
-
-    return read
-
-
-def vocabulary_of(config: LabConfig, corpus: Corpus) -> Vocabulary:
-    from moescope.lab.vocabulary import make_vocabulary
-
-    texts = (text for domain in corpus.domains for text in corpus.train[domain])
-    made = make_vocabulary(config.data.vocabulary, config.model.vocabulary, texts)
-    if made.size > config.model.vocabulary:
-        raise BadInput(
-            f"[model] vocabulary {config.model.vocabulary}: {config.data.vocabulary} needs {made.size} entries; raise it"
-        )
-    return made
 
 
 # --- training
@@ -258,6 +121,9 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     states = job.folder / "checkpoints"
     if ranks.first:
         check_folder(job.folder, job.identity, overwrite)
+        if overwrite:
+            clear_training(job.folder)
+    ranks.told(None)  # nobody looks for a state before it is settled which there is
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
@@ -285,6 +151,18 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         raise
     finally:
         monitor.stop()
+
+
+def clear_training(folder: Path) -> None:
+    """Remove what an earlier training left in the folder beside its tables, and nothing that another verb or somebody else put there."""
+    if (read_run_json(folder) or {}).get("verb") != "train":
+        return
+    for part in (
+        *(Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")),
+        *(folder / name for name in PARTS),
+    ):
+        shutil.rmtree(part, ignore_errors=True)
+    (folder / "checkpoints" / STATE).unlink(missing_ok=True)
 
 
 def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
@@ -345,19 +223,6 @@ def about(job: Job, data: Data) -> dict[str, Any]:
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
     found = [(int(path.name.removeprefix("step-")), path) for path in states.glob("step-*") if path.name.removeprefix("step-").isdigit()]  # fmt: skip
     return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in sorted(found)]
-
-
-def keep_validation(folder: Path, corpus: Corpus) -> None:
-    """Some validation documents of each domain, as the JSON lines that `trace` reads."""
-    folder.mkdir(exist_ok=True)
-    for domain in corpus.domains:
-        left, lines = VALIDATION_BYTES, []
-        for text in corpus.validation[domain]:
-            if left <= 0:
-                break
-            lines.append(json.dumps({"text": text[:left]}, ensure_ascii=False))
-            left -= len(text)
-        (folder / f"{domain}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 # --- when it is done
