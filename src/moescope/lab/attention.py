@@ -74,8 +74,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotary is not None:
-            cos_Ld, sin_Ld = rotary[0].to(q.dtype), rotary[1].to(q.dtype)
-            q, k = self.elementwise.rotate(q, cos_Ld, sin_Ld), self.elementwise.rotate(k, cos_Ld, sin_Ld)
+            q, k = self.elementwise.rotate(q, *rotary), self.elementwise.rotate(k, *rotary)
         if cache is not None:
             k, v = cache.extended(self, k, v)
         past = k.shape[2] - q.shape[2]

@@ -12,9 +12,8 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean x^2 + epsilon) times weight, the division in float32. Zhang and Sennrich 2019."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    """x / sqrt(mean x^2 + epsilon) times weight, inside in float32. Zhang and Sennrich 2019."""
+    return functional.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
 
 
 def rotate(x_BHLd: Tensor, cos_Ld: Tensor, sin_Ld: Tensor) -> Tensor:
@@ -29,10 +28,10 @@ def swiglu(gate_up_SF: Tensor) -> Tensor:
     return functional.silu(gate_SF) * up_SF
 
 
-def mix(y_SD: Tensor, gates_TK: Tensor, row_TK: Tensor, filled_TK: Tensor) -> Tensor:
-    """sum_k gate_k y[row_k] over the filled slots, added up in float32."""
-    y_TKD = torch.where(filled_TK[..., None], y_SD[row_TK], 0)
-    return (y_TKD * gates_TK[..., None]).sum(1, dtype=torch.float32).to(y_SD.dtype)
+def mix(y_SD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
+    """sum_k weight_k y[row_k]: gather, multiply and add in one kernel, added up in float32."""
+    weights_TK = weights_TK.to(y_SD.dtype)
+    return functional.embedding_bag(row_TK, y_SD.contiguous(), mode="sum", per_sample_weights=weights_TK)
 
 
 def token_losses(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
@@ -45,7 +44,6 @@ class Elementwise:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     swiglu: Callable[[Tensor], Tensor] = swiglu
-    mix: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mix
     token_losses: Callable[[Tensor, Tensor], Tensor] = token_losses
 
 

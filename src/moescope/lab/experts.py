@@ -1,13 +1,12 @@
 """All experts of a layer as stacked tensors, run at once: slots sorted by expert, then one grouped matrix product a projection.
 
 No step of it waits for the device: how many rows an expert has stays there. Rows of empty slots come last and belong to no group;
-a grouped product leaves them unwritten, so they are masked wherever they could meet anything else.
+a grouped product leaves them unwritten, so nothing may look at them: empty slots point at the first row, with a weight of 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moescope.lab.config import ModelConfig
-from moescope.lab.elementwise import EAGER, Elementwise
+from moescope.lab.elementwise import EAGER, Elementwise, mix
 
 SPARSITY, SPARSE_STD = 0.9, 0.01  # torch.nn.init.sparse_ with its own default spread
 PROBES, PROBE_SEED = 256, 0x5CA1E  # Gaussian inputs by which an expert's output scale is measured
@@ -30,7 +29,7 @@ class Sorted:
     expert_S: Tensor  # n_experts where the slot is empty
     order_S: Tensor
     ends_E: Tensor  # int32
-    row_TK: Tensor  # which row a slot lies in; meaningless where empty
+    row_TK: Tensor  # which row a slot lies in; 0 where empty, which is a row that was computed
     filled_TK: Tensor
 
 
@@ -43,6 +42,8 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
     expert_S, order_S = torch.sort(expert_of_slot, stable=True)
     numbers_E = torch.arange(n_experts, dtype=torch.int32, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+    # The first row is computed even where no slot is filled, so that empty slots have a finite row to point at.
+    ends_E[-1:].clamp_(min=1)
     row_TK = torch.empty_like(order_S)
     row_TK[order_S] = torch.arange(slots, device=order_S.device)
     order_S = order_S[:rows]
@@ -51,7 +52,7 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
         expert_S[:rows],
         order_S,
         ends_E,
-        row_TK.view_as(chosen_TK).clamp(max=rows - 1),
+        torch.where(filled_TK, row_TK.view_as(chosen_TK), 0),
         filled_TK,
     )
 
@@ -60,35 +61,33 @@ class Spread(torch.autograd.Function):
     """x_TD -> x_SD, a row for every slot. Backward gathers instead of scattering: the same sum in the same order every time."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_S: Tensor, row_TK: Tensor, filled_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK, filled_TK)
-        return x_TD[token_S]
+    def forward(ctx: Any, x_TD: Tensor, at: Sorted) -> Tensor:
+        ctx.save_for_backward(at.row_TK, at.filled_TK)
+        return x_TD[at.token_S]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         row_TK, filled_TK = ctx.saved_tensors
-        gradient_TKD = torch.where(filled_TK[..., None], gradients[0][row_TK], 0)
-        return gradient_TKD.sum(1), None, None, None
+        return mix(gradients[0], filled_TK, row_TK), None
 
 
 class Mix(torch.autograd.Function):
     """y_SD, gates_TK -> sum over a token's slots of gate times row."""
 
     @staticmethod
-    def forward(ctx: Any, y_SD: Tensor, gates_TK: Tensor, at: Sorted, mix: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Any, y_SD: Tensor, gates_TK: Tensor, at: Sorted) -> Tensor:
         ctx.save_for_backward(y_SD, gates_TK, at.token_S, at.order_S, at.row_TK, at.filled_TK)
-        return mix(y_SD, gates_TK, at.row_TK, at.filled_TK)
+        return mix(y_SD, gates_TK, at.row_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         y_SD, gates_TK, token_S, order_S, row_TK, filled_TK = ctx.saved_tensors
-        gradient_TD = gradients[0]
-        y_gradient_SD = gradient_TD[token_S] * gates_TK.flatten()[order_S, None].to(gradient_TD.dtype)
+        gradient_SD = gradients[0][token_S]
         gates_gradient_TK = None
         if ctx.needs_input_grad[1]:
-            y_TKD = torch.where(filled_TK[..., None], y_SD[row_TK], 0)
-            gates_gradient_TK = (y_TKD * gradient_TD[:, None]).sum(-1, dtype=torch.float32).to(gates_TK.dtype)
-        return y_gradient_SD, gates_gradient_TK, None, None
+            gradient_S = (y_SD * gradient_SD).sum(-1, dtype=torch.float32)
+            gates_gradient_TK = torch.where(filled_TK, gradient_S[row_TK], 0).to(gates_TK.dtype)
+        return gradient_SD.mul_(gates_TK.flatten()[order_S, None]), gates_gradient_TK, None
 
 
 def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -110,15 +109,18 @@ def product_in_a_loop(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tenso
 
 
 def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
-    """Whether torch's grouped product takes these: it wants rows of whole 16 bytes, and on a GPU bfloat16 from Ampere on."""
-    if not (hasattr(functional, "grouped_mm") or hasattr(torch, "_grouped_mm")):
-        return False
+    """Whether torch's grouped product takes these: rows of whole 16 bytes, and on a GPU bfloat16 only.
+
+    Other types run there as a loop inside torch, no better than ours. Before it was public (torch 2.10) it was for Hopper GPUs alone.
+    """
     if any(width * x_SI.element_size() % 16 for width in weight_EOI.shape[1:]):
         return False
+    public = hasattr(functional, "grouped_mm")
     if x_SI.is_cuda:
-        # Other types run there as a loop inside torch, no better than ours.
-        return x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= (8, 0)
-    return x_SI.device.type in ("cpu", "meta")
+        least = (8, 0) if public else (9, 0)
+        known = public or hasattr(torch, "_grouped_mm")
+        return known and x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= least
+    return public and x_SI.device.type == "cpu"
 
 
 class Experts(nn.Module):
@@ -140,9 +142,9 @@ class Experts(nn.Module):
             if at_most is not None and at_most < chosen_TK.numel():
                 return self.scattered(x_TD, chosen_TK, gates_TK, at_most)
             at = sort_by_expert(chosen_TK, self.n_experts, None)
-            x_SD = Spread.apply(x_TD, at.token_S, at.row_TK, at.filled_TK)  # type: ignore[no-untyped-call]
+            x_SD = Spread.apply(x_TD, at)  # type: ignore[no-untyped-call]
             y_SD = self.project(x_SD, at.expert_S, at.ends_E)
-            return Mix.apply(y_SD, gates_TK, at, self.elementwise.mix)  # type: ignore[no-untyped-call]
+            return Mix.apply(y_SD, gates_TK, at)  # type: ignore[no-untyped-call]
 
     def scattered(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int) -> Tensor:
         """The same where most slots are empty, as when experts choose: rows are added to their tokens, never T K of them made."""
@@ -220,8 +222,8 @@ def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool)
 def output_scale(up_FD: Tensor, down_DF: Tensor) -> float:
     """Root mean square of an expert's outputs for unit Gaussian inputs, on probes that are always the same."""
     # A seed that no training has: with the same one, probes would be the very numbers that the weights were made of.
-    generator = torch.Generator().manual_seed(PROBE_SEED)
-    x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator).to(up_FD.device)
+    generator = torch.Generator(device="cpu").manual_seed(PROBE_SEED)
+    x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator, device="cpu").to(up_FD.device)
     y_TD = functional.gelu(x_TD @ up_FD.T) @ down_DF.T
     return float(y_TD.square().mean().sqrt())
 

@@ -181,7 +181,10 @@ class LabModel(nn.Module):
         x_BLD = self.embed_tokens(ids_BL)
         if self.config.block == "some":
             return x_BLD * math.sqrt(self.config.d_model) + self.sinusoids[start:end].to(x_BLD.dtype), None
-        return x_BLD, (self.rotary_cos[start:end], self.rotary_sin[start:end])
+        # In the dtype that queries and keys will have.
+        autocast = torch.is_autocast_enabled(x_BLD.device.type)
+        dtype = torch.get_autocast_dtype(x_BLD.device.type) if autocast else x_BLD.dtype
+        return x_BLD, (self.rotary_cos[start:end].to(dtype), self.rotary_sin[start:end].to(dtype))
 
     @property
     def blocks(self) -> list[Block]:

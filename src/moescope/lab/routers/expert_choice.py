@@ -88,7 +88,7 @@ class ExpertChoice(Router):
         best_CE = functional.pad(best_CE, (0, 0, 0, 1)).clamp(min=0)
         last_and_next_2E = best_CE[torch.stack(((capacity - 1).clamp(min=0), capacity))]
         self.accumulate("midpoints", torch.cat((last_and_next_2E.mean(0), torch.ones_like(best_CE[0, :1]))))
-        return taken_TE & mask_T[:, None], most * n_experts
+        return taken_TE, most * n_experts  # never padding: there are real tokens for every place, and they rank first
 
     def after_step(self) -> None:
         total = self.total("midpoints")
