@@ -12,8 +12,7 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
-from moescope.glossary import COLUMNS
-from moescope.metric_glossary import METRICS
+from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.joint_section import joint_entries, joint_missing
 from moescope.reporting.layer_section import drawn, layer_entry, verdict_name

@@ -33,9 +33,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         setup |= record
     frames = {"clusters": cluster_rows(plan, work.layer_names), "damage": damage_rows(work, plan, setup)}
     merged = [
-        name
-        for name in ("merges", *GEOMETRY_TABLES)
-        if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
+        name for name in ("merges", *GEOMETRY_TABLES) if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
     ]
     frames |= {name: writer.joined(name) for name in merged}
     facts: dict[str, Any] = {
