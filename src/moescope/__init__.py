@@ -1,6 +1,6 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`,
+`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`, `moescope.train(...)`,
 `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
 `moescope.Monitor()` watches a model in training.
 """
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
     from moescope.workflows.trace import trace
+    from moescope.workflows.train import train
 
-__all__ = ["BadInput", "Monitor", "Run", "compare", "compress", "demo", "inspect", "report", "scan", "trace"]
+__all__ = ["BadInput", "Monitor", "Run", "compare", "compress", "demo", "inspect", "report", "scan", "trace", "train"]
 
 _HOME = {
     "BadInput": "moescope.errors",
@@ -35,6 +36,7 @@ _HOME = {
     "report": "moescope.workflows.report",
     "scan": "moescope.workflows.scan",
     "trace": "moescope.workflows.trace",
+    "train": "moescope.workflows.train",
 }
 
 

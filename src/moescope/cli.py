@@ -112,7 +112,7 @@ def scan(
 @app.command()
 def trace(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Model folder or hub id. Several are the steps of one run.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input; repeat for more.", metavar="PATH")] = None,
     domain: Annotated[list[str] | None, typer.Option(help="The same, named: code=src; repeat for each domain.", metavar="NAME=PATH")] = None,
     token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to read at most, shared evenly by the domains.", show_default="all")] = None,
@@ -158,6 +158,7 @@ def compare(
     series: Annotated[str, typer.Option(help="What the comparison is called in tables and figures.")] = "base_to_ift",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0; mps means cpu.")] = "auto",
     as_json: AsJson = False,
+    match_by: Annotated[str, typer.Option(help="For --matched: signed (order and signs), unsigned (order alone), held_out (by gate and up; down is the check).", rich_help_panel=MORE)] = "signed",
     seed: Seed = 0,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -169,8 +170,8 @@ def compare(
     from moescope.workflows.compare import compare as run_compare
 
     run = run_compare(
-        a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, skip=skip, device=device, seed=seed,
-        overwrite=overwrite, quiet=quiet,
+        a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, match_by=match_by, skip=skip, device=device,
+        seed=seed, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
     show_run(run, as_json, quiet)
 
@@ -221,6 +222,40 @@ def compress(
 
 
 @app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train: TOML with the tables model, data and train.", show_default="the preset alone")] = None,
+    preset: Annotated[str | None, typer.Option(help="What the config starts from: nano, small, medium, some_a4, some_b1, some_b2, some_b3.", show_default="nano")] = None,
+    router: Annotated[str | None, typer.Option(help="Router: switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some, dense.", show_default="the preset's")] = None,
+    from_: Annotated[Path | None, typer.Option("--from", help="Lab checkpoint to begin with.", metavar="MODEL", show_default="random weights")] = None,
+    out: Out = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the number of parameters and tokens, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in --out, or the newest in runs/.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.", rich_help_panel=MORE, show_default="the config's")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Train a small MoE language model, on text made from this Python installation unless the config names another.
+
+    An interrupted training goes on from its last checkpoint, exactly: give the same command. Several processes: torchrun -m moescope train ...
+    """
+    from moescope.workflows.train import train as run_train
+    from moescope.workflows.train_settings import fact_lines
+
+    made = run_train(
+        config, preset=preset, router=router, from_=from_, out=out, dry_run=dry_run, resume=resume, device=device, seed=seed,
+        overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    if int(os.environ.get("RANK", "0")):
+        return  # the first process speaks for all
+    if isinstance(made, dict):
+        typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
+    else:
+        show_run(made, as_json, quiet)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,
@@ -268,7 +303,7 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     if (kind := kind_of(run)) is not None:
         facts = kind_summary(run, kind)
     elif run.info["verb"] == "trace":
-        from moescope.workflows.trace_summary import summary as trace_summary
+        from moescope.reporting.trace_summary import trace_summary
 
         facts = trace_summary(run)
     else:

@@ -182,6 +182,24 @@ TABLES: dict[str, Table] = {
             ("token_id", "domain", "phase", "experts", "gates", "entropy"),
         ),
         Table(
+            "contexts",
+            "The places of the text where an expert's gate is largest, one a window and one a phrase; from the same sample as the vocabulary.",
+            ("step", "layer", "expert", "rank"),
+            ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
+        ),
+        Table(
+            "expert_cosines",
+            "How alike every two experts are, by their router rows and by what they give on average: what maps of experts are drawn from.",
+            ("step", "layer", "of", "expert_a", "expert_b"),
+            ("cosine", "chance"),
+        ),
+        Table(
+            "pieces",
+            "The words of the tokens table's ids, where asked for with --save-tokens.",
+            ("token_id",),
+            ("token",),
+        ),
+        Table(
             "steps",
             "Training as a whole: loss, speed and memory, at the steps that were logged.",
             ("step",),
@@ -201,20 +219,25 @@ TABLES: dict[str, Table] = {
             ("value", "threshold", "message"),
             optional=("expert",),
         ),
+        Table(
+            "overhead",
+            "What each part of a router costs beside the experts it serves.",
+            ("router", "component"),
+            ("milliseconds", "flops", "share"),
+        ),
     ]
 }  # fmt: skip
 
 # which verb writes which
-ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
+ROUTING_TABLES = (
+    "load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens", "contexts", "expert_cosines", "pieces",
+)  # fmt: skip
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
-COMPRESSION_TABLES = ("clusters", "saliency", "damage")
-MERGING_TABLES = ("merges",)
-SCAN_TABLES = tuple(
-    name
-    for name in TABLES
-    if name not in GEOMETRY_TABLES + COMPRESSION_TABLES + MERGING_TABLES + ROUTING_TABLES + TRAINING_TABLES
-)
+COMPRESSION_TABLES = ("clusters", "merges", "saliency", "damage")
+LAB_TABLES = ("overhead",)
+OTHERS = (*GEOMETRY_TABLES, *COMPRESSION_TABLES, *ROUTING_TABLES, *TRAINING_TABLES, *LAB_TABLES)
+SCAN_TABLES = tuple(name for name in TABLES if name not in OTHERS)
 
 
 def table(name: str) -> Table:

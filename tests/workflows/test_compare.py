@@ -170,6 +170,26 @@ def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("match_by", "name"), [("unsigned", "base_to_ift_permuted_unsigned"), ("held_out", "base_to_ift_held_out")]
+)
+def test_neurons_are_matched_by_order_alone_or_with_down_held_out(base, tmp_path, match_by, name):
+    """Against an unrelated model: both come closer as random experts do, except what was held out."""
+    unrelated = tiny_checkpoint(tmp_path / "unrelated", seed=9, **SIZES)
+    options = {"matched": True, "match_by": match_by, "layers": 0, "matrix": "gate,down", "skip": "scan"}
+    run = compare(base, unrelated, out=tmp_path / "run", quiet=True, **options)
+    layers = run.table("geometry_layers").set_index(["series", "matrix"])
+    assert layers.loc[(name, "gate"), "relative_l2_mean"] == pytest.approx(
+        layers.loc[(name, "gate"), "null_l2_matched"], abs=0.04
+    )
+    assert layers.loc[(name, "gate"), "null_l2_matched"] < 1.32
+    down = layers.loc[(name, "down")]
+    assert down["relative_l2_mean"] == pytest.approx(down["null_l2_matched"], abs=0.06)
+    assert (down["null_l2_matched"] > 1.4) == (match_by == "held_out")
+    assert ("which had no say in the matching" in findings(run)) == (match_by == "held_out")
+    assert f"--matched --match-by {match_by}" in kind_of(run).command(run)
+
+
 def test_the_distance_of_a_quantised_model_is_its_rounding(tmp_path):
     qwen(tmp_path / "plain")
     fp8_checkpoint(tmp_path / "packed")
@@ -258,6 +278,8 @@ def test_another_architecture_is_refused_by_what_differs(base, tmp_path, changes
         ({"matrix": "gate,side"}, "unknown matrix 'side'; known: gate, up, down, router"),
         ({"skip": "all"}, "unknown skip 'all'; known: sv, scan"),
         ({"layers": "7"}, "no MoE layer 7"),
+        ({"match_by": "held_out"}, "give --matched with it"),
+        ({"match_by": "loosely", "matched": True}, "unknown match_by 'loosely'; known: signed, unsigned, held_out"),
         ({"seed": -1}, "seed -1"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
     ],

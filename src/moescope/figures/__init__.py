@@ -2,6 +2,7 @@
 
 from moescope.figures import alignment, identification, nulls, one_layer, redundancy
 from moescope.figures.comparison import ACROSS_READINGS, ACROSS_STEPS
+from moescope.figures.expert_maps import MAPS
 from moescope.figures.geometry import DRIFT, EXPERT_DISTANCE
 from moescope.figures.joint import TOGETHER
 from moescope.figures.one_layer import COMPLETE_VIEW
@@ -50,7 +51,7 @@ ONE_LAYER = [
     FigureSpec("overlap_over_k", ("orthogonality", "similarity"), one_layer.overlap_over_k),
     FigureSpec("expert_spectra", ("spectra",), one_layer.expert_spectra),
 ]
-ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]
+ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]  # and maps
 FIGURES: list[FigureSpec] = [
     *ACROSS_LAYERS,
     *ONE_LAYER,
@@ -58,6 +59,7 @@ FIGURES: list[FigureSpec] = [
     *ACROSS_READINGS,
     *ACROSS_STEPS,
     *ROUTING,
+    *MAPS,
     *OVER_STEPS,
     *TOGETHER,
     *EXPERT_DISTANCE,
@@ -75,6 +77,7 @@ __all__ = [
     "EXPERT_DISTANCE",
     "FIGURES",
     "LOAD",
+    "MAPS",
     "ONE_LAYER",
     "OVER_STEPS",
     "ROUTING",

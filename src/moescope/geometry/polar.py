@@ -13,6 +13,7 @@ from moescope.errors import BadInput
 from moescope.geometry.distances import Array, gram
 
 RANK_TOLERANCE = 1e-6  # of the largest singular value: what fp32 rounding leaves of a smaller rank lies below 1e-7
+WELL_CONDITIONED = 1e-3  # smallest over largest singular value
 NEWTON_STEPS = 30  # at most; each multiplies small singular values by 1.5: from 1e-4 of the largest they reach 1
 NEWTON_RESIDUAL = 1e-5  # largest allowed || Q Q' - I ||_F / sqrt(rank): ten times what fp32 leaves
 
@@ -85,8 +86,14 @@ def by_eigenvectors(weight: Tensor) -> PolarFactor:
         factor, rank = by_svd(wide)
         return PolarFactor((factor.T if tall else factor).float(), rank)
     kept = squares > RANK_TOLERANCE**2 * squares[-1]
-    basis = vectors[:, kept]
-    factor = (basis * squares[kept].rsqrt()) @ (basis.T @ wide)
+    basis, squares = vectors[:, kept], squares[kept]
+    root = (basis * squares.rsqrt()) @ basis.T
+    if (
+        len(squares) and squares[0] > WELL_CONDITIONED**2 * squares[-1]
+    ):  # then fp32 keeps four digits of the weakest direction
+        factor = root.float() @ wide.float()
+    else:
+        factor = root @ wide
     return PolarFactor((factor.T if tall else factor).float().contiguous(), int(kept.sum()))
 
 

@@ -25,10 +25,10 @@ from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.tables import COMPRESSION_TABLES, GEOMETRY_TABLES, MERGING_TABLES
+from moescope.tables import COMPRESSION_TABLES, GEOMETRY_TABLES
 from moescope.types import Coverage
 
-ALL_TABLES = (*COMPRESSION_TABLES, *MERGING_TABLES, *GEOMETRY_TABLES)
+ALL_TABLES = (*COMPRESSION_TABLES, *GEOMETRY_TABLES)
 LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router_kl"]
 MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "size", "done"]
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]

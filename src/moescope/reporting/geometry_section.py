@@ -12,7 +12,7 @@ import pandas as pd
 from moescope.figures.comparison import ACROSS_READINGS
 from moescope.figures.geometry import DRIFT, L2_UNRELATED, PROJECTIONS, distance_charts, span
 from moescope.figures.identification import score_at_chance
-from moescope.figures.style import FigureSpec, Tables, named_layers, number
+from moescope.figures.style import FigureSpec, Tables, number
 from moescope.reporting.layer_section import VERDICT_NAMES
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.readings import readings
@@ -41,37 +41,34 @@ def compare_findings(run: Run) -> list[str]:
     geometry, layers = run.table("geometry"), run.table("geometry_layers")
     found = []
     here = [name for name in PROJECTIONS if name in set(layers["matrix"])]
+    matched = geometry.groupby("series")["matched"].any()
     for series in dict.fromkeys(layers["series"]):
         rows = layers[(layers["series"] == series) & layers["matrix"].isin(here)]
         if len(rows):
-            found += distance_findings(series, rows)
+            found += distance_findings(series, rows, bool(matched[series]))
     found += router_findings(geometry)
     if most := most_moved(geometry[geometry["matrix"].isin(here)]):
         found.append(most)
     return found + alignment_findings(run)
 
 
-def distance_findings(series: str, rows: pd.DataFrame) -> list[str]:
-    by_layer = rows.groupby("layer", as_index=False)[
-        ["relative_l2_mean", "sv_alignment_mean", "null_l2_matched", "null_sv_matched"]
-    ].mean()
+def distance_findings(series: str, rows: pd.DataFrame, matched: bool) -> list[str]:
+    """L2 and R over layers. Of a series matched by gate and up alone, only down is told: nothing else was held out."""
+    held_out = series.endswith("_held_out") and "down" in set(rows["matrix"])
+    rows = rows[rows["matrix"] == "down"] if held_out else rows
+    what = f"{series}, down, which had no say in the matching" if held_out else series
+    columns = ["relative_l2_mean", "sv_alignment_mean", "null_l2_matched", "null_sv_matched"]
+    by_layer = rows.groupby("layer", as_index=False)[columns].mean()
     known = by_layer[by_layer["relative_l2_mean"].notna()]
     if known.empty:
-        return [f"{series}: no distance, since all matrices are zeros in one of the two"]
-    permuted = series.endswith("_permuted")
-    chance = (
-        f"random experts of this shape {number(known['null_l2_matched'].mean())} after matching"
-        if permuted
-        else f"unrelated experts {number(L2_UNRELATED)}"
-    )
-    found = [f"{series}: relative L2, mean of a layer's experts, {span(known, 'relative_l2_mean')}; {chance}"]
+        return [f"{what}: no distance, since all matrices are zeros in one of the two"]
+    of_l2, of_r = f"unrelated experts {number(L2_UNRELATED)}", "unrelated experts 0"
+    if matched:
+        of_l2 = f"random experts of this shape {number(known['null_l2_matched'].mean())} after matching"
+        of_r = f"random experts {number(known['null_sv_matched'].mean())} after matching"
+    found = [f"{what}: relative L2, mean of a layer's experts, {span(known, 'relative_l2_mean')}; {of_l2}"]
     if known["sv_alignment_mean"].notna().any():
-        chance = (
-            f"random experts {number(known['null_sv_matched'].mean())} after matching"
-            if permuted
-            else "unrelated experts 0"
-        )
-        found.append(f"{series}: SV alignment R {span(known, 'sv_alignment_mean')}; unmoved 1, {chance}")
+        found.append(f"{what}: SV alignment R {span(known, 'sv_alignment_mean')}; unmoved 1, {of_r}")
     return found
 
 
@@ -125,7 +122,7 @@ def alignment_findings(run: Run) -> list[str]:
             for row in other.head(4).itertuples()
         ]
         more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-        found = [f"the verdict of alignment changed in {named_layers(other['layer'])}: {', '.join(named)}{more}"]
+        found = [f"the verdict of alignment changed in {len(other)} of {len(tests)} layers: {', '.join(named)}{more}"]
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
     if np.isfinite(change).any():
         top = scores.iloc[int(np.nanargmax(np.abs(change)))]
@@ -250,6 +247,7 @@ def compare_command(run: Run) -> str:
     if arguments["matrix"] != ["gate", "up", "down", "router"]:
         command += ["--matrix", ",".join(arguments["matrix"])]
     command += ["--matched"] if arguments["matched"] else []
+    command += ["--match-by", arguments["match_by"]] if arguments["match_by"] != "signed" else []
     command += ["--skip", ",".join(arguments["skip"])] if arguments["skip"] else []
     command += ["--series", arguments["series"]] if arguments["series"] != "base_to_ift" else []
     command += ["--seed", str(arguments["seed"])] if arguments["seed"] else []

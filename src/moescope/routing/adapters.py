@@ -52,6 +52,9 @@ class Block:
     calls: int = 0
     router_input: Tensor | None = None
     router_outputs: tuple[Tensor, ...] = ()
+    hands_out: bool = (
+        False  # whether the model hands out this block's Routing itself, so that nothing need be found out
+    )
     beside: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # what the block's other parts were given and gave: shared experts, their gate, a norm at the end
@@ -61,6 +64,19 @@ class Block:
         weight = self.router.weight
         assert isinstance(weight, Tensor)
         return weight
+
+    @property
+    def rows_ED(self) -> Tensor | None:
+        """The router's weight where it has one row an expert; other routers have no such thing."""
+        weight = getattr(self.router, "weight", None)
+        fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == self.n_experts
+        return weight if fits else None
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """What of the router gradients go into."""
+        found = list(self.router.parameters()) if self.hands_out else [self.weight_ED]
+        return [weight for weight in found if weight.requires_grad]
 
     @property
     def correction_bias_E(self) -> Tensor | None:
@@ -77,6 +93,8 @@ class Block:
 
 def find_blocks(model: nn.Module) -> list[Block]:
     """Every MoE block in the order of layers; decoder layers are numbered after the encoder's."""
+    if hands_out_routing(model):
+        return handing_blocks(model)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = str(getattr(config, "model_type", type(model).__name__))
@@ -106,6 +124,20 @@ def find_blocks(model: nn.Module) -> list[Block]:
     if len({block.layer for block in found}) < len(found):
         raise BadInput(f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model")
     return sorted(found, key=lambda block: block.layer)
+
+
+def hands_out_routing(model: nn.Module) -> bool:
+    """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its forward pass takes
+    `consume`, which is called with each Routing as it happens."""
+    return callable(getattr(model, "routing_blocks", None))
+
+
+def handing_blocks(model: Any) -> list[Block]:
+    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    return [
+        Block(layer, name, router, router, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
+        for layer, name, router, n_experts in model.routing_blocks()
+    ]
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:

@@ -17,7 +17,7 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.tables import GEOMETRY_TABLES
 from moescope.types import LayerWeights
-from moescope.workflows.arguments import choose_device, device_warnings, names, ranges
+from moescope.workflows.arguments import choose_device, device_warnings, names, one_of, ranges
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import choose_layers, finished_run, scan
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 MATRICES = ("gate", "up", "down", "router")
 SKIPPABLE = ("sv", "scan")
 SERIES = "base_to_ift"
+SUFFIX = {
+    "signed": "_permuted",
+    "unsigned": "_permuted_unsigned",
+    "held_out": "_held_out",
+}  # of the matched series' name
 SCANS = "scans"  # folder in the run folder; a and b in it are runs of their own
 
 
@@ -37,6 +42,7 @@ class CompareSettings:
     matrix: tuple[str, ...]
     series: str
     matched: bool
+    match_by: str
     skip: tuple[str, ...]
     seed: int
 
@@ -59,6 +65,7 @@ def compare(
     matrix: str | Iterable[str] = MATRICES,
     series: str = SERIES,
     matched: bool = False,
+    match_by: str = "signed",
     skip: str | Iterable[str] = (),
     device: str = "auto",
     seed: int = 0,
@@ -67,7 +74,8 @@ def compare(
 ) -> Run:
     """Compare two checkpoints of one architecture, expert by expert, or two runs of one kind, row by row; return the run.
 
-    `matched` adds a second series, in which neurons of b's experts are first brought into the order and signs of a's. `skip` leaves out what takes
+    `matched` adds a second series, in which neurons of b's experts are first brought into the order and signs of a's; `match_by` "unsigned" leaves signs
+    alone, as published charts do, "held_out" matches by gate and up, so that down is a check. `skip` leaves out what takes
     longest: "sv" the SV alignment, "scan" the change in alignment and ambiguity.
     """
     matrix = names("matrix", matrix, MATRICES)
@@ -75,7 +83,7 @@ def compare(
         from moescope.workflows.compare_runs import compare_runs
 
         given = {"layers": layers is not None, "matrix": matrix != MATRICES, "series": series != SERIES}
-        given |= {"matched": matched, "skip": bool(skip)}
+        given |= {"matched": matched, "match-by": match_by != "signed", "skip": bool(skip)}
         return compare_runs(a, b, out, [name for name, here in given.items() if here], overwrite)
     assert not isinstance(a, Run)
     assert not isinstance(b, Run)
@@ -83,9 +91,12 @@ def compare(
         matrix=matrix,
         series=series_name(series),
         matched=matched,
+        match_by=one_of("match_by", match_by, tuple(SUFFIX)),
         skip=names("skip", skip, SKIPPABLE) if skip else (),
         seed=seed,
     )
+    if match_by != "signed" and not matched:
+        raise BadInput(f"match_by {match_by}: says how neurons are matched; give --matched with it")
     if seed < 0:
         raise BadInput(f"seed {seed}: must be at least 0")
     opened = read_moe(open_checkpoint(a)), read_moe(open_checkpoint(b))
@@ -168,7 +179,7 @@ def compare_layer(
         if projections:
             series = {settings.series: "none"}
             if settings.matched:
-                series[f"{settings.series}_permuted"] = "signed"
+                series[settings.series + SUFFIX[settings.match_by]] = settings.match_by
             pairs = [(expert, expert) for expert in range(of_a.n_experts)]
             sv = "sv" not in settings.skip
             parts.append(layer_geometry(of_a, of_b, pairs, series, projections, sv, device, settings.seed, tick))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moescope.run import Run, RunWriter
-from moescope.tables import GEOMETRY_TABLES, MERGING_TABLES
+from moescope.tables import GEOMETRY_TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,9 +33,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         setup |= record
     frames = {"clusters": cluster_rows(plan, work.layer_names), "damage": damage_rows(work, plan, setup)}
     merged = [
-        name
-        for name in (*MERGING_TABLES, *GEOMETRY_TABLES)
-        if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
+        name for name in ("merges", *GEOMETRY_TABLES) if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
     ]
     frames |= {name: writer.joined(name) for name in merged}
     facts: dict[str, Any] = {
