@@ -183,6 +183,13 @@ def test_what_does_not_go_together_is_refused_before_any_work(tmp_path, text, me
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("more", [{"sequential": True}, {"merge_weights": "saliency"}])
+def test_what_goes_by_a_text_is_refused_without_one(tmp_path, more):
+    with pytest.raises(BadInput, match="goes by what a text does in the model; give --text PATH"):
+        planned(model_of(tmp_path), None, tmp_path / "run", "weights", **more)
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_alone_are_clustered_without_transformers(tmp_path):
     import subprocess
     import sys
