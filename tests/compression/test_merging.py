@@ -89,6 +89,8 @@ def test_an_adaptive_budget_keeps_as_many_in_all_and_is_for_plans_only(tmp_path,
     run = planned(model, text, tmp_path / "run", "m_smoe", keep=2, adaptive=True)
     left = run.table("clusters").groupby("layer")["cluster"].nunique()
     assert left.sum() == 2 * len(left)
+    narrowest = min(2, int(left.min()))
+    assert read_plan(run.path)[0].top_k == (None if narrowest == 2 else narrowest)
     with pytest.raises(BadInput, match="different numbers of experts, and a config holds one"):
         planned(model, text, tmp_path / "other", "m_smoe", keep=2, adaptive=True, apply=tmp_path / "small")
 
