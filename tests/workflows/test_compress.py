@@ -199,6 +199,7 @@ def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(run, place, tm
     assert plain(resumed) == plain(run)
     same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))
     assert not (tmp_path / "run" / "parts").exists()
+    assert resumed.info["applied"] == str(tmp_path / "small")
 
 
 def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_path):

@@ -371,4 +371,4 @@ def apply_to(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool)
 
         written = apply_plan(work.moe, plan, fits, work.apply, told)
     writer.flush_piece("applied", {}, {"folder": str(written.path), "bytes": written.total_bytes})
-    writer.save_info(applied=str(written.path))
+    writer.save_info()
