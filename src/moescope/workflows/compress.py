@@ -373,5 +373,5 @@ def apply_to(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool)
             written_so_far = done
 
         written = apply_plan(work.moe, plan, fits, work.apply, told)
-    writer.flush_piece("applied", {}, {"folder": str(written.path), "bytes": written.total_bytes})
-    writer.save_info(applied=str(written.path))
+    writer.flush_piece("applied", {}, {"folder": str(written.path), "written_bytes": written.total_bytes})
+    writer.save_info()
