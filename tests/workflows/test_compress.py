@@ -349,6 +349,10 @@ def test_a_model_that_predicts_no_next_token_is_refused_before_it_reads(tmp_path
 def test_a_text_without_tokens_is_refused_and_leaves_nothing_behind(place, tmp_path):
     (tmp_path / "empty.txt").write_text(" ")
     refused("the text holds no token", tmp_path, place / "model", keep=2, text=tmp_path / "empty.txt")
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": f"word{n}"}) + "\n" for n in range(40)))
+    given = {"keep": 2, "text": tmp_path / "words.jsonl", "apply": tmp_path / "small"}
+    refused("no token to predict; give a longer text, or --no-judge", tmp_path, place / "model", **given)
+    assert not (tmp_path / "small").exists()
 
 
 # --- the command line

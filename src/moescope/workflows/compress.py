@@ -254,6 +254,8 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
             traced = reader.traced
         if work.judge:
             check_judgeable(traced)  # now, and not when all else is done
+            if not any(len(document.ids) > 1 for document in reader.judging()):
+                raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
         collectors = work.method.collectors(work.settings)
         (writer.path / "parts").mkdir(exist_ok=True)
         partial_file = writer.path / "parts" / "calibration-file.tmp"
