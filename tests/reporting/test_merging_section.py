@@ -7,7 +7,7 @@ import pytest
 
 import moescope
 from families.tiny_models import tiny_model
-from moescope.reporting.compression_section import compression_sections
+from moescope.reporting.compression_section import compression_command, compression_sections
 from moescope.run import Run
 from moescope.tables import TABLES
 from report_payloads import payloads
@@ -51,6 +51,12 @@ def test_a_merging_run_holds_its_steps_and_distances_as_tables(merged_run):
     assert steps.groupby("layer")["done"].sum().tolist() == [2, 2, 2]
     assert steps.groupby("layer").size().tolist() == [3, 3, 3]
     assert (steps["chance_height"] > 0).all()
+
+
+def test_the_command_names_token_ids_as_such(merged_run):
+    words = compression_command(merged_run).split()
+    assert words[words.index("--token-ids") + 1].endswith("ids.npy")
+    assert "--text" not in words
 
 
 def test_a_plan_without_steps_has_no_dendrogram(merged_run, tmp_path):

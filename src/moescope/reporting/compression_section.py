@@ -240,10 +240,11 @@ def compression_command(run: Run) -> str:
     else:
         words += ["--method", arguments["method"], "--keep", arguments["keep"]]
     many = len(arguments["text"]) > 1 or any(domain != "text" for domain, _ in arguments["text"])
+    plain = "--token-ids" if arguments.get("token_ids") else "--text"
     for domain, files in arguments["text"]:
         for file in files:
             path = file[0] if isinstance(file, list) else "-"
-            words += ["--domain", f"{domain}={path}"] if many else ["--text", path]
+            words += ["--domain", f"{domain}={path}"] if many else [plain, path]
     words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
     defaults = {
         "max_tokens": None, "dtype": "auto", "batch_size": 8, "seed": 0, "merge_weights": "usage", "distance": "default", "router": "fold",

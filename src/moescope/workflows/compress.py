@@ -119,7 +119,7 @@ def compress(
             **asdict(settings), **{name: value for name, value in asdict(reading_settings).items() if name in ("max_tokens", "dtype", "batch_size", "chat_template")},
             "method": work.method.name, "keep": None if keep is None else str(keep), "plan": plan_identity(plan), "judge": judge,
             "apply": None if work.apply is None else str(work.apply), "controls": work.controls,
-            "text": [[source.domain, source.identity] for source in reading], "add": [earlier.mark for earlier in work.earlier],
+            "text": [[source.domain, source.identity] for source in reading], "token_ids": token_ids is not None, "add": [earlier.mark for earlier in work.earlier],
         },
         "checkpoints": [{"step": 0, **asdict_mark(moe)}],
     }  # fmt: skip
