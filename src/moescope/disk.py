@@ -63,47 +63,55 @@ def check_target(folder: Path) -> Path:
 
 
 @contextmanager
+def only_writer(shown: Path, lock_path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Holds a lock, the system's own, on what is about to be written; its folder is made, and removed again if nothing came into it.
+
+    The system drops the lock when its process dies, so it is never stale.
+    """
+    from filelock import FileLock, Timeout
+
+    new_folders = [place for place in lock_path.parents if not place.exists()]
+    lock = FileLock(lock_path)
+    try:
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:  # an OSError too, so it stands first
+        raise BadInput(f"{shown}: another moescope process is writing {what}; wait for it, or {remedy}") from None
+    except OSError as error:
+        remove_empty(new_folders)
+        raise BadInput(f"{shown}: cannot be written ({reason(error)}); {remedy}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
+            lock_path.unlink()
+        lock.release()
+        remove_empty(new_folders)
+
+
+@contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder beside the target to write into, which takes the target's name on the way out: all of it, or nothing.
 
     The target must be empty or not there. Whatever is raised inside removes what was written; what a killed process left
-    is removed by the next one that writes the same target. Files must be synced by who writes them. A lock, the system's
-    own, keeps two processes apart.
+    is removed by the next one that writes the same target. Files must be synced by who writes them.
     """
-    from filelock import FileLock, Timeout
-
     target = check_target(folder)
     partial = target.with_name(target.name + PARTIAL_ENDING)
-    lock_path = target.with_name(target.name + PARTIAL_ENDING + ".lock")
-    new_parents = [place for place in target.parents if not place.exists()]
-    lock = FileLock(lock_path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-    except Timeout:  # an OSError too, so it stands first
-        raise BadInput(
-            f"{folder}: another moescope process is writing it; wait for it, or give another folder"
-        ) from None
-    except OSError as error:
-        remove_empty(new_parents)
-        raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
-    try:
-        check_target(folder)  # again: another process may have finished it before we had the lock
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
-        yield partial
-        sync_folder(partial)
-        partial.rename(target)  # an empty folder of that name is replaced
-        sync_folder(target.parent)
-    except OSError as error:
-        raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
-            lock_path.unlink()
-        lock.release()
-        remove_empty(new_parents)
+    with only_writer(folder, partial.with_name(partial.name + ".lock"), "it", "give another folder"):
+        try:
+            check_target(folder)  # again: another process may have finished it before we had the lock
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir()
+            yield partial
+            sync_folder(partial)
+            partial.rename(target)  # an empty folder of that name is replaced
+            sync_folder(target.parent)
+        except OSError as error:
+            raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def reason(error: BaseException) -> str:

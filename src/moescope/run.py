@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.disk import check_disk, remove_empty, replace_synced, sync_folder
+from moescope.disk import check_disk, only_writer, replace_synced, sync_folder
 from moescope.errors import BadInput, unknown_name
 from moescope.tables import SCHEMA_VERSION, TABLES, arrow_schema, conform, read_parquet
 
@@ -25,9 +25,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Frames = dict[str, "pd.DataFrame"]
-OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
+OWN_FILES = (
+    "run.json",
+    "report.html",
+    ".lock",
+    "plan.json",
+    "plan.safetensors",
+    "calibration.safetensors",
+    *(f"{name}.parquet" for name in TABLES),
+)
 OWN_FOLDERS = ("parts",)
-GROWING = ("monitor",)  # verbs whose runs can be read before they are done: training may take weeks, or crash
+GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):
@@ -190,53 +198,35 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
     On the way out a run that was not finished is marked interrupted or failed; one that failed before its first piece
     leaves nothing behind.
     """
-    from filelock import FileLock, Timeout
-
     created = check_folder(folder, identity, overwrite)
-    new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
-    lock = FileLock(folder / ".lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)  # the system drops it when its process dies, so it is never stale
-    except Timeout:  # an OSError too, so it stands first
-        raise BadInput(
-            f"{folder}: another moescope process is writing this run; wait for it, or give another --out"
-        ) from None
-    except OSError as error:
-        remove_empty(new_folders)
-        raise BadInput(f"{folder}: cannot be written ({error.strerror}); give another --out") from None
-    writer = None
-    try:
-        if overwrite:
-            clear_run(folder)
-        before = read_run_json(folder)
-        if before is None:
-            before = {
-                "schema_version": SCHEMA_VERSION,
-                "verb": verb,
-                **identity,
-                "versions": versions(),
-                "git_commit": git_commit(),
-                "started": now(),
-            }  # fmt: skip
-        before.pop("error", None)  # that of an earlier attempt
-        writer = RunWriter(folder, before, dict(before.get("timings", {})))
-        writer.save_info(status="running", process=os.getpid())
-        yield writer
-    except BaseException as error:
-        if writer is None or writer.info.get("status") == "done":
-            pass
-        elif created and not writer.done_pieces():
-            clear_run(folder)
-        else:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
-            (folder / ".lock").unlink()
-        lock.release()
-        remove_empty(new_folders)
+    with only_writer(folder, folder / ".lock", "this run", "give another --out"):
+        writer = None
+        try:
+            if overwrite:
+                clear_run(folder)
+            before = read_run_json(folder)
+            if before is None:
+                before = {
+                    "schema_version": SCHEMA_VERSION,
+                    "verb": verb,
+                    **identity,
+                    "versions": versions(),
+                    "git_commit": git_commit(),
+                    "started": now(),
+                }  # fmt: skip
+            before.pop("error", None)  # that of an earlier attempt
+            writer = RunWriter(folder, before, dict(before.get("timings", {})))
+            writer.save_info(status="running", process=os.getpid(), pieces_taken_over=len(writer.done_pieces()))
+            yield writer
+        except BaseException as error:
+            if writer is None or writer.info.get("status") == "done":
+                pass
+            elif created and not writer.done_pieces():
+                clear_run(folder)
+            else:
+                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
+            raise
 
 
 def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> bool:

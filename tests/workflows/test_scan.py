@@ -518,8 +518,11 @@ def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_
     resumed = scan(long_model, out=out)
     assert sorted(analysed) == sorted(set(range(LONG)) - done)
     assert resumed.info["status"] == "done"
+    assert resumed.info["pieces_taken_over"] == len(done)
     assert not (out / "parts").exists()
-    assert_equal_tables(resumed, scan(long_model, out=tmp_path / "whole"))
+    whole = scan(long_model, out=tmp_path / "whole")
+    assert whole.info["pieces_taken_over"] == 0
+    assert_equal_tables(resumed, whole)
 
 
 def test_an_interrupted_scan_exits_130_says_how_to_go_on_and_does(tmp_path, long_model, analysed):

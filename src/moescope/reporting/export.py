@@ -15,6 +15,7 @@ from moescope.figures.routing_metrics import can_draw
 from moescope.figures.style import Figure
 from moescope.reporting.readings import readings, run_names
 from moescope.reporting.routing_views import load_trace, routing_views
+from moescope.reporting.run_kinds import kind_of
 from moescope.run import Run
 
 PAPER: dict[str, Any] = {
@@ -46,7 +47,7 @@ def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = Fal
     import kaleido
 
     written, jobs = [], []
-    for name, figure in [*weight_figures(runs), *routing_figures(runs)]:
+    for name, figure in [*kind_figures(runs), *weight_figures(runs), *routing_figures(runs)]:
         path = folder / f"{name}.{format}"
         size = {"height": figure.height + 60, "width": 720, "scale": 2 if format == "png" else 1}
         jobs.append({"fig": paper_figure(figure), "path": path, "opts": {"format": format, **size}})
@@ -55,6 +56,15 @@ def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = Fal
     if not quiet:
         print(f"{len(written)} figures in {folder}", file=sys.stderr)
     return written
+
+
+def kind_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
+    """Figures of the other verbs' runs, section after section."""
+    for index, run in enumerate(runs):
+        if (kind := kind_of(run)) is not None:
+            for section in kind.sections(run):
+                for number, (spec, tables) in enumerate(section.figures):
+                    yield f"{kind.verb}{index}-{section.anchor}-{number}-{spec.name}", spec.draw(tables)
 
 
 def weight_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:

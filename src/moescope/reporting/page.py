@@ -12,14 +12,12 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
-from moescope.glossary import COLUMNS
-from moescope.metric_glossary import METRICS
+from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.joint_section import joint_entries, joint_missing
-from moescope.reporting.layer_section import VERDICT_NAMES, drawn, layer_entry
+from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
 from moescope.reporting.pack import plain, script_json, table_payload
 from moescope.reporting.readings import Reading, readings, run_names
-from moescope.reporting.routing_findings import routing_findings, step_findings
 from moescope.reporting.routing_section import (
     SECTIONS,
     step_sections,
@@ -28,7 +26,10 @@ from moescope.reporting.routing_section import (
     trace_coverage,
     view_entry,
 )
-from moescope.reporting.routing_views import TraceTables, View, first_shown, load_trace, routing_views, steps_left_out
+from moescope.reporting.routing_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
+from moescope.reporting.run_kind import RunKind
+from moescope.reporting.run_kinds import kind_of
+from moescope.reporting.trace_summary import trace_findings, which_findings
 from moescope.run import Run
 from moescope.tables import READING, ROUTING_TABLES, SCAN_TABLES, TABLES
 
@@ -43,6 +44,8 @@ KEY_COLUMNS = {"step", "layer_name", *READING}
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
     """Everything the template needs. Payloads are strings of JSON, drawn by the page when they come into view."""
+    others = [(run, kind) for run in runs if (kind := kind_of(run)) is not None]
+    runs = [*runs, *(part for run, kind in others for part in kind.parts(run))]
     scans, traced = by_verb(runs)
     found = readings(scans, len(runs) > 1) if scans else []
     traces, names = [load_trace(run) for run in traced], run_names(runs)
@@ -64,11 +67,23 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
             layers.append({"reading": index, **entry, "payload": keep(f"r{index}-l{layer}", payload)})
     entries = [view_entry(view, index, keep) for index, view in enumerate(views)]
     together = joint_entries(found, views, keep)
+    told = [entry for index, (run, kind) in enumerate(others) for entry in section_entries(run, kind, index, keep)]
     return {
         "title": page_title(runs),
         "text_notice": text_notice(traces, [entry["excerpt"] for entry in entries]),
-        "runs": [run_entry(run) for run in scans] + [trace_entry(trace) for trace in traces],
-        "headline": [*scan_headlines(scans, found, names), *trace_headlines(traces, views, names)]
+        "runs": [
+            *(kind_entry(run, kind) for run, kind in others),
+            *(run_entry(run) for run in scans),
+            *(trace_entry(trace) for trace in traces),
+        ],
+        "headline": [
+            *(
+                {"run": names[run.path] if len(names) > 1 else "", "findings": kind.findings(run)}
+                for run, kind in others
+            ),
+            *scan_headlines(scans, found, names),
+            *trace_headlines(traces, names),
+        ]
         + ([{"run": "Together", "findings": together[0]["words"]}] if together else []),
         "readings": [{"label": reading.label, "findings": findings(reading)} for reading in found],
         "across": across,
@@ -86,17 +101,27 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "over_steps": step_sections(traces, names, keep),
         "together": together,
         "together_missing": "" if together else joint_missing(found, views),
-        "glossary": glossary_sections([*(SCAN_TABLES if scans else ()), *(ROUTING_TABLES if traces else ())]),
+        "told": told,
+        "how_to_read": list(dict.fromkeys(kind.reading for _, kind in others if kind.reading)),
+        "glossary": glossary_sections(
+            [
+                *dict.fromkeys(name for _, kind in others for name in kind.tables),
+                *(SCAN_TABLES if scans else ()),
+                *(ROUTING_TABLES if traces else ()),
+            ]
+        ),
         "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS).items()}),
         "payloads": payloads,
     }
 
 
 def by_verb(runs: list[Run]) -> tuple[list[Run], list[Run]]:
-    """(scans, traces); a run of another kind is refused."""
+    """(scans, traces); a run of a kind the page knows nothing of is refused."""
     for run in runs:
-        if run.info["verb"] not in ("scan", "trace"):
-            raise BadInput(f"{run.path}: holds no scan and no trace; give a folder written by one of the two")
+        if run.info["verb"] not in ("scan", "trace") and kind_of(run) is None:
+            raise BadInput(
+                f"{run.path}: a run of {run.info['verb']!r}, of which there is no report; give another folder"
+            )
     return [run for run in runs if run.info["verb"] == "scan"], [run for run in runs if run.info["verb"] == "trace"]
 
 
@@ -110,20 +135,21 @@ def scan_headlines(scans: list[Run], found: list[Reading], names: dict[Any, str]
     ]
 
 
-def trace_headlines(traces: list[TraceTables], views: list[View], names: dict[Any, str]) -> list[dict[str, Any]]:
+def trace_headlines(traces: list[TraceTables], names: dict[Any, str]) -> list[dict[str, Any]]:
     """Each trace's findings at its last step in its main phase, and what changed over its steps."""
     found = []
     for trace in traces:
-        own = [view for view in views if view.run is trace.run and view.main]
-        last = max(own, key=lambda view: view.step)
         where = [names[trace.run.path]] if len(names) > 1 else []
-        where += [f"step {last.step}"] if len(trace.steps) > 1 else []
-        found.append({"run": ", ".join(where), "findings": [*routing_findings(last), *step_findings(trace)]})
+        where += [of] if (of := which_findings(trace)) else []
+        found.append({"run": ", ".join(where), "findings": trace_findings(trace)})
     return found
 
 
 def page_title(runs: list[Run]) -> str:
-    """The models' names, or how many there are."""
+    """What the runs call it themselves, else the models' names, or how many there are."""
+    told = [kind.title(run) for run in runs if (kind := kind_of(run)) is not None and kind.title is not None]
+    if told:
+        return listed(told)
     names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info["checkpoints"]))
     names = names or [run.name for run in runs]  # a trace may be imported without its model
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
@@ -174,7 +200,7 @@ def glance_table(reading: Reading) -> dict[str, Any]:
         rows.append(
             [
                 layer,
-                VERDICT_NAMES[test["verdict"]],
+                verdict_name(reading, layer, test["verdict"]),
                 facts["other_order"]["p"] if facts["other_order"] else test["p_accuracy"],
                 test["best_k"],
                 test["best_accuracy"],
@@ -261,11 +287,38 @@ def trace_entry(trace: TraceTables) -> dict[str, Any]:
     }
 
 
+def section_entries(run: Run, kind: RunKind, index: int, keep: Any) -> list[dict[str, Any]]:
+    """A run's own sections, drawn."""
+    entries = []
+    for section in kind.sections(run):
+        prefix = f"o{index}-{section.anchor}"
+        figures = [
+            keep(f"{prefix}-{number_}-{spec.name}", drawn(spec, tables, section.title))
+            for number_, (spec, tables) in enumerate(section.figures)
+        ]
+        tables = [keep(f"{prefix}-t{number_}", payload) for number_, payload in enumerate(section.tables)]
+        entries.append(
+            {"anchor": prefix, "run": run.name, "title": section.title, "words": section.words, "figures": figures, "tables": tables}
+        )  # fmt: skip
+    return entries
+
+
+def kind_entry(run: Run, kind: RunKind) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "info": run.info,
+        "coverage": kind.coverage(run),
+        "command": kind.command(run),
+        "warnings": run.info.get("warnings", []),
+        "seconds": number(sum(run.info["timings"].values())),
+    }
+
+
 def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
     """The glossary by table, each entry once, where it first appears; routing metrics after the table that holds them."""
     seen: set[str] = set()
     sections = []
-    for name in names:
+    for name in dict.fromkeys(names):
         spec = TABLES[name]
         entries = []
         for column in spec.columns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from moescope.errors import BadInput
-from moescope.routing.adapters import Block, Decision, adapter_of, find_blocks, relative_error, router_logits
+from moescope.routing.adapters import (
+    Block,
+    Decision,
+    adapter_of,
+    find_blocks,
+    hands_out_routing,
+    relative_error,
+    router_logits,
+)
 from moescope.routing.scoring import find_scoring
 from moescope.types import Routing, Tokens
 
@@ -52,7 +61,8 @@ class Capture:
             model(input_ids=...)
 
     The first pass is checked: every layer must fire, and gates times expert outputs, plus shared experts, must give the
-    block's output. Passes that autograd makes to recompute activations are not seen.
+    block's output. Passes that autograd makes to recompute activations are not seen. A model that hands out its routing itself
+    (`hands_out_routing`) is asked for it instead, and there is nothing to check.
     """
 
     def __init__(
@@ -62,7 +72,9 @@ class Capture:
         check: bool = True,
         runner: nn.Module | None = None,  # the part that will be called, where that is not the model itself
     ):
-        check_transformers()
+        self.hands_out = hands_out_routing(model)
+        if not self.hands_out:
+            check_transformers()
         self.model = runner or model
         self.consume = consume
         self.blocks = find_blocks(model)
@@ -74,7 +86,9 @@ class Capture:
         self.pending: Decision | None = None  # what the block under way decided, until its output is checked
 
     def __enter__(self) -> Capture:
-        for block in self.blocks:
+        if self.hands_out:
+            self.hooks.append(self.model.register_forward_pre_hook(self.ask, with_kwargs=True))
+        for block in [] if self.hands_out else self.blocks:
             self.hook_router(block)
             self.hooks.append(block.experts.register_forward_hook(self.experts_ran(block), with_kwargs=True))
             if self.check and not block.checked:
@@ -105,6 +119,17 @@ class Capture:
     def unseen(self) -> bool:
         """Whether this call is not the model's own forward pass: the check's, or autograd recomputing activations."""
         return self.busy or torch._C._current_graph_task_id() != -1
+
+    def ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "consume": self.handed_out}
+
+    def handed_out(self, routing: Routing) -> None:
+        if self.unseen():
+            return
+        block = next(block for block in self.blocks if block.layer == routing.layer)
+        block.calls += 1
+        with torch.no_grad():
+            self.consume(replace(routing, tokens=self.tokens))
 
     def router_ran(self, block: Block) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -73,8 +73,19 @@ class LoopMonitor:
 
     # --- beginning
 
-    def watch(self, model: nn.Module, step: int = 0, base: Path = Path("runs"), stem: str | None = None) -> LoopMonitor:
-        """Begin to count. `step` is how many steps the model has been trained already: those before it are kept in the folder."""
+    def watch(
+        self,
+        model: nn.Module,
+        step: int = 0,
+        base: Path = Path("runs"),
+        stem: str | None = None,
+        verb: str = "monitor",
+        identity: dict[str, Any] | None = None,
+    ) -> LoopMonitor:
+        """Begin to count. `step` is how many steps the model has been trained already: those before it are kept in the folder.
+
+        A verb that trains says in `identity` what its run is, and may be told apart from another by.
+        """
         if self.capture is not None:
             raise BadInput("this Monitor already watches a model; close() it first, or make another")
         model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
@@ -91,13 +102,9 @@ class LoopMonitor:
         if first_rank():
             kind = self.blocks[0].model_type
             settings = {name: getattr(self, name) for name in ("every", "decisions_every", "gradients_every", "scan_every", "coactivation")}  # fmt: skip
-            identity: dict[str, Any] = {
-                "arguments": {**settings, **asdict(self.thresholds)},
-                "model_type": kind,
-                **shape,
-            }
+            own: dict[str, Any] = {"arguments": {**settings, **asdict(self.thresholds)}, "model_type": kind, **shape}
             self.folder = choose_folder(self.out, base, stem or f"monitor-{kind}", step, self.overwrite)
-            self.run = TrainingRun(self.folder, identity, step, self.overwrite)
+            self.run = TrainingRun(self.folder, identity or own, step, self.overwrite, verb)
             self.abandon = weakref.finalize(self, self.run.abandon)
             if self.run.state:
                 self.tokens, self.alerts = self.run.state["tokens"], self.run.state["alerts"]
@@ -222,6 +229,7 @@ class LoopMonitor:
         if passes:
             per_pass = passes / world
             coefficient = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None) or 0.0
+            coefficient = 1.0 if self.blocks[0].hands_out else coefficient  # which weighs its losses itself
             over = steps if self.losses_add_up else per_pass
             over *= 1 if self.losses_add_up and self.ranks_add_up else world
             row |= {"train_loss": loss / over, "lm_loss": (loss - coefficient * aux) / over}
@@ -254,7 +262,7 @@ class LoopMonitor:
             logger.warning("moescope: %s", alert["message"])
             self.keep("alerts", [{**alert, "layer_name": names[alert["layer"]]}])
         # Routers as they are now, not when the thread comes to it.
-        routers = [block.weight_ED.detach().clone() for block in self.blocks]
+        routers = [None if (rows_ED := block.rows_ED) is None else rows_ED.detach().clone() for block in self.blocks]
         places = [Place(block.layer, block.name, block.n_experts) for block in self.blocks]
         self.unmade.append(
             partial(window_tables, window, places, routers, list(self.tally.k_L), self.now, self.coactivation)
@@ -299,6 +307,18 @@ class LoopMonitor:
             return None
         finished, self.run = self.run.finish(), None
         return finished
+
+    def stop(self, error: str | None = None) -> None:
+        """Take the hooks off and leave the run unfinished; with an error, what was counted is written first and the run has failed."""
+        if self.capture is None:
+            return
+        if error is not None:
+            self.flush()
+        self.capture.__exit__(None, None, None)
+        self.capture = None
+        if self.run is not None:
+            run, self.run = self.run, None
+            run.abandon(error)
 
 
 def first_rank() -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.chance import Setting, gate_relative_std
+from moescope.routing.contexts import Contexts
 from moescope.routing.decision import DECISION
 from moescope.routing.domains import (
     affinity,
@@ -42,6 +43,7 @@ from moescope.routing.vocabulary import (
     top_tokens,
     vocabulary_specialisation,
 )
+from moescope.routing.words import Words
 
 Row = dict[str, Any]
 ROLES = ("input", "next", "predicted")
@@ -292,3 +294,26 @@ def vocabulary_columns(
             columns["share"] += share.tolist()
             columns["lift"] += lift.tolist()
     return columns
+
+
+def context_rows(contexts: Contexts | None, probe: Probe | None, corpus: Corpus, words: Words) -> dict[int, list[Row]]:
+    """layer -> its rows of the contexts table, in words."""
+    found: dict[int, list[Row]] = {}
+    if contexts is None or probe is None:
+        return found
+    for layer, place in contexts.rows(probe.share):
+        before, token, after = words.around(place["before"], place["token_id"], place["after"])
+        own = {"domain": corpus.domains[place["domain"]], "token": token, "before": before, "after": after}
+        found.setdefault(layer, []).append({**place, **own})
+    return found
+
+
+def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
+    """The expert_cosines table's columns: cosines of every two experts' vectors, and the mean |cos| of random directions, sqrt(2/(pi D))."""
+    a, b = np.triu_indices(len(rows_ED), 1)
+    lengths_E = np.linalg.norm(rows_ED, axis=1)
+    unit_ED = divide(rows_ED, lengths_E[:, None])
+    return {
+        "of": of, "expert_a": a, "expert_b": b, "cosine": (unit_ED @ unit_ED.T)[a, b],
+        "chance": np.full(len(a), np.sqrt(2 / (np.pi * rows_ED.shape[1]))),
+    }  # fmt: skip

@@ -90,7 +90,7 @@ class TrainingCapture(Capture):
     def deciding(self, wanted: bool) -> None:
         self.decides = wanted
         self.take_off(self.router_hooks)
-        unknown = [block for block in self.blocks if wanted or self.needs_router(block)]
+        unknown = [block for block in self.blocks if not self.hands_out and (wanted or self.needs_router(block))]
         for block in unknown if self.hooks else ():
             self.router_hooks.append(block.router.register_forward_hook(self.router_ran(block), with_kwargs=True))
 
@@ -105,6 +105,8 @@ class TrainingCapture(Capture):
             self.waiting, self.undecided, self.slots, self.numbers = [], [], 0, 0  # of a pass that broke off
             given = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
             masks = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+            if self.hands_out:
+                masks["attention_mask"] = given.get("mask_BL")
             self.masks = {
                 name: mask.reshape(-1) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.dim() == 2
             }  # masks of more sides say who may look at whom, not what is padding
@@ -145,12 +147,18 @@ class TrainingCapture(Capture):
         return hook
 
     def decide(self, routing: Routing) -> None:
-        """Of a first pass: what capture itself found."""
+        """Of a first pass, or of a model that hands out its routing: what capture itself found."""
         block = self.blocks[self.row[routing.layer]]
         self.wait(block, routing.chosen_TK, routing.gates_TK)
-        if self.decides:
-            assert routing.logits_TE is not None
-            self.keep_undecided(block, routing.chosen_TK, routing.gates_TK, routing.logits_TE)
+        if not self.decides:
+            return
+        if self.hands_out:
+            if routing.scores_TE is not None:  # a hash, for one, has none
+                values_MT = torch.stack([value.float() for value in decisions(routing)])
+                self.tally.decide((self.row[block.layer],), values_MT[:, None], self.real(block, values_MT.shape[1]))
+            return
+        assert routing.logits_TE is not None
+        self.keep_undecided(block, routing.chosen_TK, routing.gates_TK, routing.logits_TE)
 
     def keep_undecided(self, block: Block, chosen_TK: Tensor, gates_TK: Tensor, logits: Tensor) -> None:
         self.undecided.append(Undecided(block, chosen_TK, gates_TK, logits.reshape(-1, block.n_experts)))

@@ -48,11 +48,11 @@ def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, over
 class TrainingRun:
     """The one writer of a training's run folder, under its lock."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool):
+    def __init__(self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool, verb: str = "monitor"):
         self.stack = ExitStack()
-        self.writer: RunWriter = self.stack.enter_context(open_run(folder, "monitor", identity, overwrite))
+        self.writer: RunWriter = self.stack.enter_context(open_run(folder, verb, identity, overwrite))
         self.writer.timings = {
-            stage: self.writer.timings.get(stage, 0.0) for stage in STAGES
+            stage: self.writer.timings.get(stage, 0.0) for stage in (*STAGES, *self.writer.timings)
         }  # its keys stay: two threads use it
         self.state = self.take_up(step)
         self.disk = ThreadPoolExecutor(
@@ -135,11 +135,12 @@ class TrainingRun:
         self.stack.close()
         return Run(self.writer.path, jsonable(self.writer.info))
 
-    def abandon(self) -> None:
+    def abandon(self, error: str | None = None) -> None:
+        """Leave the run as it is, interrupted, or failed where there is an error to tell."""
         self.disk.shutdown()
         with suppress(OSError):  # the folder may be gone by now
             if self.writer.info.get("status") == "running":
-                self.writer.save_info(status="interrupted")
+                self.writer.save_info(**({"status": "failed", "error": error} if error else {"status": "interrupted"}))
         self.stack.close()
 
 

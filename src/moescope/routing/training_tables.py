@@ -21,7 +21,12 @@ PREFIX = "moescope/"
 
 
 def window_tables(
-    window: Window, places: list[Place], routers_LED: list[Tensor], k_L: list[int], step: int, pairs: bool = False
+    window: Window,
+    places: list[Place],
+    routers_LED: list[Tensor | None],
+    k_L: list[int],
+    step: int,
+    pairs: bool = False,
 ) -> dict[str, list[Row]]:
     """Rows of load and routing_layers (and coactivation where pairs were counted) of the steps that end with this one."""
     tables: dict[str, list[Row]] = {"load": [], "routing_layers": []}
@@ -32,7 +37,8 @@ def window_tables(
         tables["load"] += [{**place, **line} for line in load_rows(counts, corpus)]
         decided = bool(window.decided_L[row])
         metrics = metric_rows(counts, corpus, decisions=decided, order=False)
-        router_ED = routers_LED[row].double().cpu().numpy()
+        rows_ED = routers_LED[row]
+        router_ED = None if rows_ED is None else rows_ED.double().cpu().numpy()
         apart = (
             line for line in separation_rows(counts, router_ED) if pairs or line["metric"] != "expert_overlap"
         )  # which is made of pairs

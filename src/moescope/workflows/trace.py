@@ -116,12 +116,15 @@ def trace_step(
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
+    from moescope.lab.saving import is_lab_checkpoint
+    from moescope.lab.tracing import load_traced
     from moescope.routing.adapters import find_blocks
     from moescope.routing.models import load_model
     from moescope.routing.trace import trace_model
 
     with writer.timed("load"):
-        traced = load_model(name, settings.dtype, device)
+        load = load_traced if is_lab_checkpoint(name) else load_model
+        traced = load(name, settings.dtype, device)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
@@ -156,17 +159,17 @@ def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_
 def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
     """Join the steps' tables, compare the steps with each other, and close the run."""
     from moescope.routing.compare_steps import stability_table
+    from moescope.routing.trace import TABLES_OF_A_STEP
 
     with writer.timed("join"):
-        frames = {
-            name: writer.joined(name) for name in ("load", "routing_layers", "coactivation", "domains", "vocabulary")
-        }
+        frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
         setups = sorted(writer.setups(), key=lambda setup: setup["step"])
         frames["stability"] = stability_table(
             steps, setups, lambda step, array: writer.array(piece_name(step), array), layer_names_in(frames["load"])
         )
         if settings.save_tokens:
             writer.join_streamed("tokens")
+            frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
     warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
     writer.save_info(setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups])
     return writer.finish(frames)
