@@ -156,8 +156,8 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
             data.append(points(experts[own], at[own], times[own], group, CATEGORICAL[index], len(experts)))
         kept, by_luck, nearest = kept_neighbours(cloud, at)
         title = f"Layer {layer}, {subject.title} by {layout.title}{layout.setting(len(experts))}: "
+        share = float(principal_plane(cloud)[1].sum())
         if layout.name == "pca":
-            share = float(principal_plane(cloud)[1].sum())
             title += f"two axes hold {number(100 * share)} % of the variance, {number(100 * by_chance)} % for {subject.chance}; "
         title += (
             f"{number(100 * kept)} % of each expert’s {nearest} nearest stay nearest, {number(100 * by_luck)} % by luck"
@@ -165,7 +165,7 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
             else "too few experts to tell who is near"
         )
         titles.append(title)
-        clear.append(kept - by_luck if np.isfinite(kept) else -1.0)
+        clear.append(share - by_chance)  # by every layout, so that they open at one layer
     start = int(np.argmax(clear))
     left_out = f" Laid out are {len(layers)} of {len(every)} layers." if len(layers) < len(every) else ""
     return Figure(
