@@ -11,9 +11,10 @@ from torch import Tensor
 from families.tiny_models import TinyModel, own_biases, own_experts, own_shared, router_of, tiny_model
 from moescope.checkpoint import open_checkpoint
 from moescope.families import MODELS, read_moe
+from moescope.families.lab import LAB
 from moescope.types import ExpertStack, LayerWeights
 
-KINDS = sorted(set(MODELS) - {"kimi_k2"})  # transformers has no model of that name; it is a DeepSeek V3
+KINDS = sorted(set(MODELS) - {"kimi_k2", *LAB.models})  # transformers has no model of that name; it is a DeepSeek V3
 tiny = tiny_model
 
 

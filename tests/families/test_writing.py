@@ -29,9 +29,10 @@ from families.tiny_models import find_blocks, model_class, output_of, own_biases
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import MODELS, MoeCheckpoint, read_moe
+from moescope.families.lab import LAB
 from moescope.families.writing import NewExpert, NewLayer, plan_moe, write_moe
 
-KINDS = sorted(set(MODELS) - {"kimi_k2"})  # transformers has no model of that name; it is a DeepSeek V3
+KINDS = sorted(set(MODELS) - {"kimi_k2", *LAB.models})  # transformers has no model of that name; it is a DeepSeek V3
 FORMS = ["saved", "memory"]
 KEPT = [2, 0, 3]
 

@@ -18,8 +18,7 @@ from moescope.figures.routing_separation import (
 )
 from moescope.figures.routing_steps import expected, shares_by_step, usage_area
 from moescope.figures.style import GREY
-from moescope.glossary import COLUMNS
-from moescope.metric_glossary import METRICS
+from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.routing_views import load_trace, routing_views
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS, ROUTING
-from moescope.metric_glossary import METRICS
+from moescope.glossary import METRICS
 from moescope.reporting.routing_experts import tokens_by_expert
 from moescope.reporting.routing_section import paths_of
 from moescope.reporting.routing_text import chosen_documents, read_excerpt

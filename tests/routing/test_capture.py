@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from families.tiny_models import Seen, TinyModel, tiny_model
 from moescope.errors import BadInput
 from moescope.families import MODELS
+from moescope.families.lab import LAB
 from moescope.routing import capture as capturing
 from moescope.routing.adapters import find_blocks, router_logits
 from moescope.routing.capture import Capture, check_version
 from moescope.types import Routing
 
-KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe"})  # kimi_k2 is a DeepSeek V3; NLLB has its own test below
+KINDS = sorted(
+    set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models}
+)  # kimi_k2 is a DeepSeek V3; NLLB has its own test below
 tiny = functools.cache(tiny_model)
 
 

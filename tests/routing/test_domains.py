@@ -85,3 +85,7 @@ def test_a_domain_that_matters_is_seen_at_about_its_true_size():
     weights = np.exp(0.5 * np.outer([0, 1], np.arange(4)))
     true = information(weights / weights.sum(1, keepdims=True) / 2)
     assert domain_information(counts, labels, 2) == pytest.approx(float(true), rel=0.15)
+
+
+def test_purity_of_a_table_with_an_empty_domain_is_undefined_and_says_nothing():
+    assert np.isnan(purity(np.array([[3.0, 1.0], [0.0, 0.0]])))

@@ -11,7 +11,8 @@ import torch
 from families.tiny_models import tiny_model
 from moescope.errors import BadInput
 from moescope.families import MODELS
-from moescope.metric_glossary import METRICS
+from moescope.families.lab import LAB
+from moescope.glossary import METRICS
 from moescope.routing import models
 from moescope.routing.documents import Document
 from moescope.routing.models import TracedModel, runner_of
@@ -19,7 +20,7 @@ from moescope.routing.tally import LayerCounts
 from moescope.routing.trace import Traced, trace_model
 from moescope.tables import conform
 
-KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe"})
+KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models})
 SPARSE_ATTENTION = ("deepseek_v32", "glm_moe_dsa")
 
 

@@ -374,3 +374,9 @@ def test_tracing_imports_nothing_that_only_draws(place, tmp_path):
     shown = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=True)
     assert shown.stdout.splitlines()[-1] == "[]"
     assert moescope.trace is trace
+
+
+def test_apple_s_gpu_is_said_not_to_be_used(place, tmp_path):
+    run = trace(place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "run", device="mps", max_tokens=60, quiet=True)  # fmt: skip
+    assert run.info["device"] == "cpu"
+    assert run.info["warnings"][-1] == "device mps: Apple's GPU has no fp64, so the CPU was used"

@@ -11,6 +11,7 @@ from moescope.families.feed_forward import FEED_FORWARD
 from moescope.families.gpt_oss import GPT_OSS
 from moescope.families.granite import GRANITE, GRANITE_FUSED
 from moescope.families.hunyuan import HUNYUAN
+from moescope.families.lab import LAB, LAB_GELU, LAB_KEYS
 from moescope.families.layout import Family, Model
 from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
@@ -36,6 +37,9 @@ FAMILIES: list[Family] = [
     GRANITE_FUSED,
     NLLB,
     SWITCH,
+    LAB,
+    LAB_GELU,
+    LAB_KEYS,
 ]
 # A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
@@ -53,6 +57,11 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
         if checkpoint.one_file and re.search(r"-of-\d+", checkpoint.name):
             raise BadInput(
                 f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder of the whole checkpoint"
+            )
+        if isinstance(lab := (checkpoint.config or {}).get("moescope_lab"), dict):
+            raise BadInput(
+                f"{checkpoint.shown}: its router, {lab.get('router')}, has no row for each expert, so there are no rows to hold "
+                "against the experts' weights; `moescope trace` shows what it does with text"
             )
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")

@@ -3,6 +3,7 @@
 from moescope.figures import alignment, identification, nulls, one_layer, redundancy
 from moescope.figures.comparison import ACROSS_READINGS, ACROSS_STEPS
 from moescope.figures.expert_maps import MAPS
+from moescope.figures.geometry import DRIFT, EXPERT_DISTANCE
 from moescope.figures.joint import TOGETHER
 from moescope.figures.one_layer import COMPLETE_VIEW
 from moescope.figures.routing_domains import DOMAINS
@@ -61,6 +62,8 @@ FIGURES: list[FigureSpec] = [
     *MAPS,
     *OVER_STEPS,
     *TOGETHER,
+    *EXPERT_DISTANCE,
+    *DRIFT,
 ]
 
 __all__ = [
@@ -70,6 +73,8 @@ __all__ = [
     "COMPLETE_VIEW",
     "DECISIONS",
     "DOMAINS",
+    "DRIFT",
+    "EXPERT_DISTANCE",
     "FIGURES",
     "LOAD",
     "MAPS",

@@ -92,7 +92,7 @@ SUBJECTS = [
     Subject(
         "router", "router rows", "expert_cosines", partial(direction_points, "router"), "random directions",
         "Directions of router rows: near means that the router asks for nearly the same of a token.", ("expert_cosines.cosine", "of"),
-        "no router rows are known: the trace was imported, or made by an older version",
+        "no router rows are known: of a router without rows, an imported trace, or one made by an older version",
     ),
     Subject(
         "coactivation", "co-activation profiles", "coactivation", company_points, "profiles of noise",
@@ -102,7 +102,7 @@ SUBJECTS = [
     Subject(
         "outputs", "mean outputs", "expert_cosines", partial(direction_points, "outputs"), "random directions",
         "Directions of what experts gave on average, each over its own tokens among up to 1,024: near means that they push the residual stream the same way.",
-        ("expert_cosines.cosine", "of"), "no outputs are known: the trace was imported, or made by an older version",
+        ("expert_cosines.cosine", "of"), "no outputs are known: of a model of the lab, an imported trace, or one made by an older version",
     ),
 ]  # fmt: skip
 

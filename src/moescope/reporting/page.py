@@ -12,8 +12,7 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
-from moescope.glossary import COLUMNS
-from moescope.metric_glossary import METRICS
+from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.joint_section import joint_entries, joint_missing
 from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
@@ -147,7 +146,10 @@ def trace_headlines(traces: list[TraceTables], names: dict[Any, str]) -> list[di
 
 
 def page_title(runs: list[Run]) -> str:
-    """The models' names, or how many there are."""
+    """What the runs call it themselves, else the models' names, or how many there are."""
+    told = [kind.title(run) for run in runs if (kind := kind_of(run)) is not None and kind.title is not None]
+    if told:
+        return listed(told)
     names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info["checkpoints"]))
     names = names or [run.name for run in runs]  # a trace may be imported without its model
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"

@@ -32,6 +32,7 @@ class RunKind:
     command: Callable[[Run], str]  # that makes the run again
     coverage: Callable[[Run], list[str]]  # what was looked at
     reading: str = ""  # a paragraph on how to read it
+    title: Callable[[Run], str] | None = None  # the page's, where its checkpoints' names do not say what it is about
     parts: Callable[[Run], list[Run]] = lambda run: []  # scans and traces it holds, shown as such in the same page
 
 

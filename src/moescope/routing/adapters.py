@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moescope.errors import BadInput
 from moescope.families import MODELS
@@ -51,6 +52,9 @@ class Block:
     calls: int = 0
     router_input: Tensor | None = None
     router_outputs: tuple[Tensor, ...] = ()
+    hands_out: bool = (
+        False  # whether the model hands out this block's Routing itself, so that nothing need be found out
+    )
     beside: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # what the block's other parts were given and gave: shared experts, their gate, a norm at the end
@@ -60,6 +64,19 @@ class Block:
         weight = self.router.weight
         assert isinstance(weight, Tensor)
         return weight
+
+    @property
+    def rows_ED(self) -> Tensor | None:
+        """The router's weight where it has one row an expert; other routers have no such thing."""
+        weight = getattr(self.router, "weight", None)
+        fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == self.n_experts
+        return weight if fits else None
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """What of the router gradients go into."""
+        found = list(self.router.parameters()) if self.hands_out else [self.weight_ED]
+        return [weight for weight in found if weight.requires_grad]
 
     @property
     def correction_bias_E(self) -> Tensor | None:
@@ -76,6 +93,8 @@ class Block:
 
 def find_blocks(model: nn.Module) -> list[Block]:
     """Every MoE block in the order of layers; decoder layers are numbered after the encoder's."""
+    if hands_out_routing(model):
+        return handing_blocks(model)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = str(getattr(config, "model_type", type(model).__name__))
@@ -105,6 +124,20 @@ def find_blocks(model: nn.Module) -> list[Block]:
     if len({block.layer for block in found}) < len(found):
         raise BadInput(f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model")
     return sorted(found, key=lambda block: block.layer)
+
+
+def hands_out_routing(model: nn.Module) -> bool:
+    """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its forward pass takes
+    `consume`, which is called with each Routing as it happens."""
+    return callable(getattr(model, "routing_blocks", None))
+
+
+def handing_blocks(model: Any) -> list[Block]:
+    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    return [
+        Block(layer, name, router, router, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
+        for layer, name, router, n_experts in model.routing_blocks()
+    ]
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:
@@ -228,21 +261,37 @@ def llama4_mix(block: Block, decision: Decision) -> Tensor:
     return out.reshape(handed_ETD.shape).float().sum(0)
 
 
+def llama4_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
+    """The module's own code with one expert's weights at a time; it takes as many experts as its weights have rows."""
+    out_TD = torch.empty_like(x_TD)
+    for expert in sorted(set(chosen_T.tolist())):
+        own = {name: weight[expert : expert + 1] for name, weight in block.experts.named_parameters()}
+        mine = chosen_T == expert
+        out_TD[mine] = functional_call(block.experts, own, (x_TD[mine],))
+    return out_TD
+
+
 class Adapter(NamedTuple):
     decide: Callable[[Block, tuple[Tensor, ...]], Decision]
     mix: Callable[[Block, Decision], Tensor]
+    output: Callable[[Block, Tensor, Tensor], Tensor]  # of each token's expert, without its gate
 
 
-CONTRACT = Adapter(contract, gated(contract_output))
+CONTRACT = Adapter(contract, gated(contract_output), contract_output)
 ADAPTERS = {
-    "Llama4TextExperts": Adapter(llama4, llama4_mix),
-    "SwitchTransformersExperts": Adapter(switch, gated(switch_output)),
-    "NllbMoeExperts": Adapter(nllb, gated(nllb_output)),
+    "Llama4TextExperts": Adapter(llama4, llama4_mix, llama4_output),
+    "SwitchTransformersExperts": Adapter(switch, gated(switch_output), switch_output),
+    "NllbMoeExperts": Adapter(nllb, gated(nllb_output), nllb_output),
 }
 
 
 def adapter_of(block: Block) -> Adapter:
     return ADAPTERS.get(type(block.experts).__name__, CONTRACT)
+
+
+def ungated_output(block: Block, x_TD: Tensor, expert: int) -> Tensor:
+    """What one expert makes of those tokens, by the experts' own code and with a gate of 1."""
+    return adapter_of(block).output(block, x_TD, torch.full((len(x_TD),), expert, device=x_TD.device))
 
 
 def router_logits(block: Block) -> Tensor:

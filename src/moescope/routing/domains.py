@@ -28,8 +28,10 @@ def domain_shares(counts_ME: Array) -> Array:
 
 
 def purity(counts_ME: Array) -> Array:
-    """Mean over used experts of their largest domain's share, max over d of P(d | i)."""
-    return np.asarray(np.nanmean(domain_shares(counts_ME).max(-2), -1))
+    """Mean over used experts of their largest domain's share, max over d of P(d | i); NaN where a domain has no token."""
+    largest_E = domain_shares(counts_ME).max(-2)
+    used_E = ~np.isnan(largest_E)
+    return divide(np.where(used_E, largest_E, 0.0).sum(-1), used_E.sum(-1))
 
 
 def information(joint: Array) -> Array:

@@ -34,17 +34,18 @@ class RouterGradients:
         self.passes += 1
         self.already_scaled = already_scaled
         for name, loss in (("lm", lm_loss), ("aux", aux_loss)):
-            rows = [row for row, block in enumerate(self.blocks) if block.weight_ED.requires_grad]
-            if loss is None or not loss.requires_grad or not rows:
+            pairs = [(row, weight) for row, block in enumerate(self.blocks) for weight in block.trained]
+            if loss is None or not loss.requires_grad or not pairs:
                 continue
-            weights = [self.blocks[row].weight_ED for row in rows]
-            found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(loss, [weight for _, weight in pairs], retain_graph=True, allow_unused=True)
             if all(gradient is None for gradient in found):
                 raise RuntimeError(f"no way leads from the {name} loss to a router (reentrant checkpointing hides it)")
-            for row, gradient in zip(rows, found, strict=True):
+            for row in dict.fromkeys(row for row, _ in pairs):
+                parts = [g.detach().float().flatten() for (own, _), g in zip(pairs, found, strict=True) if own == row and g is not None]  # fmt: skip
                 before = self.sums[name][row]
-                if gradient is not None:  # None is "no way there", which is not the same as a gradient of 0
-                    self.sums[name][row] = gradient.detach().float() if before is None else before + gradient.float()
+                if parts:  # nothing is "no way there", which is not the same as a gradient of 0
+                    whole = torch.cat(parts)
+                    self.sums[name][row] = whole if before is None else before + whole
 
     def rows(self, step: int, ranks_add_up: bool = False) -> list[dict[str, Any]]:
         """The router_gradients table's rows of this step; null where a loss does not exist."""
@@ -65,8 +66,13 @@ class RouterGradients:
 
 
 def losses_of(output: Any, config: Any) -> tuple[Tensor, Tensor | None] | None:
-    """The language-model loss and the auxiliary loss times its coefficient, from what a transformers model returns."""
+    """The language-model loss and the auxiliary loss times its coefficient, from what a model returns.
+
+    A model of the lab returns both apart; one of transformers their sum, and the auxiliary loss without its coefficient.
+    """
     loss, aux = getattr(output, "loss", None), getattr(output, "aux_loss", None)
+    if isinstance(lm_loss := getattr(output, "lm_loss", None), Tensor):
+        return lm_loss, aux
     if not isinstance(loss, Tensor):
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

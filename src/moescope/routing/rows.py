@@ -72,10 +72,12 @@ def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterat
                 yield {"phase": counts.phase, "domain": domain, "expert": expert, "tokens": int(tokens_E[expert]), "gate_mass": mass}  # fmt: skip
 
 
-def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True) -> Iterator[Row]:
+def metric_rows(
+    counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True, order: bool = True
+) -> Iterator[Row]:
     """The metrics that are made of counts: of all domains together, and of each where there are several.
 
-    Those of gates and of decisions are left out where a trace does not hold them.
+    Those of gates, of decisions and of the tokens' order are left out where they were not counted.
     """
     scopes = [("", slice(None), sum(corpus.documents))]
     if len(corpus.domains) > 1:
@@ -87,7 +89,8 @@ def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True, decisio
         if counts.sums("tokens")[where].sum():
             load_BE, mass_BE = counts.counts_MBE[where].sum(0).astype(float), counts.mass_MBE[where].sum(0)
             scope = Scope(counts, load_BE, mass_BE, sums_BS, documents)
-            groups = [scope.load(), scope.dropped(), scope.sequence()]
+            groups = [scope.load(), scope.dropped()]
+            groups += [scope.sequence()] if order else []
             groups += [scope.gate_mass()] if gates else []
             groups += [scope.decision()] if decisions else []
             for group in groups:

@@ -208,7 +208,12 @@ def trace_model(
                         recorder.at = largest.at = outputs.at = None
                     run_phase(traced, capture, batch, phase, keeper, sample, (largest, contexts), outputs, table)
                     advance(int(batch.real_BL.sum()))
-        routers = {block.layer: block.weight_ED.detach().double().cpu().numpy() for block in capture.blocks}
+        router_rows = {block.layer: block.rows_ED for block in capture.blocks}
+        routers = {
+            layer: rows_ED.detach().double().cpu().numpy()
+            for layer, rows_ED in router_rows.items()
+            if rows_ED is not None
+        }
         scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
     return Traced(
         corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts, outputs,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.checkpoint.places import find_place, shown_url
 from moescope.errors import BadInput
 from moescope.run import Run, RunWriter, default_folder, open_run
-from moescope.workflows.arguments import choose_device, one_of
+from moescope.workflows.arguments import choose_device, device_warnings, one_of
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run, step_numbers
 from moescope.workflows.texts import Content, Source, sources
@@ -103,7 +103,7 @@ def trace(
                 if piece_name(number) not in finished:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
                     trace_step(writer, number, name, reading, settings, place, partial(advance, label))
-        return finish(writer, [number for number, _ in steps], settings)
+        return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
 
 
 def trace_step(
@@ -116,12 +116,15 @@ def trace_step(
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
+    from moescope.lab.saving import is_lab_checkpoint
+    from moescope.lab.tracing import load_traced
     from moescope.routing.adapters import find_blocks
     from moescope.routing.models import load_model
     from moescope.routing.trace import trace_model
 
     with writer.timed("load"):
-        traced = load_model(name, settings.dtype, device)
+        load = load_traced if is_lab_checkpoint(name) else load_model
+        traced = load(name, settings.dtype, device)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
@@ -153,7 +156,7 @@ def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_
             raise BadInput(f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone")
 
 
-def finish(writer: RunWriter, steps: list[int], settings: TraceSettings) -> Run:
+def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
     """Join the steps' tables, compare the steps with each other, and close the run."""
     from moescope.routing.compare_steps import stability_table
     from moescope.routing.trace import TABLES_OF_A_STEP
@@ -168,7 +171,7 @@ def finish(writer: RunWriter, steps: list[int], settings: TraceSettings) -> Run:
             writer.join_streamed("tokens")
             frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
     warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
-    writer.save_info(setup=setups, warnings=warnings, coverage=[setup["coverage"] for setup in setups])
+    writer.save_info(setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups])
     return writer.finish(frames)
 
 

@@ -1,0 +1,68 @@
+"""The router lab's own layout: fused experts under `mlp.experts`, a router row an expert, or SoME's keys in their place.
+
+Routers without a row an expert (hash, SPECTRA, dense) lie in it too, but there is no router in them that a scan could read.
+"""
+
+from moescope.families.experts import either, fused_gate_up
+from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape
+from moescope.families.sparsity import every_layer
+from moescope.types import ExpertStack
+
+COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
+GATE_UP, UP, DOWN = "{L}.mlp.experts.gate_up", "{L}.mlp.experts.up", "{L}.mlp.experts.down"
+
+
+def up_and_down(tensors: LayerTensors) -> Stacks:
+    """Experts without a gate, stacked: up [E, F, D] and down [E, D, F]."""
+    info = tensors.info(UP)
+    check_shape(info, (tensors.n_experts, "d_ff", tensors.d_model))
+    d_ff, width = info.shape[1], tensors.d_model
+    ups = tensors.slices(UP, lambda part: part, (d_ff, width), (d_ff, width))
+    return ups, None, tensors.slices(DOWN, lambda part: part, (width, d_ff), (width, d_ff))
+
+
+def gelu_biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
+    """The biases of both projections, one row an expert."""
+    if not tensors.has(UP):
+        return {}
+    d_ff, width = tensors.info(UP).shape[1], tensors.d_model
+    up_bias, down_bias = f"{UP}_bias", f"{DOWN}_bias"
+    return {
+        "gate_bias_EF": tensors.slices(up_bias, lambda part: part, (d_ff,), (d_ff,)),
+        "down_bias_ED": tensors.slices(down_bias, lambda part: part, (width,), (width,)),
+    }
+
+
+LAB = Family(
+    name="lab",
+    models={
+        "moescope_lab": Model(COUNT, TOP_K, every_layer),
+        "moescope_lab_sigmoid": Model(COUNT, TOP_K, every_layer, scoring="sigmoid"),
+    },
+    router="{L}.mlp.router.weight",
+    markers=(GATE_UP,),
+    experts=fused_gate_up(GATE_UP, DOWN),
+    block="{L}.mlp",
+    norm="{L}.post_attention_layernorm.weight",
+    correction_bias=("{L}.mlp.router.bias_E",),
+)
+LAB_GELU = Family(
+    name="lab_gelu",
+    models={},
+    router="{L}.mlp.router.weight",
+    markers=(UP,),
+    experts=up_and_down,
+    block="{L}.mlp",
+    norm=None,  # the norm stands behind the block before, and has a bias
+    biases=gelu_biases,
+)
+LAB_KEYS = Family(
+    name="lab_keys",
+    models={},
+    router="{L}.mlp.router.direction_ED",
+    markers=(GATE_UP, UP),
+    experts=either((GATE_UP, fused_gate_up(GATE_UP, DOWN)), (UP, up_and_down)),
+    block="{L}.mlp",
+    norm=None,
+    biases=gelu_biases,
+)

@@ -1,0 +1,1 @@
+"""The router lab: a small MoE language model that takes any router, and what trains it."""

@@ -1,0 +1,139 @@
+"""Token ids in batches, in an order that is a function of seed and step alone: a training resumed at any step reads on as if never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moescope.errors import BadInput
+from moescope.lab.vocabulary import Vocabulary
+
+Ids = NDArray[np.int64]
+LAYOUTS = ("packed", "documents")
+IGNORED = -100  # a target that does not count, as torch's cross entropy has it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of token ids; `targets_BL` is the next token, IGNORED where there is none; `mask_BL` is False at padding."""
+
+    ids_BL: Ids
+    targets_BL: Ids
+    mask_BL: NDArray[np.bool_]
+    domain_B: Ids
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Every domain's texts as rows of `length` tokens, from which batches are drawn.
+
+    packed: a domain's documents, an end mark behind each, are one stream that is cut into rows, so no position is padding.
+    documents: every row begins a document, which is cut or padded to the length.
+    """
+
+    domains: tuple[str, ...]
+    streams: tuple[NDArray[np.int32], ...]  # one a domain
+    starts: tuple[Ids, ...]  # where in its stream each row begins
+    lengths: tuple[Ids, ...]  # and how many tokens it has, its last target included
+    length: int
+    pad: int
+
+    @classmethod
+    def of(cls, texts: dict[str, list[str]], vocabulary: Vocabulary, length: int, layout: str = "packed") -> TokenRows:
+        if layout not in LAYOUTS:
+            raise BadInput(f"layout {layout!r} of the data; known: {', '.join(LAYOUTS)}")
+        streams, starts, lengths = [], [], []
+        for domain, documents in texts.items():
+            parts = [np.append(vocabulary.encode(text), vocabulary.end) for text in documents]
+            stream = np.concatenate(parts)
+            if layout == "packed":
+                begin = np.arange(0, len(stream) - 1, length)
+                size = np.minimum(length + 1, len(stream) - begin)
+                if len(begin) > 1 and size[-1] < length + 1:  # a short rest would be padding
+                    begin, size = begin[:-1], size[:-1]
+            else:
+                ends = np.cumsum([len(part) for part in parts])
+                begin = np.concatenate([[0], ends[:-1]])
+                size = np.minimum(ends - begin, length + 1)
+            if len(stream) < 2:
+                raise BadInput(f"domain {domain!r}: fewer than two tokens; give more text")
+            streams.append(stream.astype(np.int32))
+            starts.append(begin.astype(np.int64))
+            lengths.append(size.astype(np.int64))
+        return cls(tuple(texts), tuple(streams), tuple(starts), tuple(lengths), length, vocabulary.pad)
+
+    @property
+    def rows(self) -> int:
+        return sum(len(begin) for begin in self.starts)
+
+    @property
+    def tokens(self) -> int:
+        return int(sum(size.sum() for size in self.lengths)) - self.rows
+
+    def batch(self, chosen_B: Ids) -> Batch:
+        """The rows of those numbers; numbers go through the domains one after the other."""
+        offsets = np.cumsum([0, *(len(begin) for begin in self.starts)])
+        domain_B = np.searchsorted(offsets, chosen_B, side="right") - 1
+        ids = np.full((len(chosen_B), self.length), self.pad, dtype=np.int64)
+        targets = np.full((len(chosen_B), self.length), IGNORED, dtype=np.int64)
+        mask = np.zeros((len(chosen_B), self.length), dtype=np.bool_)
+        for row, (number, domain) in enumerate(zip(chosen_B, domain_B, strict=True)):
+            at = number - offsets[domain]
+            begin, size = self.starts[domain][at], self.lengths[domain][at]
+            tokens = self.streams[domain][begin : begin + size]
+            ids[row, : size - 1], targets[row, : size - 1], mask[row, : size - 1] = tokens[:-1], tokens[1:], True
+        return Batch(ids, targets, mask, domain_B.astype(np.int64))
+
+    def sample(self, rows: int) -> TokenRows:
+        """At most that many rows, as many of each domain as there are, drawn once and for all: what evaluation reads."""
+        each = max(rows // len(self.domains), 1)
+        kept = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
+        starts = tuple(begin[at] for begin, at in zip(self.starts, kept, strict=True))
+        lengths = tuple(size[at] for size, at in zip(self.lengths, kept, strict=True))
+        return TokenRows(self.domains, self.streams, starts, lengths, self.length, self.pad)
+
+    def of_step(self, step: int, batch_size: int, seed: int) -> Batch:
+        """The whole batch of a step, counted from 0: every row once an epoch, each epoch in an order of its own."""
+        first = step * batch_size
+        chosen = []
+        for place in range(first, first + batch_size):
+            epoch, at = divmod(place, self.rows)
+            chosen.append(self.order(epoch, seed)[at])
+        return self.batch(np.array(chosen, dtype=np.int64))
+
+    def order(self, epoch: int, seed: int) -> Ids:
+        return epoch_order(self.rows, epoch, seed)
+
+
+_ORDERS: dict[tuple[int, int, int], Ids] = {}  # of the epochs in use: a step asks for the same one as the step before
+
+
+def epoch_order(rows: int, epoch: int, seed: int) -> Ids:
+    key = (rows, epoch, seed)
+    if key not in _ORDERS:
+        while len(_ORDERS) >= 4:
+            _ORDERS.pop(next(iter(_ORDERS)))
+        _ORDERS[key] = np.random.default_rng([seed, epoch]).permutation(rows)
+    return _ORDERS[key]
+
+
+def unigram_loss(train: TokenRows, validation: TokenRows, size: int) -> dict[str, float]:
+    """Loss in nats of the best model that looks at no context, by validation domain and, under "", over all their tokens.
+
+    Frequencies p = (c + 1)/(N + V) from the training rows; loss = -mean log p over validation targets. One model for all domains: what a language
+    model that has learned frequencies alone would reach.
+    """
+    counts = np.bincount(
+        np.concatenate([targets_of(train, index) for index in range(len(train.domains))]), minlength=size
+    )
+    log_p = np.log(counts + 1.0) - np.log(counts.sum() + size)
+    by_domain = {domain: -log_p[targets_of(validation, index)] for index, domain in enumerate(validation.domains)}
+    found = {domain: float(losses.mean()) for domain, losses in by_domain.items()}
+    return {"": float(np.concatenate(list(by_domain.values())).mean()), **found}
+
+
+def targets_of(rows: TokenRows, domain: int) -> NDArray[np.int32]:
+    stream = rows.streams[domain]
+    return np.concatenate([stream[begin + 1 : begin + size] for begin, size in zip(rows.starts[domain], rows.lengths[domain], strict=True)])  # fmt: skip

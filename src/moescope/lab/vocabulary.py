@@ -1,0 +1,174 @@
+"""Text to numbers: bytes as they are, or byte-pair encoding by the tokenizers library. Both are saved as a tokenizer that others load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moescope.errors import BadInput, unknown_name
+
+END, PAD = "<end>", "<pad>"  # behind every document; beside shorter ones
+SPECIALS = (END, PAD)
+KINDS = ("bytes", "bpe")
+BYTES = 256
+SMALLEST_BPE = BYTES + len(SPECIALS)
+FILE = "tokenizer.json"
+
+
+class Vocabulary(Protocol):
+    """What the lab needs of one."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def pad(self) -> int: ...
+    def encode(self, text: str) -> NDArray[np.int64]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def save(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Token b is byte b of the UTF-8 text; two numbers more end a document and pad."""
+
+    size: int = BYTES + len(SPECIALS)
+    end: int = BYTES
+    pad: int = BYTES + 1
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """The same as byte-level BPE without merges, whose 256 letters stand for the bytes: tokenizers and transformers load it."""
+        letters = byte_letters()
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        content: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [special(BYTES + at, name) for at, name in enumerate(SPECIALS)],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "vocab": {letters[byte]: byte for byte in range(BYTES)},
+                "merges": [],
+            },
+        }
+        write(folder, content)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Byte-pair encoding over bytes (Sennrich et al. 2016), learned from the training texts alone."""
+
+    tokenizer: Any  # tokenizers.Tokenizer
+
+    @classmethod
+    def learned(cls, texts: Iterable[str], size: int) -> Pairs:
+        if size < SMALLEST_BPE:
+            raise BadInput(
+                f"vocabulary of {size}: byte-pair encoding needs at least {SMALLEST_BPE}, its bytes and two marks"
+            )
+        tokenizers = library()
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        letters = [
+            letter for _, letter in sorted(byte_letters().items())
+        ]  # sorted: sets would be in another order each time
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=letters, show_progress=False)  # fmt: skip
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def of(cls, content: str) -> Pairs:
+        return cls(library().Tokenizer.from_str(content))
+
+    @property
+    def size(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    @property
+    def end(self) -> int:
+        return int(self.tokenizer.token_to_id(END))
+
+    @property
+    def pad(self) -> int:
+        return int(self.tokenizer.token_to_id(PAD))
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        write(folder, json.loads(self.tokenizer.to_str()))
+
+
+def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
+    """The vocabulary of that kind; bytes need no texts and have one size."""
+    if kind not in KINDS:
+        raise unknown_name("vocabulary", kind, list(KINDS))
+    return Bytes() if kind == "bytes" else Pairs.learned(texts, size)
+
+
+def load_vocabulary(folder: Path) -> Vocabulary:
+    """The vocabulary saved beside a lab checkpoint."""
+    try:
+        content = (folder / FILE).read_text(encoding="utf-8")
+        bytes_alone = not json.loads(content)["model"]["merges"] and len(json.loads(content)["model"]["vocab"]) == BYTES
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(
+            f"{folder / FILE}: no tokenizer that the lab wrote; give the folder of a lab checkpoint"
+        ) from None
+    return Bytes() if bytes_alone else Pairs.of(content)
+
+
+def byte_letters() -> dict[int, str]:
+    """The printable letter that byte-level tokenizers write for each byte: itself where it is one, else one from 256 on."""
+    themselves = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(BYTES) if byte not in themselves]
+    return {byte: chr(byte) for byte in themselves} | {byte: chr(BYTES + at) for at, byte in enumerate(others)}
+
+
+def special(number: int, name: str) -> dict[str, Any]:
+    return {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}  # fmt: skip
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    (folder / FILE).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD, "clean_up_tokenization_spaces": False}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def library() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError:
+        raise BadInput('vocabulary "bpe" needs the tokenizers library; install moescope with its extra: pip install \'moescope[hf]\', or use "bytes"') from None  # fmt: skip
+    return tokenizers

@@ -1,0 +1,161 @@
+"""A training's part of the report: losses, load while it learned, what taught the routers; its scan and trace follow as their own parts."""
+
+from __future__ import annotations
+
+import shlex
+
+import pandas as pd
+
+from moescope.errors import BadInput
+from moescope.figures import OVER_STEPS
+from moescope.figures.style import FigureSpec, Tables, counted, listed, named_layers, number
+from moescope.figures.training import COURSE, LOSSES, PULL
+from moescope.reporting.pack import table_payload
+from moescope.reporting.run_kind import RunKind, Section
+from moescope.reporting.untrusted import plot_words
+from moescope.run import Run
+
+TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
+STEP_COLUMNS = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_second"]  # fmt: skip
+ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
+READING = (
+    "A training is judged by its validation loss, beside two models without skill: one that gives every token the same chance, and one that knows how "
+    "often each occurs. Load and decisions are of the training's own passes, each point a stretch of steps; floors are those of random routing."
+)
+
+
+def sections(run: Run) -> list[Section]:
+    """The parts of the page, in the order one asks: did it learn, did experts share the work, what taught the routers, how did it go."""
+    steps = run.table("steps")
+    tables: Tables = {"steps": steps, "references": references(run), "domain_losses": domain_losses(run)}
+    found = [
+        Section(
+            "losses",
+            "What it learned",
+            "Loss on text the model has not seen, over the steps and by domain.",
+            [(spec, tables) for spec in LOSSES],
+            [table_payload("steps", steps, STEP_COLUMNS, "Every point")],
+        )
+    ]
+    if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")):
+        watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
+        drawable = [(spec, watched) for spec in OVER_STEPS if can_draw(spec, watched)]
+        alerts = run.table("alerts")
+        told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
+        words = "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
+        found.append(Section("load", "Load while it learned", words, drawable, told))
+    gradients = run.table("router_gradients") if "router_gradients" in run.tables else pd.DataFrame()
+    if len(gradients) and gradients["lm_gradient_norm"].notna().any():
+        words = "A router learns from the text through its gates alone; here is how strongly."
+        found.append(Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})]))
+    words = "Gradient and speed, from the run itself."
+    found.append(Section("course", "How it went", words, [(spec, tables) for spec in COURSE]))
+    return found
+
+
+def can_draw(spec: FigureSpec, tables: Tables) -> bool:
+    """Whether the figure's tables are there with rows at more than one step, and its metrics among them."""
+    if not set(spec.needs) <= set(tables):
+        return False
+    metrics = set(tables["routing_layers"]["metric"].unique())
+    return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
+
+
+def references(run: Run) -> pd.DataFrame:
+    told = run.info["references"]
+    values = {
+        "uniform": told["uniform"],
+        "unigram": told["unigram"][""],
+        "clip": run.info["arguments"]["train"]["clip"],
+    }
+    return pd.DataFrame({"name": list(values), "value": list(values.values())})
+
+
+def domain_losses(run: Run) -> pd.DataFrame:
+    """Validation loss of every domain at every evaluation, with the unigram model's beside it."""
+    unigram = run.info["references"]["unigram"]
+    return pd.DataFrame(
+        [
+            {"step": evaluation["step"], "domain": plot_words(domain), "loss": loss, "unigram": unigram[domain]}
+            for evaluation in run.info["evaluations"]
+            for domain, loss in evaluation["domains"].items()
+        ]
+    )
+
+
+def findings(run: Run) -> list[str]:
+    """What the training came to, in sentences."""
+    told = run.info["references"]
+    first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
+    found = [
+        f"validation loss {number(last['loss'])} nats a token after {last['step']:,} steps, {number(first['loss'])} before the first; "
+        f"{number(told['unigram'][''])} by token frequencies alone, {number(told['uniform'])} with every token alike"
+    ]
+    behind = [domain for domain, loss in last["domains"].items() if loss >= told["unigram"][domain]]
+    if behind:
+        found.append(f"{listed(behind)}: no better than token frequencies alone")
+    found += load_findings(run)
+    alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
+    if len(alerts):
+        first_alert = alerts.sort_values("step").iloc[0]
+        found.append(
+            f"{counted(len(alerts), 'alert')}, the first at step {first_alert['step']}: {first_alert['message']}"
+        )
+    return found
+
+
+def load_findings(run: Run) -> list[str]:
+    """The last stretch of training: how even the load was, and how that compares with random routing."""
+    if "routing_layers" not in run.tables:
+        return []
+    rows = run.table("routing_layers")
+    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
+    even = rows[rows["metric"] == "cv"]
+    if not len(even) or not even["value"].notna().any():
+        return []
+    worst = even.loc[even["value"].idxmax()]
+    found = [
+        f"at the end load is least even in {named_layers([worst['layer']])}: CV {number(worst['value'])}, random routing gives {number(worst['floor'])}"
+    ]
+    unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
+    if len(unused):
+        found.append(f"experts without a token at the end in {named_layers(unused['layer'])}")
+    return found
+
+
+def coverage(run: Run) -> list[str]:
+    info, model = run.info, run.info["arguments"]["model"]
+    sizes = info["domains"]
+    read = sum(size["train_bytes"] for size in sizes.values())
+    return [
+        f"{model['router']} router, {model['layers']} layers of {model['experts']} experts; {info['parameters_total']:,} parameters, "
+        f"{info['parameters_trainable']:,} of them trained",
+        f"text: {listed(list(sizes))}, {number(read / 1e6)} MB to train on; {info['vocabulary_size']:,} tokens in the vocabulary; corpus {info['corpus']}",
+    ]  # fmt: skip
+
+
+def command(run: Run) -> str:
+    asked = run.info.get("asked", {})
+    words = ["moescope", "train", *([asked["config"]] if asked.get("config") else [])]
+    for name in ("preset", "router", "from"):
+        words += [f"--{name}", str(asked[name])] if asked.get(name) else []
+    seed = run.info["arguments"]["train"]["seed"]
+    return shlex.join([*words, *(["--seed", str(seed)] if seed else [])])
+
+
+def title(run: Run) -> str:
+    return f"{run.name}: a training with {run.info['arguments']['model']['router']}"
+
+
+def parts(run: Run) -> list[Run]:
+    """The scan and the trace of what was trained, as far as they are there."""
+    found = []
+    for name in ("scan", "trace"):
+        try:
+            found.append(Run.load(run.path / name))
+        except BadInput:
+            continue
+    return found
+
+
+TRAINING = RunKind("train", TABLES, findings, sections, command, coverage, READING, title, parts)

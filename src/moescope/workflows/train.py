@@ -1,0 +1,270 @@
+"""train: a small MoE language model under a router of one's choice, watched while it learns, scanned and traced when it is done."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moescope.errors import BadInput
+from moescope.run import Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
+from moescope.workflows.arguments import choose_device
+from moescope.workflows.progress import progress
+from moescope.workflows.scan import finished_run
+from moescope.workflows.trace import checkpoint_identity
+from moescope.workflows.train_settings import as_plain, facts_of, settle, unfinished
+from moescope.workflows.train_text import keep_validation, read_corpus, vocabulary_of
+
+if TYPE_CHECKING:
+    from moescope.lab.config import LabConfig, TrainConfig
+    from moescope.lab.corpus import Corpus
+    from moescope.lab.model import LabModel
+    from moescope.lab.ranks import Ranks
+    from moescope.lab.training import Data, Training
+    from moescope.lab.vocabulary import Vocabulary
+    from moescope.routing.monitor import LoopMonitor
+
+SMALL = 20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
+MOST_STEPS_SHOWN = 4
+TRACED_TOKENS = 40_000
+PARTS = ("scan", "trace", "validation")  # folders of a training's run, beside its checkpoints
+STATE = "training_state.pt"
+WINDOWS = 20  # of the Monitor in a training, about
+
+
+def train(
+    config: str | Path | dict[str, Any] | LabConfig | None = None,
+    preset: str | None = None,
+    router: str | None = None,
+    from_: str | Path | None = None,
+    out: str | Path | None = None,
+    dry_run: bool = False,
+    resume: bool = False,
+    device: str = "auto",
+    seed: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Run | dict[str, Any]:
+    """Train a model and return the run, with its scan, its trace and its report; with `dry_run` only what it would be.
+
+    `config` is a TOML file or what one holds; `preset` what it starts from (nano); `from_` a lab checkpoint whose weights come first.
+    """
+    from moescope.lab.ranks import joined
+
+    folder = Path(out) if out is not None else None
+    if resume:
+        folder, settled, origin = unfinished(folder, config, preset, router, from_, overwrite)
+    else:
+        settled, origin = settle(config, preset, router, from_, seed), None if from_ is None else str(Path(from_).resolve())  # fmt: skip
+    if dry_run:
+        return facts_of(settled)
+    place = choose_device(device)
+    with joined(place) as ranks:
+        if place == "cuda":
+            place = f"cuda:{ranks.local}"
+        check_ranks(settled, ranks)
+        corpus = read_corpus(settled)
+        identity = {"arguments": {**jsonable(as_plain(settled)), "from": origin}, "corpus": corpus.identity}
+        name = Path(config).stem if isinstance(config, str | Path) else f"{preset or 'nano'}-{settled.model.router}"
+        chosen: Path = ranks.told(folder or default_folder("train", name, identity))
+        job = Job(chosen, settled, corpus, vocabulary_of(settled, corpus), identity, origin, place, ranks, quiet)
+        done = None if overwrite else finished_run(chosen, identity)
+        if not ranks.told(done is not None):
+            path = str(config) if isinstance(config, str | Path) else None
+            asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+            done = train_in(job, asked, overwrite)
+        if ranks.first:
+            assert done is not None
+            complete(done, job)
+        ranks.told(None)  # the others wait for scan and trace
+    return Run.load(chosen)
+
+
+def check_ranks(config: LabConfig, ranks: Ranks) -> None:
+    size = config.train.batch_size // config.train.micro_batches
+    if size % ranks.world:
+        raise BadInput(f"{ranks.world} processes cannot share a micro-batch of {size} rows; make [train] batch_size / micro_batches a multiple of {ranks.world}")  # fmt: skip
+
+
+# --- training
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, all questions answered."""
+
+    folder: Path
+    config: LabConfig
+    corpus: Corpus
+    vocabulary: Vocabulary
+    identity: dict[str, Any]
+    origin: str | None  # the checkpoint whose weights come first
+    device: str
+    ranks: Ranks
+    quiet: bool
+
+
+def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
+    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank.
+
+    `asked` are the user's words; None where a run is resumed, which must then have a state.
+    """
+    from moescope.lab.batches import TokenRows
+    from moescope.lab.training import Data, Training
+    from moescope.lab.training_state import load_state
+    from moescope.routing.monitor import LoopMonitor
+
+    config, corpus, ranks = job.config, job.corpus, job.ranks
+    states = job.folder / "checkpoints"
+    if ranks.first:
+        check_folder(job.folder, job.identity, overwrite)
+        if overwrite:
+            clear_training(job.folder)
+    ranks.told(None)  # nobody looks for a state before it is settled which there is
+    state = None if overwrite else load_state(states)
+    if asked is None and state is None:
+        raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
+    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
+    data = Data(rows["train"], rows["validation"].sample(config.train.evaluation_rows))
+    training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
+    if state is not None:
+        training.restore(state)
+    monitor = LoopMonitor(
+        job.folder, window_of(config.train), gradients_every=config.train.evaluate_every, overwrite=state is None
+    )
+    monitor.watch(training.model, training.step, verb="train", identity=job.identity)
+    try:
+        if monitor.run is not None:
+            words = {} if asked is None else {"asked": asked}
+            monitor.run.writer.save_info(**about(job, data), **words, checkpoints=saved_checkpoints(states))
+            keep_validation(job.folder / "validation", corpus)
+        steps_through(training, monitor, states, job.vocabulary, job.quiet or not ranks.first)
+        if monitor.run is not None:
+            monitor.run.writer.info["checkpoints"] = saved_checkpoints(states)
+            monitor.run.writer.info["finished"] = now()
+        return monitor.close()
+    except BadInput as error:
+        monitor.stop(str(error))
+        raise
+    finally:
+        monitor.stop()
+
+
+def clear_training(folder: Path) -> None:
+    """Remove what an earlier training left in the folder beside its tables, and nothing that another verb or somebody else put there."""
+    if (read_run_json(folder) or {}).get("verb") != "train":
+        return
+    for part in (
+        *(Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")),
+        *(folder / name for name in PARTS),
+    ):
+        shutil.rmtree(part, ignore_errors=True)
+    (folder / "checkpoints" / STATE).unlink(missing_ok=True)
+
+
+def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
+    """The model as it is before its first step: of the seed, or of a checkpoint."""
+    import torch
+
+    from moescope.lab.model import LabModel
+    from moescope.lab.saving import load_model
+
+    torch.manual_seed(config.train.seed)
+    if origin is not None:
+        return load_model(origin, device)[0]
+    with torch.device(device):
+        return LabModel(config.model, compile=config.train.compile)
+
+
+def steps_through(training: Training, monitor: LoopMonitor, states: Path, vocabulary: Vocabulary, quiet: bool) -> None:
+    from moescope.lab.saving import save_model
+
+    began, said = time.perf_counter(), "first steps"
+
+    def save(model: LabModel, step: int) -> None:
+        nonlocal began
+        save_model(model, vocabulary, states / f"step-{step}")
+        assert monitor.run is not None
+        timings = monitor.run.writer.timings  # nobody writes now: tables were brought to disk just before
+        timings["train"] = timings.get("train", 0.0) + time.perf_counter() - began
+        began = time.perf_counter()
+        monitor.run.writer.save_info(checkpoints=saved_checkpoints(states))
+
+    with progress(training.config.train.steps, training.step, "steps", quiet) as advance:
+
+        def tell(label: str, amount: int) -> None:
+            nonlocal said
+            said = label or said
+            advance(said, amount)
+
+        training.run(monitor, states, save, tell)
+
+
+def about(job: Job, data: Data) -> dict[str, Any]:
+    """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose."""
+    from moescope.lab.batches import unigram_loss
+
+    counts, size = facts_of(job.config), job.vocabulary.size
+    return {
+        "device": job.device,
+        "processes": job.ranks.world,
+        "parameters_total": counts["parameters_total"],
+        "parameters_trainable": counts["parameters_trainable"],
+        "layout": counts["layout"],
+        "vocabulary_size": size,
+        "domains": job.corpus.sizes(),
+        "references": {"uniform": math.log(size), "unigram": unigram_loss(data.train, data.validation, size)},
+    }
+
+
+def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
+    found = [(int(path.name.removeprefix("step-")), path) for path in states.glob("step-*") if path.name.removeprefix("step-").isdigit()]  # fmt: skip
+    return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in sorted(found)]
+
+
+# --- when it is done
+
+
+def complete(run: Run, job: Job) -> None:
+    """Scan and trace what was trained, and build the report; each is skipped where it is there already."""
+    from moescope.workflows.report import report
+    from moescope.workflows.scan import scan
+    from moescope.workflows.trace import trace
+
+    shown = [item["path"] for item in chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])]
+    warnings = []
+    try:
+        scan(shown[-1], out=run.path / "scan", device=job.device, quiet=job.quiet)
+    except BadInput as error:
+        warnings.append(f"the trained weights were not scanned: {error}")
+    texts = [f"{domain}={run.path / 'validation' / f'{domain}.jsonl'}" for domain in job.corpus.domains]
+    if job.config.model.router != "dense":
+        trace(
+            *shown, domain=texts, out=run.path / "trace", max_tokens=TRACED_TOKENS, device=job.device, quiet=job.quiet
+        )
+    info = {**run.info, "warnings": [*dict.fromkeys([*run.info.get("warnings", []), *warnings])]}
+    if info != run.info:
+        write_json(run.path / "run.json", info)
+    if not (run.path / "report.html").exists():
+        report(Run.load(run.path), quiet=job.quiet)
+
+
+def chosen_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:
+    """The last one; of a small model some before it too, evenly spread, so that one sees how routing came about."""
+    if parameters > SMALL or len(saved) <= MOST_STEPS_SHOWN:
+        return saved if parameters <= SMALL else saved[-1:]
+    apart = (len(saved) - 1) / (MOST_STEPS_SHOWN - 1)
+    return [saved[round(at * apart)] for at in range(MOST_STEPS_SHOWN)]
+
+
+def window_of(train: TrainConfig) -> int:
+    """How many steps a point of the Monitor's tables covers: about a twentieth of the training, and a divisor of checkpoint_every.
+
+    Tables end at every checkpoint, so that a training can be taken up there; windows of other lengths would be cut short by it.
+    """
+    wanted = max(train.steps / WINDOWS, 1.0)
+    divisors = [n for n in range(1, train.checkpoint_every + 1) if train.checkpoint_every % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(n / wanted)))

@@ -1,0 +1,115 @@
+"""Configs are read whole or refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from moescope.errors import BadInput
+from moescope.lab.config import (
+    PRESETS,
+    LabConfig,
+    ModelConfig,
+    as_dict,
+    check,
+    config_from,
+    preset,
+    read_config,
+    with_router,
+)
+
+
+def test_every_preset_can_be_built_and_survives_json():
+    for config in PRESETS.values():
+        check(config)
+        assert config_from(json.loads(json.dumps(as_dict(config)))) == config
+
+
+def test_a_file_is_laid_over_the_preset_it_names(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('preset = "small"\n[model]\nlayers = 2\n[train]\nlearning_rate = 1\n[data.domains]\ncode = "src"\n')
+    config = read_config(path)
+    assert config.model == replace(PRESETS["small"].model, layers=2)
+    assert config.train.learning_rate == 1.0
+    assert isinstance(config.train.learning_rate, float)
+    assert config.data.domains == {"code": "src"}
+
+
+def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('preset = "small"\n')
+    assert read_config(path, base=PRESETS["nano"]) == PRESETS["nano"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nlayer = 3", "[model]: unknown key 'layer'; did you mean 'layers'?"),
+        ("[modell]\nlayers = 3", "unknown table 'modell'; did you mean 'model'?"),
+        ("[train]\nquux = 3", "[train]: unknown key 'quux'; known: steps, batch_size"),
+        ('[model]\nlayers = "3"', "[model]: layers must be a whole number, not '3'"),
+        ("[model]\nlayers = true", "[model]: layers must be a whole number, not True"),
+        ("[model]\nlayers = 2.5", "[model]: layers must be a whole number, not 2.5"),
+        ("[model]\ntie_embeddings = 1", "[model]: tie_embeddings must be true or false, not 1"),
+        ("[model]\nqk_norm = 1", "[model]: qk_norm must be true or false or left out, not 1"),
+        ("[data]\ntext = 'a.txt'", "[data]: text must be a list, not 'a.txt'"),
+        ("[data]\ntext = [1]", "[data]: text, item 0 must be text, not 1"),
+        ("[data]\ndomains = 3", "[data]: domains must be a table, not 3"),
+        ("model = 3", "[model] must be a table, not 3"),
+        ("preset = 3", "preset must be text, not 3"),
+        ("preset = 'huge'", "unknown preset 'huge'; known: nano"),
+        ("[model]\nrouter = 'top3'", "unknown router 'top3'; known: switch_top1, top2"),
+        ("[model]\nblock = 'post'", "unknown block 'post'; known: modern, some"),
+        ("[model]\nexpert_init = 'big'", "unknown expert_init 'big'"),
+        ("[train]\ndtype = 'fp8'", "unknown dtype 'fp8'; known: float32, bfloat16"),
+        ("[model]\nlayers = 0", "[model] layers must be more than 0, not 0"),
+        ("[train]\nlearning_rate = nan", "[train] learning_rate must be more than 0, not nan"),
+        ("[train]\nwarmup = -1", "[train] warmup must be 0 or more, not -1"),
+        ("[model]\nd_model = 60\nheads = 8", "d_model 60 must be a multiple of heads, 8"),
+        ("[model]\nd_model = 12\nheads = 4", "d_model / heads must be even for rotary positions, not 3"),
+        ("[model]\nexpert_init = 'sparse'", "for block = 'some' only"),
+        ("[model]\nblock = 'some'\nqk_norm = true", "for block = 'modern' only"),
+        ("[model]\nrouter = 'topk'\ntop_k = 9", "top_k 9 is more than the 8 experts there are"),
+        ("[model]\nrouter = 'top2'\ntop_k = 3", "use router = 'topk' for top_k = 3"),
+        ("[model]\nrouter_options = {balence = 0.1}", "router top2: unknown option 'balence'; did you mean 'balance'?"),
+        ("[model]\nrouter_options = {z = true}", "router top2: z must be a number, not True"),
+        ("[model]\nrouter_options = {balance = -1}", "router top2: balance must be 0 or more, not -1"),
+        ("[model]\nrouter = 'dense'\nrouter_options = {z = 1}", "router dense has no options; 'z' was given"),
+        ("[train]\nsequence_length = 2048", "sequence_length 2048 is more than [model] max_positions, 1024"),
+        ("[train]\nmicro_batches = 3", "batch_size 16 must be a multiple of micro_batches, 3"),
+        ("[data]\nvalidation_share = 1", "validation_share must lie between 0 and 1, not 1.0"),
+        ("[model\n", "is not valid TOML"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(tmp_path, text, message):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(BadInput) as caught:
+        read_config(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadInput, match=r"none\.toml: No such file"):
+        read_config(tmp_path / "none.toml")
+
+
+def test_an_unknown_preset_lists_the_known():
+    with pytest.raises(BadInput, match="unknown preset 'mega'; known: nano, small, medium, some_a4"):
+        preset("mega")
+
+
+def test_another_router_brings_its_own_k_and_leaves_the_old_options_behind():
+    before = LabConfig(ModelConfig(router="top2", router_options={"balance": 0.5}))
+    assert with_router(before, "top2") == before
+    after = with_router(before, "switch_top1").model
+    assert (after.top_k, after.router_options) == (1, {})
+    assert with_router(before, "expert_choice").model.top_k == 2
+
+
+def test_a_router_of_a_file_brings_its_own_k_unless_the_file_says_otherwise():
+    assert config_from({"model": {"router": "switch_top1"}}).model.top_k == 1
+    assert config_from({"model": {"router": "topk", "top_k": 3}}).model.top_k == 3

@@ -1,0 +1,87 @@
+"""The corpus: what it is made of, how it is parted, and that it is the same every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moescope.errors import BadInput
+from moescope.lab.corpus import Document, calculation, corpus_of, embedded_corpus, split
+
+SMALL = 40_000
+
+
+def test_embedded_corpus_has_both_sides_of_every_domain_and_keeps_to_its_size():
+    corpus = embedded_corpus(SMALL)
+    assert {"code", "prose", "arithmetic", "records"} <= set(corpus.domains)
+    for domain, size in corpus.sizes().items():
+        assert size["train_documents"] >= 1
+        assert size["validation_documents"] >= 1
+        assert SMALL <= size["train_bytes"] + size["validation_bytes"] < SMALL + 2**18, domain
+    assert "def " in "".join(corpus.train["code"])
+
+
+def test_embedded_corpus_is_equal_in_another_process_with_other_hash_seeds():
+    script = f"from moescope.lab.corpus import embedded_corpus; print(embedded_corpus({SMALL}).identity)"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**__import__("os").environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert told == {embedded_corpus(SMALL).identity}
+
+
+def test_a_share_of_about_a_tenth_is_held_back_in_generated_domains():
+    size = embedded_corpus(200_000).sizes()["arithmetic"]
+    share = size["validation_documents"] / (size["train_documents"] + size["validation_documents"])
+    assert 0.05 < share < 0.16  # 380 documents: six standard errors
+
+
+def test_a_module_and_its_docstrings_are_on_the_same_side():
+    documents = [Document(domain, f"module {i}", f"{domain} {i}") for i in range(200) for domain in ("code", "prose")]
+    corpus = split(documents, 0.3)
+    sides = {d: {text.split()[1] for text in corpus.validation[d]} for d in ("code", "prose")}
+    assert sides["code"] == sides["prose"]
+    assert 30 < len(sides["code"]) < 90
+
+
+def test_equal_texts_are_never_on_both_sides():
+    texts = [f"text {i % 20}" for i in range(100)]
+    corpus = corpus_of({"a": lambda: texts}, 0.4)
+    assert not set(corpus.train["a"]) & set(corpus.validation["a"])
+    assert len(corpus.train["a"]) + len(corpus.validation["a"]) == 100
+
+
+def test_the_order_of_files_changes_nothing():
+    texts = [f"text {i}" for i in range(50)]
+    assert corpus_of({"a": lambda: texts}) == corpus_of({"a": lambda: reversed(texts)})
+
+
+def test_identity_changes_with_one_letter():
+    texts = [f"text {i}" for i in range(50)]
+    assert corpus_of({"a": lambda: texts}).identity != corpus_of({"a": lambda: [*texts[:-1], "text 4x"]}).identity
+
+
+def test_a_domain_of_one_text_is_cut_at_a_line_near_its_end():
+    text = "".join(f"line {i}\n" for i in range(100))
+    corpus = corpus_of({"a": lambda: [text]}, 0.1)
+    assert corpus.train["a"][0] + corpus.validation["a"][0] == text
+    assert corpus.train["a"][0].endswith("\n")
+    assert 0.08 < len(corpus.validation["a"][0]) / len(text) < 0.13
+
+
+@pytest.mark.parametrize("texts", [[], ["  \n"], ["x"]])
+def test_a_domain_without_enough_text_is_refused_by_name(texts: list[str]):
+    with pytest.raises(BadInput, match="'empty'"):
+        corpus_of({"empty": lambda: texts})
+
+
+def test_arithmetic_is_right():
+    import random
+
+    for seed in range(200):
+        left, right = calculation(random.Random(seed)).split(" = ")
+        assert eval(left) == int(right)

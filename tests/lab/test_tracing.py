@@ -1,0 +1,91 @@
+"""Lab models traced and watched through the routing they hand out: the same counts as hooks on transformers' own model find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lab.tiny_training import tiny_config
+from moescope.lab.model import LabModel
+from moescope.lab.routers import ROUTERS
+from moescope.lab.saving import save_model
+from moescope.lab.tracing import load_traced
+from moescope.lab.vocabulary import Bytes
+from moescope.routing.documents import Document
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.trace import Traced, trace_model
+
+SURE = 0.9  # of the tokens; the rest may lie where rounding decides between two experts
+
+
+def saved(router: str, folder: Path) -> Path:
+    torch.manual_seed(3)
+    model = LabModel(tiny_config(router).model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3)  # decisions that are clear
+    save_model(model, Bytes(), folder)
+    return folder
+
+
+def documents() -> list[Document]:
+    generator = np.random.default_rng(0)
+    return [Document(n, n % 2, generator.integers(32, 127, generator.integers(5, 40))) for n in range(12)]
+
+
+def traced(name: Path, phases: tuple[str, ...] = ("prefill",), batch_size: int = 5) -> Traced:
+    return trace_model(load_traced(name, "auto", "cpu"), ["a", "b"], documents, phases, batch_size)
+
+
+@pytest.mark.parametrize("router", ["top2", "switch_top1"])
+def test_counts_are_those_that_hooks_find_in_transformers_own_model(router: str, tmp_path: Path):
+    from moescope.routing.models import load_model
+
+    folder = saved(router, tmp_path / "model")
+    ours = traced(folder)
+    theirs = trace_model(load_model(str(folder), "auto", "cpu"), ["a", "b"], documents, ("prefill",), 5)
+    for mine, other in zip(ours.counts, theirs.counts, strict=True):
+        assert np.array_equal(mine.counts_MBE, other.counts_MBE)
+        np.testing.assert_allclose(mine.mass_MBE, other.mass_MBE, atol=1e-4)
+        np.testing.assert_allclose(mine.sums_MBS, other.sums_MBS, atol=1e-3)  # entropy, confidence, margin, z-loss ...
+    assert mine.counts_MBE.sum() > 0
+
+
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "dense"])
+def test_decoding_and_batches_of_any_size_count_the_same(router: str, tmp_path: Path):
+    folder = saved(router, tmp_path / "model")
+    both, alone = traced(folder, ("prefill", "decode")), traced(folder, batch_size=1)
+    total = sum(len(document.ids) for document in documents())
+    for phase in ("prefill", "decode"):
+        for mine, other in zip([c for c in both.counts if c.phase == phase], alone.counts, strict=True):
+            assert mine.sums("tokens").sum() == total
+            moved = np.abs(mine.counts_MBE - other.counts_MBE).sum() / 2
+            assert moved <= (1 - SURE) * total
+
+
+def test_monitor_leaves_padding_and_evaluation_out(tmp_path: Path):
+    torch.manual_seed(0)
+    model = LabModel(tiny_config().model).train()
+    monitor = LoopMonitor(tmp_path / "run", every=1).watch(model)
+    ids = torch.randint(0, 250, (3, 10))
+    mask = torch.ones(3, 10, dtype=torch.bool)
+    mask[1, 4:] = False
+    model(ids, mask_BL=mask, targets_BL=ids).loss.backward()
+    model.eval()
+    model(ids)
+    model.train()
+    monitor.step()
+    run = monitor.close()
+    assert run is not None
+    assert run.table("load").groupby("layer")["tokens"].sum().tolist() == [24 * 2] * 2
+
+
+def test_a_traced_lab_model_needs_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    folder = saved("top2", tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it now fails
+    assert traced(folder).counts[0].counts_MBE.sum() > 0

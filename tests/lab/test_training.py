@@ -1,0 +1,181 @@
+"""The loop: it learns, it goes on exactly where it stopped, it stops at NaN and says where."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lab.tiny_training import tiny_config, tiny_training, trained
+from moescope.errors import BadInput
+from moescope.lab.divergence import Diverged
+from moescope.lab.optimising import clip_gradients, learning_rate
+from moescope.lab.routers import ROUTERS
+from moescope.lab.training_state import load_state
+from moescope.routing.monitor import LoopMonitor
+
+LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
+
+
+@pytest.mark.parametrize("router", list(ROUTERS))
+def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bit(router: str, tmp_path: Path):
+    config = tiny_config(router, steps=6, checkpoint_every=3, evaluate_every=3)
+    whole = tiny_training(config)
+    run = trained(whole, tmp_path / "whole")
+
+    class Killed(Exception):
+        pass
+
+    def killed_after_four(label: str, amount: int) -> None:
+        if broken.step == 4:
+            raise Killed
+
+    broken = tiny_training(config)
+    watching = LoopMonitor(tmp_path / "run", every=4).watch(broken.model, verb="train", identity={"arguments": {}})
+    with pytest.raises(Killed):
+        broken.run(watching, tmp_path / "states", lambda model, step: None, killed_after_four)
+    watching.stop()
+    torch.manual_seed(99)  # whatever the process has drawn since
+
+    taken_up = tiny_training(config)
+    state = load_state(tmp_path / "states")
+    assert state is not None
+    assert state.step == 3
+    taken_up.restore(state)
+    again = trained(taken_up, tmp_path)
+    assert again.table("steps")[LOSSES].equals(run.table("steps")[LOSSES])
+    assert taken_up.evaluations == whole.evaluations
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, taken_up.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("forgotten", ["optimiser", "model", "step"])
+def test_a_state_that_forgets_anything_gives_another_curve(forgotten: str, tmp_path: Path):
+    config = tiny_config(steps=6, checkpoint_every=3, evaluate_every=3)
+    whole = trained(tiny_training(config), tmp_path / "whole").table("steps")["lm_loss"]
+    early = tiny_training(config)
+    early.config = replace(config, train=replace(config.train, steps=3))
+    trained(early, tmp_path)
+    state = load_state(tmp_path / "states")
+    assert state is not None
+    fresh = tiny_training(config)
+    kept = {
+        "optimiser": {"optimiser": fresh.optimiser.state_dict()},
+        "model": {"model": fresh.model.state_dict()},
+        "step": {"step": 2},
+    }
+    fresh.restore(replace(state, **kept[forgotten]))
+    again = trained(fresh, tmp_path).table("steps")["lm_loss"]
+    assert again.iloc[-1] != whole.iloc[-1]
+
+
+def test_micro_batches_change_the_loss_by_rounding_only(tmp_path: Path):
+    curves = []
+    for micro in (1, 2, 4):
+        config = tiny_config(options={"balance": 0.0}, micro_batches=micro, steps=6)
+        curves.append(
+            trained(tiny_training(config), tmp_path / str(micro)).table("steps")["lm_loss"].dropna().to_numpy()
+        )
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
+    np.testing.assert_allclose(curves[2], curves[0], rtol=1e-4)
+
+
+def test_the_tables_of_a_training_say_what_was_done(tmp_path: Path):
+    training = tiny_training(tiny_config())
+    run = trained(training, tmp_path, gradients_every=4)
+    steps = run.table("steps").set_index("step")
+    assert steps.index.tolist() == [0, 4, 8, 12]
+    assert steps["tokens"].dropna().tolist() == [4 * 256, 8 * 256, 12 * 256]
+    assert steps["validation_loss"].notna().all()
+    assert steps.loc[0, "validation_loss"] == pytest.approx(np.log(260), abs=0.1)  # an untrained model knows nothing
+    assert steps.loc[12, "learning_rate"] == pytest.approx(training.config.train.final_learning_rate)
+    np.testing.assert_allclose((steps["lm_loss"] + steps["aux_loss"]).dropna(), steps["train_loss"].dropna())
+    load = run.table("load")
+    assert load.groupby(["step", "layer"])["tokens"].sum().unique().tolist() == [4 * 256 * 2]  # two experts a token
+    assert (run.table("router_gradients")["lm_gradient_norm"] > 0).all()
+
+
+def test_the_evaluation_is_the_mean_over_validation_targets(tmp_path: Path):
+    training = tiny_training(tiny_config(steps=1))
+    trained(training, tmp_path)
+    rows = training.data.validation
+    batch = rows.batch(np.arange(rows.rows))
+    training.model.eval()
+    with torch.no_grad():
+        logits = training.model(torch.from_numpy(batch.ids_BL)).logits_BLV
+    log_p = torch.log_softmax(logits.double(), -1)
+    losses = -log_p.gather(-1, torch.from_numpy(batch.targets_BL)[..., None])[..., 0].numpy()
+    last = training.evaluations[-1]
+    assert last["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    for index, domain in enumerate(rows.domains):
+        assert last["domains"][domain] == pytest.approx(losses[batch.domain_B == index].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nan_stops_the_training_and_names_step_and_layer(layer: int, tmp_path: Path):
+    training = tiny_training(tiny_config())
+
+    def poison(module: torch.nn.Module, args: object) -> None:
+        if training.step == 5 and module.training:
+            with torch.no_grad():
+                training.model.blocks[layer].self_attn.o_proj.weight[0, 0] = float("nan")
+
+    training.model.register_forward_pre_hook(poison)
+    with pytest.raises(Diverged, match=rf"step 6: the output of layer {layer} \(layers\.{layer}\)"):
+        trained(training, tmp_path)
+    state = load_state(tmp_path / "states")
+    assert state is not None
+    assert state.step == 4  # the last good one
+    assert all(tensor.isfinite().all() for tensor in state.model.values() if tensor.is_floating_point())
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_weight(tmp_path: Path):
+    training = tiny_training(tiny_config())
+    weight = training.model.blocks[1].mlp.experts.down
+    weight.register_hook(lambda gradient: gradient * float("inf") if training.step == 2 else gradient)
+    with pytest.raises(Diverged, match=r"step 3: the gradient of layers\.1\.mlp\.experts\.down"):
+        trained(training, tmp_path)
+
+
+def test_bfloat16_trains_to_about_the_same_loss(tmp_path: Path):
+    full = trained(tiny_training(tiny_config()), tmp_path / "full").table("steps")["lm_loss"].iloc[-1]
+    half = trained(tiny_training(tiny_config(dtype="bfloat16")), tmp_path / "half").table("steps")["lm_loss"].iloc[-1]
+    assert half != full
+    assert half == pytest.approx(full, rel=0.02)
+
+
+def test_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
+    train = tiny_config(steps=103, warmup=3, learning_rate=0.3, final_learning_rate=0.1).train
+    rates = [learning_rate(step, train) for step in range(103)]
+    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert rates[3] == pytest.approx(0.3)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[3 + 33] == pytest.approx(0.1 + 0.2 * (1 + np.cos(np.pi / 3)) / 2, rel=1e-3)
+    assert all(a >= b for a, b in pairwise(rates[3:]))
+
+
+def test_gradients_are_clipped_together_and_told_as_they_were():
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    norms = clip_gradients(gradients, 1.0)
+    assert norms.tolist() == [3.0, 4.0]
+    assert gradients[0].tolist() == pytest.approx([0.6, 0.0])
+    assert gradients[1].item() == pytest.approx(0.8)
+    assert clip_gradients(gradients, 0.0).tolist() == pytest.approx([0.6, 0.8])
+    assert gradients[1].item() == pytest.approx(0.8)
+
+
+def test_a_killed_write_leaves_the_state_before(tmp_path: Path):
+    training = tiny_training(tiny_config(steps=4))
+    trained(training, tmp_path)
+    (tmp_path / "states" / "training_state.pt.tmp").write_bytes(b"half of one")
+    state = load_state(tmp_path / "states")
+    assert state is not None
+    assert state.step == 4
+    shutil.copy(tmp_path / "states" / "training_state.pt.tmp", tmp_path / "states" / "training_state.pt")
+    with pytest.raises(BadInput, match="cannot be read"):
+        load_state(tmp_path / "states")
