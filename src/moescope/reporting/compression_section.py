@@ -201,7 +201,7 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     sizes = rows[rows["cluster"].notna()].groupby(["layer", "cluster"]).size()
     merged = sizes[sizes > 1]
     said = (
-        f" {counted(len(merged), 'group')} of {int(merged.min())} to {int(merged.max())} members, {counted(int((sizes == 1).sum()), 'expert')} alone."
+        f" {counted(len(merged), 'group')} of {one_or_span(merged)} members, {counted(int((sizes == 1).sum()), 'expert')} alone."
         if len(merged)
         else ""
     )

@@ -251,6 +251,8 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
             traced = reader.traced
         if work.judge:
             check_judgeable(traced)  # now, and not when all else is done
+            if not any(len(document.ids) > 1 for document in reader.judging()):
+                raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
         collectors = work.method.collectors(work.settings)
         (writer.path / "parts").mkdir(exist_ok=True)
         partial_file = writer.path / "parts" / "calibration-file.tmp"
@@ -370,5 +372,5 @@ def apply_to(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool)
             written_so_far = done
 
         written = apply_plan(work.moe, plan, fits, work.apply, told)
-    writer.flush_piece("applied", {}, {"folder": str(written.path), "bytes": written.total_bytes})
-    writer.save_info(applied=str(written.path))
+    writer.flush_piece("applied", {}, {"folder": str(written.path), "written_bytes": written.total_bytes})
+    writer.save_info()
