@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 RIDGES = (1.0, 0.1, 0.01, 1e-3, 0.0)  # tried from stiff to free, each from where the one before ended
+WORSE = 2  # ridges in a row that judge worse end the search
 HELD_OUT = 4  # every fourth state judges the ridge
 STEPS = 200
 GRADIENT = 1e-7  # largest entry of the gradient at which a fit counts as done
@@ -36,13 +37,16 @@ def fit_rows(x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Te
     few = Problem(x_TD[fitted], target_TK[fitted], start_KD, start_bias_K)
     start_kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], start_KD, start_bias_K))
     best_ridge, best_kl = float("inf"), start_kl
-    change = few.zero()
+    change, worse = few.zero(), 0
     for ridge in RIDGES:
         change = few.solve(ridge, change)
         rows, bias = few.rows(change)
         kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], rows, bias))
+        worse = 0 if kl < best_kl else worse + 1
         if kl < best_kl:
             best_ridge, best_kl = ridge, kl
+        elif worse == WORSE:
+            break
     if best_ridge == float("inf"):
         kl = mean_kl(target_TK, log_probabilities(x_TD, start_KD, start_bias_K))
         return FittedRows(start_KD, start_bias_K, kl, start_kl, best_ridge)

@@ -196,6 +196,7 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
         "fold": "Router rows are fitted anew, one for each merged expert.",
         "tie": "Every old router row is kept and points at the merged expert: a plan to measure, which no file format holds.",
     }[facts["router"]]
+    router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
     chosen = f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
     sizes = rows[rows["cluster"].notna()].groupby(["layer", "cluster"]).size()
@@ -215,6 +216,16 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
             *([table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")] if "merges" in tables else []),
         ],
     )
+
+
+def fold_words(settings: dict[str, Any]) -> str:
+    """What fitting the router's rows brought, beside the rows it started from."""
+    if settings.get("router_kl_of_mean_rows") is None:
+        return ""
+    said = f" Mean divergence from the groups' joint probabilities, over layers: {number(settings['router_kl_of_mean_rows'])} nats for the members' mean rows, "
+    said += f"{number(settings['router_kl'])} for those taken"
+    held_out = settings.get("router_kl_held_out")
+    return said + (f", {number(held_out)} on states that the fit did not see." if held_out is not None else ".")
 
 
 # --- the rest of the page

@@ -108,6 +108,9 @@ def compress(
         raise BadInput(
             f"method {work.method.name} {work.method.words}, so it needs a text; give --text PATH, or --method random"
         )
+    for wanted, word in ((sequential, "sequential"), (merge_weights == "saliency", "merge weights by saliency")):
+        if wanted and not with_text and plan is None:
+            raise BadInput(f"{word}: goes by what a text does in the model; give --text PATH, or leave it out")
     if with_text:
         step_names([model], ())
     place = choose_device(device)
