@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import moescope
+from lab.tiny_training import tiny_config
 from moescope.errors import BadInput
+from moescope.lab.model import LabModel
 from moescope.workflows.monitor import SCANNED, in_memory
 from routing.tiny_training import batch, documents, model_of
 
@@ -56,3 +58,13 @@ def test_a_model_in_memory_reads_as_copies_that_training_cannot_change():
         model.model.layers[0].mlp.gate.weight.zero_()
     assert whole.abs().sum() > 0
     assert row.abs().sum() > 0
+
+
+def test_a_model_of_the_lab_is_scanned_while_it_learns(tmp_path):
+    model = LabModel(tiny_config().model).train()
+    monitor = moescope.Monitor(tmp_path / "run", every=1, scan_every=1).watch(model)
+    ids = torch.randint(0, 250, (2, 8))
+    model(ids, targets_BL=ids).loss.backward()
+    monitor.step()
+    run = monitor.close()
+    assert sorted(run.table("alignment_layers")["layer"].unique()) == [0, 1]

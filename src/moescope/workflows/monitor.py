@@ -107,7 +107,7 @@ def in_memory(model: nn.Module) -> Checkpoint:
         name: TensorInfo(name, place.shape, place.dtype, IN_TRAINING) for name, place in files.headers("").items()
     }
     config: Any = getattr(model, "config", None)
-    known = config.to_dict() if config is not None else None
+    known = config.to_dict() if hasattr(config, "to_dict") else None  # without one the tensors' names tell
     return Checkpoint(IN_TRAINING, IN_TRAINING, "model", known, tensors, {}, tensors, files)
 
 

@@ -127,7 +127,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
-    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
+    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length, config.data.layout) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
     data = Data(rows["train"], rows["validation"].sample(config.train.evaluation_rows))
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
