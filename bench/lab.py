@@ -102,6 +102,7 @@ def transformers_step(size: Size, device: str, auxiliary: bool) -> Step:
             )
         ).train()  # fmt: skip
     model.set_experts_implementation("grouped_mm")
+    assert model.config._experts_implementation == "grouped_mm"
     if device == "cuda":
         model.to(torch.bfloat16)
     optimiser = optimiser_of(model, device)

@@ -112,6 +112,9 @@ class SwitchTop1(TopK):
 
     name = "switch_top1"
     fixed_top_k = 1
+    OPTIONS: ClassVar[dict[str, Option]] = {
+        option: value for option, value in TopK.OPTIONS.items() if option != "renormalise"
+    }
 
 
 class Top2(TopK):

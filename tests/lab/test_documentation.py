@@ -1,0 +1,45 @@
+"""docs/lab.md says what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moescope.lab.config import PRESETS
+from moescope.lab.model import parameter_counts
+from moescope.lab.routers import ROUTERS
+
+LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under that heading, its head left out, without backticks."""
+    start = LINES.index(heading)
+    table = []
+    for line in LINES[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip().replace("`", "") for cell in line.strip("|").split("|")])
+    return table[2:]
+
+
+def test_every_router_is_documented_with_its_causality():
+    said = {row[0]: row[3] == "yes" for row in rows("## Routers")}
+    assert said == {name: kind.causal_in_training for name, kind in ROUTERS.items()}
+
+
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name not in ("spectra", "some")])
+def test_every_option_is_documented_with_its_default(router):
+    said = {row[1]: row[2] for row in rows("## Options") if router in row[0].split(", ")}
+    assert said == {name: str(default).lower() for name, default in ROUTERS[router].OPTIONS.items()}
+
+
+def test_every_preset_is_documented_with_its_shape_and_parameters():
+    said = {row[0]: row[1:] for row in rows("## Presets")}
+    assert list(said) == list(PRESETS)
+    for name, config in PRESETS.items():
+        model, counts = config.model, parameter_counts(config.model)
+        shape = [model.d_model, model.layers, model.experts, model.d_ff, model.top_k]
+        parameters = [f"{count / 1e6:.2f} M" for count in (counts.total, counts.trainable)]
+        assert said[name] == [model.block, *map(str, shape), model.router, *parameters]
