@@ -181,7 +181,9 @@ class Training:
         found = monitor.numbers(**facts)
         speed = (monitor.tokens - tokens) / max(time.perf_counter() - began, 1e-9)
         busiest = found.get("moescope/max_over_mean_p50")
-        load = f", busiest expert {busiest:.1f} times the mean" if busiest is not None else ""
+        load = (
+            f", load {busiest:.1f}x" if busiest is not None else ""
+        )  # of the busiest expert over the mean, median of layers
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"
 
 
