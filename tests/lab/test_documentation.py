@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moescope.lab.config import PRESETS
 from moescope.lab.model import parameter_counts
 from moescope.lab.routers import ROUTERS
+from moescope.lab.routers.spectra import ABLATIONS
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
 
@@ -29,10 +31,15 @@ def test_every_router_is_documented_with_its_causality():
     assert said == {name: kind.causal_in_training for name, kind in ROUTERS.items()}
 
 
-@pytest.mark.parametrize("router", [name for name in ROUTERS if name not in ("spectra", "some")])
+@pytest.mark.parametrize("router", list(ROUTERS))
 def test_every_option_is_documented_with_its_default(router):
     said = {row[1]: row[2] for row in rows("## Options") if router in row[0].split(", ")}
     assert said == {name: str(default).lower() for name, default in ROUTERS[router].OPTIONS.items()}
+
+
+def test_every_ablation_is_documented_as_it_is_written_in_a_config():
+    said = {row[0]: tomllib.loads(row[1]) for row in rows("## Ablations of SPECTRA")}
+    assert said == ABLATIONS
 
 
 def test_every_preset_is_documented_with_its_shape_and_parameters():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 from torch.nn.functional import normalize
 
 from lab.routers.builders import noise, small_router, tokens
@@ -359,3 +360,34 @@ def test_options_that_make_no_sense_are_refused_by_name(options, message):
     with pytest.raises(BadInput) as error:
         made(**options)
     assert message in str(error.value)
+
+
+# --- several ranks
+
+
+def one_rank(rank: int, folder: str) -> None:
+    """What a rank of two does: a step on tokens of its own, one key too weak."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+
+    def over_ranks(amount: torch.Tensor) -> torch.Tensor:
+        distributed.all_reduce(amount)
+        return amount
+
+    router = made(respawn=True)
+    router.reduce = over_ranks
+    router.strength_E[2] = 0.05
+    router(tokens(noise(30, seed=rank)))
+    router.after_step()
+    torch.save(router.state_dict(), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_keys_stay_the_same_on_all_ranks_respawned_ones_too(tmp_path):
+    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert first["strength_E"][2] == 1
+    asked = made().query(noise(30, seed=0)) @ first["direction_ED"][2]
+    assert asked.max() > 1 - 1e-5, "the first rank's query"

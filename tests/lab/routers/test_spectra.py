@@ -118,6 +118,11 @@ def test_similarity_is_the_cosine_of_each_experts_two_vectors():
     np.testing.assert_allclose(router.similarity(h, v).detach(), expected, rtol=1e-5)
 
 
+def test_the_projector_begins_orthogonal_so_that_it_changes_no_length():
+    weight = made().express.weight.detach()  # 256 x 16
+    torch.testing.assert_close(weight.T @ weight, torch.eye(16), atol=1e-5, rtol=0)
+
+
 def test_x_and_minus_x_are_not_routed_alike():
     router = made().eval()
     x = noise(8)

@@ -39,6 +39,15 @@ def test_many_iterations_reach_the_plan_that_numpy_converges_to(logits_TE):
     assert found.column_error < 1e-5
 
 
+def test_three_iterations_are_three_of_rows_and_columns_and_rows_once_more(logits_TE):
+    plan = np.exp(logits_TE.double().numpy())
+    for _ in range(3):
+        plan /= plan.sum(1, keepdims=True)
+        plan *= N / E / plan.sum(0)
+    plan /= plan.sum(1, keepdims=True)
+    np.testing.assert_allclose(balance(logits_TE, EVERYONE, FLAT, 3).log_plan_TE.exp(), plan, atol=1e-5)
+
+
 def test_its_potentials_minimise_the_dual(logits_TE):
     logits = logits_TE.double().numpy()
 
