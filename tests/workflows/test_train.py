@@ -100,6 +100,25 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, 
     assert (run.path / "checkpoints" / "mine.txt").read_text() == "kept"
 
 
+@pytest.mark.parametrize("router", ["some", "spectra", "dense"])
+def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
+    model = {"d_model": 16, "layers": 2, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 64, "router": router}
+    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 1}
+    run = train({"model": model, "data": {"max_bytes": 20_000}, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)  # fmt: skip
+    assert isinstance(run, Run)
+    assert (run.path / "report.html").exists()
+    assert (run.path / "trace").exists() == (router != "dense")
+    assert ("keys" in run.info) == (router == "some")
+    rows = router == "some"  # its keys are read as router rows; the others have none
+    assert (run.path / "scan").exists() == rows
+    assert any("no row for each expert" in warning for warning in run.info["warnings"]) != rows
+    if router == "some":
+        page = (run.path / "report.html").read_text()
+        assert "How the keys organised themselves" in page
+        assert [row["metric"] for row in run.info["keys"]["metrics"]] == ["gini", "load_entropy_bits", "used"]
+        assert sum(row["experts"] for row in run.info["keys"]["histogram"]) == 4
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(trained_run: Run, tmp_path: Path):
     command = [

@@ -8,6 +8,7 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS
+from moescope.figures.keys import KEYS
 from moescope.figures.style import FigureSpec, Tables, counted, listed, named_layers, number
 from moescope.figures.training import COURSE, LOSSES, PULL
 from moescope.reporting.pack import table_payload
@@ -48,9 +49,34 @@ def sections(run: Run) -> list[Section]:
     if len(gradients) and gradients["lm_gradient_norm"].notna().any():
         words = "A router learns from the text through its gates alone; here is how strongly."
         found.append(Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})]))
+    if "keys" in run.info:
+        found.append(key_section(run))
     words = "Gradient and speed, from the run itself."
     found.append(Section("course", "How it went", words, [(spec, tables) for spec in COURSE]))
     return found
+
+
+def key_section(run: Run) -> Section:
+    """SoME: usage of the middle layer's experts, and a map of its keys."""
+    keys = run.info["keys"]
+    tables = {
+        "key_histogram": pd.DataFrame(keys["histogram"]),
+        "key_map": pd.DataFrame(keys["map"]),
+        "key_shares": pd.DataFrame([keys["shares"]]),
+    }
+    told = [
+        f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['floor'])} with random routing, {number(row['collapse'])} at collapse)"
+        for row in keys["metrics"]
+    ]
+    cosine = keys["cosine"]
+    words = (
+        f"Layer {keys['layer']}, the middle one: {listed(told)}. Two keys have a cosine of {number(cosine['mean'])} on average; of random keys that mean is 0, "
+        f"give or take {number(cosine['random_spread'])}. Near 1 all keys are one."
+    )
+    return Section("keys", "How the keys organised themselves", words, [(spec, tables) for spec in KEYS])
+
+
+METRIC_WORDS = {"gini": "Gini", "load_entropy_bits": "entropy of the load in bits", "used": "share of experts used"}
 
 
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
