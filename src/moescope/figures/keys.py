@@ -8,6 +8,8 @@ from moescope.figures.style import CATEGORICAL, GREY, HEAT, Figure, FigureSpec, 
 def usage_by_decade(tables: Tables) -> Figure:
     """How many experts have how many tokens, on a logarithmic scale; grey: random balanced routing of the same tokens."""
     rows = tables["key_histogram"]
+    seen = (rows["experts"] + rows["expected"]).to_numpy(float)
+    rows = rows[(rows.index == 0) | (seen.cumsum() - seen[0] > 0)]  # no empty bins between none and the first
     names = [f"{number(left)} to {number(right)}" for left, right in zip(rows["left"], rows["right"], strict=True)]
     data = [
         {"type": "bar", "name": "experts", "x": names, "y": rows["experts"].to_numpy(), "marker": {"color": CATEGORICAL[0]},
@@ -33,6 +35,7 @@ def key_places(tables: Tables) -> Figure:
         {
             "type": "scatter",
             "mode": "markers",
+            "showlegend": False,
             "x": rows["x"].to_numpy(float),
             "y": rows["y"].to_numpy(float),
             "customdata": rows[["expert", "tokens"]].to_numpy(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -176,7 +176,7 @@ class Training:
             **(validation_columns(self.evaluations) if evaluated else {}),
         }
         if not self.device.startswith("cuda"):
-            facts["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            facts["peak_memory_bytes"] = process_peak()
         began, tokens = monitor.since, monitor.tokens
         found = monitor.numbers(**facts)
         speed = (monitor.tokens - tokens) / max(time.perf_counter() - began, 1e-9)
@@ -185,6 +185,16 @@ class Training:
             f", load {busiest:.1f}x" if busiest is not None else ""
         )  # of the busiest expert over the mean, median of layers
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"
+
+
+def process_peak() -> int | None:
+    """The most memory this process has held, in bytes; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # which counts in bytes, Linux in kilobytes
 
 
 def shared_by_ranks(model: LabModel, device: str) -> nn.Module:

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,7 +236,12 @@ def complete(run: Run, job: Job) -> None:
     from moescope.workflows.trace import trace
 
     shown = [item["path"] for item in chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])]
-    warnings = []
+    can_report = find_spec("plotly") is not None  # a machine that only computes need not have it
+    warnings = (
+        []
+        if can_report
+        else [f"no report: plotly is not installed here; make it elsewhere with moescope report {run.path}"]
+    )
     try:
         scan(shown[-1], out=run.path / "scan", device=job.device, quiet=job.quiet)
     except BadInput as error:
@@ -249,7 +255,7 @@ def complete(run: Run, job: Job) -> None:
     info = {**run.info, **keys, "warnings": [*dict.fromkeys([*run.info.get("warnings", []), *warnings])]}
     if info != run.info:
         write_json(run.path / "run.json", info)
-    if not (run.path / "report.html").exists():
+    if can_report and not (run.path / "report.html").exists():
         report(Run.load(run.path), quiet=job.quiet)
 
 
