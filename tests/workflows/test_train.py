@@ -17,6 +17,7 @@ import pytest
 from lab.tiny_training import TOML
 from moescope.errors import BadInput
 from moescope.run import Run
+from moescope.workflows.report import report
 from moescope.workflows.train import train
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
@@ -135,6 +136,25 @@ def test_two_processes_give_the_loss_curve_of_one(trained_run: Run, tmp_path: Pa
     np.testing.assert_allclose(ours.to_numpy(float), alone.to_numpy(float), rtol=2e-4)
     counted = [run.table("load").groupby(["step", "layer"])["tokens"].sum() for run in (both, trained_run)]
     assert counted[0].equals(counted[1])  # every token of both processes
+
+
+def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(tmp_path: Path):
+    config = config_file(tmp_path, 40, "clip = 0.0\n")
+    config.write_text(config.read_text().replace("learning_rate = 0.01", "learning_rate = 1e30"))
+    with pytest.raises(BadInput, match=r"step \d+: the .* is not finite; training stopped"):
+        train(config, out=tmp_path / "run", device="cpu", quiet=True)
+    run = Run.load(tmp_path / "run")
+    assert run.info["status"] == "failed"
+    assert "is not finite" in run.info["error"]
+    assert len(run.table("alerts"))
+    assert "this training is failed" in report(run, quiet=True).read_text()
+
+
+def test_a_training_without_a_step_on_disk_has_no_report_yet(trained_run: Run, tmp_path: Path):
+    info = {**trained_run.info, "status": "running"}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(BadInput, match="nothing of this training is on disk yet"):
+        report(tmp_path, quiet=True)
 
 
 def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -144,7 +144,6 @@ class Training:
                 if saving:
                     monitor.flush()
                     if monitor.run is not None:
-                        monitor.run.writer.save_info(evaluations=self.evaluations)
                         save(self.model, self.step)
                     save_state(folder, self.step, self.model, self.optimiser, self.evaluations, self.ranks)
         finally:
@@ -160,6 +159,9 @@ class Training:
             self.model, self.data.validation, self.step, size, self.device, self.config.train.dtype
         )
         self.evaluations.append(found.as_dict())
+        if monitor.run is not None:
+            monitor.run.wait()  # its thread writes run.json too
+            monitor.run.writer.save_info(evaluations=self.evaluations)
         monitor.since += time.perf_counter() - began
 
     def log(self, monitor: LoopMonitor, evaluated: bool) -> str:

@@ -27,6 +27,8 @@ READING = (
 
 def sections(run: Run) -> list[Section]:
     """The parts of the page, in the order one asks: did it learn, did experts share the work, what taught the routers, how did it go."""
+    if "steps" not in run.tables or not run.info.get("evaluations"):
+        raise BadInput(f"{run.path}: nothing of this training is on disk yet; wait a while, or give its command again")
     steps = run.table("steps")
     tables: Tables = {"steps": steps, "references": references(run), "domain_losses": domain_losses(run)}
     found = [
@@ -52,7 +54,9 @@ def sections(run: Run) -> list[Section]:
     if "keys" in run.info:
         found.append(key_section(run))
     words = "Gradient and speed, from the run itself."
-    found.append(Section("course", "How it went", words, [(spec, tables) for spec in COURSE]))
+    course = [(spec, tables) for column, spec in COURSE.items() if steps[column].notna().any()]
+    if course:
+        found.append(Section("course", "How it went", words, course))
     return found
 
 
@@ -111,6 +115,8 @@ def domain_losses(run: Run) -> pd.DataFrame:
 
 def findings(run: Run) -> list[str]:
     """What the training came to, in sentences."""
+    if not run.info.get("evaluations"):
+        return ["nothing has been evaluated yet"]
     told = run.info["references"]
     first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
     found = [
@@ -120,6 +126,9 @@ def findings(run: Run) -> list[str]:
     behind = [domain for domain, loss in last["domains"].items() if loss >= told["unigram"][domain]]
     if behind:
         found.append(f"{listed(behind)}: no better than token frequencies alone")
+    if run.info["status"] != "done":
+        stopped = f": {run.info['error']}" if run.info.get("error") else ""
+        found.append(f"this training is {run.info['status']}{stopped}")
     found += load_findings(run)
     alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
     if len(alerts):
