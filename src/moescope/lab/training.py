@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moescope.lab.batches import IGNORED, TokenRows
@@ -76,7 +77,7 @@ class Training:
         lm_loss, aux_loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for micro in range(train.micro_batches):
             rows = self.share(micro)
-            ids, mask, wanted = (torch.from_numpy(part[rows]).to(self.device, non_blocking=True) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL))  # fmt: skip
+            ids, mask, wanted = (self.moved(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL))
             share = int((batch.targets_BL[rows] != IGNORED).sum()) / max(targets, 1)
             last = micro == train.micro_batches - 1
             with self.no_sync() if not last else nullcontext():
@@ -103,6 +104,11 @@ class Training:
         own = size // self.ranks.world
         first = micro * size + self.ranks.rank * own
         return slice(first, first + own)
+
+    def moved(self, part: NDArray[Any]) -> Tensor:
+        """On the device; from pinned memory, so that nothing waits for the copy."""
+        tensor = torch.from_numpy(part)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.startswith("cuda") else tensor
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.whole.no_sync() if isinstance(self.whole, nn.parallel.DistributedDataParallel) else nullcontext()
