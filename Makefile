@@ -60,7 +60,7 @@ bench-peer: .venv-peer/ready
 	@touch $@
 
 .venv/everything: .venv/bin/python $(SOURCES)
-	$(INSTALL) --editable ".[hf,export,ray,dev]"
+	$(INSTALL) --editable ".[hf,export,maps,ray,dev]"
 	@touch $@ .venv/core
 
 clean:

@@ -4,8 +4,8 @@
     python bench/gpu.py mixtral                one layer of 8 experts of 14336 x 4096
     python bench/gpu.py deepseek               one layer of 256 experts of 2048 x 7168 (DeepSeek-V3)
 
-Each scan is run twice, the first time to warm up (libraries, recorded kernels, one layer only), then with the files out of
-the page cache. Beside it: reading alone, the solver of torch for the same experts one after the other, and the error of align
+A scan of one layer shows the start-up (libraries, kernels compiled and recorded), scans of half the layers and of all what a further
+layer takes; then comes the command in a process of its own, and a scan with the files out of the page cache. Beside it: reading alone, the solver of torch for the same experts one after the other, and the error of align
 against torch's fp64 SVD.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -122,7 +123,9 @@ def stages(folder: Path, device: str) -> dict[str, float]:
     reduce_time, solved = seconds(on_gpu.reduce, G, Y)
     reduce_time, solved = seconds(on_gpu.reduce, G, Y)
     kernel_by_kernel, _ = seconds(on_gpu.tridiagonalise, G.clone(), Y)
-    conquer_time, eigen = seconds(on_gpu.divide_and_conquer, solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV)
+    conquer_time, eigen = seconds(
+        on_gpu.divide_and_conquer, solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV, on_gpu.ready_update()
+    )
     leading_time, _ = seconds(lambda: solved.back(eigen.top_vectors(min(64, side))))
     one_by_one, _ = seconds(lambda: [torch.linalg.eigh(g) for g in G[:8]])
     return {
@@ -131,6 +134,14 @@ def stages(folder: Path, device: str) -> dict[str, float]:
         "(reduction not recorded but started kernel by kernel)": kernel_by_kernel,
         "torch.linalg.eigh one after the other": one_by_one / min(8, len(G)) * len(W),
     }  # fmt: skip
+
+
+def own_process(folder: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "moescope", "scan", str(folder), "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    took, _ = seconds(lambda: subprocess.run(command, env=environment, check=True, capture_output=True))
+    timings = json.loads((out / "run.json").read_text())["timings"]
+    print(f"the command in a process of its own, files in the page cache: {took:.2f} s; {timings}", flush=True)
 
 
 def largest_error(folder: Path, run, device: str) -> float:  # type: ignore[no-untyped-def]
@@ -153,6 +164,9 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument(
+        "--brief", action="store_true", help="neither the command in a process of its own nor the stages"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
@@ -162,9 +176,16 @@ def main() -> None:
             f"{given.shape}: {given.layers} layers x {SHAPES[given.shape][0]} experts written in {took:.1f} s",
             flush=True,
         )
-        scan(folder, layers=0, out=base / "warm", device=device, quiet=True)
+        took, _ = seconds(lambda: scan(folder, layers=0, out=base / "warm", device=device, quiet=True))
+        print(f"start-up, with one layer: {took:.2f} s (kernels compiled or fetched, and recorded)", flush=True)
+        half = max(given.layers // 2, 1)
+        took_half, _ = seconds(lambda: scan(folder, layers=range(half), out=base / "half", device=device, quiet=True))
         took, run = seconds(lambda: scan(folder, out=base / "warm-cache", device=device, quiet=True))
         print(f"scan, files in the page cache: {took:.2f} s; {run.info['timings']}", flush=True)
+        if half < given.layers:
+            print(f"  a further layer: {(took - took_half) / (given.layers - half):.2f} s", flush=True)
+        if not given.brief:
+            own_process(folder, base / "process")
         out_of_cache(folder)
         took, run = seconds(lambda: scan(folder, out=base / "cold", device=device, quiet=True))
         print(
@@ -173,7 +194,7 @@ def main() -> None:
         out_of_cache(folder)
         reading, _ = seconds(read_all, folder, device)
         print(f"reading alone, from disk: {reading:.2f} s; scan / reading: {took / reading:.2f}", flush=True)
-        if device != "cpu":
+        if device != "cpu" and not given.brief:
             for name, value in stages(folder, device).items():
                 print(f"  {name}: {value:.4g}" + ("" if name == "experts" else " s"))
         print(f"largest error of align against an fp64 SVD: {largest_error(folder, run, device):.1e}")

@@ -113,3 +113,16 @@ def traced_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     other = write_jsonl(folder / "other.jsonl", texts(30, seed=1, first=25, words=25))
     domains = [f"plain={plain}", f"other={other}"]
     return trace(*models, domain=domains, out=folder / "run", phase="both", save_tokens=True, quiet=True)
+
+
+@pytest.fixture(scope="session")
+def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A tiny model pruned to half by what a text shows, written beside it as `small`, and judged with two random controls."""
+    from moescope.workflows.compress import compress
+    from routing.tiny_text import save_model, texts, write_jsonl
+
+    folder = tmp_path_factory.mktemp("compressed")
+    model, text = save_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(60))
+    return compress(
+        model, method="reap", keep=0.5, text=text, apply=folder / "small", out=folder / "run", controls=2, quiet=True
+    )

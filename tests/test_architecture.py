@@ -19,7 +19,7 @@ RANKS = [
     {"lab", "compression", "reporting"},
     {"routing", "spectral", "geometry", "figures"},
     {"families", "run", "engine", "planted"},
-    {"checkpoint", "tables", "glossary", "metric_glossary", "types", "disk", "errors"},
+    {"checkpoint", "tables", "glossary", "types", "disk", "errors"},
 ]
 RANK = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
 SIDEWAYS = {

@@ -47,7 +47,16 @@ def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["-h"], ["scan", "--help"], ["trace", "--help"], ["report", "--help"], ["demo", "--help"]],
+    [
+        ["--help"],
+        ["-h"],
+        ["scan", "--help"],
+        ["trace", "--help"],
+        ["compare", "--help"],
+        ["compress", "--help"],
+        ["report", "--help"],
+        ["demo", "--help"],
+    ],
     ids=" ".join,
 )
 def test_help_exits_0(arguments):
@@ -60,7 +69,7 @@ def test_the_help_names_every_verb(tmp_path):
     shown = moescope("--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert shown.stderr == ""
-    for verb in ("scan", "trace", "report", "demo"):
+    for verb in ("scan", "trace", "compare", "compress", "report", "demo"):
         assert re.search(rf"\b{verb}\b", shown.stdout)
 
 

@@ -1,6 +1,7 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.trace(...)`, `moescope.train(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`, `moescope.train(...)`,
+`moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
 `moescope.Monitor()` watches a model in training.
 """
 
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.run import Run
+    from moescope.workflows.compare import compare
+    from moescope.workflows.compress import compress
     from moescope.workflows.demo import demo
     from moescope.workflows.inspect import inspect
     from moescope.workflows.monitor import Monitor
@@ -20,12 +23,14 @@ if TYPE_CHECKING:
     from moescope.workflows.trace import trace
     from moescope.workflows.train import train
 
-__all__ = ["BadInput", "Monitor", "Run", "demo", "inspect", "report", "scan", "trace", "train"]
+__all__ = ["BadInput", "Monitor", "Run", "compare", "compress", "demo", "inspect", "report", "scan", "trace", "train"]
 
 _HOME = {
     "BadInput": "moescope.errors",
     "Monitor": "moescope.workflows.monitor",
     "Run": "moescope.run",
+    "compare": "moescope.workflows.compare",
+    "compress": "moescope.workflows.compress",
     "demo": "moescope.workflows.demo",
     "inspect": "moescope.workflows.inspect",
     "report": "moescope.workflows.report",

@@ -112,7 +112,7 @@ def scan(
 @app.command()
 def trace(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Model folder or hub id. Several are the steps of one run.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input; repeat for more.", metavar="PATH")] = None,
     domain: Annotated[list[str] | None, typer.Option(help="The same, named: code=src; repeat for each domain.", metavar="NAME=PATH")] = None,
     token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to read at most, shared evenly by the domains.", show_default="all")] = None,
@@ -142,6 +142,81 @@ def trace(
         *(models or []), text=text or (), domain=domain or (), token_ids=token_ids, import_=import_, format=format, experts=experts,
         revisions=revisions, out=out, max_tokens=max_tokens, phase=phase, save_tokens=save_tokens, dtype=dtype, batch_size=batch_size,
         chat_template=chat_template, device=device, seed=seed, overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    show_run(run, as_json, quiet)
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint (folder, file, hub id or URL), or a run folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another of the same architecture, or a run of the same kind.")],
+    out: Out = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to compare: 0,5,9-12.", show_default="all")] = None,
+    matrix: Annotated[str, typer.Option(help="What to compare: gate, up, down, router.")] = "gate,up,down,router",
+    matched: Annotated[bool, typer.Option("--matched", help="Also after bringing B's neurons into A's order and signs.")] = False,
+    skip: Annotated[str, typer.Option(help="Leave out what takes longest: sv (SV alignment), scan (change in alignment and ambiguity).", show_default=False)] = "",
+    series: Annotated[str, typer.Option(help="What the comparison is called in tables and figures.")] = "base_to_ift",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0; mps means cpu.")] = "auto",
+    as_json: AsJson = False,
+    match_by: Annotated[str, typer.Option(help="For --matched: signed (order and signs), unsigned (order alone), held_out (by gate and up; down is the check).", rich_help_panel=MORE)] = "signed",
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """What changed between two checkpoints, expert by expert: distances, singular vectors, router drift, ambiguity; or between two runs.
+
+    An interrupted comparison is taken up at the layer it had reached: give the same command.
+    """
+    from moescope.workflows.compare import compare as run_compare
+
+    run = run_compare(
+        a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, match_by=match_by, skip=skip, device=device,
+        seed=seed, overwrite=overwrite, quiet=quiet,
+    )  # fmt: skip
+    show_run(run, as_json, quiet)
+
+
+@app.command()
+def compress(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub id; what is to be rewritten must lie on this machine.")],
+    method: Annotated[str | None, typer.Option(help="Drop by frequency, gate_mass, ean, reap or random; merge by hc_smoe, m_smoe, weights or random_merge (_permuted: neurons matched).", show_default="reap")] = None,
+    keep: Annotated[str | None, typer.Option(help="Experts to keep in every layer: a share (0.5) or a number (4).", metavar="SHARE_OR_COUNT")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text to judge experts by: file, folder, .jsonl, or - for standard input; repeat for more.", metavar="PATH")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan made before: plan.json, or its run folder.", metavar="PLAN")] = None,
+    apply: Annotated[Path | None, typer.Option(help="Write the compressed checkpoint into this folder, and judge it.", metavar="DIR")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to read at most, shared evenly by the domains.", show_default="all")] = None,
+    out: Out = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    domain: Annotated[list[str] | None, typer.Option(help="Text, named: code=src; repeat for each domain.", metavar="NAME=PATH", rich_help_panel=MORE)] = None,
+    token_ids: Annotated[Path | None, typer.Option(help="Token ids instead of text: .npy, or one list a line.", metavar="FILE", rich_help_panel=MORE)] = None,
+    add: Annotated[list[Path] | None, typer.Option(help="An earlier run of this model on another text, whose sums count too; repeat for more.", metavar="RUN", rich_help_panel=MORE)] = None,
+    merge_weights: Annotated[str, typer.Option(help="Shares of a group's members in the merged expert: usage, uniform, dominant or saliency.", rich_help_panel=MORE)] = "usage",
+    distance: Annotated[str, typer.Option(help="What clusters are made by; default: the method's own.", rich_help_panel=MORE)] = "default",
+    router: Annotated[str, typer.Option(help="Router of merged experts: fold (rows fitted anew) or tie (all rows kept; a plan only).", rich_help_panel=MORE)] = "fold",
+    unsigned: Annotated[bool, typer.Option("--unsigned", help="Match neurons without their signs.", rich_help_panel=MORE)] = False,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Let layers share the budget by usage; a plan only.", rich_help_panel=MORE)] = False,
+    sequential: Annotated[bool, typer.Option("--sequential", help="Calibrate each layer behind the compressed ones before it.", rich_help_panel=MORE)] = False,
+    no_judge: Annotated[bool, typer.Option("--no-judge", help="Hold no text out, and judge nothing on it.", rich_help_panel=MORE)] = False,
+    controls: Annotated[int | None, typer.Option(help="Random controls beside the plan.", rich_help_panel=MORE, show_default="3, of large models 1")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.", rich_help_panel=MORE)] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Documents read side by side.", rich_help_panel=MORE)] = 8,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Read each document as a user's message.", rich_help_panel=MORE)] = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Fewer experts: a plan, what it will cost, and with --apply the smaller checkpoint and what it did cost.
+
+    A fifth of the text is held out; original, compressed model and random controls are compared on it.
+    """
+    from moescope.workflows.compress import compress as run_compress
+
+    run = run_compress(
+        model, method=method, keep=keep, text=text or (), domain=domain or (), token_ids=token_ids, plan=plan, apply=apply, add=add or (), judge=not no_judge,
+        controls=controls, out=out, max_tokens=max_tokens, dtype=dtype, batch_size=batch_size, chat_template=chat_template, device=device,
+        merge_weights=merge_weights, distance=distance, router=router, signed=not unsigned, adaptive=adaptive, sequential=sequential,
+        seed=seed, overwrite=overwrite, quiet=quiet,
     )  # fmt: skip
     show_run(run, as_json, quiet)
 
@@ -228,7 +303,7 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     if (kind := kind_of(run)) is not None:
         facts = kind_summary(run, kind)
     elif run.info["verb"] == "trace":
-        from moescope.workflows.trace_summary import summary as trace_summary
+        from moescope.reporting.trace_summary import trace_summary
 
         facts = trace_summary(run)
     else:

@@ -27,7 +27,7 @@ from moescope.errors import BadInput, unknown_name
 
 ENGINES = ("local", "ray")
 RETRIES = 3  # how often a piece is done again after its worker died; a piece too large for its machine must not loop
-PIECES_BESIDE_A_GPU = 2  # while one piece's statistics are made and written, the GPU works for the other
+PIECES_BESIDE_A_GPU = 3  # the GPU works for one, another's weights are read, statistics are made of the third
 POLL = 0.2  # seconds between two looks at the progress of workers
 
 Piece = TypeVar("Piece")
@@ -59,9 +59,11 @@ class LocalEngine:
                     under_way[pool.submit(work, piece, partial(on_tick, piece))] = piece
                 while under_way:
                     future = next(as_completed(under_way))
-                    yield under_way.pop(future), future.result()
-                    for piece in islice(left, 1):
+                    done = under_way.pop(future)
+                    result = future.result()
+                    for piece in islice(left, 1):  # before the result is handed on: writing it takes a while
                         under_way[pool.submit(work, piece, partial(on_tick, piece))] = piece
+                    yield done, result
             finally:
                 pool.shutdown(cancel_futures=True)
 

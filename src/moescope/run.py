@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Frames = dict[str, "pd.DataFrame"]
-OWN_FILES = ("run.json", "report.html", ".lock", *(f"{name}.parquet" for name in TABLES))
+OWN_FILES = (
+    "run.json",
+    "report.html",
+    ".lock",
+    "plan.json",
+    "plan.safetensors",
+    "calibration.safetensors",
+    *(f"{name}.parquet" for name in TABLES),
+)
 OWN_FOLDERS = ("parts",)
 GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
 

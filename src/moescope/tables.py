@@ -100,6 +100,45 @@ TABLES: dict[str, Table] = {
             ("singular_values", "frobenius", "spectral_norm", "stable_rank", "effective_rank", "rank", "condition", "fallback"),
         ),
         Table(
+            "geometry",
+            "How far apart two experts are, matrix by matrix: the same expert in two checkpoints, or two members of a cluster.",
+            ("series", "layer", "matrix", "expert_a", "expert_b"),
+            ("relative_l2", "cosine", "norm_ratio", "sv_alignment", "matched"),
+        ),
+        Table(
+            "geometry_layers",
+            "The same, one row a layer: mean and spread over its pairs, with the distance of unrelated experts and that of matched random ones.",
+            ("series", "layer", "matrix"),
+            ("relative_l2_mean", "relative_l2_sd", "relative_l2_low", "relative_l2_high", "sv_alignment_mean", "sv_alignment_sd",
+             "sv_alignment_low", "sv_alignment_high", "null_l2", "null_l2_matched", "null_sv_matched"),
+        ),
+        Table(
+            "clusters",
+            "What a plan does with each expert: kept as it is, merged with others, or dropped.",
+            ("method", "layer", "expert"),
+            ("cluster", "dominant", "weight", "kept"),
+        ),
+        Table(
+            "merges",
+            "The steps by which experts were grouped, from the nearest on; those above the cut are not carried out. Of m_smoe only those that are.",
+            ("method", "layer", "merge"),
+            ("left", "right", "height", "chance_height", "size", "done"),
+        ),
+        Table(
+            "saliency",
+            "How much each expert did on the calibration text: the scores that pruning goes by.",
+            ("layer", "expert"),
+            ("tokens", "gate_mass", "ean", "reap", "rank_low", "rank_high"),
+        ),
+        Table(
+            "damage",
+            "What compressing costs: foretold and measured error of each layer, and of the whole model (layer empty) beside the original and the random control.",
+            ("method", "layer"),
+            ("predicted_error", "measured_error", "router_kl", "perplexity", "perplexity_original", "js_divergence", "bytes",
+             "bytes_original"),
+            optional=("layer",),
+        ),
+        Table(
             "load",
             "How often each expert was chosen, and with how much gate; one row a domain and phase, no sums over them.",
             ("step", "layer", "phase", "domain", "expert"),
@@ -143,6 +182,24 @@ TABLES: dict[str, Table] = {
             ("token_id", "domain", "phase", "experts", "gates", "entropy"),
         ),
         Table(
+            "contexts",
+            "The places of the text where an expert's gate is largest, one a window and one a phrase; from the same sample as the vocabulary.",
+            ("step", "layer", "expert", "rank"),
+            ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
+        ),
+        Table(
+            "expert_cosines",
+            "How alike every two experts are, by their router rows and by what they give on average: what maps of experts are drawn from.",
+            ("step", "layer", "of", "expert_a", "expert_b"),
+            ("cosine", "chance"),
+        ),
+        Table(
+            "pieces",
+            "The words of the tokens table's ids, where asked for with --save-tokens.",
+            ("token_id",),
+            ("token",),
+        ),
+        Table(
             "steps",
             "Training as a whole: loss, speed and memory, at the steps that were logged.",
             ("step",),
@@ -172,10 +229,15 @@ TABLES: dict[str, Table] = {
 }  # fmt: skip
 
 # which verb writes which
-ROUTING_TABLES = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens")
+ROUTING_TABLES = (
+    "load", "routing_layers", "coactivation", "domains", "vocabulary", "stability", "tokens", "contexts", "expert_cosines", "pieces",
+)  # fmt: skip
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
+GEOMETRY_TABLES = ("geometry", "geometry_layers")
+COMPRESSION_TABLES = ("clusters", "merges", "saliency", "damage")
 LAB_TABLES = ("overhead",)
-SCAN_TABLES = tuple(name for name in TABLES if name not in ROUTING_TABLES + TRAINING_TABLES + LAB_TABLES)
+OTHERS = (*GEOMETRY_TABLES, *COMPRESSION_TABLES, *ROUTING_TABLES, *TRAINING_TABLES, *LAB_TABLES)
+SCAN_TABLES = tuple(name for name in TABLES if name not in OTHERS)
 
 
 def table(name: str) -> Table:

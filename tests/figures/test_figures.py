@@ -75,7 +75,7 @@ def test_every_figure_needs_no_table_but_those_it_names(planted_run):
 
 def test_figure_names_are_unique():
     names = [spec.name for spec in FIGURES]
-    assert len(names) == len(set(names)) == 23 + 5 + 12 + 6 + 4 + 25 + 8 + 3
+    assert len(names) == len(set(names)) == 23 + 5 + 12 + 6 + 4 + 24 + 9 + 8 + 3 + 3 + 3
 
 
 def titles(run) -> dict[str, str]:

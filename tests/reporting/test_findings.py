@@ -8,6 +8,8 @@ import pytest
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.reporting import findings as words
+from moescope.reporting.layer_section import layer_entry
+from moescope.reporting.page import glance_table
 from moescope.reporting.readings import readings
 from moescope.workflows.scan import scan
 
@@ -164,9 +166,16 @@ def test_the_verdicts_say_how_many_chance_would_give(raw):
     assert "up to 0.25 of 5 would still be called something else" in words.verdict_finding(raw)
 
 
-def test_three_experts_are_said_to_be_too_few(tmp_path):
-    (sentence,) = words.quiet_pairing_findings(scanned(tmp_path, tiny_tensors(experts=3), experts=3))
-    assert sentence == "Layers 0 and 1: too few experts to be tested, since 3 have 6 pairings only."
+def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
+    reading = scanned(tmp_path, tiny_tensors(experts=3), experts=3)
+    assert words.findings(reading)[0] == (
+        "Layers 0 and 1 have too few experts to be tested. Chance accuracy at one k is 1/3; 3 experts have 6 pairings only, so no p can be below 1/6."
+    )
+    assert "distinguishable" not in " ".join(words.findings(reading))
+    entry, payload = layer_entry(reading, 0, dict(reading.by_layer())[0])
+    assert entry["verdict_name"] == "too few experts"
+    assert payload["verdict"][0].startswith("Layer 0 has too few experts to be tested.")
+    assert {row[1] for row in glance_table(reading)["rows"]} == {"too few experts"}
 
 
 def test_redundancy_is_counted_beside_what_random_directions_give(tmp_path):

@@ -137,6 +137,12 @@ def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
     for layer in range(3):
         page.locator(f"#v0-layer-{layer} > summary").click()
         expect(page.locator(f"#v0-layer-{layer} .chip").first).to_be_visible()
+        page.locator(f"#v0-layer-{layer} .card details > summary").first.click()
+        expect(page.locator(f"#v0-layer-{layer} .context mark").first).to_be_visible()
+    contexts = page.locator(".context").all_text_contents()
+    assert any("<script>window.hacked=1</script>" in line for line in contexts)
+    assert any("[U+202E]gnp.exe[U+2066]" in line for line in contexts)
+    assert not [line for line in contexts if set(line) & set("\u202e\u2066\u200b")]
     for index in range(len(EVIL)):
         body.locator(".token").nth(index).hover()
         expect(page.locator("#text .tip strong")).to_have_text(words[index])

@@ -1,6 +1,7 @@
 """Reports of traces: what is in them, what is said, what is left out, and that nothing a text holds gets out of its place."""
 
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,12 +12,12 @@ import pytest
 
 from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS, ROUTING
-from moescope.metric_glossary import METRICS
+from moescope.glossary import METRICS
 from moescope.reporting.routing_experts import tokens_by_expert
 from moescope.reporting.routing_section import paths_of
-from moescope.reporting.routing_text import chosen_documents, contexts, read_excerpt
+from moescope.reporting.routing_text import chosen_documents, read_excerpt
 from moescope.reporting.routing_views import first_shown, load_trace, routing_views, shown_steps, steps_left_out
-from moescope.run import Run
+from moescope.run import Run, write_table
 from moescope.tables import ROUTING_TABLES, TABLES
 from moescope.workflows.report import report
 from moescope.workflows.scan import scan
@@ -103,8 +104,7 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
 def test_what_a_report_holds_of_the_text_is_said_at_its_top(html, plain_run, tmp_path):
     assert "passages of the text" in shown(html)[: shown(html).index("<h3") if "<h3" in shown(html) else 4000]
     quiet = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "single tokens of the text that was read (no passages)" in shown(quiet)
-    assert "passages of the text that was read" not in shown(quiet)
+    assert "short passages of the text that was read" in shown(quiet)
 
 
 def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
@@ -197,10 +197,50 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
     np.testing.assert_array_equal(excerpt.experts[1], np.stack(mine["experts"].to_list()))
     np.testing.assert_allclose(excerpt.gates[1], np.stack(mine["gates"].to_list()))
     assert set(excerpt.domains.values()) == {"plain", "other"}
-    best = contexts(excerpt, 1, 4)
-    for expert, places in best.items():
-        gates = np.where(excerpt.experts[1] == expert, excerpt.gates[1], 0).max(axis=1)
-        np.testing.assert_allclose(gates[places], np.sort(gates)[::-1][: len(places)])
+
+
+def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_by(traced_run, tmp_path):
+    run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
+    few = run.table("vocabulary").groupby(["step", "layer", "expert", "role"]).head(1)
+    write_table("vocabulary", few, run.path / "vocabulary.parquet")
+    with_pieces, without = excerpt_of(run), excerpt_of(run, forget="pieces")
+    assert with_pieces.words == excerpt_of(traced_run).words
+    assert all(word.startswith("word") for word in with_pieces.words)
+    assert any(word.startswith("#") for word in without.words)  # as older traces are shown
+
+
+def excerpt_of(run: Run, forget: str = ""):
+    if forget:
+        (run.path / f"{forget}.parquet").unlink()
+    return read_excerpt(routing_views([load_trace(run)], {run.path: ""})[0])
+
+
+def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_path):
+    run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
+    for name in ("contexts", "expert_cosines", "pieces"):
+        (run.path / f"{name}.parquet").unlink()
+    found = payloads(report(run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert all(card["contexts"] == [] for card in found["v0-l0"]["experts"])
+
+
+def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(html, traced_run):
+    cards = payloads(html)["v1-l2"]["experts"]
+    mine = traced_run.table("contexts").query("step == 200 and layer == 2")
+    load = (
+        traced_run.table("load")
+        .query("step == 200 and layer == 2 and phase == 'prefill'")
+        .groupby("expert")[["gate_mass", "tokens"]]
+        .sum()
+    )
+    for card in cards:
+        rows = mine[mine["expert"] == card["expert"]].sort_values("rank")
+        assert [place[:3] for place in card["contexts"]] == rows[["before", "token", "after"]].to_numpy().tolist()
+        assert [place[3] for place in card["contexts"]] == pytest.approx(rows["gate"].tolist(), rel=1e-4)
+        assert [place[4:] for place in card["contexts"]] == rows[["document", "position", "domain"]].to_numpy().tolist()
+        assert card["mean_gate"] == pytest.approx(
+            load.loc[card["expert"], "gate_mass"] / load.loc[card["expert"], "tokens"], rel=1e-4
+        )
+        assert max(place[3] for place in card["contexts"]) > card["mean_gate"]
 
 
 def test_an_experts_tokens_come_by_count_times_log_lift():

@@ -16,7 +16,7 @@ from torch import nn
 
 import moescope
 from moescope.errors import BadInput
-from moescope.metric_glossary import METRICS
+from moescope.glossary import METRICS
 from moescope.routing.alerts import Thresholds
 from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run

@@ -68,7 +68,7 @@ def test_nan_gates_of_padding_are_left_out_and_those_of_tokens_are_kept():
 def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens():
     tally = StepTally(blocks(2))
     tally.add([handed(0, 2, [[0], [1], [1]])] * 4)
-    tally.decide(0, torch.arange(18.0, dtype=torch.float64).reshape(6, 3), torch.tensor([1, 1, 0]))
+    tally.decide((0,), torch.arange(18.0, dtype=torch.float64).reshape(6, 1, 3), torch.tensor([1, 1, 0]))
     window = tally.moved(CPU)
     counts = window.layer(0, blocks(2)[0], 1)
     assert window.decided_L.tolist() == [2]

@@ -66,8 +66,9 @@ def test_what_is_held_does_not_grow_with_the_text():
             chosen = torch.randint(0, 4, (64, 1), generator=generator)
             at = tokens(4, [True] * 64, [0] * 64, torch.randint(0, BUCKETS, (64,), generator=generator).tolist())
             tally.add(Routing(0, "mlp", 4, chosen, torch.ones(64, 1), at))
-        layer = tally.layers[("prefill", 0)]
-        parts = [*vars(layer).values(), *(layer.before or ())]
+        tally.count()
+        (layers,) = tally.accumulated.values()
+        parts = [*vars(layers).values(), *layers.before[0]]
         return sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
 
     assert held(1) == held(20)

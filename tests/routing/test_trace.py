@@ -12,7 +12,7 @@ from families.tiny_models import tiny_model
 from moescope.errors import BadInput
 from moescope.families import MODELS
 from moescope.families.lab import LAB
-from moescope.metric_glossary import METRICS
+from moescope.glossary import METRICS
 from moescope.routing import models
 from moescope.routing.documents import Document
 from moescope.routing.models import TracedModel, runner_of

@@ -40,29 +40,30 @@ def tridiagonal(kind: str) -> tuple[np.ndarray, np.ndarray]:
     }[kind]
 
 
-def check_eigenbasis(diagonal: np.ndarray, beside: np.ndarray) -> None:
+def check_eigenbasis(diagonal: np.ndarray, beside: np.ndarray, device: str = "cpu", update=None) -> None:
     """All eigenvectors, as the coordinates of the unit vectors: orthonormal, and T s = lambda s, both to rounding."""
     size = len(diagonal)
     T = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
     norm = np.abs(T).max() or 1.0
-    eye = torch.eye(size, dtype=torch.float64)[None]
-    found = divide_and_conquer(torch.from_numpy(diagonal)[None], torch.from_numpy(beside)[None], eye)
-    S, values = found.coordinates_BVN[0].numpy(), found.values_BN[0].numpy()
+    eye = torch.eye(size, dtype=torch.float64, device=device)[None]
+    given = (torch.from_numpy(part)[None].to(device) for part in (diagonal, beside))
+    found = divide_and_conquer(*given, eye, update)
+    S, values = found.coordinates_BVN[0].cpu().numpy(), found.values_BN[0].cpu().numpy()
     assert bool(found.converged_B.all())
     assert np.abs(S.T @ S - np.eye(size)).max() <= 1e-13
     assert np.abs(T @ S - S * values).max() / norm <= 16 * size * np.finfo(float).eps
     assert np.abs(values - np.linalg.eigvalsh(T)).max() / norm <= 16 * size * np.finfo(float).eps
-    top = found.top_vectors(min(5, size))[0].numpy()
+    top = found.top_vectors(min(5, size))[0].cpu().numpy()
     np.testing.assert_allclose(top, S[:, ::-1][:, :5], atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "random", "second differences, two equal halves", "wilkinson", "glued wilkinson", "falling by 16 orders",
-        "rising by 16 orders", "all equal", "zero", "falls apart", "huge", "tiny",
-    ],
-)  # fmt: skip
+KINDS = [
+    "random", "second differences, two equal halves", "wilkinson", "glued wilkinson", "falling by 16 orders",
+    "rising by 16 orders", "all equal", "zero", "falls apart", "huge", "tiny",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_eigenvectors_are_orthonormal_and_belong_to_their_eigenvalues(kind):
     check_eigenbasis(*tridiagonal(kind))
 

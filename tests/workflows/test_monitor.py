@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import moescope
-from lab.tiny_training import tiny_config
 from moescope.errors import BadInput
-from moescope.lab.model import LabModel
-from moescope.workflows.monitor import SCANNED, in_memory
+from moescope.workflows.monitor import SCANNED
 from routing.tiny_training import batch, documents, model_of
 
 
@@ -46,25 +44,3 @@ def test_tables_of_a_scan_in_training_are_those_of_the_checkpoint_saved_then(tmp
         pd.testing.assert_frame_equal(
             run.table(name).drop(columns=names), saved.table(name).drop(columns=names), rtol=1e-9
         )
-
-
-def test_a_model_in_memory_reads_as_copies_that_training_cannot_change():
-    model = model_of()
-    weights = in_memory(model)
-    name = "model.layers.0.mlp.gate.weight"
-    whole, row = weights.read(name), weights.read(name, 1)
-    assert torch.equal(whole[1], row)
-    with torch.no_grad():
-        model.model.layers[0].mlp.gate.weight.zero_()
-    assert whole.abs().sum() > 0
-    assert row.abs().sum() > 0
-
-
-def test_a_model_of_the_lab_is_scanned_while_it_learns(tmp_path):
-    model = LabModel(tiny_config().model).train()
-    monitor = moescope.Monitor(tmp_path / "run", every=1, scan_every=1).watch(model)
-    ids = torch.randint(0, 250, (2, 8))
-    model(ids, targets_BL=ids).loss.backward()
-    monitor.step()
-    run = monitor.close()
-    assert sorted(run.table("alignment_layers")["layer"].unique()) == [0, 1]

@@ -2,6 +2,8 @@
 
 from moescope.figures import alignment, identification, nulls, one_layer, redundancy
 from moescope.figures.comparison import ACROSS_READINGS, ACROSS_STEPS
+from moescope.figures.expert_maps import MAPS
+from moescope.figures.geometry import DRIFT, EXPERT_DISTANCE
 from moescope.figures.joint import TOGETHER
 from moescope.figures.one_layer import COMPLETE_VIEW
 from moescope.figures.routing_domains import DOMAINS
@@ -49,7 +51,7 @@ ONE_LAYER = [
     FigureSpec("overlap_over_k", ("orthogonality", "similarity"), one_layer.overlap_over_k),
     FigureSpec("expert_spectra", ("spectra",), one_layer.expert_spectra),
 ]
-ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]
+ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]  # and maps
 FIGURES: list[FigureSpec] = [
     *ACROSS_LAYERS,
     *ONE_LAYER,
@@ -57,8 +59,11 @@ FIGURES: list[FigureSpec] = [
     *ACROSS_READINGS,
     *ACROSS_STEPS,
     *ROUTING,
+    *MAPS,
     *OVER_STEPS,
     *TOGETHER,
+    *EXPERT_DISTANCE,
+    *DRIFT,
 ]
 
 __all__ = [
@@ -68,8 +73,11 @@ __all__ = [
     "COMPLETE_VIEW",
     "DECISIONS",
     "DOMAINS",
+    "DRIFT",
+    "EXPERT_DISTANCE",
     "FIGURES",
     "LOAD",
+    "MAPS",
     "ONE_LAYER",
     "OVER_STEPS",
     "ROUTING",

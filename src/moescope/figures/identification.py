@@ -30,23 +30,37 @@ VERDICT_WORDS = {
     ),
     "permuted": ("fits one to one, but in another order", "fit one to one, but in another order"),
     "chance": ("is not distinguishable from chance", "are not distinguishable from chance"),
+    "untested": ("has too few experts to be tested", "have too few experts to be tested"),
 }
+FEWEST_TESTED = 4  # experts: 3 have 6 pairings, so that no p can be below 1/6
 
 
 def verdict_sentence(tables: Tables) -> str:
     """ "Layer 0 is at chance; layers 9 to 30 identify their experts" from the tests' verdicts."""
     tests = tables["alignment_tests"]
+    experts = experts_by_layer(tables["alignment_layers"])
+    told = [told_verdict(row.verdict, experts[row.layer]) for row in tests.itertuples()]
     parts = []
     for verdict, (one, many) in VERDICT_WORDS.items():
-        layers = sorted(tests.loc[tests["verdict"] == verdict, "layer"])
+        layers = sorted(layer for layer, word in zip(tests["layer"], told, strict=True) if word == verdict)
         if layers:
             parts.append(f"{named_layers(layers)} {one if len(layers) == 1 else many}")
     return capital("; ".join(parts))
 
 
+def told_verdict(verdict: str, experts: int) -> str:
+    """The verdict as it is told: where no test could have found anything, that nothing was found is not told."""
+    return "untested" if verdict == "chance" and experts < FEWEST_TESTED else verdict
+
+
+def experts_by_layer(frame: pd.DataFrame) -> dict[int, int]:
+    """layer -> its number of experts, from the ceiling sqrt(n - 1) of z."""
+    ceilings = frame.groupby("layer")["z_ceiling"].first()
+    return {int(layer): round(float(ceiling) ** 2 + 1) for layer, ceiling in ceilings.items()}
+
+
 def expert_counts(frame: pd.DataFrame) -> list[int]:
-    """The numbers of experts of the layers, from the ceiling sqrt(n - 1) of z."""
-    return sorted({round(float(ceiling) ** 2 + 1) for ceiling in frame["z_ceiling"].unique()})
+    return sorted(set(experts_by_layer(frame).values()))
 
 
 def accuracy_by_k(tables: Tables) -> Figure:

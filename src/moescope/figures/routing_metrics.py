@@ -19,7 +19,7 @@ from moescope.figures.style import (
     grey_line,
     number,
 )
-from moescope.metric_glossary import METRICS
+from moescope.glossary import METRICS
 
 RANDOM = "random routing"
 KNOWS_NOTHING = "a router that knows nothing"

@@ -1,8 +1,7 @@
-"""Which experts act together, how alike their router rows are, and a map of experts by the company they keep."""
+"""Which experts act together, and how alike their router rows are."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +10,9 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 from scipy.special import ndtri
 
-from moescope.figures.routing_load import CATEGORIES, FOLD, fold_of, ratio_heatmap, total_load
+from moescope.figures.routing_load import CATEGORIES, FOLD, fold_of, ratio_heatmap
 from moescope.figures.routing_metrics import by_layer
 from moescope.figures.style import (
-    CATEGORICAL,
-    GREY,
     Figure,
     FigureSpec,
     Slider,
@@ -131,121 +128,8 @@ def coactivation_heatmap(tables: Tables) -> Figure:
     )
 
 
-def company(over: np.ndarray) -> np.ndarray:
-    """Each expert's profile: doublings of lift over chance with every other; pairs that cannot be compared count as chance."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        profile = np.clip(np.log2(over), -np.log2(FOLD), np.log2(FOLD))
-    profile[np.isnan(profile)] = 0.0
-    return with_own_company(profile)
-
-
-def with_own_company(profile: np.ndarray) -> np.ndarray:
-    """An expert keeps company with itself as with its best partner; without that two twins would look different."""
-    kept = profile.copy()
-    np.fill_diagonal(kept, -np.inf)
-    np.fill_diagonal(kept, kept.max(axis=1, initial=0.0))
-    return kept
-
-
-@lru_cache
-def plane_by_chance(n: int) -> float:
-    """The share of variance that two axes hold of n profiles without any structure: mean of 20 seeded symmetric normal matrices."""
-    generator = np.random.default_rng(0)
-    shares = []
-    for _ in range(20):
-        noise = generator.standard_normal((n, n))
-        shares.append(principal_plane(with_own_company(noise + noise.T))[1].sum())
-    return float(np.mean(shares))
-
-
-def principal_plane(profile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(coordinates on the first two principal components, their shares of the variance)."""
-    centred = profile - profile.mean(axis=0)
-    left, sizes, _ = np.linalg.svd(centred, full_matrices=False)
-    variance = sizes**2
-    share = variance / variance.sum() if variance.sum() else np.zeros_like(variance)
-    coordinates = left[:, :2] * sizes[:2]
-    for column in range(coordinates.shape[1]):  # a component's sign is arbitrary: the largest is positive
-        if coordinates[np.abs(coordinates[:, column]).argmax(), column] < 0:
-            coordinates[:, column] *= -1
-    return coordinates, share[:2]
-
-
-def main_domains(tables: Tables, layer: int) -> pd.Series:
-    """expert -> its domain of highest affinity; empty without domains."""
-    rows = tables.get("domains", pd.DataFrame())
-    rows = rows[(rows["layer"] == layer) & rows["affinity"].notna()] if len(rows) else rows
-    if not len(rows):
-        return pd.Series(dtype=object)
-    found: pd.Series = rows.loc[rows.groupby("expert")["affinity"].idxmax()].set_index("expert")["domain"]
-    return found
-
-
-def expert_map(tables: Tables) -> Figure:
-    """Experts of a layer on the two main axes of their company, sized by load, coloured by their main domain."""
-    loads = total_load(tables)
-    domains = sorted(tables["domains"]["domain"].unique()) if len(tables.get("domains", ())) else []
-    groups = domains if 1 < len(domains) <= len(CATEGORICAL) else [""]
-    data: list[Trace] = []
-    titles, layers, clear = [], [], []
-    for layer, pairs in tables["coactivation"].groupby("layer", sort=True):
-        matrix = lift_over_chance(pairs)
-        experts = matrix.index.to_numpy()
-        at, share = principal_plane(company(matrix.to_numpy(float)))
-        mine = (
-            loads[loads["layer"] == layer].set_index("expert")["tokens"].reindex(experts, fill_value=0).to_numpy(float)
-        )
-        times = mine / (mine.mean() or 1.0)
-        main = main_domains(tables, int(layer)).reindex(experts)
-        for index, group in enumerate(groups):
-            own = np.ones(len(experts), bool) if group == "" else (main == group).to_numpy()
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers+text" if len(experts) <= 32 else "markers",
-                    "name": group or "experts",
-                    "showlegend": bool(group),
-                    "x": at[own, 0],
-                    "y": at[own, 1],
-                    "text": [str(expert) for expert in experts[own]],
-                    "textposition": "top center",
-                    "cliponaxis": False,
-                    "textfont": {"size": 10},
-                    "customdata": np.round(times[own], 3),
-                    "marker": {
-                        "color": CATEGORICAL[index],
-                        "size": np.clip(11 * np.sqrt(times[own]), 4, 40).tolist(),
-                        "opacity": 0.8,
-                        "line": {"color": GREY, "width": 0.5},
-                    },
-                    "hovertemplate": "expert %{text}<br>%{customdata} of an even share<extra>"
-                    + (group or "")
-                    + "</extra>",
-                }
-            )
-        titles.append(
-            f"Layer {layer}, PCA of co-activation profiles: two axes hold {number(100 * share.sum())} % of the variance; "
-            f"profiles of noise leave {number(100 * plane_by_chance(len(experts)))} % on two"
-        )
-        layers.append(str(layer))
-        clear.append(float(share.sum()) - plane_by_chance(len(experts)))
-    start = int(np.argmax(clear))
-    return Figure(
-        "expert_map",
-        titles[start],
-        "Principal components of each expert's profile: log₂(lift / chance lift) with every other expert. Near means the same company. "
-        "Size: load; colour: the domain of highest affinity, where there are domains. Axes have no unit, and distances between layers cannot be compared.",
-        ("lift", "chance_lift", "affinity") if len(groups) > 1 else ("lift", "chance_lift"),
-        data,
-        base_layout("first principal component", "second principal component"),
-        Slider("layer", layers, start, len(groups), titles),
-        440,
-    )
-
-
 SEPARATION = [
     FigureSpec("coactivation_heatmap", ("coactivation",), coactivation_heatmap, metrics=("expert_overlap",)),
-    FigureSpec("expert_map", ("coactivation", "load"), expert_map, metrics=("expert_overlap",)),
     by_layer("expert_overlap_by_layer", ["expert_overlap"], "mean Jaccard index", floor_name="random routing"),
     by_layer("gram_orthogonality_by_layer", ["gram_orthogonality"], "Gram orthogonality", floor_name="random rows"),
     by_layer("router_similarity_by_layer", ["router_similarity_abs", "router_similarity_max"], "cosine of router rows", floor_name="random rows"),

@@ -22,7 +22,7 @@ from moescope.figures.style import (
     layer_lines,
     number,
 )
-from moescope.metric_glossary import METRICS
+from moescope.glossary import METRICS
 
 AREAS = 12  # so many experts get an area of their own; the rest share one
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import bdtrc
 
-from moescope.figures.identification import verdict_sentence
+from moescope.figures.identification import FEWEST_TESTED, verdict_sentence
 from moescope.figures.redundancy import share_above, width_of
 from moescope.figures.style import capital, listed, named_layers, number
 from moescope.reporting.readings import Reading, readings
@@ -106,24 +106,19 @@ def findings(reading: Reading) -> list[str]:
 
 
 def verdict_finding(reading: Reading) -> str:
-    tests = reading.tables["alignment_tests"]
     counts = sorted({reading.n_experts(layer) for layer in reading.layers})
     chance = " or ".join(f"1/{n}" for n in counts)
-    return (
-        f"{verdict_sentence(reading.tables)}. Chance accuracy at one k is {chance}; if every layer were random, "
-        f"up to {number(ALPHA * len(tests))} of {len(tests)} would still be called something else."
-    )
+    tested = sum(reading.n_experts(layer) >= FEWEST_TESTED for layer in reading.layers)
+    start = f"{verdict_sentence(reading.tables)}. Chance accuracy at one k is {chance}; "
+    if not tested:
+        return f"{start}3 experts have 6 pairings only, so no p can be below 1/6."
+    return f"{start}if every layer were random, up to {number(ALPHA * tested)} of {tested} would still be called something else."
 
 
 def quiet_pairing_findings(reading: Reading) -> list[str]:
     """Layers whose mean alignment beats random pairings though no router can tell its expert by its best match."""
     tests = reading.tables["alignment_tests"]
-    small = sorted(layer for layer in reading.layers if reading.n_experts(layer) < 4)
-    sentences = (
-        [f"{capital(named_layers(small))}: too few experts to be tested, since 3 have 6 pairings only."]
-        if small
-        else []
-    )
+    sentences = []
     quiet = tests[(tests["verdict"] == "chance") & (tests["q_value"] <= ALPHA)]
     if len(quiet):
         layers = reading.tables["alignment_layers"]

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.figures import COMPLETE_VIEW, ONE_LAYER, FigureSpec
-from moescope.figures.identification import VERDICT_WORDS
+from moescope.figures.identification import VERDICT_WORDS, told_verdict
 from moescope.figures.style import Tables, listed, number
 from moescope.reporting.pack import figure_payload, table_payload
 from moescope.reporting.readings import Reading
@@ -32,6 +32,7 @@ VERDICT_NAMES = {
     "non_random": "beats chance",
     "permuted": "another order",
     "chance": "at chance",
+    "untested": "too few experts",
 }
 
 
@@ -65,8 +66,17 @@ def layer_entry(reading: Reading, layer: int, tables: Tables) -> tuple[dict[str,
         if order
         else f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} ({by_chance} by chance), p = {number(test['p_accuracy'])}"
     )
-    entry = {"layer": layer, "verdict": test["verdict"], "verdict_name": VERDICT_NAMES[test["verdict"]], "line": line}
+    entry = {
+        "layer": layer,
+        "verdict": test["verdict"],
+        "verdict_name": verdict_name(reading, layer, test["verdict"]),
+        "line": line,
+    }
     return entry, payload
+
+
+def verdict_name(reading: Reading, layer: int, verdict: str) -> str:
+    return VERDICT_NAMES[told_verdict(verdict, reading.n_experts(layer))]
 
 
 def verdict_words(reading: Reading, layer: int, test: dict[str, Any], tables: Tables) -> list[str]:
@@ -74,7 +84,7 @@ def verdict_words(reading: Reading, layer: int, test: dict[str, Any], tables: Ta
     n, facts = reading.n_experts(layer), reading.facts(layer)
     against = f"all {test['n_pairings']:,} pairings" if test["exact"] else f"{test['n_pairings']:,} drawn pairings"
     words = [
-        f"Layer {layer} {VERDICT_WORDS[test['verdict']][0]}. Its best argmax accuracy is {number(test['best_accuracy'])}, at k = {test['best_k']}; "
+        f"Layer {layer} {VERDICT_WORDS[told_verdict(test['verdict'], n)][0]}. Its best argmax accuracy is {number(test['best_accuracy'])}, at k = {test['best_k']}; "
         f"chance is 1/{n} at a given k, and {number(facts['chance_accuracy'])} for a random pairing at its own best k. "
         f"A random pairing does as well with p = {number(test['p_accuracy'])}.",
         f"Mean alignment over all k: p = {number(test['p_value'])} against {against} "

@@ -12,14 +12,12 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
-from moescope.glossary import COLUMNS
-from moescope.metric_glossary import METRICS
+from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.joint_section import joint_entries, joint_missing
-from moescope.reporting.layer_section import VERDICT_NAMES, drawn, layer_entry
+from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
 from moescope.reporting.pack import plain, script_json, table_payload
 from moescope.reporting.readings import Reading, readings, run_names
-from moescope.reporting.routing_findings import routing_findings, step_findings
 from moescope.reporting.routing_section import (
     SECTIONS,
     step_sections,
@@ -28,9 +26,10 @@ from moescope.reporting.routing_section import (
     trace_coverage,
     view_entry,
 )
-from moescope.reporting.routing_views import TraceTables, View, first_shown, load_trace, routing_views, steps_left_out
+from moescope.reporting.routing_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
 from moescope.reporting.run_kind import RunKind
 from moescope.reporting.run_kinds import kind_of
+from moescope.reporting.trace_summary import trace_findings, which_findings
 from moescope.run import Run
 from moescope.tables import READING, ROUTING_TABLES, SCAN_TABLES, TABLES
 
@@ -83,7 +82,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
                 for run, kind in others
             ),
             *scan_headlines(scans, found, names),
-            *trace_headlines(traces, views, names),
+            *trace_headlines(traces, names),
         ]
         + ([{"run": "Together", "findings": together[0]["words"]}] if together else []),
         "readings": [{"label": reading.label, "findings": findings(reading)} for reading in found],
@@ -136,15 +135,13 @@ def scan_headlines(scans: list[Run], found: list[Reading], names: dict[Any, str]
     ]
 
 
-def trace_headlines(traces: list[TraceTables], views: list[View], names: dict[Any, str]) -> list[dict[str, Any]]:
+def trace_headlines(traces: list[TraceTables], names: dict[Any, str]) -> list[dict[str, Any]]:
     """Each trace's findings at its last step in its main phase, and what changed over its steps."""
     found = []
     for trace in traces:
-        own = [view for view in views if view.run is trace.run and view.main]
-        last = max(own, key=lambda view: view.step)
         where = [names[trace.run.path]] if len(names) > 1 else []
-        where += [f"step {last.step}"] if len(trace.steps) > 1 else []
-        found.append({"run": ", ".join(where), "findings": [*routing_findings(last), *step_findings(trace)]})
+        where += [of] if (of := which_findings(trace)) else []
+        found.append({"run": ", ".join(where), "findings": trace_findings(trace)})
     return found
 
 
@@ -203,7 +200,7 @@ def glance_table(reading: Reading) -> dict[str, Any]:
         rows.append(
             [
                 layer,
-                VERDICT_NAMES[test["verdict"]],
+                verdict_name(reading, layer, test["verdict"]),
                 facts["other_order"]["p"] if facts["other_order"] else test["p_accuracy"],
                 test["best_k"],
                 test["best_accuracy"],

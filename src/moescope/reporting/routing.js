@@ -103,7 +103,7 @@
     slot.append(title, make("div", { class: "controls" }, make("label", {}, "layer", range, shownLayer), make("label", {}, "text", documents), make("label", {}, "colour", focus)), legend, body, tip,
       make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"),
         make("p", {}, "The first tokens of some documents of every domain. A token has the colour of its first choice, the expert with the largest gate, stronger where that gate is a larger share of the token's gates; the eight experts that come first most often here are coloured. Point at a token, or go along with the arrow keys, to see all its experts and gates. Colours are given anew in every layer and document."),
-        make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B]." + (text.unnamed ? ` ${text.unnamed} of ${text.words.length} tokens are shown by number: they are not among those the vocabulary table lists.` : ""))));
+        make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B]." + (text.unnamed ? ` ${text.unnamed} of ${text.words.length} tokens are shown by number: the run does not hold their words.` : ""))));
     fillExperts();
     showDocument();
   }
@@ -111,12 +111,12 @@
 
   // ---- experts, filled when a layer is opened
   const ROLES = [["input", "at"], ["next", "before"], ["predicted", "predicting"]];
-  function context(text, index) {
-    const own = text.documents.find((d) => index >= d.from && index < d.to);
-    const piece = (from, to) => text.words.slice(Math.max(own.from, from), Math.min(own.to, to)).map((content) => word(content.replaceAll("\n", "")));
-    return make("p", { class: "context" }, "… ", ...piece(index - 7, index), make("mark", {}, word(text.words[index].replaceAll("\n", ""))), ...piece(index + 1, index + 6), " …");
+  const inLine = (content) => word(content.replaceAll("\n", ""));
+  function context([before, token, after, gate, document_, position, domain], mean) {
+    const where = `document ${document_}${domain === "text" ? "" : ", " + domain}, token ${position}: gate ${times(gate)}; this expert's gates are ${times(mean)} on average`;
+    return make("p", { class: "context", title: where }, "… ", inLine(before), make("mark", {}, inLine(token)), inLine(after), " …", make("span", { class: "gate" }, ` ${times(gate)}`));
   }
-  function card(expert, text) {
+  function card(expert) {
     const lines = [make("h5", {}, `Expert ${expert.expert}`, make("span", {}, `${times(expert.times)} × an even share` + (expert.gates === null ? "" : `, ${times(expert.gates)} × by gate`)))];
     if (expert.domains.length) lines.push(make("p", {}, make("b", {}, "domains "), ...expert.domains.slice(0, 6).flatMap(([name, value]) => [word(name), ` ${times(value)} ×  `])));
     if (expert.partners.length) lines.push(make("p", {}, make("b", {}, "with "), expert.partners.map(([other, over]) => `expert ${other} ${times(over)} ×`).join(", ")));
@@ -125,15 +125,14 @@
       lines.push(make("p", { class: "chips" }, make("b", {}, name + " "), ...expert.tokens[role].flatMap(([token, count, lift]) =>
         [word(token.replaceAll("\n", "").replaceAll(" ", "␣"), { class: "chip", title: `${count} times, ${times(lift)} × chance` }), " "])));
     }
-    if (text && expert.contexts.length) lines.push(make("details", {}, make("summary", {}, "where its gates are largest, in the text below"), ...expert.contexts.map((index) => context(text, index))));
+    if (expert.contexts.length) lines.push(make("details", {}, make("summary", {}, `where its gates are largest (${times(expert.mean_gate)} on average)`), ...expert.contexts.map((place) => context(place, expert.mean_gate))));
     return make("div", { class: "card" }, ...lines);
   }
   function openRouted(details) {
     if (!details.open || details.dataset.done) return;
     details.dataset.done = "1";
     const content = payload(details.dataset.payload);
-    const text = details.dataset.text ? texts(details.dataset.text) : null;
-    const cards = content.experts.map((expert) => card(expert, text));
+    const cards = content.experts.map(card);
     const search = make("input", { type: "search", placeholder: "find a token or domain", "aria-label": "find a token or domain" });
     const order = make("select", { "aria-label": "order" }, make("option", { value: "number" }, "by number"), make("option", { value: "load" }, "by load"));
     const box = make("div", { class: "cards" }, ...cards);

@@ -12,22 +12,24 @@ from moescope.figures.routing_metrics import values_of
 from moescope.figures.routing_separation import NAMED_FROM, expected_together
 from moescope.figures.style import number
 from moescope.reporting.pack import plain, table_payload
-from moescope.reporting.routing_text import Excerpt, contexts
-from moescope.reporting.routing_views import View
-from moescope.reporting.untrusted import token_words
+from moescope.reporting.routing_views import LARGE, View
+from moescope.reporting.untrusted import token_words, visible
 
 TOKENS_A_ROLE = 12
 PARTNERS = 3
+CONTEXTS = 5
+CONTEXTS_OF_MANY = 3  # of an expert among so many that the page would grow too large
 ROLES = ("input", "next", "predicted")
 METRIC_TABLE = ["metric", "value", "floor", "collapse", "low", "high"]
 
 
-def layer_payloads(view: View, excerpt: Excerpt | None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(what a layer's closed line says, what is shown when it is opened), layer by layer."""
     cv = values_of(view.tables, "cv").set_index("layer")
     entropy = values_of(view.tables, "routing_entropy").set_index("layer")
     grouped = {name: dict(tuple(frame.groupby("layer"))) for name, frame in view.tables.items() if "layer" in frame}
     found = []
+    most = CONTEXTS_OF_MANY if len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE else CONTEXTS
     for usage in usages(view.tables):
         rows = {name: groups.get(usage.layer, view.tables[name].iloc[:0]) for name, groups in grouped.items()}
         line = []
@@ -43,17 +45,19 @@ def layer_payloads(view: View, excerpt: Excerpt | None) -> list[tuple[dict[str, 
         metrics = rows["routing_layers"]
         metrics = metrics[metrics["domain"] == ""]
         payload = {
-            "experts": expert_cards(rows, usage.counts / (usage.even or 1.0), contexts(excerpt, usage.layer, len(usage.experts))),
+            "experts": expert_cards(rows, usage.counts / (usage.even or 1.0), most),
             "table": table_payload("routing_layers", metrics, METRIC_TABLE, f"Every metric of layer {usage.layer}"),
         }  # fmt: skip
         found.append((entry, payload))
     return found
 
 
-def expert_cards(rows: dict[str, pd.DataFrame], times: Any, places: dict[int, list[int]]) -> list[dict[str, Any]]:
+def expert_cards(rows: dict[str, pd.DataFrame], times: Any, most: int = CONTEXTS) -> list[dict[str, Any]]:
     """One card an expert; parts a trace does not hold are empty."""
     mass = rows["load"].groupby("expert")["gate_mass"].sum(min_count=1)
     gates = mass / mass.mean()
+    mean_gate = mass / rows["load"].groupby("expert")["tokens"].sum()
+    places = contexts_by_expert(rows.get("contexts"), most)
     domains = ranked(rows.get("domains"), "expert", "domain", "affinity")
     pairs = rows.get("coactivation")
     if pairs is not None:
@@ -70,6 +74,7 @@ def expert_cards(rows: dict[str, pd.DataFrame], times: Any, places: dict[int, li
             "partners": partners.get(expert, []),
             "tokens": {role: vocabulary.get((expert, role), []) for role in ROLES},
             "contexts": places.get(expert, []),
+            "mean_gate": plain(float(mean_gate.get(expert, float("nan")))),
         }
         for expert in range(len(times))
     ]
@@ -104,4 +109,17 @@ def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[l
     for expert, role, token, token_id, count, lift in zip(*columns, strict=True):
         entry = [token_words(token, int(token_id)), int(count), plain(float(lift))]
         found.setdefault((int(expert), str(role)), []).append(entry)
+    return found
+
+
+def contexts_by_expert(frame: pd.DataFrame | None, most: int) -> dict[int, list[list[Any]]]:
+    """expert -> [before, token, after, gate, document, position, domain] where its gates are largest; words made fit to be shown."""
+    found: dict[int, list[list[Any]]] = {}
+    if frame is None or frame.empty:
+        return found
+    for row in frame[frame["rank"] <= most].sort_values(["expert", "rank"]).to_dict("records"):
+        before, after = (visible(row[side]) if isinstance(row[side], str) else "" for side in ("before", "after"))
+        words = [before, token_words(row["token"], int(row["token_id"])), after]
+        place = [plain(float(row["gate"])), int(row["document"]), int(row["position"]), row["domain"]]
+        found.setdefault(int(row["expert"]), []).append(words + place)
     return found

@@ -105,19 +105,38 @@ def pair_findings(view: View) -> list[str]:
 
 
 def step_findings(trace: TraceTables) -> list[str]:
-    """What changed over the steps; nothing for one step."""
-    stability = trace.tables["stability"]
-    if len(trace.steps) < 2 or stability.empty:
+    """What changed over the steps: how even the load became, how much of the routing was kept; nothing for one step."""
+    stability, steps = trace.tables["stability"], trace.steps
+    if len(steps) < 2:
         return []
-    last = trace.steps[-1]
-    first = stability[(stability["step_a"] == trace.steps[0]) & (stability["step_b"] == last)]
-    before = stability[(stability["step_a"] == trace.steps[-2]) & (stability["step_b"] == last)]
+    rows = trace.in_main_phase()["routing_layers"]
+    rows = rows[(rows["metric"] == "cv") & (rows["domain"] == "") & rows["value"].notna()]
+    means = rows.groupby("step")[["value", "floor"]].mean()
     found = [
-        f"Between steps {trace.steps[0]} and {last} tokens keep {number(100 * first['routing_consistency'].mean())} % of their experts, "
-        f"{number(first['routing_consistency_corrected'].mean())} beyond chance (0); between the last two steps "
-        f"{number(100 * before['routing_consistency'].mean())} %, {number(before['routing_consistency_corrected'].mean())} beyond chance."
+        f"From step {steps[0]} to step {steps[-1]} the load's cv, mean over layers, goes from {number(means['value'].iloc[0])} to "
+        f"{number(means['value'].iloc[-1])}; {number(means['floor'].mean())} for {RANDOM}."
     ]
+    if stability.empty:
+        return found
+    first = between_steps(stability, steps[0], steps[-1])
+    least = first.loc[first["routing_consistency_corrected"].idxmin()]
+    line = f"{kept_routing(first, steps[0], steps[-1])}, least in layer {least['layer']} ({number(least['routing_consistency_corrected'])})"
+    if len(steps) > 2:
+        before = between_steps(stability, steps[-2], steps[-1])
+        line += f"; {kept_routing(before, steps[-2], steps[-1], short=True)}"
+    found.append(f"{line}.")
     if first["tau_is_noise"].astype(bool).any():
         noisy = int(first["tau_is_noise"].astype(bool).sum())
         found.append(f"In {counted(noisy, 'layer')} loads are so even that the order of experts by usage is noise.")
     return found
+
+
+def between_steps(stability: pd.DataFrame, a: int, b: int) -> pd.DataFrame:
+    return stability[(stability["step_a"] == a) & (stability["step_b"] == b)]
+
+
+def kept_routing(rows: pd.DataFrame, a: int, b: int, short: bool = False) -> str:
+    share, beyond = (rows[name].mean() for name in ("routing_consistency", "routing_consistency_corrected"))
+    if short:
+        return f"between steps {a} and {b} {number(100 * share)} %, {number(beyond)} beyond chance"
+    return f"Between steps {a} and {b} tokens keep {number(100 * share)} % of their experts, {number(beyond)} beyond chance (0)"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from moescope.figures import DECISIONS, DOMAINS, LOAD, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
+from moescope.figures import DECISIONS, DOMAINS, LOAD, MAPS, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
+from moescope.figures.expert_maps import drawable_maps
 from moescope.figures.routing_metrics import can_draw, values_of
 from moescope.reporting.layer_section import drawn
 from moescope.reporting.pack import plain
@@ -39,6 +40,12 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "separation", "Separation", SEPARATION,
         "Whether experts are used together, and whether their router rows point apart. Chance for a pair is below 1, since the experts of one token differ.",
         "each token chooses one expert, and no router rows are known",
+    ),
+    (
+        "maps", "Maps", MAPS,
+        "Experts of a layer on a plane, by router rows, company and mean outputs; sized by load, coloured by domain. Each map says how many of an expert's nearest stay "
+        "nearest on it, beside luck. A plane cannot hold it all: PCA keeps large distances, UMAP and t-SNE neighbourhoods, and the gaps between their groups mean little.",
+        "",
     ),
     (
         "domains", "Domains", DOMAINS,
@@ -74,9 +81,13 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
     for name, _, specs, _, missing in SECTIONS:
         usable = [spec for spec in specs if can_draw(spec, view.tables)]
         why = missing if view.main else "kept of the other phase only"
+        words = "" if specs[0] in usable else f"Not available: {why}."
+        if name == "maps" and view.main:
+            usable, notes = drawable_maps(view.tables, view.last)
+            words = " ".join(notes)
         sections[name] = {
             "figures": [keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable],
-            "missing": "" if specs[0] in usable else f"Not available: {why}.",
+            "missing": words,
         }
     excerpt = read_excerpt(view)
     return {
@@ -86,7 +97,7 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
         "sections": sections,
         "layers": [
             {**entry, "payload": keep(f"v{index}-l{entry['layer']}", {"view": index, **payload})}
-            for entry, payload in layer_payloads(view, excerpt)
+            for entry, payload in layer_payloads(view)
         ],
         "text": keep(f"v{index}-text", text_payload(excerpt, view)) if excerpt is not None else "",
         "text_missing": "" if excerpt is not None else text_missing(view),
@@ -135,6 +146,11 @@ def text_notice(traces: list[TraceTables], excerpts: list[Excerpt | None]) -> st
     """What the report holds of the user's text, to be said at its top; empty where it holds none."""
     if any(excerpt is not None for excerpt in excerpts):
         return "This report holds passages of the text that was read, word for word. Pass it on only where you would pass on the text."
+    if any(trace.tables["contexts"]["before"].notna().any() for trace in traces):
+        return (
+            "This report holds short passages of the text that was read, word for word (five at most for each expert). "
+            "Pass it on only where you would pass on the text."
+        )
     if any(trace.tables["vocabulary"]["token"].notna().any() for trace in traces if len(trace.tables["vocabulary"])):
         return "This report holds single tokens of the text that was read (no passages). Names or numbers in the text may be among them."
     return ""
@@ -187,6 +203,8 @@ def trace_command(trace: TraceTables) -> str:
 
 def paths_of(files: list[Any]) -> list[str]:
     """What was read, as it can be given again: files, - for standard input, the folder they share where they are many."""
-    paths = [file[0] for file in files if isinstance(file, list)]
-    piped = ["-"] if len(paths) < len(files) else []
-    return piped + ([os.path.commonpath(paths)] if len(paths) > 8 else paths)
+    given = [file[0] for file in files if isinstance(file, list)]
+    piped = ["-"] if len(given) < len(files) else []
+    hub = [path for path in given if path.startswith("hf://")]
+    paths = [path for path in given if path not in hub]
+    return piped + ([os.path.commonpath(paths)] if len(paths) > 8 else paths) + hub

@@ -15,7 +15,6 @@ from moescope.reporting.untrusted import plot_words, token_words
 DOCUMENTS = 12
 TOKENS_EACH = 300
 CHOICES = 600_000  # tokens x layers x k that a page may hold
-CONTEXTS = 4
 COLUMNS = ["document", "position", "layer", "token_id", "domain", "phase", "experts", "gates", "entropy"]
 
 
@@ -71,8 +70,9 @@ def read_excerpt(view: View) -> Excerpt | None:
 
 
 def known_words(view: View) -> dict[int, str]:
-    """token id -> its text, of every token the vocabulary table lists; the tokens table holds ids alone."""
-    rows = view.tables["vocabulary"].dropna(subset=["token"]).drop_duplicates("token_id")
+    """token id -> its text: the tokens table holds ids alone. Traces without pieces know the vocabulary table's tokens only."""
+    listed = view.run.table("pieces") if "pieces" in view.run.tables else view.tables["vocabulary"]
+    rows = listed.dropna(subset=["token"]).drop_duplicates("token_id")
     return dict(zip(rows["token_id"].tolist(), rows["token"].tolist(), strict=True))
 
 
@@ -118,18 +118,3 @@ def agreement(excerpt: Excerpt, layer: int) -> dict[str, float | None]:
     inside = (excerpt.document[1:] == excerpt.document[:-1]) & (first[1:] >= 0) & (first[:-1] >= 0)
     same = (first[1:] == first[:-1])[inside]
     return {"same": float(f"{same.mean():.4g}") if len(same) else None}
-
-
-def contexts(excerpt: Excerpt | None, layer: int, n_experts: int) -> dict[int, list[int]]:
-    """expert -> places in the excerpt where it has its largest gates (where gates are unknown: the first it is chosen at)."""
-    if excerpt is None or layer not in excerpt.experts:
-        return {}
-    experts, gates = excerpt.experts[layer], np.nan_to_num(excerpt.gates[layer])
-    token, place = np.nonzero(experts >= 0)
-    order = np.argsort(-gates[token, place], kind="stable")
-    found: dict[int, list[int]] = {}
-    for t, e in zip(token[order], experts[token, place][order].astype(int), strict=True):
-        mine = found.setdefault(int(e), [])
-        if len(mine) < CONTEXTS:
-            mine.append(int(t))
-    return found

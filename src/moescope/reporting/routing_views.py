@@ -11,9 +11,11 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.tables import ROUTING_TABLES
+from moescope.tables import ROUTING_TABLES, TABLES
 
-NEEDED = tuple(name for name in ROUTING_TABLES if name != "tokens")
+SINGLE_TOKENS = ("tokens", "pieces")  # may be larger than memory; only what is shown of them is read
+ADDED = ("contexts", "expert_cosines")  # older traces have none
+NEEDED = tuple(name for name in ROUTING_TABLES if name not in SINGLE_TOKENS + ADDED)
 STEPS_SHOWN = 4  # so many steps of a run are shown closely; figures over steps hold them all
 LARGE = 2000  # experts in all layers, from which on only the first and the last step are
 
@@ -32,6 +34,11 @@ class View:
     @property
     def layers(self) -> list[int]:
         return sorted(int(layer) for layer in self.tables["load"]["layer"].unique())
+
+    @property
+    def last(self) -> bool:
+        """Whether it is of the run's last step."""
+        return self.step == max(int(setup["step"]) for setup in self.run.info["setup"])
 
     @property
     def setup(self) -> dict[str, Any]:
@@ -77,6 +84,8 @@ def load_trace(run: Run) -> TraceTables:
     if missing := [name for name in NEEDED if name not in run.tables]:
         raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; trace again with --overwrite")
     tables = {name: run.table(name) for name in NEEDED}
+    for name in ADDED:
+        tables[name] = run.table(name) if name in run.tables else pd.DataFrame(columns=list(TABLES[name].columns))
     for name, frame in tables.items():
         if "domain" in frame:
             tables[name] = frame.assign(domain=frame["domain"].map(plot_words))

@@ -1,10 +1,14 @@
 """The verbs whose runs tell themselves through a `RunKind`: one line each."""
 
+from moescope.reporting.compression_section import COMPRESSION
+from moescope.reporting.geometry_section import COMPARE
 from moescope.reporting.run_kind import RunKind
 from moescope.reporting.training_section import TRAINING
 from moescope.run import Run
 
 KINDS: list[RunKind] = [
+    COMPARE,
+    COMPRESSION,
     TRAINING,
 ]
 

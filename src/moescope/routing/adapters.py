@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moescope.errors import BadInput
 from moescope.families import MODELS
@@ -260,21 +261,37 @@ def llama4_mix(block: Block, decision: Decision) -> Tensor:
     return out.reshape(handed_ETD.shape).float().sum(0)
 
 
+def llama4_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
+    """The module's own code with one expert's weights at a time; it takes as many experts as its weights have rows."""
+    out_TD = torch.empty_like(x_TD)
+    for expert in sorted(set(chosen_T.tolist())):
+        own = {name: weight[expert : expert + 1] for name, weight in block.experts.named_parameters()}
+        mine = chosen_T == expert
+        out_TD[mine] = functional_call(block.experts, own, (x_TD[mine],))
+    return out_TD
+
+
 class Adapter(NamedTuple):
     decide: Callable[[Block, tuple[Tensor, ...]], Decision]
     mix: Callable[[Block, Decision], Tensor]
+    output: Callable[[Block, Tensor, Tensor], Tensor]  # of each token's expert, without its gate
 
 
-CONTRACT = Adapter(contract, gated(contract_output))
+CONTRACT = Adapter(contract, gated(contract_output), contract_output)
 ADAPTERS = {
-    "Llama4TextExperts": Adapter(llama4, llama4_mix),
-    "SwitchTransformersExperts": Adapter(switch, gated(switch_output)),
-    "NllbMoeExperts": Adapter(nllb, gated(nllb_output)),
+    "Llama4TextExperts": Adapter(llama4, llama4_mix, llama4_output),
+    "SwitchTransformersExperts": Adapter(switch, gated(switch_output), switch_output),
+    "NllbMoeExperts": Adapter(nllb, gated(nllb_output), nllb_output),
 }
 
 
 def adapter_of(block: Block) -> Adapter:
     return ADAPTERS.get(type(block.experts).__name__, CONTRACT)
+
+
+def ungated_output(block: Block, x_TD: Tensor, expert: int) -> Tensor:
+    """What one expert makes of those tokens, by the experts' own code and with a gate of 1."""
+    return adapter_of(block).output(block, x_TD, torch.full((len(x_TD),), expert, device=x_TD.device))
 
 
 def router_logits(block: Block) -> Tensor:

@@ -82,33 +82,39 @@ class Capture:
         self.check = check
         self.busy = False  # the check itself runs experts, which must not be counted
         self.hooks: list[Any] = []
+        self.check_hooks: list[Any] = []  # taken off when there is nothing left to check
         self.pending: Decision | None = None  # what the block under way decided, until its output is checked
 
     def __enter__(self) -> Capture:
         if self.hands_out:
             self.hooks.append(self.model.register_forward_pre_hook(self.ask, with_kwargs=True))
         for block in [] if self.hands_out else self.blocks:
-            self.hooks += [
-                block.router.register_forward_hook(self.router_ran(block), with_kwargs=True),
-                block.experts.register_forward_hook(self.experts_ran(block), with_kwargs=True),
-            ]
-            if self.check:
-                self.hooks += [
+            self.hook_router(block)
+            self.hooks.append(block.experts.register_forward_hook(self.experts_ran(block), with_kwargs=True))
+            if self.check and not block.checked:
+                self.check_hooks += [
                     child.register_forward_hook(self.part_ran(block, name))
                     for name, child in block.module.named_children()
                     if child is not block.experts and block.router not in child.modules()
                 ]
-                self.hooks.append(block.module.register_forward_hook(self.block_ran(block)))
-        if self.check:
-            self.hooks.append(self.model.register_forward_hook(self.model_ran))
+                self.check_hooks.append(block.module.register_forward_hook(self.block_ran(block)))
+        if self.check and not all(block.calls for block in self.blocks):
+            self.check_hooks.append(self.model.register_forward_hook(self.model_ran))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hook in self.hooks:
+        self.take_off(self.hooks)
+        self.take_off(self.check_hooks)
+
+    def hook_router(self, block: Block) -> None:
+        self.hooks.append(block.router.register_forward_hook(self.router_ran(block), with_kwargs=True))
+
+    def take_off(self, hooks: list[Any]) -> None:
+        for hook in hooks:
             hook.remove()
-        self.hooks.clear()
+        hooks.clear()
 
     def unseen(self) -> bool:
         """Whether this call is not the model's own forward pass: the check's, or autograd recomputing activations."""
@@ -151,9 +157,7 @@ class Capture:
                 self.consume(
                     Routing(
                         block.layer, block.name, block.n_experts, decision.chosen_TK, decision.gates_TK, self.tokens,
-                        logits_TE, block.scoring.scores(logits_TE),
-                        block.scoring.selection(logits_TE) if block.scoring.explains else None,
-                        dropped_T=(decision.chosen_TK < 0).sum(-1), x_TD=decision.x_TD,
+                        logits_TE, *block.scoring.judged(logits_TE), dropped_T=(decision.chosen_TK < 0).sum(-1), x_TD=decision.x_TD,
                     )
                 )  # fmt: skip
                 block.router_input, block.router_outputs = None, ()
@@ -210,6 +214,8 @@ class Capture:
                 f"model type {silent[0].model_type!r}: {silent[0].where()} did not run in a forward pass; "
                 "moescope cannot trace this model"
             )
+        if all(block.checked for block in self.blocks):
+            self.take_off(self.check_hooks)
 
 
 ADVICE = "moescope has no adapter for this kind of block"

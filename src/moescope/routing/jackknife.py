@@ -23,10 +23,14 @@ def interval(
     Variance is (B - 1)/B times the sum of squared deviations of the B values left; the quantile is Student's. Not available
     under 20 documents. `statistic` must work over leading axes; `centre` replaces its value where that is corrected for bias.
     """
+    if (
+        documents < FEWEST_DOCUMENTS
+    ):  # before any sum is made: a Monitor asks for hundreds of intervals that are not available
+        return NOT_AVAILABLE
     whole = parts.sum(0)
     used = parts.reshape(len(parts), -1).any(1)
     n = int(used.sum())
-    if documents < FEWEST_DOCUMENTS or n < 2:
+    if n < 2:
         return NOT_AVAILABLE
     left_out = statistic(whole[None] - parts[used])
     spread = np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum())

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from moescope.errors import BadInput
 from moescope.routing.alerts import Thresholds, Watch
 from moescope.routing.router_gradients import RouterGradients, losses_of
-from moescope.routing.step_tally import StepTally, Window, distributed
+from moescope.routing.step_tally import Place, StepTally, Window, distributed
 from moescope.routing.training_capture import TrainingCapture
 from moescope.routing.training_run import TrainingRun, choose_folder
 from moescope.routing.training_tables import scalars, window_tables
@@ -95,6 +96,7 @@ class LoopMonitor:
             "n_experts": [block.n_experts for block in self.blocks],
         }
         self.now = self.flushed = self.logged = step
+        self.pulled = -1
         self.tokens, self.alerts = 0, 0
         self.watcher = Watch.begin(self.thresholds, shape["layers"], shape["n_experts"], step)
         if first_rank():
@@ -113,6 +115,7 @@ class LoopMonitor:
             self.run.writer.save_info(warnings=warnings)
         self.since_tables, self.since_log = self.window(), self.window()
         self.buffer: dict[str, list[Any]] = {}
+        self.unmade: list[Callable[[], dict[str, list[Any]]]] = []  # tables that the writing thread is to make
         self.recent_gradients: list[dict[str, Any]] = []
         self.losses_add_up = False  # whether the passes of a step each return their share of its loss
         self.since = time.perf_counter()
@@ -206,7 +209,10 @@ class LoopMonitor:
     # --- numbers and tables
 
     def pull(self) -> None:
-        """Fetch the counts from all ranks' devices: the only time anything waits for them."""
+        """Fetch the counts from all ranks' devices, once a step: the only time anything waits for them."""
+        if self.pulled == self.now:
+            return
+        self.pulled = self.now
         moved = self.tally.moved(next(self.model.parameters()).device)
         self.since_tables.add(moved)
         self.since_log.add(moved)
@@ -241,7 +247,7 @@ class LoopMonitor:
         return found
 
     def close_window(self) -> None:
-        """Make the tables of the steps since the last ones, and judge them. Every rank must call it."""
+        """Judge the steps since the last tables, and leave their tables to be made beside training. Every rank must call it."""
         if self.now == self.flushed:
             return
         start = time.perf_counter()
@@ -255,14 +261,17 @@ class LoopMonitor:
             self.alerts += 1
             logger.warning("moescope: %s", alert["message"])
             self.keep("alerts", [{**alert, "layer_name": names[alert["layer"]]}])
-        made = window_tables(window, self.blocks, self.tally.k_L, self.now, self.coactivation)
-        for name, rows in made.items():
-            self.keep(name, rows)
-        self.took("tables", start)
+        # Routers as they are now, not when the thread comes to it.
+        routers = [None if (rows_ED := block.rows_ED) is None else rows_ED.detach().clone() for block in self.blocks]
+        places = [Place(block.layer, block.name, block.n_experts) for block in self.blocks]
+        self.unmade.append(
+            partial(window_tables, window, places, routers, list(self.tally.k_L), self.now, self.coactivation)
+        )
+        self.took("judge", start)
 
     def write(self, closing: bool = False) -> None:
         """Bring the tables made so far to disk, while training goes on."""
-        ready = self.flushed in self.buffered_steps() or (closing and self.buffer)
+        ready = self.unmade or (closing and self.buffer)
         if self.run is None or not ready:
             return
         start = time.perf_counter()
@@ -271,12 +280,9 @@ class LoopMonitor:
             note = f"layers {sorted(self.capture.misfits)}: the attention mask does not fit their tokens, so padding may be counted"
             self.run.writer.info["warnings"] = sorted({*self.run.writer.info["warnings"], note})
         state = {"tokens": self.tokens, "alerts": self.alerts, **self.watcher.state()}
-        self.run.flush(self.flushed, self.buffer, state)
-        self.buffer = {}
+        self.run.flush(self.flushed, self.buffer, state, self.unmade)
+        self.buffer, self.unmade = {}, []
         self.took("write", start)
-
-    def buffered_steps(self) -> set[int]:
-        return {row["step"] for row in self.buffer.get("load", [])}
 
     def flush(self) -> None:
         """Write the tables up to this step now, for instance when a checkpoint is saved: a training resumed there loses none."""

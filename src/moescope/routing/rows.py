@@ -10,6 +10,7 @@ import numpy as np
 
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.chance import Setting, gate_relative_std
+from moescope.routing.contexts import Contexts
 from moescope.routing.decision import DECISION
 from moescope.routing.domains import (
     affinity,
@@ -42,6 +43,7 @@ from moescope.routing.vocabulary import (
     top_tokens,
     vocabulary_specialisation,
 )
+from moescope.routing.words import Words
 
 Row = dict[str, Any]
 ROLES = ("input", "next", "predicted")
@@ -70,10 +72,12 @@ def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterat
                 yield {"phase": counts.phase, "domain": domain, "expert": expert, "tokens": int(tokens_E[expert]), "gate_mass": mass}  # fmt: skip
 
 
-def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True) -> Iterator[Row]:
+def metric_rows(
+    counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True, order: bool = True
+) -> Iterator[Row]:
     """The metrics that are made of counts: of all domains together, and of each where there are several.
 
-    Those of gates and of decisions are left out where a trace does not hold them.
+    Those of gates, of decisions and of the tokens' order are left out where they were not counted.
     """
     scopes = [("", slice(None), sum(corpus.documents))]
     if len(corpus.domains) > 1:
@@ -85,7 +89,8 @@ def metric_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True, decisio
         if counts.sums("tokens")[where].sum():
             load_BE, mass_BE = counts.counts_MBE[where].sum(0).astype(float), counts.mass_MBE[where].sum(0)
             scope = Scope(counts, load_BE, mass_BE, sums_BS, documents)
-            groups = [scope.load(), scope.dropped(), scope.sequence()]
+            groups = [scope.load(), scope.dropped()]
+            groups += [scope.sequence()] if order else []
             groups += [scope.gate_mass()] if gates else []
             groups += [scope.decision()] if decisions else []
             for group in groups:
@@ -289,3 +294,26 @@ def vocabulary_columns(
             columns["share"] += share.tolist()
             columns["lift"] += lift.tolist()
     return columns
+
+
+def context_rows(contexts: Contexts | None, probe: Probe | None, corpus: Corpus, words: Words) -> dict[int, list[Row]]:
+    """layer -> its rows of the contexts table, in words."""
+    found: dict[int, list[Row]] = {}
+    if contexts is None or probe is None:
+        return found
+    for layer, place in contexts.rows(probe.share):
+        before, token, after = words.around(place["before"], place["token_id"], place["after"])
+        own = {"domain": corpus.domains[place["domain"]], "token": token, "before": before, "after": after}
+        found.setdefault(layer, []).append({**place, **own})
+    return found
+
+
+def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
+    """The expert_cosines table's columns: cosines of every two experts' vectors, and the mean |cos| of random directions, sqrt(2/(pi D))."""
+    a, b = np.triu_indices(len(rows_ED), 1)
+    lengths_E = np.linalg.norm(rows_ED, axis=1)
+    unit_ED = divide(rows_ED, lengths_E[:, None])
+    return {
+        "of": of, "expert_a": a, "expert_b": b, "cosine": (unit_ED @ unit_ED.T)[a, b],
+        "chance": np.full(len(a), np.sqrt(2 / (np.pi * rows_ED.shape[1]))),
+    }  # fmt: skip

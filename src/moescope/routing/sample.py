@@ -21,7 +21,7 @@ MOST_BYTES = 2**28  # of expert numbers kept, all layers together
 class Recorder:
     """What every layer decided for chosen positions of one pass, kept on the device until `moved`."""
 
-    full: bool = False  # gates and entropy too
+    full: bool = False  # gates and entropies too
     at: Tensor | None = None  # which of the pass's tokens; None: none
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 

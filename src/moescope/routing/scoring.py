@@ -44,6 +44,14 @@ class Scoring:
         allowed = torch.zeros_like(judged, dtype=torch.bool).scatter(1, judged.topk(kept, dim=-1).indices, True)
         return by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
 
+    def judged(self, logits_TE: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores and selection scores, the latter None where the choice is not explained; one tensor where they are one thing."""
+        scores_TE = self.scores(logits_TE)
+        if not self.explains:
+            return scores_TE, None
+        same = self.function == "softmax" and self.bias_E is None and not self.group_score
+        return scores_TE, scores_TE if same else self.selection(logits_TE)
+
     def words(self) -> str:
         parts = [self.function]
         parts += ["bias for choosing"] if self.bias_E is not None else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION
 from moescope.routing.tally import SUMS, LayerCounts
 
+MOST_HELD = 2**21  # expert slots kept for counting: 25 MB, and a few times that while they are counted
 SQUARES = ("gates_squared", "token_gates_squared")
 
 
@@ -29,6 +30,24 @@ class Handed(NamedTuple):
     chosen_TK: Tensor
     gates_TK: Tensor
     real_T: Tensor | None
+
+
+class Held(NamedTuple):
+    """Copies of what layers that are alike were handed in one pass, to be counted later."""
+
+    rows: tuple[int, ...]
+    n_experts: int
+    chosen_LTK: Tensor
+    gates_LTK: Tensor
+    real_T: Tensor | None
+
+
+class Place(NamedTuple):
+    """A block without its modules: what tables say of where it is. A thread may hold it and keep no model alive."""
+
+    layer: int
+    name: str
+    n_experts: int
 
 
 @dataclass
@@ -60,7 +79,7 @@ class Window:
             if mine is not None:
                 mine += theirs
 
-    def layer(self, row: int, block: Block, k: int) -> LayerCounts:
+    def layer(self, row: int, block: Block | Place, k: int) -> LayerCounts:
         """One layer in the shape that rows of tables are made from: one domain, one bucket.
 
         Decision sums are of some steps only, so they are scaled to all tokens: what is made of them is their mean.
@@ -90,6 +109,8 @@ class StepTally:
         self.device: torch.device | None = None
         self.rows: dict[tuple[int, ...], Tensor] = {}
         self.losses: list[tuple[Tensor, Tensor | None]] = []
+        self.held: list[Held] = []
+        self.slots = 0  # that these hold
 
     def start(self, device: torch.device) -> None:
         """Zeros on the device. The column past the last expert takes padding and empty slots, and is thrown away."""
@@ -106,22 +127,48 @@ class StepTally:
         self.pairs_LEE = zeros(wide, wide) if self.pairs else None
 
     def add(self, handed: list[Handed]) -> None:
-        """Count what was handed out; layers that are alike are counted together."""
-        for _, alike in groupby(handed, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))):  # fmt: skip
-            self.add_alike(list(alike))
+        """Take copies of what was handed out in a pass, layers that are alike in one; counted when enough of them are there."""
+        for _, group in groupby(handed, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))):  # fmt: skip
+            alike = list(group)
+            first = alike[0]
+            if self.device is None:
+                self.start(first.chosen_TK.device)
+            chosen_LTK = torch.stack([one.chosen_TK for one in alike]).to(self.device)
+            gates_LTK = torch.stack([one.gates_TK for one in alike]).to(self.device)
+            real_T = None if first.real_T is None else (first.real_T.to(self.device) != 0)
+            for one in alike:
+                self.k_L[one.row] = first.chosen_TK.shape[1]
+            rows = tuple(one.row for one in alike)
+            self.held.append(Held(rows, first.n_experts, chosen_LTK, gates_LTK, real_T))
+            self.slots += chosen_LTK.numel()
+        if self.slots > MOST_HELD:
+            self.count()
 
-    def add_alike(self, handed: list[Handed]) -> None:
-        first = handed[0]
-        if self.device is None:
-            self.start(first.chosen_TK.device)
-        tokens, k = first.chosen_TK.shape
-        chosen_LTK = torch.stack([one.chosen_TK for one in handed]).to(self.device)
-        gates_LTK = torch.stack([one.gates_TK for one in handed]).to(self.device, torch.float64)
-        rows_L = self.row_index(tuple(one.row for one in handed))
+    def count(self) -> None:
+        """Count what is held, passes that are alike together."""
+        groups: dict[tuple[Any, ...], list[Held]] = {}
+        for one in self.held:
+            key = (one.rows, one.n_experts, one.chosen_LTK.shape, one.gates_LTK.dtype, one.real_T is None)
+            groups.setdefault(key, []).append(one)
+        self.held, self.slots = [], 0
+        for passes in groups.values():
+            self.count_alike(passes)
+
+    def count_alike(self, passes: list[Held]) -> None:
+        """The layers of several passes stand one behind the other: L is all of them."""
+        first = passes[0]
+        n_layers, tokens, _ = first.chosen_LTK.shape
+        rows = first.rows * len(passes)
+        rows_L = self.row_index(rows)
+        chosen_LTK = torch.cat([one.chosen_LTK for one in passes])
+        gates_LTK = torch.cat([one.gates_LTK for one in passes]).double()
         there = (chosen_LTK >= 0) & (chosen_LTK < first.n_experts)
-        real_T = None if first.real_T is None else first.real_T.to(self.device, torch.bool)
-        if real_T is not None:
-            there &= real_T[:, None]
+        count_L = torch.full((len(rows),), tokens, device=self.device)
+        if first.real_T is not None:
+            real_PT = torch.stack([one.real_T for one in passes if one.real_T is not None])
+            real_LT = real_PT[:, None].expand(-1, n_layers, -1).reshape(len(rows), tokens)
+            there &= real_LT[..., None]
+            count_L = real_LT.sum(1)
         chosen_LTK = torch.where(there, chosen_LTK, self.n_experts)
         gates_LTK = torch.where(there, gates_LTK, 0.0)
         cells = (chosen_LTK + rows_L[:, None, None] * (self.n_experts + 1)).view(-1)
@@ -129,28 +176,29 @@ class StepTally:
         self.mass_LE.view(-1).index_add_(0, cells, gates_LTK.view(-1))
         squares = torch.stack([gates_LTK.square().sum((1, 2)), gates_LTK.sum(-1).square().sum(1)], -1)
         self.squares_LS.index_add_(0, rows_L, squares)
-        count = torch.full((), tokens, device=self.device) if real_T is None else real_T.sum()
-        self.tokens_L.index_add_(0, rows_L, count.expand(len(handed)))
-        for one in handed:
-            self.k_L[one.row] = k
-            if self.pairs_LEE is not None:
-                self.add_pairs(one.row, chosen_LTK[handed.index(one)])
+        self.tokens_L.index_add_(0, rows_L, count_L)
+        if self.pairs_LEE is not None:
+            for at, row in enumerate(rows):
+                self.add_pairs(row, chosen_LTK[at])
 
     def add_pairs(self, row: int, chosen_TK: Tensor) -> None:
         assert self.pairs_LEE is not None
         member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=self.device).scatter_(1, chosen_TK, 1.0)
         self.pairs_LEE[row] += (member_TE.T @ member_TE).long()  # of zeros and ones: exact up to 2^24 tokens a pass
 
-    def decide(self, row: int, values_MT: Tensor, real_T: Tensor | None) -> None:
-        """Add decision metrics of the pass's tokens, one row a metric."""
+    def decide(self, rows: tuple[int, ...], values_MLT: Tensor, real_T: Tensor | None) -> None:
+        """Add decision metrics of the pass's tokens, for layers that share them."""
         if self.device is None:
-            self.start(values_MT.device)
-        values_MT = values_MT.to(self.device)
+            self.start(values_MLT.device)
+        values_MLT = values_MLT.to(self.device)
+        count = torch.full((), values_MLT.shape[2], device=self.device)
         if real_T is not None:
             real_T = real_T.to(self.device, torch.bool)
-            values_MT = torch.where(real_T, values_MT, 0.0)
-        self.decisions_LM[row] += values_MT.sum(1)
-        self.decided_L[row] += values_MT.shape[1] if real_T is None else real_T.sum()
+            values_MLT = torch.where(real_T, values_MLT, 0.0)
+            count = real_T.sum()
+        rows_L = self.row_index(rows)
+        self.decisions_LM.index_add_(0, rows_L, values_MLT.sum(2, dtype=torch.float64).T)
+        self.decided_L.index_add_(0, rows_L, count.expand(len(rows)))
 
     def row_index(self, rows: tuple[int, ...]) -> Tensor:
         """The rows as a tensor, kept: making it anew would wait for the device each time."""
@@ -162,14 +210,17 @@ class StepTally:
         """Everything since the last move, summed over ranks, off the device; the device starts again at 0."""
         if self.device is None:
             self.start(device)
+        with torch.no_grad():
+            self.count()
         n, e = self.n_layers, self.n_experts
         parts = [self.counts_LE[:, :e].reshape(-1), self.tokens_L, self.decided_L]
         if self.pairs_LEE is not None:
             parts.append(self.pairs_LEE[:, :e, :e].reshape(-1))
         losses = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.losses:
-            plain = torch.stack([loss.double().to(self.device) for loss, _ in self.losses]).sum()
-            extra = sum((aux.double().to(self.device) for _, aux in self.losses if aux is not None), torch.zeros_like(plain))  # fmt: skip
+            plain = torch.stack([loss.to(self.device) for loss, _ in self.losses]).double().sum()
+            auxiliary = [aux.to(self.device) for _, aux in self.losses if aux is not None]
+            extra = torch.stack(auxiliary).double().sum() if auxiliary else torch.zeros_like(plain)
             losses = torch.stack([torch.full_like(plain, len(self.losses)), plain, extra])
             self.losses = []
         exact = torch.cat(parts)

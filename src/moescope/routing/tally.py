@@ -6,7 +6,8 @@ is made from sums over cells, so memory does not grow with the text, and ratios 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch import Tensor
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION, first_choice
 from moescope.routing.jackknife import BUCKETS
-from moescope.types import Routing
+from moescope.types import Routing, Tokens
 
+MOST_WAITING = 2**23  # numbers of logits held for counting together: 32 MB, and a few times that while they are
 SUMS = (
     "tokens", "assigned", "dropped", "gates", "gates_squared", "token_gates_squared",
     *(metric.name for metric in DECISION), "neighbours", "same_first", "jaccard",
@@ -43,58 +45,91 @@ class LayerCounts:
         return self.sums_MBS[..., SUMS.index(name)]
 
 
-class LayerTally:
-    """One layer in one phase, on the device."""
+class Accumulated:
+    """The counts of layers with equally many experts and choices, in one phase, on the device.
+
+    Layers are counted many at a time: a GPU spends longer on starting the kernels of one layer than on running those of all.
+    """
 
     def __init__(self, routing: Routing, n_domains: int):
-        self.layer, self.layer_name = routing.layer, routing.layer_name
         self.n_experts, self.n_domains, self.k = routing.n_experts, n_domains, routing.chosen_TK.shape[1]
-        device = routing.chosen_TK.device
+        self.device = routing.chosen_TK.device
         self.nowhere = n_domains * BUCKETS  # the cell of padding and empty slots, thrown away
-        self.counts_CE = torch.zeros(self.nowhere + 1, self.n_experts, dtype=torch.int64, device=device)
-        self.mass_CE = torch.zeros(self.nowhere + 1, self.n_experts, dtype=torch.float64, device=device)
-        self.sums_CS = torch.zeros(self.nowhere + 1, len(SUMS), dtype=torch.float64, device=device)
-        self.pairs_EE = torch.zeros(self.n_experts, self.n_experts, dtype=torch.float64, device=device)
-        self.before: tuple[Tensor, Tensor] | None = None  # the last column, for rows that go on
+        self.names: dict[int, str] = {}  # of the layers, in the order of their rows
+        self.counts_LCE = self.zeros(self.nowhere + 1, self.n_experts, dtype=torch.int64)
+        self.mass_LCE = self.zeros(self.nowhere + 1, self.n_experts)
+        self.sums_LCS = self.zeros(self.nowhere + 1, len(SUMS))
+        self.pairs_LEE = self.zeros(self.n_experts, self.n_experts)
+        self.row_indices: dict[tuple[int, ...], Tensor] = {}
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's last column, for rows that go on
 
-    def add(self, routing: Routing) -> None:
-        chosen_TK = routing.chosen_TK
-        real_T, cell_T = self.cells(routing)
-        chosen_TK = torch.where(real_T[:, None], chosen_TK, -1)
-        there_TK = chosen_TK >= 0
-        gates_TK = torch.where(there_TK, routing.gates_TK, 0).double()
-        flat_TK = torch.where(there_TK, cell_T[:, None], self.nowhere) * self.n_experts + chosen_TK.clamp(min=0)
-        self.counts_CE.view(-1).index_add_(0, flat_TK.view(-1), there_TK.view(-1).long())
-        self.mass_CE.view(-1).index_add_(0, flat_TK.view(-1), gates_TK.view(-1))
-        member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=chosen_TK.device)
-        member_TE.scatter_(1, torch.where(there_TK, chosen_TK, self.n_experts), 1.0)
-        member_TE = member_TE[:, :-1]
-        self.pairs_EE += member_TE.T @ member_TE  # of zeros and ones: exact up to 2^24 tokens a pass
-        assigned_T, gate_T = there_TK.sum(-1).double(), gates_TK.sum(-1)
+    def zeros(self, *sides: int, layers: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(layers, *sides, dtype=dtype, device=self.device)
+
+    def rows_of(self, routings: list[Routing]) -> Tensor:
+        """Where these layers' counts are; those that are new get theirs. Kept, since making it would wait for the device."""
+        layers = tuple(routing.layer for routing in routings)
+        if layers not in self.row_indices:
+            new = {routing.layer: routing.layer_name for routing in routings if routing.layer not in self.names}
+            self.names |= new
+            for name in ("counts_LCE", "mass_LCE", "sums_LCS", "pairs_LEE"):
+                held = getattr(self, name)
+                more = self.zeros(*held.shape[1:], layers=len(new), dtype=held.dtype)
+                setattr(self, name, torch.cat([held, more]))
+            places = list(self.names)
+            self.row_indices[layers] = torch.tensor([places.index(layer) for layer in layers], device=self.device)
+        return self.row_indices[layers]
+
+    def add(self, routings: list[Routing]) -> None:
+        """Count what layers decided about the same tokens."""
+        rows_L = self.rows_of(routings)
+        several, tokens = together(routings), routings[0].tokens
+        real_T, cell_T = self.cells(routings[0])
+        shape = (len(routings), len(real_T), self.k)
+        chosen_LTK = torch.where(real_T[:, None], several.chosen_TK.view(shape), -1)
+        there_LTK = chosen_LTK >= 0
+        gates_LTK = torch.where(there_LTK, several.gates_TK.view(shape), 0).double()
+        cell_LT = rows_L[:, None] * (self.nowhere + 1) + cell_T
+        nowhere_L11 = rows_L[:, None, None] * (self.nowhere + 1) + self.nowhere
+        flat = (torch.where(there_LTK, cell_LT[..., None], nowhere_L11) * self.n_experts + chosen_LTK.clamp(min=0)).view(-1)  # fmt: skip
+        self.counts_LCE.view(-1).index_add_(0, flat, there_LTK.view(-1).long())
+        self.mass_LCE.view(-1).index_add_(0, flat, gates_LTK.view(-1))
+        member_LTE = torch.zeros(*shape[:2], self.n_experts + 1, device=self.device)
+        member_LTE.scatter_(2, torch.where(there_LTK, chosen_LTK, self.n_experts), 1.0)
+        pairs_LEE = (member_LTE.mT @ member_LTE)[:, :-1, :-1]  # of zeros and ones: exact up to 2^24 tokens a pass
+        self.pairs_LEE.index_add_(0, rows_L, pairs_LEE.double())
+        assigned_LT, gate_LT = there_LTK.sum(-1).double(), gates_LTK.sum(-1)
+        neighbours = self.neighbours(routings, first_choice(several).view(shape[:2]), chosen_LTK, real_T, tokens)
         values = [
-            torch.ones_like(gate_T), assigned_T, self.k - assigned_T, gate_T, gates_TK.square().sum(-1), gate_T.square(),
-            *decisions(routing), *self.neighbours(routing, chosen_TK, real_T),
+            torch.ones_like(gate_LT), assigned_LT, self.k - assigned_LT, gate_LT, gates_LTK.square().sum(-1), gate_LT.square(),
+            *decisions(several), *neighbours,
         ]  # fmt: skip
-        self.sums_CS.index_add_(0, cell_T, torch.stack([value.double() for value in values], -1))
+        sums = torch.stack([value.reshape(-1).double() for value in values], -1)
+        self.sums_LCS.view(-1, len(SUMS)).index_add_(0, cell_LT.view(-1), sums)
 
     def cells(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """Which tokens are real, and the cell of each."""
         tokens = routing.tokens
         if tokens is None:
-            real_T = torch.ones(len(routing.chosen_TK), dtype=torch.bool, device=routing.chosen_TK.device)
+            real_T = torch.ones(len(routing.chosen_TK), dtype=torch.bool, device=self.device)
             return real_T, torch.zeros_like(real_T, dtype=torch.int64)
         cell_T = tokens.domain_T * BUCKETS + tokens.bucket_T
         return tokens.real_T, torch.where(tokens.real_T, cell_T, self.nowhere)
 
-    def neighbours(self, routing: Routing, chosen_TK: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def neighbours(
+        self, routings: list[Routing], first_LT: Tensor, chosen_LTK: Tensor, real_T: Tensor, tokens: Tokens | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """For each token whether there is one before it in its row, whether both have the same first choice, and their Jaccard index."""
-        rows = routing.tokens.rows if routing.tokens else 1
-        first_RL = torch.where(real_T, first_choice(routing), -1).view(rows, -1)  # -1 for padding too
-        chosen_RLK = chosen_TK.view(rows, -1, self.k)
-        nothing = torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1)
-        goes_on = routing.tokens is not None and routing.tokens.continues
-        previous = self.before if goes_on and self.before is not None else nothing
-        self.before = (first_RL[:, -1:], chosen_RLK[:, -1:])
+        # R: the rows of all layers
+        rows = len(routings) * (tokens.rows if tokens else 1)
+        first_RL = torch.where(real_T, first_LT, -1).view(rows, -1)  # -1 for padding too
+        chosen_RLK = chosen_LTK.view(rows, -1, self.k)
+        previous = torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1)
+        if tokens is not None and tokens.continues and all(routing.layer in self.before for routing in routings):
+            of_first, of_chosen = zip(*(self.before[routing.layer] for routing in routings), strict=True)
+            previous = torch.cat(of_first), torch.cat(of_chosen)
+        last = first_RL[:, -1:].chunk(len(routings)), chosen_RLK[:, -1:].chunk(len(routings))
+        self.before |= {routing.layer: pair for routing, *pair in zip(routings, *last, strict=True)}  # type: ignore[misc]
         first_before = torch.cat([previous[0], first_RL[:, :-1]], 1)
         chosen_before = torch.cat([previous[1], chosen_RLK[:, :-1]], 1)
         pair_RL = (first_RL >= 0) & (first_before >= 0)
@@ -102,16 +137,46 @@ class LayerTally:
         both = equal.sum((-2, -1))
         either = (chosen_RLK >= 0).sum(-1) + (chosen_before >= 0).sum(-1) - both
         same = pair_RL & (first_RL == first_before)
-        return pair_RL.view(-1), same.view(-1), (both / either.clamp(min=1) * pair_RL).view(-1)
+        return pair_RL, same, both / either.clamp(min=1) * pair_RL
 
-    def moved(self, phase: str) -> LayerCounts:
-        shape = (self.n_domains, BUCKETS, -1)
+    def moved(self, phase: str) -> list[LayerCounts]:
         counts, mass, sums = (
-            part[:-1].cpu().numpy().reshape(shape) for part in (self.counts_CE, self.mass_CE, self.sums_CS)
+            part[:, :-1].cpu().numpy().reshape(len(self.names), self.n_domains, BUCKETS, -1)
+            for part in (self.counts_LCE, self.mass_LCE, self.sums_LCS)
         )
-        return LayerCounts(
-            self.layer, self.layer_name, phase, self.k, counts, mass, sums, self.pairs_EE.cpu().numpy()
-        )  # fmt: skip
+        pairs = self.pairs_LEE.cpu().numpy()
+        return [
+            LayerCounts(layer, name, phase, self.k, counts[row], mass[row], sums[row], pairs[row])
+            for row, (layer, name) in enumerate(self.names.items())
+        ]
+
+
+def together(routings: list[Routing]) -> Routing:
+    """Layers that decided alike about equally many tokens, as if they were one layer with the tokens of all, layer after layer."""
+    if len(routings) == 1:
+        return routings[0]
+
+    def joined(*parts: Tensor | None) -> Tensor | None:
+        return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
+
+    same = all(routing.selection_TE is routing.scores_TE for routing in routings)
+    scores_TE = joined(*(routing.scores_TE for routing in routings))
+    return replace(
+        routings[0],
+        chosen_TK=torch.cat([routing.chosen_TK for routing in routings]),
+        gates_TK=torch.cat([routing.gates_TK for routing in routings]),
+        logits_TE=joined(*(routing.logits_TE for routing in routings)),
+        scores_TE=scores_TE,
+        selection_TE=scores_TE if same else joined(*(routing.selection_TE for routing in routings)),
+        tokens=None, dropped_T=None, x_TD=None,
+    )  # fmt: skip
+
+
+def alike(routing: Routing) -> tuple[Any, ...]:
+    """What layers must share to be counted together."""
+    known = (part is not None for part in (routing.logits_TE, routing.scores_TE, routing.selection_TE))
+    chosen_TK = routing.chosen_TK
+    return (routing.n_experts, chosen_TK.shape, chosen_TK.device, routing.gates_TK.dtype, *known)
 
 
 def decisions(routing: Routing) -> list[Tensor]:
@@ -127,14 +192,33 @@ class Tally:
     """All layers and phases of one model. `add` takes a layer's routing as capture hands it on."""
 
     n_domains: int = 1
-    layers: dict[tuple[str, int], LayerTally] = field(default_factory=dict)
+    accumulated: dict[tuple[Any, ...], Accumulated] = field(default_factory=dict)
+    waiting: list[Routing] = field(default_factory=list)  # of the pass under way, to be counted together
+    numbers: int = 0  # that these hold
 
     def add(self, routing: Routing) -> None:
-        key = (routing.tokens.phase if routing.tokens else "prefill", routing.layer)
-        if key not in self.layers:
-            self.layers[key] = LayerTally(routing, self.n_domains)
-        self.layers[key].add(routing)
+        before = self.waiting
+        if before and (routing.tokens is not before[0].tokens or routing.layer in [one.layer for one in before]):
+            self.count()  # another pass
+        self.waiting.append(replace(routing, x_TD=None, dropped_T=None))  # what is not counted is not to be held
+        self.numbers += (routing.chosen_TK if routing.logits_TE is None else routing.logits_TE).numel()
+        if self.numbers > MOST_WAITING:
+            self.count()
+
+    def count(self) -> None:
+        waiting, self.waiting, self.numbers = self.waiting, [], 0
+        groups: dict[tuple[Any, ...], list[Routing]] = {}
+        for routing in waiting:
+            groups.setdefault(alike(routing), []).append(routing)
+        for routings in groups.values():
+            first = routings[0]
+            key = (first.tokens.phase if first.tokens else "prefill", first.n_experts, first.chosen_TK.shape[1], first.chosen_TK.device)  # fmt: skip
+            if key not in self.accumulated:
+                self.accumulated[key] = Accumulated(first, self.n_domains)
+            self.accumulated[key].add(routings)
 
     def moved(self) -> list[LayerCounts]:
         """Everything counted so far, off the device, by phase and layer."""
-        return [self.layers[key].moved(key[0]) for key in sorted(self.layers)]
+        self.count()
+        found = [counts for key, part in self.accumulated.items() for counts in part.moved(key[0])]
+        return sorted(found, key=lambda counts: (counts.phase, counts.layer))

@@ -34,6 +34,11 @@ class TokenTable:
         self.writer: Any = None
         self.waiting: list[Part] = []
         self.rows = 0
+        self.ids: set[int] = set()
+
+    def seen(self) -> Integers:
+        """Every token id that was written."""
+        return np.array(sorted(self.ids), dtype=np.int64)
 
     @property
     def wanted(self) -> bool:
@@ -57,6 +62,7 @@ class TokenTable:
 
     def add(self, window: Window, phase: str, chosen_LTK: Integers, gates_LTK: Array, entropy_LT: Array) -> None:
         self.waiting.append(Part(window, phase, chosen_LTK.copy(), gates_LTK.copy(), entropy_LT.copy()))
+        self.ids.update(np.unique(window.ids).tolist())
         self.rows += entropy_LT.size
         if self.rows >= ROWS_AT_ONCE:
             self.flush()

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moescope.routing.arrays import Array
+from moescope.routing.arrays import Array, Integers
 from moescope.routing.capture import Capture
+from moescope.routing.contexts import Contexts, LargestGates
 from moescope.routing.documents import Batch, Document, batches, windows
 from moescope.routing.jackknife import FEWEST_DOCUMENTS
 from moescope.routing.models import TracedModel, predicted_tokens, run_batch
+from moescope.routing.output_means import OutputMeans
 from moescope.routing.rows import (
     Corpus,
     coactivation_columns,
+    context_rows,
     domain_metric_rows,
     domain_rows,
+    expert_cosine_columns,
     load_rows,
     metric_rows,
     separation_rows,
@@ -28,10 +32,14 @@ from moescope.routing.rows import (
 from moescope.routing.sample import Probe, Recorder, Sample, sampled_positions
 from moescope.routing.tally import LayerCounts, Tally
 from moescope.routing.token_table import TokenTable
+from moescope.routing.words import Words
 from moescope.types import Routing
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+TABLES_OF_A_STEP = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "contexts", "expert_cosines")
 
 
 @dataclass
@@ -45,7 +53,10 @@ class Traced:
     probe: Probe | None = None
     routers: dict[int, Array] | None = None  # router rows by layer
     scoring: dict[int, str] | None = None
-    token_text: Callable[[int], str | None] = lambda token: None
+    words: Words = field(default_factory=Words)
+    contexts: Contexts | None = None
+    outputs: OutputMeans | None = None
+    seen: Integers | None = None  # token ids whose words are to be kept, where single tokens are
     model_type: str = "unknown"
     window: int | None = None
     gates: bool = True  # whether gates are known
@@ -54,10 +65,16 @@ class Traced:
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
 
+    def vectors(self, layer: int) -> dict[str, Array]:
+        """What of the layer's experts can be compared as directions: router rows, mean outputs."""
+        outputs = None if self.outputs is None else self.outputs.means(layer)
+        found = {"router": (self.routers or {}).get(layer), "outputs": outputs}
+        return {of: vectors for of, vectors in found.items() if vectors is not None}
+
     def tables(self, step: int, seed: int) -> dict[str, pd.DataFrame]:
         import pandas as pd
 
-        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in ("load", "routing_layers", "coactivation", "domains", "vocabulary")}  # fmt: skip
+        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES_OF_A_STEP}
 
         def keep(table: str, counts: LayerCounts, content: Any) -> None:
             frame = pd.DataFrame(content if isinstance(content, dict) else list(content))
@@ -72,8 +89,12 @@ class Traced:
             keep("routing_layers", counts, metric_rows(counts, self.corpus, self.gates, self.decisions))
             keep("routing_layers", counts, separation_rows(counts, (self.routers or {}).get(counts.layer)))
             keep("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
+        places = context_rows(self.contexts, self.probe, self.corpus, self.words)
         for counts in self.main():
             keep("domains", counts, domain_rows(counts, self.corpus))
+            keep("contexts", counts, places.get(counts.layer, []))
+            for of, vectors in self.vectors(counts.layer).items():
+                keep("expert_cosines", counts, expert_cosine_columns(of, vectors))
             if counts.k > 1:
                 keep("coactivation", counts, coactivation_columns(counts))
             if self.probe is not None:
@@ -81,9 +102,13 @@ class Traced:
                 keep(
                     "vocabulary",
                     counts,
-                    vocabulary_columns(self.probe, counts.layer, counts.n_experts, self.token_text),
+                    vocabulary_columns(self.probe, counts.layer, counts.n_experts, self.words.of),
                 )
-        return {name: joined(name, frames) for name, frames in parts.items()}
+        frames = {name: joined(name, found) for name, found in parts.items()}
+        if self.seen is not None:
+            words = [self.words.of(int(token)) for token in self.seen]
+            frames["pieces"] = pd.DataFrame({"token_id": self.seen, "token": words})
+        return frames
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this step."""
@@ -150,10 +175,13 @@ def trace_model(
 ) -> Traced:
     """Run the model over the documents in each phase, counting; every token goes to `token_file` too, where one is given."""
     tally, recorder = Tally(len(domains)), Recorder(full=token_file is not None)
+    outputs = OutputMeans(len(domains))
 
     def consume(routing: Routing) -> None:
         tally.add(routing)
         recorder.add(routing)
+        largest.add(routing)
+        outputs.add(routing, capture)
 
     main = phases[0]
     corpus = Corpus(domains, [0] * len(domains))
@@ -161,12 +189,15 @@ def trace_model(
     def counted(documents: Iterable[Document]) -> Iterable[Document]:
         for document in documents:
             corpus.documents[document.domain] += 1
+            outputs.see(document)
             yield document
 
     with Capture(traced.model, consume, runner=traced.runner) as capture:
         layers = [block.layer for block in capture.blocks]
         names = layer_names or {block.layer: block.name for block in capture.blocks}
         sample = Sample(layers)
+        contexts = Contexts(layers, [block.n_experts for block in capture.blocks])
+        largest = LargestGates(contexts.widest)
         with TokenTable(token_file, step, names, domains) as table:
             parts = windows(counted(read()), traced.window)
             for rows in batches(parts, batch_size):
@@ -174,8 +205,8 @@ def trace_model(
                 for phase in phases:
                     keeper = recorder if phase == main else None
                     if keeper is None:
-                        recorder.at = None
-                    run_phase(traced, capture, batch, phase, keeper, sample, table)
+                        recorder.at = largest.at = outputs.at = None
+                    run_phase(traced, capture, batch, phase, keeper, sample, (largest, contexts), outputs, table)
                     advance(int(batch.real_BL.sum()))
         router_rows = {block.layer: block.rows_ED for block in capture.blocks}
         routers = {
@@ -185,8 +216,8 @@ def trace_model(
         }
         scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
     return Traced(
-        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, token_reader(traced.tokenizer),
-        str(traced.config.model_type), traced.window,
+        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts, outputs,
+        table.seen() if table.wanted else None, str(traced.config.model_type), traced.window,
     )  # fmt: skip
 
 
@@ -197,6 +228,8 @@ def run_phase(
     phase: str,
     recorder: Recorder | None,
     sample: Sample,
+    places: tuple[LargestGates, Contexts],
+    outputs: OutputMeans,
     table: TokenTable,
 ) -> None:
     """One batch in one phase. What is recorded of single tokens is put together over the phase's passes."""
@@ -208,15 +241,17 @@ def run_phase(
         for _ in run_batch(traced, capture, batch, phase):
             pass
         return
-    shape = batch.ids_BL.shape
+    shape, (largest, contexts) = batch.ids_BL.shape, places
     predicted_BL = np.full(shape, -1, dtype=np.int64)
     kept: list[np.ndarray] = []
     spans = list(passes(batch, phase))
 
     def aim(span: int) -> np.ndarray:
         start, stop = spans[span]
+        outputs.aim(batch, start, stop, traced.device)
         at = sampled_positions(batch, None if table.wanted else sample, start, stop)
         recorder.at = torch.from_numpy(at).to(traced.device) if len(at) else None
+        largest.aim(recorder.at, len(batch.rows), stop - start)
         return at
 
     at = aim(0)
@@ -224,6 +259,7 @@ def run_phase(
         width = stop - start
         if len(at):
             moved = recorder.moved()
+            largest.collect(start)
             if not kept:
                 kept = [
                     np.full((len(part), *shape, *part.shape[2:]), -1 if index == 0 else np.nan, dtype=part.dtype)
@@ -238,20 +274,12 @@ def run_phase(
             at = aim(span + 1)
     if not kept:
         return
+    gate_LBE, position_LBE = largest.taken()
     for index, window in enumerate(batch.rows):
         n = len(window.ids)
+        if sample.wants(window):
+            contexts.add(window, gate_LBE[:, index], position_LBE[:, index])
         sample.add(window, kept[0][:, index, :n].copy(), batch.next_BL[index, :n], predicted_BL[index, :n])
+        contexts.keep_below(sample.threshold)
         if table.wanted:
             table.add(window, phase, *(part[:, index, :n] for part in kept))
-
-
-def token_reader(tokenizer: Any) -> Callable[[int], str | None]:
-    """Token id -> its text, each looked up once."""
-    known: dict[int, str | None] = {}
-
-    def text(token: int) -> str | None:
-        if token not in known:
-            known[token] = None if tokenizer is None else str(tokenizer.decode([token]))
-        return known[token]
-
-    return text

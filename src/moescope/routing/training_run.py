@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,8 +17,9 @@ from moescope.tables import TABLES, TRAINING_TABLES, read_parquet
 if TYPE_CHECKING:
     import pandas as pd
 
+Rows = dict[str, list[Any]]  # of tables, by their names: rows, or whole frames
 logger = logging.getLogger("moescope")
-STAGES = ("gradients", "scan", "tables", "write")
+STAGES = ("gradients", "scan", "judge", "tables", "write")
 LONG = ("load", "routing_layers", "coactivation")
 ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they have no row
 
@@ -81,10 +83,10 @@ class TrainingRun:
                 file.unlink()
         return dict(setup)
 
-    def flush(self, step: int, rows: dict[str, list[Any]], setup: dict[str, Any]) -> None:
-        """Begin to write all rows gathered since the last flush, which must be on disk by now."""
+    def flush(self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]] = ()) -> None:
+        """Begin to write all rows gathered since the last flush, which must be on disk by now; `unmade` gives more of them."""
         self.wait()
-        self.writing = self.disk.submit(self.write, step, rows, setup)
+        self.writing = self.disk.submit(self.write, step, rows, setup, unmade)
 
     def wait(self) -> None:
         """Until what was flushed is on disk: from then on a crash cannot take it back."""
@@ -95,9 +97,13 @@ class TrainingRun:
             except (BadInput, OSError) as error:  # a full disk: no reason to end a training
                 logger.warning("moescope: tables could not be written and are lost: %s", error)
 
-    def write(self, step: int, rows: dict[str, list[Any]], setup: dict[str, Any]) -> None:
+    def write(self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]]) -> None:
         import pandas as pd
 
+        with self.writer.timed("tables"):
+            for make in unmade:
+                for name, more in make().items():
+                    rows.setdefault(name, []).extend(more)
         frames = {}
         for name, parts in rows.items():
             plain = [part for part in parts if isinstance(part, dict)]

@@ -6,34 +6,39 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from moescope.routing.adapters import Block
 from moescope.routing.arrays import Array
 from moescope.routing.decision import DECISION
 from moescope.routing.load import cv, load_entropy_share, max_over_mean, unused
 from moescope.routing.rows import Corpus, Row, coactivation_columns, load_rows, metric_rows, separation_rows
-from moescope.routing.step_tally import Window
+from moescope.routing.step_tally import Place, Window
 
 DOMAIN = "train"
-NEEDS_ORDER = ("sequential_consistency", "adjacent_jaccard")  # not counted in training
 PERCENTILES = {"cv": (50, 90), "max_over_mean": (50, 90), "unused": (50, 90), "load_entropy_share": (10, 50), "routing_entropy": (10, 50)}  # fmt: skip
 PREFIX = "moescope/"
 
 
 def window_tables(
-    window: Window, blocks: list[Block], k_L: list[int], step: int, pairs: bool = False
+    window: Window,
+    places: list[Place],
+    routers_LED: list[Tensor | None],
+    k_L: list[int],
+    step: int,
+    pairs: bool = False,
 ) -> dict[str, list[Row]]:
     """Rows of load and routing_layers (and coactivation where pairs were counted) of the steps that end with this one."""
     tables: dict[str, list[Row]] = {"load": [], "routing_layers": []}
     corpus = Corpus([DOMAIN], [0])
-    for row, block in enumerate(blocks):
+    for row, block in enumerate(places):
         counts = window.layer(row, block, k_L[row])
         place = {"step": step, "layer": block.layer, "layer_name": block.name}
         tables["load"] += [{**place, **line} for line in load_rows(counts, corpus)]
         decided = bool(window.decided_L[row])
-        metrics = (line for line in metric_rows(counts, corpus, decisions=decided) if line["metric"] not in NEEDS_ORDER)
-        rows_ED = block.rows_ED
-        router_ED = None if rows_ED is None else rows_ED.detach().double().cpu().numpy()
+        metrics = metric_rows(counts, corpus, decisions=decided, order=False)
+        rows_ED = routers_LED[row]
+        router_ED = None if rows_ED is None else rows_ED.double().cpu().numpy()
         apart = (
             line for line in separation_rows(counts, router_ED) if pairs or line["metric"] != "expert_overlap"
         )  # which is made of pairs

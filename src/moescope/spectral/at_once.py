@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,6 +30,15 @@ def reads(read: Callable[[int], Tensor], experts: list[int], device: str) -> Ite
 
         return read_ahead(read, experts)
     return ((expert, partial(read, expert)) for expert in experts)
+
+
+def beside_others(device: str) -> AbstractContextManager[None]:
+    """Where a layer is analysed while others are: on a GPU in a stream of its thread's own."""
+    if device == "cpu":
+        return nullcontext()
+    from moescope.spectral.on_gpu import own_stream
+
+    return own_stream(device)
 
 
 def decompose_each(

@@ -8,6 +8,7 @@ is formed. No eigenvector is computed but the leading ones. Plain torch, so that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 PANEL = 32  # columns reduced before the rest of the matrix is brought up to date
 LEAF = 32  # rows of a tridiagonal matrix that are left to the library's batched solver, at most
 ITERATIONS = 60  # of the secular equation's solver, at most; it mostly needs six, and halves an interval where eigenvalues are tied
+Update = Callable[["Tensor", "Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
 EPS = torch.finfo(torch.float64).eps
 NEXT_TO_NOTHING = 1e-150  # its square is still a number
 SETTLED = (
@@ -144,14 +146,17 @@ class Eigenbasis:
         return (self.leaves @ parts).reshape(batch, whole, -1)[:, self.padding :]
 
 
-def divide_and_conquer(diagonal_BN: Tensor, beside_BN: Tensor, vectors_BNV: Tensor) -> Eigenbasis:
+def divide_and_conquer(
+    diagonal_BN: Tensor, beside_BN: Tensor, vectors_BNV: Tensor, update: Update | None = None
+) -> Eigenbasis:
     """Eigenvalues of tridiagonal matrices and the vectors' coordinates in their eigenbases (Cuppen; Gu and Eisenstat 1995).
 
     A library deflates: it leaves out eigenvalues that a merge does not move. What is deflated differs from matrix to
     matrix, so here the problem is moved instead, by no more than rounding: equal eigenvalues are set apart by eps, and no
     coupling is less than eps. Every matrix then takes the same steps, and stays as accurate as if its entries had been
-    rounded once more.
+    rounded once more. `update` takes the place of `rank_one_update`, where there is a quicker one.
     """
+    update = update or rank_one_update
     batch, rows = diagonal_BN.shape
     scale = torch.maximum(diagonal_BN.abs().amax(1), beside_BN.abs().amax(1) if rows > 1 else diagonal_BN.abs().amax(1))
     scale = torch.where(scale > 0, scale, 1.0)[:, None]
@@ -193,7 +198,7 @@ def divide_and_conquer(diagonal_BN: Tensor, beside_BN: Tensor, vectors_BNV: Tens
         joined = torch.cat([tied, first, last, both], -2)
         sorted_values, order = pair_values.sort(-1)
         joined = joined.gather(-1, order[..., None, :].expand(joined.shape))
-        values, rotation, fine = rank_one_update(sorted_values, joined[..., 0, :], strength)
+        values, rotation, fine = update(sorted_values, joined[..., 0, :], strength)
         converged &= fine.reshape(batch, -1).all(1)
         work = joined[..., 1:, :] @ rotation.mT
         merges.append(Merge(order, rotation))
@@ -215,12 +220,7 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
     """
     size = poles_M.shape[-1]
     steps = torch.arange(size, device=poles_M.device)
-    apart = 2 * EPS * torch.maximum(poles_M.abs().amax(-1, keepdim=True), strength[..., None])
-    poles = torch.cummax(poles_M - steps * apart, -1).values + steps * apart
-    z = torch.where(coupling_M < 0, -1.0, 1.0) * coupling_M.abs().clamp_min(EPS)
-    weights = strength[..., None] * z.square()  # rho z_j^2
-    above = torch.cat([poles[..., 1:], poles[..., -1:] + weights.sum(-1, keepdim=True)], -1)
-    gap = above - poles
+    poles, z, weights, gap = interlaced(poles_M, coupling_M, strength)
     # which of the two poles beside it a root is nearer to: the sign of the secular function half way tells
     half = poles + gap / 2
     middle = 1 + weighted_sums(poles[..., None, :] - half[..., None], weights)[0]
@@ -271,6 +271,17 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
     vectors = exact[..., None, :] / shifted
     vectors = vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return origin + root, vectors, settled
+
+
+def interlaced(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(poles set apart, couplings of which none vanishes, rho z^2, the width of the interval above each pole that holds a root)."""
+    steps = torch.arange(poles_M.shape[-1], device=poles_M.device)
+    apart = 2 * EPS * torch.maximum(poles_M.abs().amax(-1, keepdim=True), strength[..., None])
+    poles = torch.cummax(poles_M - steps * apart, -1).values + steps * apart
+    z = torch.where(coupling_M < 0, -1.0, 1.0) * coupling_M.abs().clamp_min(EPS)
+    weights = strength[..., None] * z.square()  # rho z_j^2
+    above = torch.cat([poles[..., 1:], poles[..., -1:] + weights.sum(-1, keepdim=True)], -1)
+    return poles, z, weights, above - poles
 
 
 def weighted_sums(distances: Tensor, weights_M: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moescope.spectral.batched_eigen import Reduction, divide_and_conquer, tridiagonalise
+from moescope.spectral.batched_eigen import PANEL, Reduction, Update, divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decomposition, decompose_on_gpu, gram_suffices
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 
     from moescope.spectral.arrays import Array
 
+logger = logging.getLogger("moescope")
 ARRAYS_HELD = 14  # of n x n numbers a matrix, at the most, while a batch is solved
 MOST_AT_ONCE = 128
 READERS = 8  # threads that read experts, and how many experts each may be ahead
-AHEAD = 16
+AHEAD = 10
 CONSERVED = 1e-12  # a row of the matrix: how far lengths may stray in the eigenbasis; seen are 1e-14
 ROWS_AT_ONCE = (
     2**21
@@ -35,19 +37,18 @@ SQUARINGS = 32  # of a matrix whose largest eigenvalue is wanted; see largest_ei
 
 @dataclass
 class Replayed:
-    """A function of tensors whose thousands of small kernels are recorded once for a shape and then replayed as one.
+    """The reduction, whose thousands of small kernels are recorded once for a shape and then replayed as one.
 
     Started one by one they take longer than they run. What comes out is overwritten by the next call of the same shape.
     """
 
-    function: Callable[..., Reduction]
     recorded: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Reduction]] = field(
         default_factory=dict
     )
 
     def __call__(self, *tensors: Tensor) -> Reduction:
         if not tensors[0].is_cuda:
-            return self.function(*tensors)
+            return tridiagonalise(*tensors)
         count, key = len(tensors[0]), tuple(tensor.shape[1:] for tensor in tensors)
         if key not in self.recorded or len(self.recorded[key][1][0]) < count:
             self.recorded.clear()  # a recording holds its memory; a checkpoint mostly has experts of one shape
@@ -62,17 +63,67 @@ class Replayed:
         inputs = [tensor.clone() for tensor in tensors]
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # libraries set themselves up at their first call, which cannot be recorded
-            self.function(*(tensor[:, :64, :64].clone() for tensor in inputs))
+        with torch.cuda.stream(aside):
+            function = ready_reduction(*inputs)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may read meanwhile
-            output = self.function(*inputs)
+            output = function(*inputs)
         return graph, inputs, output
 
 
-reduce = Replayed(tridiagonalise)
+def ready_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[..., Reduction]:
+    """The reduction in two kernels a column where Triton can compile it, the one in plain torch elsewhere; both give the same.
+
+    Has been run for a few columns: libraries and compilers set themselves up at their first call, which cannot be recorded.
+    """
+    try:
+        from moescope.spectral.fused_reduction import tridiagonalise_fused
+
+        tridiagonalise_fused(matrices_BNN.clone(), vectors_BNV, columns=PANEL + 1)
+    except (
+        Exception
+    ) as error:  # no Triton, no C compiler for it, a GPU it does not know: each has its own kind of error
+        logger.info("moescope: the plain reduction is used, for the fused one cannot be compiled: %s", error)
+        tridiagonalise(matrices_BNN[:, :64, :64].clone(), vectors_BNV[:, :64])
+        return tridiagonalise
+    return tridiagonalise_fused
+
+
+@cache
+def ready_update() -> Update | None:
+    """Divide and conquer's step in three kernels where Triton can compile them, tried once; None elsewhere."""
+    try:
+        from moescope.spectral.fused_roots import rank_one_update_fused
+
+        poles = torch.linspace(0, 1, 32, dtype=torch.float64, device="cuda")[None]
+        rank_one_update_fused(poles, torch.ones_like(poles), torch.ones_like(poles[:, 0]))
+    except Exception as error:  # as above
+        logger.info("moescope: the plain rank-one update is used, for the fused one cannot be compiled: %s", error)
+        return None
+    return rank_one_update_fused
+
+
+reduce = Replayed()
 one_at_a_time = threading.Lock()  # two layers may be under way, and a recording is not to be shared
+
+
+of_thread = threading.local()
+
+
+def own_stream(device: str) -> AbstractContextManager[None]:
+    """A stream of this thread's own on the device: what it computes there does not queue behind another layer's decomposition.
+
+    Decompositions themselves share one stream, and with it one pool of memory.
+    """
+    if getattr(of_thread, "device", None) != device:
+        of_thread.device, of_thread.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(of_thread.stream)
+
+
+def solver_stream() -> torch.cuda.Stream | None:
+    """None, which changes nothing, where there is no GPU: everything here is tested without one."""
+    return torch.cuda.default_stream() if torch.cuda.is_available() else None
 
 
 def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tuple[int, Callable[[], Tensor]]]:
@@ -80,7 +131,7 @@ def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tu
 
     Reading goes through streams of its own, so that looking at a tensor does not wait for the decompositions under way.
     """
-    here = torch.cuda.current_stream()
+    here = torch.cuda.default_stream()  # where experts are decomposed
 
     def aside(expert: int) -> Tensor:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
@@ -118,7 +169,7 @@ def in_batches(
     room = 0
 
     def solve() -> Iterator[tuple[int, Decomposition]]:
-        with waiting(), one_at_a_time:
+        with waiting(), one_at_a_time, torch.cuda.stream(solver_stream()):
             numbers, matrices = zip(*batch, strict=True)
             found = decompose_batch(list(matrices), routers_ED, ladder, TOLERANCE[precision])
         batch.clear()
@@ -158,7 +209,8 @@ def decompose_batch(
     gram = W.mT @ W if tall else W @ W.mT
     moments = (W @ Y if tall else W.mT @ Y).square().sum(1)  # y'Gy of every router
     solved = reduce(gram, Y)
-    eigen = divide_and_conquer(solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV)
+    update = ready_update() if W.is_cuda else None
+    eigen = divide_and_conquer(solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV, update)
     squares, coordinates = eigen.values_BN.flip(1), eigen.coordinates_BVN.flip(2)
     # An eigenbasis keeps lengths, and y'Gy = sum of lambda c^2: two things that no wrong one does.
     length, energy = Y.square().sum(1), coordinates.square()
@@ -185,14 +237,13 @@ def decompose_batch(
 
 def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tuple[Array, ...]]:
     """What `subspaces.row_similarities` gives, for all pairs of experts: a few thousand at a time, all would fill a small GPU."""
-    with one_at_a_time:
-        stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
-        first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
-        at_once = max(1, ROWS_AT_ONCE // stacked.shape[1])
-        blocks = [
-            block_similarities(stacked[some].mT @ stacked[others], ks)
-            for some, others in zip(first.split(at_once), second.split(at_once), strict=True)
-        ]
+    stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
+    first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
+    at_once = max(1, ROWS_AT_ONCE // stacked.shape[1])
+    blocks = [
+        block_similarities(stacked[some].mT @ stacked[others], ks)
+        for some, others in zip(first.split(at_once), second.split(at_once), strict=True)
+    ]
     return [tuple(np.concatenate(parts) for parts in zip(*of_k, strict=True)) for of_k in zip(*blocks, strict=True)]
 
 

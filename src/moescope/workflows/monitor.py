@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moescope.checkpoint import Checkpoint, TensorInfo
-from moescope.checkpoint.files import Index, Stored
+from moescope.checkpoint.in_memory import in_memory
 from moescope.families import read_moe
 from moescope.routing.alerts import Thresholds
 from moescope.routing.trainer_monitor import TrainerMonitor
@@ -19,11 +17,10 @@ from moescope.workflows.scan import q_values, rank_layers
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch import Tensor, nn
+    from torch import nn
 
 SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
 IN_TRAINING = "the model in training"
-DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
 class Monitor(TrainerMonitor):
@@ -62,60 +59,11 @@ class Monitor(TrainerMonitor):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class WeightsInMemory:
-    """A running model's weights in place of a checkpoint's files, so that families read them as they read those."""
-
-    weights: dict[str, Tensor]
-    at_once: int = 1
-
-    def label(self, name: str) -> str:
-        return IN_TRAINING
-
-    def names(self) -> list[str]:
-        return []
-
-    def exists(self, name: str) -> bool:
-        return False
-
-    def raw(self, name: str) -> bytes | None:
-        return None
-
-    def size(self, name: str) -> int:
-        return sum(tensor.nbytes for tensor in self.weights.values())
-
-    def stamp(self, name: str) -> str:
-        return ""
-
-    def headers(self, name: str) -> dict[str, Stored]:
-        return {
-            tensor: Stored(DTYPES[str(value.dtype)], tuple(value.shape), 0, 0) for tensor, value in self.weights.items()
-        }
-
-    def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
-        found = self.weights[tensor] if index is None else self.weights[tensor][index]
-        return found.detach().to("cpu", copy=True)
-
-    def release(self) -> None:
-        """Nothing is held that the training does not hold anyway."""
-
-
-def in_memory(model: nn.Module) -> Checkpoint:
-    weights = {name: tensor for name, tensor in model.state_dict().items() if str(tensor.dtype) in DTYPES}
-    files = WeightsInMemory(weights)
-    tensors = {
-        name: TensorInfo(name, place.shape, place.dtype, IN_TRAINING) for name, place in files.headers("").items()
-    }
-    config: Any = getattr(model, "config", None)
-    known = config.to_dict() if hasattr(config, "to_dict") else None  # without one the tensors' names tell
-    return Checkpoint(IN_TRAINING, IN_TRAINING, "model", known, tensors, {}, tensors, files)
-
-
 def scan_model(model: nn.Module, step: int, settings: ScanSettings) -> dict[str, pd.DataFrame]:
     """Alignment, identification, orthogonality and ambiguity of every layer of a running model, as `scan` tables of that step."""
     import pandas as pd
 
-    moe = read_moe(in_memory(model))
+    moe = read_moe(in_memory(model, IN_TRAINING))
     parts: dict[str, list[pd.DataFrame]] = {name: [] for name in SCANNED if name != "ambiguity"}
     device = next(model.parameters()).device
     for weights in moe.layers.values():

@@ -12,6 +12,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import timed
+from moescope.spectral.at_once import beside_others
 from moescope.spectral.layer import LayerResult, ScanSettings, analyse_layer
 from moescope.workflows.arguments import choose_device
 
@@ -54,7 +55,8 @@ def analyse_here(
     start = time.perf_counter()
     stages = functools.partial(timed, timings)
     try:
-        result = analyse_layer(moe.layers[piece.layer], piece.settings, device, piece.keep_going, stages, tick)
+        with beside_others(device):
+            result = analyse_layer(moe.layers[piece.layer], piece.settings, device, piece.keep_going, stages, tick)
     finally:
         moe.checkpoint.release()
     seconds = round(time.perf_counter() - start, 4)

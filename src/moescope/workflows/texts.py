@@ -1,4 +1,4 @@
-"""Texts as users name them: files, folders, JSON lines, standard input, lists of token ids; read one document at a time."""
+"""Texts as users name them: files, folders, JSON lines, datasets of the hub, standard input, lists of token ids; read one document at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
+from moescope.workflows.hub_texts import SPELLING, find_hub_text, is_hub_text
 
 STDIN = "-"
 PIECE = 2**20  # bytes or token ids of a document at most: a longer one is read as several, so that memory stays flat
@@ -55,22 +56,28 @@ def text_source(domain: str, paths: list[str]) -> Source:
         content = sys.stdin.buffer.read()  # kept, since several models may read it
         stdin = decoded(content, "standard input")
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    files = [file for path in paths if path != STDIN for file in files_of(existing(path))]
+    here = [path for path in paths if path != STDIN and not is_hub_text(path)]
+    files = [file for path in here for file in files_of(existing(path))]
+    hub = [find_hub_text(path) for path in paths if is_hub_text(path)]
 
     def read() -> Iterator[Content]:
         if STDIN in paths:
             yield stdin
         for file in files:
             yield from read_file(file)
+        for dataset in hub:
+            yield from dataset.read()
 
-    return Source(domain, read, [fact(file) for file in files] + ([digest] if STDIN in paths else []))
+    identity: list[Any] = [fact(file) for file in files]
+    identity += [[dataset.address] for dataset in hub]
+    return Source(domain, read, identity + ([digest] if STDIN in paths else []))
 
 
 def existing(path: str) -> Path:
     found = Path(path)
     if not found.exists():
         raise BadInput(
-            f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, or - for standard input"
+            f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, {SPELLING}, or - for standard input"
         )
     return found
 

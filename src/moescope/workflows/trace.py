@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.checkpoint.places import find_place, shown_url
 from moescope.errors import BadInput
 from moescope.run import Run, RunWriter, default_folder, open_run
-from moescope.workflows.arguments import choose_device, one_of
+from moescope.workflows.arguments import choose_device, device_warnings, one_of
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run, step_numbers
 from moescope.workflows.texts import Content, Source, sources
@@ -103,7 +103,7 @@ def trace(
                 if piece_name(number) not in finished:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
                     trace_step(writer, number, name, reading, settings, place, partial(advance, label))
-        return finish(writer, [number for number, _ in steps], settings)
+        return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
 
 
 def trace_step(
@@ -156,22 +156,22 @@ def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_
             raise BadInput(f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone")
 
 
-def finish(writer: RunWriter, steps: list[int], settings: TraceSettings) -> Run:
+def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
     """Join the steps' tables, compare the steps with each other, and close the run."""
     from moescope.routing.compare_steps import stability_table
+    from moescope.routing.trace import TABLES_OF_A_STEP
 
     with writer.timed("join"):
-        frames = {
-            name: writer.joined(name) for name in ("load", "routing_layers", "coactivation", "domains", "vocabulary")
-        }
+        frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
         setups = sorted(writer.setups(), key=lambda setup: setup["step"])
         frames["stability"] = stability_table(
             steps, setups, lambda step, array: writer.array(piece_name(step), array), layer_names_in(frames["load"])
         )
         if settings.save_tokens:
             writer.join_streamed("tokens")
+            frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
     warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
-    writer.save_info(setup=setups, warnings=warnings, coverage=[setup["coverage"] for setup in setups])
+    writer.save_info(setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups])
     return writer.finish(frames)
 
 

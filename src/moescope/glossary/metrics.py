@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moescope.glossary import Column
+from moescope.glossary.column import Column
 
 METRICS: dict[str, Column] = {
     "cv": Column("float", "Coefficient of variation of the loads c.", "std(c)/mean(c), ddof 0", worst="√(n/k − 1)", chance="√((n − k)/(N k))", best="0"),

@@ -1,25 +1,10 @@
-"""What every column means: one text, used by the tables' schema, the figures' captions and the report's glossary."""
+"""Keys, and the columns of scans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from moescope.glossary.column import Column
 
-
-@dataclass(frozen=True)
-class Column:
-    """A column's kind (int, float, bool, text, floats, ints) and everything a reader needs to judge a number in it."""
-
-    kind: str
-    meaning: str
-    formula: str = ""
-    worst: str = ""
-    chance: str = ""
-    best: str = ""
-    misleads: str = ""
-    title: str = ""  # how figures and tables spell it; the column's name where empty
-
-
-COLUMNS: dict[str, Column] = {
+WEIGHTS: dict[str, Column] = {
     # --- keys
     "step": Column("int", "Which checkpoint of a training run, or the optimiser step that ends a stretch of it; 0 for a model looked at once."),
     "layer": Column("int", "The layer's number in the model, from 0."),
@@ -229,122 +214,4 @@ COLUMNS: dict[str, Column] = {
     "spectra.rank": Column("int", "How many singular values are not zero.", "#{sₐ > max(f, d) · ε · s₁}"),
     "condition": Column("float", "Largest over smallest nonzero singular value.", "s₁/s_rank"),
     "fallback": Column("bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."),
-    # --- routing on text
-    "phase": Column(
-        "text", "prefill: documents read whole, as in training too. decode: the same documents read one token at a time through the cache, as in generation."
-    ),
-    "domain": Column("text", "The name a text was given with, train for what a training run read; in routing_layers empty for all domains together."),
-    "metric": Column("text", "Which quantity; each is explained below, with its formula and reference values."),
-    "coactivation.expert_a": Column("int", "One expert of a pair; every ordered pair is listed."),
-    "coactivation.expert_b": Column("int", "The other expert of the pair."),
-    "role": Column(
-        "text", "Which token is meant: input, the token that was routed; next, the one that follows it in the text; predicted, the one "
-        "the model holds most likely to follow."
-    ),
-    "token_id": Column("int", "The token's number in the vocabulary."),
-    "token": Column("text", "The token as text; null without a tokenizer."),
-    "step_a": Column("int", "The earlier checkpoint of two."),
-    "step_b": Column("int", "The later checkpoint of two."),
-    "document": Column("int", "The document's number in the order of reading, from 0."),
-    "position": Column("int", "The token's place in its document, from 0."),
-    "tokens": Column("int", "How many tokens chose the expert; padding is never counted.", chance="N k/n of N tokens"),
-    "coactivation.tokens": Column("int", "How many tokens chose both experts.", chance="N k (k − 1)/(n (n − 1))"),
-    "domains.tokens": Column("int", "How many of the domain's tokens chose the expert.", chance="the domain's tokens × k/n"),
-    "gate_mass": Column(
-        "float", "The sum of the gates with which tokens chose the expert: how much it is heard, not only how often.", "Σₜ w[t, i]",
-        chance="the sum of all gates, divided by n", title="gate mass",
-        misleads="Gates of different models are scaled differently; compare shares, not sums. Null where a trace holds no gates.",
-    ),
-    "value": Column("float", "The metric's value; null where it cannot be said."),
-    "floor": Column(
-        "float", "What ideal random balanced routing gives: the same number of tokens, each choosing k of n experts at random.",
-        misleads="Tokens of a text are alike, so even a balanced router lies above the floor of load metrics on real text.",
-    ),
-    "collapse": Column("float", "What total collapse gives: every token goes to the same k experts. Null where that has no bound."),
-    "low": Column(
-        "float", "Lower end of the 95 % interval over documents.", "value − t · jackknife standard error, one of 256 groups of documents left out at a time",
-        misleads="It says how much other documents like these would differ, not other kinds of text. Null under 20 documents.",
-    ),
-    "high": Column("float", "Upper end of that interval."),
-    "share_of_a": Column(
-        "float", "Of the tokens that chose a, the share that chose b too.", "tokens(a, b)/tokens(a)", worst="1", chance="(k − 1)/(n − 1)",
-        best="0", title="share of a",
-    ),
-    "lift": Column(
-        "float", "How much more often two experts are chosen together than if each were chosen on its own.", "P(a, b)/(P(a) P(b))",
-        worst="far above chance_lift: the pair acts as one expert", chance="chance_lift, not 1", best="chance_lift",
-    ),
-    "chance_lift": Column("float", "The lift of random routing: below 1, since one token's experts differ.", "n (k − 1)/(k (n − 1))", title="chance lift"),
-    "affinity": Column(
-        "float", "How much more a domain uses an expert than domains do on average.", "P(i | d)/P(i), every domain counted alike",
-        worst="1 everywhere: nothing is specialised", chance="1", best="number of domains, for an expert of one domain",
-        misleads="Few documents make it stray from 1 by themselves; read domain_information beside it.",
-    ),
-    "share": Column(
-        "float", "The share of an expert's use that the domain makes up, if all domains were equally long.", "P(i | d)/Σ_d P(i | d)",
-        worst="share_chance", chance="share_chance", best="1",
-    ),
-    "share_chance": Column("float", "That share for an expert all domains use alike.", "1/number of domains", title="share by chance"),
-    "count": Column("int", "How often the expert was chosen at this token, in the sample.", chance="the token's count × the expert's share"),
-    "vocabulary.share": Column("float", "Of the expert's assignments in the sample, the share at this token.", "P(token | expert)",
-                               chance="P(token)"),
-    "vocabulary.lift": Column("float", "How much more often the expert is chosen at this token than experts are on average.",
-                              "P(token | expert)/P(token)", worst="1", chance="1, with much spread for rare tokens", best="1/P(expert)"),
-    "routing_consistency": Column(
-        "float", "Of a token's experts in one checkpoint, the share it has in the other too, on one text.", "mean over tokens of |S ∩ S′|/k",
-        worst="0", chance="Σ f f′/k, f = c/N", best="1", title="routing consistency",
-    ),
-    "routing_consistency_corrected": Column(
-        "float", "The same beyond what the experts' usages alone would give.", "(o − e)/(1 − e), e = Σ f f′/k", worst="below 0", chance="0", best="1",
-        title="corrected consistency",
-    ),
-    "top1_agreement": Column("float", "The share of tokens with the same first choice in both checkpoints.", worst="0", chance="Σ f f′ of first choices",
-                             best="1", title="top-1 agreement"),
-    "top1_corrected": Column("float", "The same beyond chance.", "(o − e)/(1 − e)", worst="below 0", chance="0", best="1", title="corrected top-1"),
-    "usage_sigma": Column(
-        "float", "How much experts' shares of the load move over the checkpoints from step_a to step_b.", "mean over experts of std(q) over checkpoints, ddof 0",
-        worst="√(k/n (1 − k/n))/k", chance="about √((n − k)/(n² N k))", best="0", title="usage sigma",
-    ),
-    "kendall_tau": Column("float", "Whether experts keep their order by usage.", "Kendall's τ-b of the two usages", worst="−1", chance="0", best="1",
-                          misleads="Ranks of even loads are noise: see tau_is_noise.", title="Kendall’s τ"),
-    "tau_is_noise": Column("bool", "Whether loads of either checkpoint are so even that their ranks mean nothing.", "cv < 3 √((n − k)/(N k))", title="τ is noise"),
-    "saturation_top1": Column("float", "top1_agreement with the last checkpoint: how much of the final routing is already there. Null for other pairs.",
-                              worst="0", chance="as top1_agreement", best="1", title="saturation, top-1"),
-    "saturation_topk": Column("float", "routing_consistency with the last checkpoint. Null for other pairs.", worst="0",
-                              chance="as routing_consistency", best="1", title="saturation, top-k"),
-    "experts": Column("ints", "The experts the token chose, by falling gate."),
-    "gates": Column("floats", "Their gates, as the block applied them; null where a trace holds none."),
-    "entropy": Column("float", "Entropy of the router's probabilities over all experts, in nats.", "−Σ p log p", worst="0", chance="log n", best="depends on the aim"),
-    # --- training
-    "steps.tokens": Column("int", "Real tokens read from the start of training up to this step, over all ranks and micro-batches."),
-    "train_loss": Column("float", "The loss as trained, mean over the steps since the row before."),
-    "lm_loss": Column("float", "The same without the auxiliary loss.", "loss − coefficient × auxiliary loss", best="the entropy of the text"),
-    "aux_loss": Column("float", "The load-balancing loss before its coefficient, as the model gives it; null where it gives none.",
-                       chance="k for a router that spreads tokens evenly (Mixtral's formula)"),
-    "validation_loss": Column("float", "The evaluation's loss; null at steps without one."),
-    "validation_loss_published": Column("float", "The evaluation's loss by the formula of a published comparison; null where there is none."),
-    "learning_rate": Column("float", "The learning rate of the step."),
-    "gradient_norm": Column("float", "The norm of the whole gradient before it is clipped.", "‖∂ loss/∂ all weights‖"),
-    "tokens_per_second": Column("float", "Real tokens a second since the row before, over all ranks."),
-    "step_seconds": Column("float", "Seconds a step since the row before."),
-    "peak_memory_bytes": Column("int", "The most memory the first rank's device has held; null on a CPU."),
-    "lm_gradient_norm": Column("float", "How strongly the language-model loss pulls on the layer's router.", "‖∂ lm_loss/∂ W_router‖",
-                               worst="0: the router learns nothing from the text, as with renormalised top-1 gates", best="depends on the aim"),
-    "aux_gradient_norm": Column("float", "How strongly the auxiliary loss pulls on it, its coefficient included; null where there is none.",
-                                "‖∂ (coefficient × aux_loss)/∂ W_router‖"),
-    "alerts.expert": Column("int", "The expert, where the alert is about one; null where it is about its layer."),
-    "kind": Column("text", "dead: an expert no token chose for that many steps. max_load: the busiest expert's load over the mean. unused: the share of "
-                           "experts without a token. entropy: the router has one answer to everything. nan: gates or logits are not numbers."),
-    "alerts.value": Column("float", "What was seen; null for nan."),
-    "threshold": Column("float", "From where on it is an alert: a setting."),
-    "message": Column("text", "The same in a sentence."),
-    # --- the lab
-    "overhead.router": Column("text", "The router, and what was switched off or on in it."),
-    "component": Column("text", "A part of the block, disjoint from the others: experts; update, what changes after a step without gradients; routing, "
-                                "the whole router; or the router's own parts, with rest for what it does beside them."),
-    "milliseconds": Column("float", "How long a forward pass spends in it, in training mode; median over repetitions.",
-                           misleads="With few tokens on a GPU it is the time to launch kernels. Backward passes are not in it."),
-    "flops": Column("int", "Floating-point operations of one pass.", "2 m n k a matrix product, one an element elsewhere",
-                    misleads="Sorting and moving numbers count nothing, yet take time."),
-    "overhead.share": Column("float", "Its part of the block's time.", "milliseconds/Σ milliseconds of the router's rows", worst="1", best="0, of all but the experts"),
 }  # fmt: skip

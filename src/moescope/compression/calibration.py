@@ -1,0 +1,162 @@
+"""One pass over text through the model's own blocks, with whatever is to be summed up handed in; sums as files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moescope.errors import BadInput
+from moescope.routing.adapters import Block, adapter_of
+from moescope.routing.capture import Capture
+from moescope.routing.documents import Batch, Document, batches, windows
+from moescope.types import Routing
+
+if TYPE_CHECKING:
+    from moescope.routing.models import TracedModel
+
+Sums = dict[str, Tensor]  # layer.N.NAME -> sums and counts: those of two texts added are those of both
+SUMS_VERSION = "1"
+
+
+class Collector(Protocol):
+    """Sums over tokens, of every layer: `consume` is called with each layer's routing as it happens, under no_grad.
+
+    `sums` holds sums and counts only, named layer.N.NAME, so that those of two texts can be added. The block may be asked for expert
+    outputs (`outputs_of_chosen`, `ungated_output`); capture does not see such calls.
+    """
+
+    def consume(self, routing: Routing, block: Block) -> None: ...
+
+    def sums(self) -> Sums: ...
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What one pass found besides the collectors' sums."""
+
+    documents: int
+    tokens: int
+    blocks: dict[int, Block]  # by layer: with the way of scoring that was found
+
+    def block(self, layer: int) -> Block:
+        return self.blocks[layer]
+
+
+def calibrate(
+    traced: TracedModel,
+    documents: Iterable[Document],
+    collectors: Sequence[Collector],
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Calibrated:
+    """Read the documents once; every collector sees every layer's routing. Choices and gates are those the experts were handed."""
+    from moescope.routing.models import run_batch
+
+    seen: set[int] = set()
+    tokens = 0
+
+    def counted() -> Iterable[Document]:
+        for document in documents:
+            seen.add(document.number)
+            yield document
+
+    def consume(routing: Routing) -> None:
+        capture.busy = True  # what collectors ask of experts is not the model's own pass
+        try:
+            for collector in collectors:
+                collector.consume(routing, blocks[routing.layer])
+        finally:
+            capture.busy = False
+
+    capture = Capture(traced.model, consume, runner=traced.runner)
+    blocks = {block.layer: block for block in capture.blocks}
+    with capture:
+        for rows in batches(windows(counted(), traced.window), batch_size):
+            batch = Batch.of(rows, traced.padding)
+            for _ in run_batch(traced, capture, batch, "prefill"):
+                pass
+            tokens += int(batch.real_BL.sum())
+            advance(int(batch.real_BL.sum()))
+    return Calibrated(len(seen), tokens, blocks)
+
+
+def real_tokens(routing: Routing) -> Tensor:
+    """Which tokens count: all but padding."""
+    if routing.tokens is None:
+        return torch.ones(len(routing.chosen_TK), dtype=torch.bool, device=routing.chosen_TK.device)
+    return routing.tokens.real_T
+
+
+class Handled(NamedTuple):
+    """Tokens of some experts, each with the expert it goes to, its gate g, and that expert's output without the gate, f."""
+
+    expert_N: Tensor
+    at_N: Tensor  # the token's place among the T
+    gates_N: Tensor
+    out_ND: Tensor
+
+
+def outputs_of_chosen(routing: Routing, block: Block) -> Iterator[Handled]:
+    """Every real token's chosen experts and what each made of it, whole experts at a time, in pieces of about T rows.
+
+    No [E, T, D] is ever made, nor [T, K, D]: a piece is one expert's tokens, or those of several small ones together, so that
+    128 experts with a few tokens each are not 128 calls.
+    """
+    assert routing.x_TD is not None
+    chosen_TK = torch.where(real_tokens(routing)[:, None], routing.chosen_TK, -1)
+    at_N, slot_N = torch.where(chosen_TK >= 0)
+    expert_N = chosen_TK[at_N, slot_N]
+    order = expert_N.argsort(stable=True)
+    at_N, slot_N, expert_N = at_N[order], slot_N[order], expert_N[order]
+    gates_N = routing.gates_TK[at_N, slot_N]
+    counts = torch.bincount(expert_N, minlength=routing.n_experts).tolist()
+    for start, stop in pieces(counts, len(chosen_TK)):
+        own = slice(start, stop)
+        out_ND = adapter_of(block).output(block, routing.x_TD[at_N[own]], expert_N[own])
+        yield Handled(expert_N[own], at_N[own], gates_N[own], out_ND)
+
+
+def pieces(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows that hold whole experts: as many as fit `most` rows, one that is larger by itself."""
+    start = stop = 0
+    for count in counts:
+        if stop > start and stop + count - start > most:
+            yield start, stop
+            start = stop
+        stop += count
+    if stop > start:
+        yield start, stop
+
+
+def added(ours: Sums, theirs: Sums) -> Sums:
+    """The sums over both texts."""
+    if set(ours) != set(theirs) or any(ours[name].shape != theirs[name].shape for name in ours):
+        raise BadInput("these sums are of other layers, experts or quantities and cannot be added; calibrate anew")
+    return {name: ours[name] + theirs[name] for name in ours}
+
+
+def save_sums(path: Path, sums: Sums, facts: dict[str, object]) -> None:
+    """The sums as one safetensors file; `facts` (checkpoint, documents, tokens) lie in its header."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sums.items()}
+    save_file(tensors, path, metadata={"moescope_sums": SUMS_VERSION, "facts": json.dumps(facts)})
+
+
+def load_sums(path: Path) -> tuple[Sums, dict[str, object]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            said = file.metadata() or {}
+            if said.get("moescope_sums") != SUMS_VERSION:
+                raise BadInput(f"{path}: not sums that this moescope wrote; calibrate anew")
+            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(said["facts"])  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, KeyError):
+        raise BadInput(f"{path}: the calibration's sums cannot be read; calibrate anew") from None

@@ -1,0 +1,315 @@
+"""Plans that merge: experts grouped by one of several likenesses, each group made one expert, and the router folded onto them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from moescope.compression import hc_smoe, m_smoe, weights_clustering
+from moescope.compression.grouping import Grouping, grouped, most_used, random_groups, sections, share_of_each
+from moescope.compression.merge_weights import merge_weights
+from moescope.compression.method import Decided, Evidence, Method, PlanSettings
+from moescope.compression.plan import LayerFit
+from moescope.families import MoeCheckpoint
+from moescope.families.counts import GROUPS
+from moescope.families.reading import stated, text_config
+from moescope.geometry.matching import can_flip, match_neurons
+from moescope.types import LayerPlan, LayerWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moescope.compression.calibration import Collector
+    from moescope.compression.folding import FoldedRouter, RouterParts
+    from moescope.compression.rerouting import Gating
+    from moescope.compression.states import LayerStates
+
+Array = npt.NDArray[np.float64]
+RESCALED = 0.05  # change of the gates' sum from which on it is worth a warning
+
+
+@dataclass(frozen=True)
+class LayerEvidence:
+    """One layer's part of what a method decides from; without a text, weights alone."""
+
+    weights: LayerWeights
+    keep: int
+    n_groups: int  # routing groups, within which experts are merged
+    settings: PlanSettings
+    top_k: int | None  # after merging, alike in every layer
+    sums: Mapping[str, Tensor]  # by their names in the layer
+    states: LayerStates | None
+    gating: Gating | None
+    like: LayerPlan | None
+    device: str = "cpu"  # where routers are fitted and neurons matched
+
+    @property
+    def layer(self) -> int:
+        return self.weights.layer
+
+    @property
+    def usage_E(self) -> Array | None:
+        """Tokens that chose each expert."""
+        tokens = self.sums.get("tokens_BE")
+        return None if tokens is None else tokens.sum(0).double().numpy()
+
+    @property
+    def reap_E(self) -> Array | None:
+        from moescope.compression.saliency import scores
+
+        named = {f"layer.0.{name}": tensor for name, tensor in self.sums.items()}
+        return None if self.usage_E is None else scores(named, 0, "reap")
+
+
+@dataclass(frozen=True)
+class MergedLayer:
+    """What becomes of one layer, and what its router's folding cost."""
+
+    plan: LayerPlan
+    fit: LayerFit
+    grouping: Grouping
+    folded: FoldedRouter | None
+
+
+Group = Callable[[Evidence, LayerEvidence], Grouping]
+
+
+def layer_evidence(given: Evidence, layer: int) -> LayerEvidence:
+    start = f"layer.{layer}."
+    own = {name.removeprefix(start): tensor for name, tensor in given.sums.items() if name.startswith(start)}
+    return LayerEvidence(
+        given.moe.layers[layer], given.keep[layer], routing_groups(given.moe, layer), given.settings, top_k_after(given),
+        own, given.states.get(layer), given.gating.get(layer), given.like.get(layer),
+        given.traced().device if given.traced is not None and given.states else "cpu",
+    )  # fmt: skip
+
+
+def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
+    """DeepSeek's n_group, 1 where there are none."""
+    found = stated(text_config(moe.checkpoint.config), GROUPS, layer)
+    return found if isinstance(found, int) and found > 1 else 1
+
+
+def top_k_after(given: Evidence) -> int | None:
+    """min(top_k, K), K of the narrowest layer: a config holds one number for all."""
+    before = [weights.top_k for weights in given.moe.layers.values() if weights.top_k is not None]
+    narrowest = min(given.keep.values()) if not given.settings.adaptive else 1
+    return min(max(before), narrowest) if before else None
+
+
+# --- ways of grouping
+
+
+def by_outputs(given: Evidence, own: LayerEvidence) -> Grouping:
+    mean_ED = (own.sums["output_sum_ED"] / own.sums["output_tokens"].clamp(min=1)).double().numpy()
+    measure = hc_smoe.MEASURES[0] if own.settings.distance == "default" else own.settings.distance
+    assert own.usage_E is not None
+    return hc_smoe.hc_smoe(mean_ED, own.usage_E, own.keep, measure, own.n_groups)
+
+
+def by_router_logits(given: Evidence, own: LayerEvidence) -> Grouping:
+    gram_EE = own.sums["logit_gram_EE"].double().numpy()
+    assert own.usage_E is not None
+    if not own.settings.adaptive:
+        return m_smoe.m_smoe(gram_EE, own.usage_E, own.keep, own.n_groups)
+    layers = list(given.keep)
+    usage = [usage for layer in layers if (usage := layer_evidence(given, layer).usage_E) is not None]
+    leaders = m_smoe.adaptive_dominants(usage, own.keep)[layers.index(own.layer)]
+    return m_smoe.joined(m_smoe.profile_cosines(gram_EE), leaders)
+
+
+def by_weights(given: Evidence, own: LayerEvidence) -> Grouping:
+    experts = [own.weights.expert(number) for number in range(own.weights.n_experts)]
+    measure = weights_clustering.MEASURES[0] if own.settings.distance == "default" else own.settings.distance
+    grouping, _ = weights_clustering.weights_clusters(experts, own.keep, measure, own.n_groups, device=own.device)
+    return grouping
+
+
+def at_random(given: Evidence, own: LayerEvidence) -> Grouping:
+    """Groups of the sizes of the plan it is a control of, or of random sizes."""
+    n_experts = own.weights.n_experts
+    generator = np.random.default_rng((own.settings.seed, own.layer, 7))
+    choose = most_used(np.zeros(n_experts) if own.usage_E is None else own.usage_E)
+    if own.like is not None:
+        sizes = [len(group) for group in own.like.groups]
+        if len(own.like.dropped) == 0:
+            return random_groups(n_experts, sizes, generator, choose, own.n_groups)
+    sizes = []
+    for part in sections(n_experts, own.n_groups):
+        count = share_of_each(own.keep, sections(n_experts, own.n_groups))
+        sizes += [1 + int(more) for more in generator.multinomial(len(part) - count, np.full(count, 1 / count))]
+    return random_groups(n_experts, sizes, generator, choose, own.n_groups)
+
+
+# --- one layer
+
+
+def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool) -> MergedLayer:
+    """The layer's groups, weights, neuron orders and router."""
+    n_experts = own.weights.n_experts
+    if own.keep >= n_experts and not own.settings.adaptive:  # nothing to do, and nothing that could go wrong
+        grouping = grouped(n_experts, [(expert,) for expert in range(n_experts)], lambda alone: alone[0])
+    else:
+        grouping = group(given, own)
+    kind = own.settings.merge_weights
+    if own.usage_E is None and kind == "usage":
+        kind = "uniform"  # the default, where no text says who is used; `decide` tells
+    shares = merge_weights(grouping, kind, own.usage_E, own.reap_E)
+    plan = LayerPlan(own.layer, n_experts, grouping.groups, grouping.dominants, shares)
+    orders, signs = neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
+    if own.settings.router == "tie":
+        return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
+    rows, folded = folded_router(own, plan)
+    fit = LayerFit(rows.router_ED, rows.router_bias_E, rows.correction_bias_E, orders, signs)
+    return MergedLayer(plan, fit, grouping, folded)
+
+
+def neuron_orders(
+    weights: LayerWeights, grouping: Grouping, signed: bool, device: str = "cpu"
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Member -> where its neurons go and their signs, for all that are not dominant; two experts are in memory at a time."""
+    import torch
+
+    orders, signs = {}, {}
+    for group, dominant in zip(grouping.groups, grouping.dominants, strict=True):
+        others = [expert for expert in group if expert != dominant]
+        leader = weights.expert(dominant) if others else None
+        for member in others:
+            assert leader is not None
+            matching = match_neurons(leader, weights.expert(member), signed=signed, device=device)
+            orders[member] = torch.from_numpy(matching.order_F)
+            if signed and can_flip(leader):
+                signs[member] = torch.from_numpy(matching.sign_F)
+    return orders, signs
+
+
+def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, FoldedRouter | None]:
+    """Rows fitted on the layer's calibration states; without any, or where the way of choosing is not known, weighted means."""
+    from moescope.compression.folding import RouterParts, fold_router, mean_router
+
+    lazies = (own.weights.router_ED, own.weights.router_bias_E, own.weights.correction_bias_E)
+    rows, *biases = (None if lazy is None else lazy.read().float() for lazy in lazies)
+    assert rows is not None
+    router = RouterParts(rows, *biases)
+    start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
+    if len(plan.groups) == plan.n_experts:
+        return router, None
+    if own.states is None or own.gating is None or not own.gating.explains:
+        return mean_router(router, plan.groups, start), None
+    top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
+    folded = fold_router(router, plan.groups, start, own.states, own.gating, top_k, own.layer, own.device)
+    return RouterParts(folded.router_KD, folded.router_bias_K, folded.correction_bias_K), folded
+
+
+def as_grouping(plan: LayerPlan) -> Grouping:
+    return Grouping(plan.n_experts, plan.groups, plan.dominants)
+
+
+# --- the whole plan
+
+
+def merged(group: Group, matched: bool) -> Callable[[Evidence], Decided]:
+    def decide(given: Evidence) -> Decided:
+        if given.settings.sequential and given.reread is not None:
+            from moescope.compression.sequential import merge_in_sequence
+
+            layers = merge_in_sequence(given, lambda own: merge_layer(given, own, group, matched), collectors_of(group))
+        else:
+            layers = [merge_layer(given, layer_evidence(given, layer), group, matched) for layer in given.keep]
+        return decided(given, layers, matched, group is by_weights)
+
+    return decide
+
+
+def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch: bool) -> Decided:
+    settings, top_k = given.settings, top_k_after(given)
+    before = {weights.top_k for weights in given.moe.layers.values()}
+    tied = settings.router == "tie"
+    matching = ("signed" if settings.signed else "unsigned") if matched else "none"
+    narrowest = min(len(layer.plan.groups) for layer in layers)
+    lowered = top_k if settings.adaptive is False else min([narrowest, *(k for k in before if k)])
+    return Decided(
+        tuple(layer.plan for layer in layers),
+        {layer.plan.layer: layer.fit for layer in layers},
+        matching,
+        "tie" if tied else "fold",
+        None if tied or {lowered} == before else lowered,
+        notes(layers),
+        tuple(said(given, layers, by_sketch)),
+        {layer.plan.layer: layer.grouping for layer in layers},
+    )
+
+
+def notes(layers: list[MergedLayer]) -> dict[str, str | int | float | bool | None]:
+    """What folding cost over all layers, for plan.json."""
+    folded = [layer.folded for layer in layers if layer.folded is not None]
+    if not folded:
+        return {}
+    held_out = [fold.kl_held_out for fold in folded if fold.kl_held_out is not None]
+    return {
+        "router_kl_of_mean_rows": float(np.mean([fold.kl_start for fold in folded])),
+        "router_kl": float(np.mean([fold.kl for fold in folded])),
+        "router_kl_held_out": float(np.mean(held_out)) if held_out else None,
+        "gate_scale": float(np.mean([fold.gate_scale for fold in folded])),
+    }
+
+
+def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[str]:
+    """What a reader of the plan must know."""
+    found = []
+    usage = any(name.endswith("tokens_BE") for name in given.sums)
+    if not usage and given.settings.merge_weights == "usage":
+        found.append("members count alike in a merged expert: without a text nobody knows how often each is used")
+    most = max(layer.plan.n_experts for layer in layers)
+    if by_sketch and most * (most - 1) // 2 > weights_clustering.MOST_PAIRS:
+        found.append(
+            f"neurons were matched for {weights_clustering.MOST_PAIRS} pairs of experts a layer, the likeliest by a sketch of their weights; "
+            "all others count as far apart as the farthest of these"
+        )
+    merges = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
+    unfitted = [layer.plan.layer for layer in merges if layer.folded is None]
+    if unfitted and given.settings.router == "fold":
+        why = "no text was given to fit them on" if not usage else "the way of choosing was not recognised"
+        listed = ", ".join(map(str, unfitted)) if len(unfitted) < len(merges) else "all layers"
+        found.append(f"router rows of merged experts are their members' means in {listed}: {why}")
+    scales = [layer.folded.gate_scale for layer in layers if layer.folded is not None]
+    if scales and abs(float(np.mean(scales)) - 1) > RESCALED:
+        found.append(
+            f"this family does not renormalise gates: merging multiplies their sum by {float(np.mean(scales)):.3g} on average "
+            f"({min(scales):.3g} to {max(scales):.3g} over layers)"
+        )
+    return found
+
+
+def collectors_of(group: Group) -> Callable[[PlanSettings], list[Collector]]:
+    def collectors(settings: PlanSettings) -> list[Collector]:
+        from moescope.compression.profiles import ExpertMeans, LogitProfiles
+
+        if group is by_outputs:
+            return [ExpertMeans()]
+        return [LogitProfiles()] if group is by_router_logits else []
+
+    return collectors
+
+
+def merging(
+    name: str, words: str, group: Group, matched: bool, needs_text: bool = True, distances: tuple[str, ...] = ()
+) -> Method:
+    return Method(
+        name, words, merged(group, matched), needs_text, True, "random_merge", collectors_of(group),
+        distances=distances, adapts=group is by_router_logits,
+    )  # fmt: skip
+
+
+MERGING = [
+    merging("hc_smoe", "merges experts whose mean outputs are near", by_outputs, False, distances=hc_smoe.MEASURES),
+    merging("hc_smoe_permuted", "the same, members' neurons first put into one order", by_outputs, True, distances=hc_smoe.MEASURES),
+    merging("m_smoe", "merges each rarely used expert into the one routers like at the same tokens", by_router_logits, False),
+    merging("m_smoe_permuted", "the same, members' neurons first put into one order", by_router_logits, True),
+    merging("weights", "merges experts whose matched weights are near; needs no text", by_weights, True, needs_text=False, distances=weights_clustering.MEASURES),
+    merging("random_merge", "merges experts at random, neurons matched: the control", at_random, True, needs_text=False),
+]  # fmt: skip

@@ -1,0 +1,68 @@
+"""The ways of choosing what goes and what joins: METHODS is the list. A method says what it needs, and makes a plan from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from moescope.compression.merge_weights import MERGE_WEIGHTS
+from moescope.compression.merging import MERGING
+from moescope.compression.method import Decided, Evidence, Method, PlanSettings
+from moescope.compression.pruning import keep_best, random_scores, saliency_scores
+from moescope.errors import BadInput, unknown_name
+
+__all__ = ["METHODS", "Decided", "Evidence", "Method", "PlanSettings", "check_settings", "method_named"]
+FOLD, TIE = "fold", "tie"
+
+
+def pruning(name: str, words: str) -> Method:
+    return Method(
+        name, words, lambda given: Decided(keep_best(given.keep, saliency_scores(given.sums, given.keep, name), given.moe)),
+        ranked_by=name,
+    )  # fmt: skip
+
+
+METHODS = [
+    pruning("frequency", "drops the experts that fewest tokens were routed to"),
+    pruning("gate_mass", "drops the experts with the smallest sum of gates"),
+    pruning("ean", "drops the experts with the smallest sum of output norms"),
+    pruning("reap", "drops the experts with the smallest mean of gate times output norm"),
+    Method(
+        "random", "drops experts at random: the control",
+        lambda given: Decided(keep_best(given.keep, random_scores(given.moe, given.settings.seed), given.moe)),
+        needs_text=False,
+    ),
+    *MERGING,
+]  # fmt: skip
+
+
+def method_named(name: str) -> Method:
+    for method in METHODS:
+        if method.name == name:
+            return method
+    raise unknown_name("method", name, [method.name for method in METHODS])
+
+
+def check_settings(method: Method, settings: PlanSettings, written: bool) -> None:
+    """Refuse choices that do not go together, before any work."""
+    changed = [
+        name for name, value in asdict(settings).items() if name != "seed" and value != getattr(PlanSettings(), name)
+    ]
+    if changed and not method.merges:
+        raise BadInput(
+            f"method {method.name} drops experts and merges none; leave {changed[0].replace('_', ' ')} as it is"
+        )
+    for kind, given, known in (
+        ("merge weights", settings.merge_weights, MERGE_WEIGHTS),
+        ("router", settings.router, (FOLD, TIE)),
+        (f"distance of {method.name}", settings.distance, ("default", *method.distances)),
+    ):
+        if given not in known:
+            raise unknown_name(kind, given, list(known))
+    if settings.adaptive and not method.adapts:
+        raise BadInput(f"method {method.name} has no adaptive budget; use m_smoe or m_smoe_permuted")
+    if written and settings.router == "tie":
+        raise BadInput("router tie keeps a row for every old expert, which no checkpoint format has room for; use fold")
+    if written and settings.adaptive:
+        raise BadInput(
+            "an adaptive budget gives layers different numbers of experts, and a config holds one; leave out --apply"
+        )

@@ -1,0 +1,118 @@
+"""A bounded sample of what a layer's experts were given, with the router's own logits, choices and gates for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from moescope.compression.calibration import Sums, real_tokens
+from moescope.routing.adapters import Block
+from moescope.types import Routing, Tokens
+
+MOST_STATES = 4096  # tokens a layer
+FEWEST_STATES = 256
+MOST_BYTES = 2**30  # of all layers together
+SPREAD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd constants of splitmix64, as int64
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """A layer's sample, on the CPU. The same tokens are sampled in every layer, whatever order documents come in."""
+
+    x_TD: Tensor  # in the model's dtype
+    logits_TE: Tensor  # float32
+    chosen_TK: Tensor
+    gates_TK: Tensor
+    draw_T: Tensor  # int64: the tokens with the smallest draws are the sample
+
+    def __len__(self) -> int:
+        return len(self.draw_T)
+
+    def smallest(self, most: int) -> LayerStates:
+        if len(self) <= most:
+            return self
+        kept = self.draw_T.topk(most, largest=False).indices.sort().values
+        return LayerStates(*(getattr(self, part.name)[kept] for part in fields(self)))
+
+    def joined(self, other: LayerStates) -> LayerStates:
+        return LayerStates(*(torch.cat([getattr(self, part.name), getattr(other, part.name)]) for part in fields(self)))
+
+
+class StateSample:
+    """Collects `LayerStates` of every layer: the tokens whose draw, a seeded hash of the text up to them, is smallest.
+
+    A sample by smallest draws is uniform, bounded, and that of two texts is found from those of each.
+    """
+
+    def __init__(self, seed: int = 0, most: int = MOST_STATES, layers: int = 1):
+        self.seed, self.most, self.layers = seed, most, layers
+        self.found: dict[int, LayerStates] = {}
+        self.limit: int | None = None
+
+    def consume(self, routing: Routing, block: Block) -> None:
+        assert routing.x_TD is not None
+        assert routing.logits_TE is not None
+        if self.limit is None:
+            row = routing.x_TD.shape[1] * routing.x_TD.element_size() + 4 * routing.n_experts
+            self.limit = min(self.most, max(FEWEST_STATES, MOST_BYTES // (row * self.layers)))
+        draw_T = draws(routing, self.seed)
+        wanted_T = real_tokens(routing)
+        held = self.found.get(routing.layer)
+        if held is not None and len(held) == self.limit:
+            wanted_T = wanted_T & (draw_T < held.draw_T.max().to(draw_T.device))
+        at = torch.where(wanted_T)[0]
+        if len(at) > self.limit:
+            at = at[draw_T[at].topk(self.limit, largest=False).indices]
+        parts = (routing.x_TD, routing.logits_TE, routing.chosen_TK, routing.gates_TK, draw_T)
+        new = LayerStates(*(part[at].cpu() for part in parts))
+        self.found[routing.layer] = (new if held is None else held.joined(new)).smallest(self.limit)
+
+    def sums(self) -> Sums:
+        """None: a sample is no sum. `states()` has it."""
+        return {}
+
+    def states(self) -> dict[int, LayerStates]:
+        return dict(self.found)
+
+
+def draws(routing: Routing, seed: int) -> Tensor:
+    """A number for every token that depends on its text so far and the seed alone: alike in every layer, batch and order."""
+    tokens = routing.tokens
+    if tokens is None:
+        return mixed(torch.arange(len(routing.chosen_TK), device=routing.chosen_TK.device) + seed * SPREAD[0])
+    return mixed(history(tokens) + seed * SPREAD[2])
+
+
+def history(tokens: Tokens) -> Tensor:
+    """A hash of each row's ids and positions up to each token; overflow is meant."""
+    each_RL = mixed(tokens.ids_T * SPREAD[0] + tokens.position_T).view(tokens.rows, -1)
+    return each_RL.cumsum(-1).view(-1) + tokens.position_T
+
+
+def mixed(values: Tensor) -> Tensor:
+    """splitmix64's last steps on int64 (Steele, Lea and Flood 2014), shifts made logical by a mask."""
+    values = (values ^ ((values >> 30) & (2**34 - 1))) * SPREAD[1]
+    values = (values ^ ((values >> 27) & (2**37 - 1))) * SPREAD[2]
+    return values ^ ((values >> 31) & (2**33 - 1))
+
+
+# --- as arrays of a file
+
+
+def as_arrays(states: Mapping[int, LayerStates]) -> dict[str, Tensor]:
+    return {
+        f"layer.{layer}.states.{part.name}": getattr(own, part.name)
+        for layer, own in states.items()
+        for part in fields(own)
+    }
+
+
+def from_arrays(arrays: Mapping[str, Tensor]) -> dict[int, LayerStates]:
+    layers = sorted({int(name.split(".")[1]) for name in arrays if ".states." in name})
+    return {
+        layer: LayerStates(*(arrays[f"layer.{layer}.states.{part.name}"] for part in fields(LayerStates)))
+        for layer in layers
+    }

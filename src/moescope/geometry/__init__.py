@@ -1,0 +1,1 @@
+"""Distances between experts: neuron matching, relative L2, polar factors, and what chance gives of each."""

@@ -1,0 +1,12 @@
+"""What every column means: one text, used by the tables' schema, the figures' captions and the report's glossary."""
+
+from moescope.glossary.column import Column
+from moescope.glossary.experts import EXPERTS
+from moescope.glossary.metrics import METRICS
+from moescope.glossary.routing import ROUTING
+from moescope.glossary.training import TRAINING
+from moescope.glossary.weights import WEIGHTS
+
+COLUMNS: dict[str, Column] = {**WEIGHTS, **EXPERTS, **ROUTING, **TRAINING}
+
+__all__ = ["COLUMNS", "METRICS", "Column"]

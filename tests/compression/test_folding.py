@@ -1,0 +1,156 @@
+"""The folded router: what it keeps of the old one's probabilities, loads and gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moescope.compression.folding import RouterParts, fold_router, load_of, mean_router, wanted_load
+from moescope.compression.rerouting import Gating
+from moescope.compression.states import LayerStates
+from moescope.errors import BadInput
+from moescope.routing.scoring import Scoring
+
+GROUPS = ((0, 3), (1,), (2, 4))
+WEIGHTS = ((0.25, 0.75), (1.0,), (0.5, 0.5))
+
+
+@dataclass
+class Case:
+    """A router, and the states, choices and gates a block would make with it."""
+
+    router: RouterParts
+    states: LayerStates
+    gating: Gating
+
+
+def routed(
+    router: RouterParts, x_TD: torch.Tensor, function: str = "softmax", top_k: int = 2, normalised: bool = True
+) -> Case:
+    logits = x_TD @ router.router_ED.T
+    logits = logits if router.router_bias_E is None else logits + router.router_bias_E
+    gating = Gating(Scoring(function, router.correction_bias_E), top_k, normalised, 1.0, True)
+    return Case(router, LayerStates(x_TD, logits, *gating.route(logits), torch.arange(len(x_TD))), gating)
+
+
+def drawn(
+    seed: int = 0, tokens: int = 600, width: int = 8, experts: int = 5, scale: float = 0.5
+) -> tuple[RouterParts, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator)
+    return RouterParts(scale * torch.randn(experts, width, generator=generator)), x
+
+
+def fold(case: Case, top_k: int = 2, groups: Any = GROUPS, weights: Any = WEIGHTS) -> Any:
+    return fold_router(case.router, groups, weights, case.states, case.gating, top_k)
+
+
+def test_groups_of_one_give_back_the_router_itself():
+    case = routed(*drawn())
+    folded = fold(case, groups=[(e,) for e in range(5)], weights=[(1.0,)] * 5)
+    assert folded.router_KD == pytest.approx(case.router.router_ED, abs=1e-6)
+    assert folded.kl == pytest.approx(0, abs=1e-9)
+    assert folded.gate_scale == 1
+
+
+def test_the_fit_lowers_the_divergence_from_the_grouped_probabilities():
+    case = routed(*drawn())
+    folded = fold(case)
+    assert folded.kl < 0.8 * folded.kl_start
+    probabilities = case.states.logits_TE.double().softmax(-1)
+    grouped = torch.stack([probabilities[:, list(group)].sum(1) for group in GROUPS], 1)
+    q = (case.states.x_TD.double() @ folded.router_KD.double().T).log_softmax(-1)
+    assert folded.kl == pytest.approx(float((grouped * (grouped.log() - q)).sum(1).mean()), abs=1e-8)
+
+
+def test_twins_gain_their_joint_probability_where_a_bias_can_hold_it():
+    router, x = drawn()
+    rows, bias = router.router_ED.clone(), torch.tensor([0.3, -0.2, 0.1, 0.3, 0.1])
+    rows[3], rows[4] = rows[0], rows[2]
+    folded = fold(routed(RouterParts(rows, bias), x))
+    assert folded.kl == pytest.approx(0, abs=1e-8)
+    gained = folded.router_bias_K - bias[:3]
+    assert (gained - gained[1]).tolist() == pytest.approx([np.log(2), 0, np.log(2)], abs=1e-3)
+
+
+def test_a_router_without_a_bias_gets_none():
+    assert fold(routed(*drawn())).router_bias_K is None
+
+
+def test_gates_that_are_not_renormalised_grow_as_much_as_is_said():
+    case = routed(*drawn(scale=0.2), normalised=False)
+    folded = fold(case)
+    after = (case.states.x_TD @ folded.router_KD.T).softmax(-1).topk(2, dim=-1).values.sum(-1)
+    assert folded.gate_scale == pytest.approx(float(after.mean() / case.states.gates_TK.sum(-1).mean()), rel=1e-4)
+    assert folded.gate_scale > 1.2
+
+
+def test_fewer_groups_than_top_k_choose_all_of_them():
+    case = routed(*drawn(), normalised=False)
+    folded = fold(case, top_k=1, groups=[(0, 1, 2, 3, 4)], weights=[(0.2,) * 5])
+    assert folded.gate_scale == pytest.approx(1 / float(case.states.gates_TK.sum(-1).mean()), rel=1e-5)
+
+
+def test_a_router_that_reads_something_else_than_the_experts_is_refused():
+    case = routed(*drawn())
+    case.states = replace(case.states, x_TD=torch.nn.functional.normalize(case.states.x_TD, dim=-1))
+    with pytest.raises(
+        BadInput, match="layer 0: the router's logits are not its rows times what the experts are given"
+    ):
+        fold(case)
+
+
+def test_without_a_text_rows_and_biases_are_the_members_weighted_means():
+    rows, bias = torch.arange(10.0).view(5, 2), torch.arange(5.0)
+    mean = mean_router(RouterParts(rows, None, bias), GROUPS, WEIGHTS)
+    assert mean.router_ED.tolist() == [[4.5, 5.5], [2.0, 3.0], [6.0, 7.0]]
+    assert mean.correction_bias_E is not None
+    assert mean.correction_bias_E.tolist() == [2.25, 1.0, 3.0]
+    assert mean.router_bias_E is None
+
+
+def sigmoid_case(seed: int = 1, with_bias: bool = True) -> Case:
+    router, x = drawn(seed, experts=6, scale=0.8)
+    bias = torch.tensor([0.2, -0.1, 0.0, 0.1, 0.3, -0.2])
+    return routed(RouterParts(router.router_ED, None, bias if with_bias else None), x, "sigmoid", top_k=3)
+
+
+def test_a_sigmoid_router_keeps_weighted_rows_and_its_loads():
+    case = sigmoid_case()
+    groups, weights = ((0, 1), (2,), (3,), (4, 5)), ((0.9, 0.1), (1.0,), (1.0,), (0.3, 0.7))
+    folded = fold(case, 2, groups, weights)
+    rows = case.router.router_ED
+    assert folded.router_KD[0] == pytest.approx(0.9 * rows[0] + 0.1 * rows[1], abs=1e-6)
+    member = torch.zeros(4, 6, dtype=torch.bool)
+    for place, group in enumerate(groups):
+        member[place, list(group)] = True
+    wanted = wanted_load(case.states.chosen_TK, member, 2)
+    logits = (case.states.x_TD @ folded.router_KD.T).double()
+    start = torch.tensor([0.9 * 0.2 - 0.1 * 0.1, 0.0, 0.1, 0.3 * 0.3 - 0.7 * 0.2], dtype=torch.float64)
+    before, after = (load_of(logits, bias, case.gating, 2) for bias in (start, folded.correction_bias_K.double()))
+    assert (before - wanted).abs().sum() / (2 * wanted.sum()) > 0.05
+    assert folded.load_error == pytest.approx(float((after - wanted).abs().sum() / (2 * wanted.sum())), abs=2e-3)
+    assert folded.load_error < 0.01
+
+
+def test_wanted_loads_count_a_token_once_a_group_and_fill_all_slots():
+    chosen = torch.tensor([[0, 1], [0, 2], [0, 1], [3, 2]])
+    member = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]).bool()
+    assert wanted_load(chosen, member, 1).tolist() == pytest.approx([2.0, 4 / 3, 2 / 3])
+    assert wanted_load(chosen, member, 2).tolist() == pytest.approx([4.0, 8 / 3, 4 / 3])
+
+
+def test_a_slot_is_empty_where_no_expert_was_chosen():
+    member = torch.eye(2).bool()
+    assert wanted_load(torch.tensor([[0, -1], [1, -1], [0, -1]]), member, 1).tolist() == pytest.approx([2.0, 1.0])
+
+
+def test_a_sigmoid_router_without_a_bias_for_choosing_is_not_balanced():
+    folded = fold(sigmoid_case(with_bias=False), 2, ((0, 1), (2, 3), (4, 5)), ((0.5, 0.5),) * 3)
+    assert folded.load_error is None
+    assert folded.correction_bias_K is None
+    assert folded.kl == folded.kl_start > 0

@@ -1,0 +1,198 @@
+"""Merging methods through the verb: other families, routing groups, budgets, weights, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import moescope
+from families.test_writing import on_disk, same_bits
+from families.tiny_models import tiny_model
+from moescope.checkpoint import open_checkpoint
+from moescope.compression.methods import METHODS
+from moescope.compression.plan import read_plan
+from moescope.errors import BadInput
+from moescope.families import read_moe
+
+FAMILIES = [("mixtral", "saved"), ("qwen3_moe", "memory"), ("olmoe", "saved"), ("deepseek_v3", "saved"), ("gpt_oss", "saved"), ("granitemoe", "saved")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "ids.npy"
+    np.save(file, np.random.default_rng(0).integers(3, 60, (30, 20)))
+    return file
+
+
+def model_of(folder: Path, kind: str = "mixtral", form: str = "saved") -> Path:
+    return tiny_model(kind).save(folder / "model", form)
+
+
+def planned(model: Path, text: Path | None, out: Path, method: str, keep: int = 3, **more: Any) -> Any:
+    given = {"token_ids": text} if text else {}
+    more.setdefault("device", "cpu")
+    return moescope.compress(model, method=method, keep=keep, out=out, quiet=True, judge=False, controls=0, **given, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "form"), FAMILIES)
+def test_merged_models_of_other_families_load_without_a_word_and_generate(tmp_path, text, kind, form):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = model_of(tmp_path, kind, form)
+    run = planned(model, text, tmp_path / "run", "m_smoe_permuted", apply=tmp_path / "small")
+    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not any(told.values()), told
+    made = loaded.eval().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.shape == (1, 7)
+    plan, fits = read_plan(run.path)
+    layers = read_moe(open_checkpoint(tmp_path / "small")).layers
+    for layer in plan.layers:
+        new = layers[layer.layer]
+        assert new.n_experts == 3
+        assert new.router_ED.read().float().numpy() == pytest.approx(fits[layer.layer].router_KD.numpy(), rel=1e-2)
+        assert (new.router_bias_E is None) == (fits[layer.layer].router_bias_K is None)
+        assert (new.correction_bias_E is None) == (fits[layer.layer].correction_bias_K is None)
+    rescales = any("does not renormalise" in said for said in run.info["warnings"])
+    assert rescales == (kind == "olmoe")
+    damage = run.table("damage").query("layer.notna()")
+    assert damage["router_kl"].notna().all()
+
+
+def test_fitted_rows_are_nearer_the_old_router_than_mean_rows(tmp_path, text):
+    run = planned(model_of(tmp_path), text, tmp_path / "run", "hc_smoe")
+    settings = run.info["setup"]["plan_settings"]
+    assert settings["router_kl"] < settings["router_kl_of_mean_rows"]
+    layers = run.table("damage").query("layer.notna()")
+    assert layers["router_kl"].mean() == pytest.approx(settings["router_kl"], rel=1e-3)
+
+
+def test_merging_to_all_experts_changes_no_bit_of_a_tensor(tmp_path, text):
+    model = model_of(tmp_path)
+    planned(model, text, tmp_path / "run", "hc_smoe_permuted", keep=4, apply=tmp_path / "same")
+    same_bits(on_disk(tmp_path / "same"), on_disk(model))
+
+
+def test_top_k_becomes_the_number_of_groups_where_those_are_fewer(tmp_path, text):
+    run = planned(model_of(tmp_path), text, tmp_path / "run", "m_smoe", keep=1, apply=tmp_path / "one")
+    assert read_plan(run.path)[0].top_k == 1
+    assert read_moe(open_checkpoint(tmp_path / "one")).layers[0].top_k == 1
+
+
+def test_an_adaptive_budget_keeps_as_many_in_all_and_is_for_plans_only(tmp_path, text):
+    model = model_of(tmp_path)
+    run = planned(model, text, tmp_path / "run", "m_smoe", keep=2, adaptive=True)
+    left = run.table("clusters").groupby("layer")["cluster"].nunique()
+    assert left.sum() == 2 * len(left)
+    with pytest.raises(BadInput, match="different numbers of experts, and a config holds one"):
+        planned(model, text, tmp_path / "other", "m_smoe", keep=2, adaptive=True, apply=tmp_path / "small")
+
+
+def test_tied_routers_lose_nothing_of_the_router_and_less_of_the_output_than_folded_ones(tmp_path, text):
+    model = model_of(tmp_path)
+    tied, folded = (
+        planned(model, text, tmp_path / router, "m_smoe_permuted", router=router).table("damage").query("layer.notna()")
+        for router in ("tie", "fold")
+    )
+    assert (tied["router_kl"] == 0).all()
+    assert (tied["predicted_error"] > 0).all()
+    assert tied["predicted_error"].mean() < folded["predicted_error"].mean()
+    with pytest.raises(BadInput, match="use fold"):
+        planned(model, text, tmp_path / "other", "m_smoe", router="tie", apply=tmp_path / "small")
+
+
+def test_members_weigh_by_use_alike_or_by_their_leader(tmp_path, text):
+    model = model_of(tmp_path)
+    usage = None
+    for kind in ("usage", "uniform", "dominant", "saliency"):
+        run = planned(model, text, tmp_path / kind, "m_smoe", keep=2, merge_weights=kind)
+        rows = run.table("clusters").query("layer == 0").set_index("expert")
+        saliency = run.table("saliency").query("layer == 0").set_index("expert")
+        for _, group in rows.groupby("cluster"):
+            if len(group) == 1:
+                assert group["weight"].tolist() == [1.0]
+                continue
+            scores = {"usage": saliency["tokens"], "saliency": saliency["reap"]}.get(kind)
+            if scores is not None:
+                assert group["weight"].to_numpy() == pytest.approx(
+                    (scores[group.index] / scores[group.index].sum()).to_numpy()
+                )
+            elif kind == "uniform":
+                assert group["weight"].nunique() == 1
+            else:
+                assert group[group["dominant"]]["weight"].tolist() == [0.75]
+        usage = usage or rows["cluster"].tolist()
+        assert rows["cluster"].tolist() == usage  # who joins whom does not depend on it
+
+
+def test_random_groups_of_a_control_have_the_plan_s_sizes(tmp_path, text):
+    from moescope.compression.merging import at_random, layer_evidence
+    from moescope.compression.method import Evidence, PlanSettings
+    from moescope.types import LayerPlan
+
+    moe = read_moe(open_checkpoint(model_of(tmp_path)))
+    like = LayerPlan(0, 4, ((0, 1, 3), (2,)), (0, 2), ((0.2, 0.4, 0.4), (1.0,)))
+    dealt = set()
+    for seed in range(12):
+        given = Evidence(moe, {0: 2}, PlanSettings(seed=seed), like={0: like})
+        grouping = at_random(given, layer_evidence(given, 0))
+        assert sorted(grouping.sizes) == [1, 3]
+        dealt.add(grouping.groups)
+    assert len(dealt) == 4
+
+
+def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
+    from checkpoints import edit_json
+
+    model = model_of(tmp_path, "deepseek_v3")
+    edit_json(model / "config.json", n_group=2, topk_group=2)
+    with pytest.raises(BadInput, match="nearest possible: 4"):
+        planned(model, text, tmp_path / "run", "m_smoe", keep=3)
+    run = planned(model, None, tmp_path / "weights", "weights", keep=4)
+    assert run.table("clusters")["kept"].all()
+
+
+def test_every_merging_method_names_random_merging_as_its_control():
+    merging = [method for method in METHODS if method.merges]
+    assert [method.name for method in merging] == [
+        "hc_smoe", "hc_smoe_permuted", "m_smoe", "m_smoe_permuted", "weights", "random_merge",
+    ]  # fmt: skip
+    assert {method.control for method in merging} == {"random_merge"}
+    assert [method.name for method in merging if not method.needs_text] == ["weights", "random_merge"]
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "line"),
+    [
+        ("hc_smoe", {"distance": "l2"}, "unknown distance of hc_smoe 'l2'; known: default, euclidean, cosine"),
+        ("weights", {"distance": "cosine"}, "unknown distance of weights 'cosine'; known: default, l2, sv"),
+        ("weights", {"adaptive": True}, "method weights has no adaptive budget; use m_smoe or m_smoe_permuted"),
+        ("m_smoe", {"merge_weights": "mean"}, "unknown merge weights 'mean'"),
+        ("m_smoe", {"router": "slice"}, "unknown router 'slice'; known: fold, tie"),
+        ("reap", {"sequential": True}, "method reap drops experts and merges none; leave sequential as it is"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_any_work(tmp_path, text, method, more, line):
+    with pytest.raises(BadInput, match=line):
+        planned(model_of(tmp_path), text, tmp_path / "run", method, **more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_alone_are_clustered_without_transformers(tmp_path):
+    import subprocess
+    import sys
+
+    model = model_of(tmp_path)
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import moescope\n"
+        f"run = moescope.compress({str(model)!r}, method='weights', keep=3, out={str(tmp_path / 'run')!r}, apply={str(tmp_path / 'small')!r}, quiet=True)\n"
+        "assert run.table('clusters').groupby('layer')['cluster'].nunique().eq(3).all()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,144 @@
+"""Plans as files: what is written comes back, and what cannot be meant is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from checkpoints import tiny_checkpoint
+from moescope.checkpoint import open_checkpoint
+from moescope.compression.plan import LayerFit, check_same_checkpoint, checkpoint_mark, read_plan, write_plan
+from moescope.errors import BadInput
+from moescope.types import LayerPlan, Plan
+
+MERGED = LayerPlan(3, 4, ((0, 2), (1, 3)), (2, 1), ((0.25, 0.75), (0.5, 0.5)))
+PRUNED = LayerPlan(0, 4, ((1,), (3,)), (1, 3), ((1.0,), (1.0,)))
+MARK: dict[str, str | None] = {"path": "/models/x", "revision": None, "header_hash": "abc"}
+FOLD = Plan("m_smoe_permuted", MARK, (MERGED,), "signed", "fold", 2, {"keep": "0.5", "seed": 0})
+SLICE = Plan("reap", MARK, (PRUNED, replace(PRUNED, layer=1)), "none", "slice", None, {"keep": "2"})
+FIT = LayerFit(
+    torch.randn(2, 8), torch.randn(2), None, {0: torch.tensor([2, 0, 1])}, {0: torch.tensor([1, -1, 1])}
+)  # fmt: skip
+
+
+def test_a_plan_with_fitted_arrays_comes_back_as_it_was_written(tmp_path):
+    write_plan(tmp_path, FOLD, {3: FIT})
+    plan, fits = read_plan(tmp_path / "plan.json")
+    assert plan == FOLD
+    assert set(fits) == {3}
+    assert torch.equal(fits[3].router_KD, FIT.router_KD)
+    assert torch.equal(fits[3].router_bias_K, FIT.router_bias_K)
+    assert fits[3].correction_bias_K is None
+    assert fits[3].orders[0].tolist() == [2, 0, 1]
+    assert fits[3].orders[0].dtype == torch.int32
+    assert fits[3].signs[0].tolist() == [1, -1, 1]
+    assert fits[3].signs[0].dtype == torch.int8
+
+
+def test_a_plan_without_arrays_is_one_file_with_one_line_a_layer_and_is_found_by_its_folder(tmp_path):
+    write_plan(tmp_path, SLICE, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+    assert read_plan(tmp_path) == (SLICE, {})
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    assert sum('"groups"' in line for line in lines) == 2
+
+
+def test_experts_in_no_group_are_the_dropped_ones(tmp_path):
+    write_plan(tmp_path, SLICE, {})
+    assert read_plan(tmp_path)[0].layers[0].dropped == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda layer: layer.update(groups=[[0, 2], [2, 3]]), "expert 2 stands in it twice"),
+        (lambda layer: layer.update(groups=[[0, 2], [1, 9]]), "expert 9 of 4"),
+        (lambda layer: layer.update(groups=[[0, 2, 1, 3], []]), "a group without experts"),
+        (lambda layer: layer.update(dominants=[1, 1]), "dominant 1 is no member of its group"),
+        (lambda layer: layer.update(dominants=[2]), "2 groups, 1 dominants and 2 lists of weights"),
+        (lambda layer: layer.update(weights=[[0.5, 0.6], [0.5, 0.5]]), "sum to 1.1, not to 1"),
+        (lambda layer: layer.update(weights=[[1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
+        (lambda layer: layer.update(weights=[[2.0, -1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
+        (lambda layer: layer.update(weights=[[float("nan"), 1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
+        (lambda layer: layer.update(groups=[[0], [1], [2, 3]], dominants=[0, 1, 2], weights=[[1], [1], [0.5, 0.5]]), "router_KD has 2 rows for 3"),
+        (lambda layer: layer.pop("groups"), "'groups' is missing or malformed"),
+        (lambda layer: layer.update(groups="many"), "is missing or malformed"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_meant_is_refused_when_it_is_read(tmp_path, change, said):
+    write_plan(tmp_path, FOLD, {3: FIT})
+    content = json.loads((tmp_path / "plan.json").read_text())
+    change(content["layers"][0])
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"plan.json: .*make the plan anew") as refused:
+        read_plan(tmp_path)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("router", "bend", "router 'bend' is none of slice, fold, tie"),
+        ("router", "slice", "is merged, which a sliced router has no row for"),
+        ("matching", "perhaps", "matching 'perhaps' is none of"),
+        ("moescope_plan", 2, "a plan of version 2, this moescope reads 1"),
+        ("layers", [], "no layer in it"),
+    ],
+)
+def test_other_words_than_the_known_ones_are_refused(tmp_path, key, value, said):
+    write_plan(tmp_path, FOLD, {3: FIT})
+    content = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**content, key: value}))
+    with pytest.raises(BadInput) as refused:
+        read_plan(tmp_path)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fit", "said"),
+    [
+        (replace(FIT, orders={0: torch.tensor([2, 0, 0])}), "is not a permutation"),
+        (replace(FIT, signs={0: torch.tensor([1, 0, 1])}), "are not all 1 or -1"),
+        (replace(FIT, router_KD=None), "no fitted router rows"),
+        (replace(FIT, correction_bias_K=torch.zeros(3)), "correction_bias_K has 3 rows for 2 experts"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_plan_are_not_even_written(tmp_path, fit, said):
+    with pytest.raises(BadInput) as refused:
+        write_plan(tmp_path, FOLD, {3: fit})
+    assert said in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arrays_of_another_plan_or_none_at_all_are_noticed(tmp_path):
+    write_plan(tmp_path, FOLD, {3: FIT})
+    (tmp_path / "other").mkdir()
+    write_plan(tmp_path / "other", FOLD, {3: replace(FIT, router_KD=torch.zeros(2, 8))})
+    (tmp_path / "other" / "plan.safetensors").rename(tmp_path / "plan.safetensors")
+    with pytest.raises(BadInput, match="not the arrays that belong to this plan"):
+        read_plan(tmp_path)
+    (tmp_path / "plan.safetensors").unlink()
+    with pytest.raises(BadInput, match="arrays are not beside it"):
+        read_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "not valid JSON"), ('{"a": 1}', "not a plan of moescope"), ("[]", "not a plan")]
+)
+def test_files_that_are_no_plan_are_refused(tmp_path, content, said):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(BadInput, match=said):
+        read_plan(tmp_path)
+    with pytest.raises(BadInput, match="no such plan"):
+        read_plan(tmp_path / "nowhere.json")
+
+
+def test_a_plan_is_carried_out_on_no_other_checkpoint(tmp_path):
+    first, second = (open_checkpoint(tiny_checkpoint(tmp_path / name)) for name in ("a", "b"))
+    plan = replace(SLICE, checkpoint=checkpoint_mark(first))
+    check_same_checkpoint(plan, first)
+    with pytest.raises(BadInput, match="made for another checkpoint"):
+        check_same_checkpoint(plan, second)

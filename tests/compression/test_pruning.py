@@ -1,0 +1,111 @@
+"""How many experts stay, which, and what is refused from headers alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from checkpoints import edit_json, tiny_checkpoint
+from compression.tiny_plans import saved
+from families.tiny_models import tiny_model
+from moescope.checkpoint import open_checkpoint
+from moescope.compression.methods import METHODS, Evidence, PlanSettings, check_settings, method_named
+from moescope.compression.plan import check_plan, checkpoint_mark
+from moescope.compression.pruning import keep_best, keep_counts, random_scores, read_keep
+from moescope.errors import BadInput
+from moescope.families import read_moe
+from moescope.types import Plan
+
+
+@pytest.mark.parametrize(
+    ("keep", "share", "count"),
+    [("0.5", 0.5, None), (0.25, 0.25, None), ("4", None, 4), (4, None, 4), ("50%", 0.5, None), ("1", None, 1), (1.0, 1.0, None), ("1e-1", 0.1, None)],
+)  # fmt: skip
+def test_keep_is_a_share_where_it_has_a_point_and_a_number_where_it_has_none(keep, share, count):
+    assert read_keep(keep) == (share, count)
+
+
+@pytest.mark.parametrize("keep", ["half", "", "0.0", "1.5", "-0.5", "nan"])
+def test_what_is_neither_a_share_nor_a_number_is_refused(keep):
+    with pytest.raises(BadInput, match=r"^keep"):
+        read_keep(keep)
+
+
+def test_a_share_is_rounded_to_whole_experts_of_every_layer(tmp_path):
+    _, moe = saved(tmp_path / "model", "mixtral")
+    assert set(keep_counts(moe, 0.5, merges=False).values()) == {2}
+    assert set(keep_counts(moe, "0.7", merges=False).values()) == {3}
+    assert keep_counts(moe, 4, merges=False) == dict.fromkeys(moe.layers, 4)
+    assert set(keep_counts(moe, 1, merges=True).values()) == {1}, "merging may lower top_k"
+
+
+def test_keeping_fewer_than_a_token_goes_to_is_refused_with_the_nearest_possible_number(tmp_path):
+    _, moe = saved(tmp_path / "model", "mixtral")
+    with pytest.raises(
+        BadInput, match="keep 1: leaves 1 of 4 experts in layer 0, and a token goes to 2; nearest possible: 2"
+    ):
+        keep_counts(moe, 1, merges=False)
+    with pytest.raises(BadInput, match="layer 0 has 4 experts; give a number from 1 to 4"):
+        keep_counts(moe, 5, merges=False)
+    with pytest.raises(BadInput, match="give a number from 1 to 4"):
+        keep_counts(moe, 0, merges=True)
+
+
+def test_groups_that_do_not_divide_are_refused_with_the_nearest_possible_numbers(tmp_path):
+    folder = tiny_model("deepseek_v3").save(tmp_path / "model", "saved")
+    edit_json(folder / "config.json", n_group=2, topk_group=1)
+    moe = read_moe(open_checkpoint(folder))
+    with pytest.raises(BadInput, match=r"3 experts in layer 2 cannot be routed in 2 groups .*; nearest possible: 4"):
+        keep_counts(moe, 3, merges=False)
+    with pytest.raises(BadInput, match="nearest possible: 4"):
+        keep_counts(moe, 3, merges=True)
+    assert set(keep_counts(moe, 4, merges=False).values()) == {4}
+
+
+def test_a_quantised_checkpoint_is_refused_before_anything_is_read(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(BadInput, match=r"is quantised .* and cannot be rewritten; give a bf16 checkpoint"):
+        keep_counts(read_moe(open_checkpoint(folder)), 0.5, merges=False)
+
+
+def test_the_lowest_go_ties_keep_the_first_and_the_rest_stay_in_order(tmp_path):
+    _, moe = saved(tmp_path / "model", "mixtral")
+    scores = {layer: np.array([0.2, 0.9, 0.2, 0.5]) for layer in moe.layers}
+    plans = keep_best(dict.fromkeys(moe.layers, 3), scores, moe)
+    assert {plan.groups for plan in plans} == {((0,), (1,), (3,))}
+    assert {plan.dropped for plan in plans} == {(2,)}
+    check_plan(Plan("reap", checkpoint_mark(moe.checkpoint), plans, "none", "slice", None, {}), {}, "it")
+
+
+def test_random_pruning_is_nested_differs_by_seed_and_by_layer_and_needs_no_text(tmp_path):
+    _, moe = saved(tmp_path / "model", "mixtral")
+
+    def kept(count: int, seed: int) -> list[set[int]]:
+        given = Evidence(moe, dict.fromkeys(moe.layers, count), PlanSettings(seed))
+        return [set(layer.dominants) for layer in method_named("random").decide(given).layers]
+
+    assert kept(2, 0) == kept(2, 0)
+    assert all(two <= three for two, three in zip(kept(2, 0), kept(3, 0), strict=True))
+    assert len({tuple(map(tuple, kept(2, seed))) for seed in range(8)}) > 4
+    assert not method_named("random").needs_text
+    many = [random_scores(moe, seed)[min(moe.layers)].argmax() for seed in range(400)]
+    np.testing.assert_allclose(np.bincount(many, minlength=4) / 400, 0.25, atol=0.08)
+
+
+def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list():
+    names = [method.name for method in METHODS]
+    assert len(set(names)) == len(names)
+    assert names[:5] == ["frequency", "gate_mass", "ean", "reap", "random"]
+    assert {method_named(method.control).needs_text for method in METHODS} <= {False}
+    with pytest.raises(BadInput, match="unknown method 'reep'; known: frequency, gate_mass, ean, reap, random"):
+        method_named("reep")
+
+
+def test_choices_of_merging_are_refused_where_nothing_is_merged():
+    with pytest.raises(BadInput, match="method reap drops experts and merges none; leave merge weights as it is"):
+        check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
+    check_settings(method_named("reap"), PlanSettings(seed=3), written=True)

@@ -1,0 +1,50 @@
+"""The same numbers from a GPU. Skipped, and said, where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import tiny_checkpoint
+from geometry.experts import random_expert, shuffled
+from moescope.checkpoint import open_checkpoint
+from moescope.families import read_moe
+from moescope.geometry.chart import layer_geometry
+from moescope.geometry.matching import match_neurons
+from moescope.geometry.polar import polar_factor, polar_factors
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="NO CUDA DEVICE: geometry on a GPU was not tested"
+)
+
+
+@pytest.mark.parametrize("shape", [(768, 2048), (2048, 768), (512, 512)])
+def test_polar_factors_are_those_of_the_cpu(shape):
+    weights = [torch.randn(shape) for _ in range(3)]
+    for weight, found in zip(weights, polar_factors(weights, "cuda"), strict=True):
+        expected = polar_factor(weight)
+        assert found.rank == expected.rank
+        np.testing.assert_allclose(found.matrix.cpu().numpy(), expected.matrix.numpy(), atol=2e-4)
+
+
+def test_low_rank_takes_the_other_road():
+    weight = torch.randn(256, 20) @ torch.randn(20, 512)
+    assert polar_factor(weight, "cuda").rank == 20
+
+
+def test_a_signed_permutation_is_undone():
+    dominant = random_expert(0, hidden=256, width=128)
+    copy, order, _ = shuffled(dominant, 1, flip=True)
+    assert (order[match_neurons(dominant, copy, device="cuda").order_F] == np.arange(256)).all()
+
+
+def test_a_layer_s_rows_are_those_of_the_cpu(tmp_path):
+    layers = read_moe(open_checkpoint(tiny_checkpoint(tmp_path / "model", d_model=128, d_ff=96))).layers
+    series = {"as_they_lie": "none", "matched": "signed"}
+    frames = [
+        layer_geometry(layers[0], layers[1], [(0, 1), (2, 3)], series, device=device) for device in ("cpu", "cuda")
+    ]
+    for name in frames[0]:
+        columns = frames[0][name].select_dtypes("number").columns
+        np.testing.assert_allclose(frames[0][name][columns], frames[1][name][columns], atol=1e-4)

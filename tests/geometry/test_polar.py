@@ -1,0 +1,134 @@
+"""Polar factors against scipy's SVD; R against its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from geometry.experts import random_expert, shuffled
+from moescope.errors import BadInput
+from moescope.geometry.matching import match_neurons
+from moescope.geometry.polar import (
+    PolarFactor,
+    all_alignments,
+    by_eigenvectors,
+    by_newton_schulz,
+    by_svd,
+    polar_factor,
+    polar_factors,
+    sv_alignment,
+)
+
+
+def oracle(matrix: torch.Tensor, rank: int | None = None) -> np.ndarray:
+    left, _, right = scipy.linalg.svd(matrix.double().numpy(), full_matrices=False)
+    return left[:, :rank] @ right[:rank]
+
+
+SHAPES = [(20, 50), (50, 20), (30, 30), (1, 7)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_polar_factor_is_that_of_the_svd(shape):
+    weight = torch.randn(shape)
+    factor = polar_factor(weight)
+    np.testing.assert_allclose(factor.matrix.numpy(), oracle(weight), atol=1e-5)
+    assert factor.rank == min(shape)
+    by_definition, rank = by_svd(weight)
+    np.testing.assert_allclose(by_definition.numpy(), oracle(weight), atol=1e-12)
+    assert rank == min(shape)
+
+
+@pytest.mark.parametrize("shape", [(20, 50), (50, 20), (40, 44)])
+def test_newton_schulz_steps_arrive_at_the_same_factors(shape):
+    weights = torch.stack([torch.randn(shape) * scale for scale in (1, 1e-6, 1e6)])
+    factors, converged = by_newton_schulz(weights)
+    assert converged.all()
+    for weight, factor in zip(weights, factors, strict=True):
+        np.testing.assert_allclose(factor.numpy(), oracle(weight), atol=2e-5)
+
+
+def test_newton_schulz_steps_say_that_they_did_not_arrive():
+    low = torch.randn(20, 5) @ torch.randn(5, 40)
+    steep = torch.from_numpy(oracle(torch.randn(20, 40))).float() * torch.logspace(0, -5, 20)[:, None]
+    _, converged = by_newton_schulz(torch.stack([low, torch.zeros(20, 40), steep, torch.randn(20, 40)]))
+    assert converged.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("tall", [True, False])
+def test_low_rank_gives_a_partial_isometry(tall):
+    weight = torch.randn(30, 6) @ torch.randn(6, 50)
+    weight = weight.T if tall else weight
+    factor = by_eigenvectors(weight)
+    assert factor.rank == 6
+    np.testing.assert_allclose(factor.matrix.numpy(), oracle(weight, 6), atol=1e-5)
+    assert sv_alignment(factor, factor) == pytest.approx(1, abs=1e-5)
+
+
+def test_ill_conditioned_matrices_keep_their_whole_rank():
+    other = torch.from_numpy(oracle(torch.randn(40, 60)))
+    weight = torch.logspace(0, -4, 40, dtype=torch.float64)[:, None] * other
+    factor = by_eigenvectors(weight)
+    assert factor.rank == 40
+    np.testing.assert_allclose(factor.matrix.numpy(), other.numpy(), atol=1e-5)
+
+
+def test_r_is_its_definition_by_singular_vectors():
+    a, b = torch.randn(12, 30), torch.randn(12, 30)
+    (left_a, _, right_a), (left_b, _, right_b) = (scipy.linalg.svd(m.numpy(), full_matrices=False) for m in (a, b))
+    by_definition = ((left_a.T @ left_b) * (right_a @ right_b.T)).sum() / 12
+    assert sv_alignment(polar_factor(a), polar_factor(b)) == pytest.approx(by_definition, abs=1e-6)
+
+
+def test_r_of_different_ranks_is_divided_by_their_geometric_mean():
+    wide = torch.eye(8)
+    narrow = torch.diag(torch.tensor([1.0, 5, 0, 0, 0, 0, 0, 0]))
+    found = sv_alignment(polar_factor(wide), polar_factor(narrow))
+    assert found == pytest.approx(2 / np.sqrt(8 * 2), abs=1e-6)
+
+
+def test_r_ignores_singular_values_and_signs_follow():
+    a = torch.randn(16, 24)
+    stretched = torch.from_numpy(oracle(a)).float()
+    assert sv_alignment(polar_factor(a), polar_factor(stretched)) == pytest.approx(1, abs=1e-5)
+    assert sv_alignment(polar_factor(a), polar_factor(-a)) == pytest.approx(-1, abs=1e-5)
+
+
+def test_all_pairs_from_one_gram_matrix():
+    factors = polar_factors([torch.randn(10, 15), torch.randn(10, 15), torch.randn(10, 3) @ torch.randn(3, 15)])
+    found = all_alignments(factors)
+    for i, a in enumerate(factors):
+        for j, b in enumerate(factors):
+            assert found[i, j] == pytest.approx(sv_alignment(a, b), abs=1e-6)
+    np.testing.assert_allclose(np.diag(found), 1, atol=1e-5)
+
+
+def test_a_permuted_expert_needs_no_new_decomposition():
+    """polar(P W) = P polar(W): R of matched experts from the factors alone equals R of the matched experts."""
+    dominant, member = random_expert(0), random_expert(1)
+    matching = match_neurons(dominant, member)
+    applied = matching.apply(member)
+    for name, before, after in (
+        ("gate", member.gate_FD, applied.gate_FD),
+        ("up", member.up_FD, applied.up_FD),
+        ("down", member.down_DF, applied.down_DF),
+    ):
+        moved = matching.projection(name, polar_factor(before).matrix)
+        np.testing.assert_allclose(moved.numpy(), polar_factor(after).matrix.numpy(), atol=1e-5)
+
+
+def test_r_of_a_permuted_copy_is_one_after_matching():
+    dominant = random_expert(0, hidden=32)
+    copy, _, _ = shuffled(dominant, 3, flip=True)
+    matching = match_neurons(dominant, copy)
+    moved = PolarFactor(matching.projection("up", polar_factor(copy.up_FD).matrix), 32)
+    assert sv_alignment(polar_factor(dominant.up_FD), moved) == pytest.approx(1, abs=1e-5)
+    assert abs(sv_alignment(polar_factor(dominant.up_FD), polar_factor(copy.up_FD))) < 0.3
+
+
+def test_zeros_have_no_alignment_and_nan_is_refused():
+    assert np.isnan(sv_alignment(polar_factor(torch.zeros(3, 4)), polar_factor(torch.ones(3, 4))))
+    with pytest.raises(BadInput, match="NaN"):
+        polar_factor(torch.full((3, 4), float("nan")))
