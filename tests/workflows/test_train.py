@@ -101,7 +101,9 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, 
     assert (run.path / "checkpoints" / "mine.txt").read_text() == "kept"
 
 
-@pytest.mark.parametrize("router", ["some", "spectra", "dense"])
+@pytest.mark.parametrize(
+    "router", ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)]
+)
 def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     model = {"d_model": 16, "layers": 2, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 64, "router": router}
     settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 1}
