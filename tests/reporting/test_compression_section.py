@@ -72,6 +72,18 @@ def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run
     assert again.table("clusters").equals(compressed_run.table("clusters"))
 
 
+def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_again(compressed_run, tmp_path):
+    import numpy as np
+
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (8, 12)))
+    model = compressed_run.path.parent / "model"
+    run = compress(model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True)
+    words = shlex.split(compression_command(run))
+    assert words[words.index("--token-ids") + 1] == str(tmp_path / "ids.npy")
+    assert "--text" not in words
+    assert words[words.index("--controls") + 1] == "1"
+
+
 def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_path):
     model = compressed_run.path.parent / "model"
     run = compress(model, method="random", keep=3, out=tmp_path / "run", quiet=True)

@@ -22,6 +22,7 @@ from moescope.figures.dendrogram import GROUPS
 from moescope.figures.style import Tables, counted, number
 from moescope.reporting.geometry_section import chart_section
 from moescope.reporting.pack import table_payload
+from moescope.reporting.routing_section import paths_of
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
@@ -32,6 +33,7 @@ ALL_TABLES = (*COMPRESSION_TABLES, *GEOMETRY_TABLES)
 LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router_kl"]
 MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "size", "done"]
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
+USUAL_CONTROLS = 3  # of small models
 READING = (
     "A compression is read between two marks: the original, and random controls that drop or merge as many experts without looking. What a method saves over the "
     "controls is what its choice is worth. Perplexity and divergence are of text that took no part in choosing."
@@ -241,9 +243,9 @@ def compression_command(run: Run) -> str:
         words += ["--method", arguments["method"], "--keep", arguments["keep"]]
     many = len(arguments["text"]) > 1 or any(domain != "text" for domain, _ in arguments["text"])
     for domain, files in arguments["text"]:
-        for file in files:
-            path = file[0] if isinstance(file, list) else "-"
-            words += ["--domain", f"{domain}={path}"] if many else ["--text", path]
+        for path in paths_of(files):
+            one = "--token-ids" if arguments.get("token_ids") else "--text"
+            words += ["--domain", f"{domain}={path}"] if many else [one, path]
     words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
     defaults = {
         "max_tokens": None, "dtype": "auto", "batch_size": 8, "seed": 0, "merge_weights": "usage", "distance": "default", "router": "fold",
@@ -255,6 +257,7 @@ def compression_command(run: Run) -> str:
     words += [flag for name, flag in switches.items() if arguments[name]]
     words += [] if arguments["signed"] else ["--unsigned"]
     words += [] if arguments["judge"] else ["--no-judge"]
+    words += [] if arguments["controls"] == USUAL_CONTROLS else ["--controls", str(arguments["controls"])]
     return shlex.join([*words, *(["--apply", arguments["apply"]] if arguments["apply"] else [])])
 
 
