@@ -13,8 +13,10 @@ from moescope.reporting.compression_section import (
     compression_command,
     compression_findings,
     compression_sections,
+    rank_finding,
     size,
     spread,
+    tables_of,
 )
 from moescope.run import Run
 from moescope.tables import COMPRESSION_TABLES, TABLES
@@ -44,6 +46,9 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     assert found[4].startswith("Measured error of a layer's routed output: largest in layer")
     assert "random controls" in found[4]
     assert "of 12 experts could be on either side of the cut" in found[5]
+    tables = tables_of(compressed_run)
+    assert rank_finding(tables) == found[5]
+    assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
 
 
 def test_the_page_has_every_figure_and_table_and_explains_every_column(page):

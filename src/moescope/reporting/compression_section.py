@@ -12,6 +12,7 @@ from moescope.figures.compression import (
     COST,
     SALIENCY,
     can_draw,
+    cut_by_score,
     layer_rows,
     of_controls,
     of_plan,
@@ -123,7 +124,7 @@ def size(count: float) -> str:
 
 def rank_finding(tables: Tables) -> str | None:
     """How many experts might be on the other side of the cut with another sample of documents."""
-    if "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
+    if not cut_by_score(tables) or "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
         return None
     both = tables["saliency"].merge(tables["clusters"], on=["layer", "expert"])
     kept = both.groupby("layer")["kept"].transform("sum")
