@@ -155,8 +155,33 @@ def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
     edit_json(model / "config.json", n_group=2, topk_group=2)
     with pytest.raises(BadInput, match="nearest possible: 4"):
         planned(model, text, tmp_path / "run", "m_smoe", keep=3)
+    with pytest.raises(BadInput, match="each of the 2 routing groups of layer 2 as many experts; leave out --adaptive"):
+        planned(model, text, tmp_path / "run", "m_smoe", keep=4, adaptive=True)
+    assert not (tmp_path / "run").exists()
     run = planned(model, None, tmp_path / "weights", "weights", keep=4)
     assert run.table("clusters")["kept"].all()
+
+
+def test_controls_match_neurons_just_where_their_plan_does(tmp_path, text):
+    from moescope.compression.method import Evidence, PlanSettings
+    from moescope.compression.methods import method_named
+
+    model = model_of(tmp_path)
+    moe = read_moe(open_checkpoint(model))
+    for matching, matched in (("none", False), ("signed", True), (None, True)):
+        given = Evidence(moe, dict.fromkeys(moe.layers, 3), PlanSettings(), like_matching=matching)
+        decided = method_named("random_merge").decide(given)
+        assert (decided.matching != "none") == matched
+        assert any(fit.orders for fit in decided.fits.values()) == matched
+    errors = []
+    for method in ("hc_smoe", "hc_smoe_permuted"):
+        run = moescope.compress(
+            model, method=method, keep=3, token_ids=text, out=tmp_path / method, controls=1, quiet=True, device="cpu"
+        )
+        damage = run.table("damage")
+        errors.append(damage[damage["method"] == "random (seed 1)"]["predicted_error"].dropna().to_numpy())
+    assert len(errors[0]) == len(moe.layers)
+    assert (errors[0] != errors[1]).all(), "the same groups, once as experts lie and once matched"
 
 
 def test_every_merging_method_names_random_merging_as_its_control():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoints import edit_json, tiny_checkpoint
 from compression.tiny_plans import saved
@@ -13,10 +15,13 @@ from families.tiny_models import tiny_model
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.methods import METHODS, Evidence, PlanSettings, check_settings, method_named
 from moescope.compression.plan import check_plan, checkpoint_mark
-from moescope.compression.pruning import keep_best, keep_counts, random_scores, read_keep
+from moescope.compression.pruning import gate_scales, keep_best, keep_counts, random_scores, read_keep
+from moescope.compression.rerouting import Gating
+from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
 from moescope.families import read_moe
-from moescope.types import Plan
+from moescope.routing.scoring import Scoring
+from moescope.types import LayerPlan, Plan
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,7 @@ def test_keeping_fewer_than_a_token_goes_to_is_refused_with_the_nearest_possible
         BadInput, match="keep 1: leaves 1 of 4 experts in layer 0, and a token goes to 2; nearest possible: 2"
     ):
         keep_counts(moe, 1, merges=False)
-    with pytest.raises(BadInput, match="layer 0 has 4 experts; give a number from 1 to 4"):
+    with pytest.raises(BadInput, match="layer 0 has 4 experts; give a number from 2 to 4"):
         keep_counts(moe, 5, merges=False)
     with pytest.raises(BadInput, match="give a number from 1 to 4"):
         keep_counts(moe, 0, merges=True)
@@ -109,3 +114,31 @@ def test_choices_of_merging_are_refused_where_nothing_is_merged():
     with pytest.raises(BadInput, match="method reap drops experts and merges none; leave merge weights as it is"):
         check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
     check_settings(method_named("reap"), PlanSettings(seed=3), written=True)
+
+
+def test_gates_that_are_not_renormalised_grow_by_the_probability_that_was_dropped():
+    p_TE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.1, 0.5, 0.3]])
+    states = {0: LayerStates(torch.zeros(2, 1), p_TE.log(), torch.tensor([[0], [2]]), torch.tensor([[0.4], [0.5]]), torch.arange(2))}  # fmt: skip
+    layers = (LayerPlan(0, 4, ((0,), (1,), (2,)), (0, 1, 2), ((1.0,),) * 3),)
+    as_they_are = Gating(Scoring("softmax"), 1, False, 1.0, True)
+    after = (0.4 / 0.9 + 0.5 / 0.7) / 2  # expert 3 is gone: its 0.1 and 0.3 go to the others
+    assert gate_scales(layers, states, {0: as_they_are}) == pytest.approx([after / 0.45])
+    assert gate_scales(layers, states, {0: replace(as_they_are, normalised=True)}) == [1.0]
+    assert gate_scales(layers, states, {0: replace(as_they_are, explains=False)}) == []
+    assert gate_scales(layers, {}, {}) == []
+
+
+@pytest.mark.parametrize(("kind", "said"), [("olmoe", True), ("mixtral", False)])
+def test_a_pruned_family_that_does_not_renormalise_gates_says_by_how_much_they_grow(tmp_path, kind, said):
+    import moescope
+    from moescope.compression.plan import read_plan
+
+    saved(tmp_path / "model", kind)
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (20, 16)))
+    run = moescope.compress(
+        tmp_path / "model", method="reap", keep=2, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", judge=False, controls=0, quiet=True
+    )  # fmt: skip
+    words = [warning for warning in run.info["warnings"] if "does not renormalise gates: pruning multiplies" in warning]
+    assert len(words) == said
+    grown = read_plan(run.path)[0].settings["gate_scale"]
+    assert grown > 1.05 if said else grown == 1

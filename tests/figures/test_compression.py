@@ -123,5 +123,9 @@ def test_ranks_count_the_experts_that_could_be_on_either_side_of_the_cut():
     assert (kept["x"], dropped["x"]) == (["0", "1"], ["2", "3"])
     assert list(kept["error_y"]["array"]) == [0, 1]
     assert list(dropped["error_y"]["arrayminus"]) == [1, 0]
+    at_random = rank_intervals({"saliency": saliency, "clusters": clusters.assign(method="random")})
+    assert at_random.title == "Layer 0: ranks are known to within 0.75 places of 4 on average"
+    assert np.isnan(at_random.data[0]["y"]).all(), "no score made a cut"
+    assert [trace["showlegend"] for trace in at_random.data] == [False, True, True]
     everyone = rank_intervals({"saliency": saliency, "clusters": clusters.assign(kept=True)})
     assert everyone.title == "Layer 0: ranks are known to within 0.75 places of 4 on average"

@@ -13,8 +13,10 @@ from moescope.reporting.compression_section import (
     compression_command,
     compression_findings,
     compression_sections,
+    rank_finding,
     size,
     spread,
+    tables_of,
 )
 from moescope.run import Run
 from moescope.tables import COMPRESSION_TABLES, TABLES
@@ -44,6 +46,9 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     assert found[4].startswith("Measured error of a layer's routed output: largest in layer")
     assert "random controls" in found[4]
     assert "of 12 experts could be on either side of the cut" in found[5]
+    tables = tables_of(compressed_run)
+    assert rank_finding(tables) == found[5]
+    assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
 
 
 def test_the_page_has_every_figure_and_table_and_explains_every_column(page):
@@ -70,6 +75,18 @@ def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run
     assert done.exit_code == 0, done.output
     again = Run.load(tmp_path / "run")
     assert again.table("clusters").equals(compressed_run.table("clusters"))
+
+
+def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_again(compressed_run, tmp_path):
+    import numpy as np
+
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (8, 12)))
+    model = compressed_run.path.parent / "model"
+    run = compress(model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True)
+    words = shlex.split(compression_command(run))
+    assert words[words.index("--token-ids") + 1] == str(tmp_path / "ids.npy")
+    assert "--text" not in words
+    assert words[words.index("--controls") + 1] == "1"
 
 
 def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from playwright.sync_api import expect
 
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
-from moescope.reporting.geometry_section import compare_command, compare_sections, moved
+from moescope.reporting.geometry_section import charts_together, compare_command, compare_sections, moved
 from moescope.run import Run
 from moescope.workflows.compare import compare
 from moescope.workflows.report import report
@@ -74,6 +74,23 @@ def test_sections_hold_chart_drift_and_alignment(run):
         "drift": ["drift_heatmap", "router_cosines", "norm_ratios"],
         "alignment": ["compare_accuracy", "compare_margin", "compare_ambiguity"],
     }
+
+
+def test_the_series_of_several_runs_share_one_chart_and_those_of_one_name_say_whose_they_are(
+    run, runs_compared, tmp_path
+):
+    from moescope.workflows.compress import compress
+
+    merged = compress(run.info["checkpoints"][0]["path"], method="weights", keep=2, out=tmp_path / "merged", quiet=True)
+    (section,) = charts_together([run, merged, runs_compared])
+    drawn = section.figures[0][1]["geometry_layers"]
+    assert set(drawn["series"]) == {"base_to_ift", "base_to_ift_permuted", "weights", "weights_permuted"}
+    assert len(drawn) == len(run.table("geometry_layers")) + len(merged.table("geometry_layers"))
+    twice = charts_together([merged, merged])[0].figures[0][1]["geometry_layers"]
+    assert set(twice["series"]) == {"weights (merged)", "weights_permuted (merged)"}
+    assert charts_together([run, runs_compared]) == []
+    html = report(run, merged, out=tmp_path / "all.html").read_text(encoding="utf-8")
+    assert any(name.startswith("distances-of-all-0") for name in payloads(html))
 
 
 def test_the_command_shown_makes_the_run_again(run):

@@ -84,7 +84,7 @@ def fold_router(
         held_out, ridge = fit.kl_held_out, fit.ridge
     after_TK = logits(folded, x_TD)
     kl = mean_kl(target_TK, log_scores(after_TK, scoring))
-    scale = gate_scale(states.gates_TK, after_TK.float(), folded, gating, top_k)
+    scale = gate_scale(states.gates_TK, after_TK.float(), folded.correction_bias_E, gating, top_k)
     rows, bias, correction = in_fp32(folded)
     return FoldedRouter(rows, bias, correction, kl_start, kl, held_out, ridge, scale, load_error)
 
@@ -211,12 +211,12 @@ def load_of(logits_TK: Tensor, bias_K: Tensor, gating: Gating, top_k: int) -> Te
     return torch.bincount(chosen.flatten(), minlength=logits_TK.shape[1]).double()
 
 
-def gate_scale(gates_TK: Tensor, after_TK: Tensor, folded: RouterParts, gating: Gating, top_k: int) -> float:
-    """Mean sum of a token's gates after folding over that before; 1 where gates are divided by their sum anyway.
+def gate_scale(gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating: Gating, top_k: int) -> float:
+    """Mean sum of a token's gates with new logits and a new bias for choosing over that before; 1 where gates are divided by their sum anyway.
 
     Where they are not, a group's probability is its members' together, so the block's output mostly becomes larger.
     """
     if gating.normalised:
         return 1.0
-    _, after = gating.with_bias(folded.correction_bias_E).route(after_TK, top_k)
+    _, after = gating.with_bias(bias_K).route(after_TK, top_k)
     return float(after.double().sum(-1).mean() / gates_TK.double().sum(-1).mean())

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from moescope.compression import hc_smoe, m_smoe, weights_clustering
 from moescope.compression.grouping import Grouping, grouped, most_used, random_groups, sections, share_of_each
 from moescope.compression.merge_weights import merge_weights
-from moescope.compression.method import Decided, Evidence, Method, PlanSettings
+from moescope.compression.method import Decided, Evidence, Method, PlanSettings, rescaling_words
 from moescope.compression.plan import LayerFit
+from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import GROUPS
 from moescope.families.reading import stated, text_config
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from moescope.compression.states import LayerStates
 
 Array = npt.NDArray[np.float64]
-RESCALED = 0.05  # change of the gates' sum from which on it is worth a warning
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,15 @@ def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
     """DeepSeek's n_group, 1 where there are none."""
     found = stated(text_config(moe.checkpoint.config), GROUPS, layer)
     return found if isinstance(found, int) and found > 1 else 1
+
+
+def check_adaptive(moe: MoeCheckpoint) -> None:
+    """Refuse one budget for all layers where tokens choose groups of experts first: each group must be left as many."""
+    for layer in moe.layers:
+        if (groups := routing_groups(moe, layer)) > 1:
+            raise BadInput(
+                f"an adaptive budget cannot leave each of the {groups} routing groups of layer {layer} as many experts; leave out --adaptive"
+            )
 
 
 def top_k_after(given: Evidence) -> int | None:
@@ -221,13 +230,14 @@ def as_grouping(plan: LayerPlan) -> Grouping:
 
 def merged(group: Group, matched: bool) -> Callable[[Evidence], Decided]:
     def decide(given: Evidence) -> Decided:
+        how = matched if given.like_matching is None else given.like_matching != "none"
         if given.settings.sequential and given.reread is not None:
             from moescope.compression.sequential import merge_in_sequence
 
-            layers = merge_in_sequence(given, lambda own: merge_layer(given, own, group, matched), collectors_of(group))
+            layers = merge_in_sequence(given, lambda own: merge_layer(given, own, group, how), collectors_of(group))
         else:
-            layers = [merge_layer(given, layer_evidence(given, layer), group, matched) for layer in given.keep]
-        return decided(given, layers, matched, group is by_weights)
+            layers = [merge_layer(given, layer_evidence(given, layer), group, how) for layer in given.keep]
+        return decided(given, layers, how, group is by_weights)
 
     return decide
 
@@ -282,12 +292,7 @@ def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[st
         listed = ", ".join(map(str, unfitted)) if len(unfitted) < len(merges) else "all layers"
         found.append(f"router rows of merged experts are their members' means in {listed}: {why}")
     scales = [layer.folded.gate_scale for layer in layers if layer.folded is not None]
-    if scales and abs(float(np.mean(scales)) - 1) > RESCALED:
-        found.append(
-            f"this family does not renormalise gates: merging multiplies their sum by {float(np.mean(scales)):.3g} on average "
-            f"({min(scales):.3g} to {max(scales):.3g} over layers)"
-        )
-    return found
+    return found + rescaling_words("merging", scales)
 
 
 def collectors_of(group: Group) -> Callable[[PlanSettings], list[Collector]]:

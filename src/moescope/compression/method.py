@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from moescope.routing.models import TracedModel
 
 
+RESCALED = 0.05  # change of the gates' sum from which on it is worth a warning
+
+
 @dataclass(frozen=True)
 class PlanSettings:
     """What a user may choose about a plan, besides the method and how many experts to keep. Merging reads most of it."""
@@ -44,6 +47,7 @@ class Evidence:
     traced: Callable[[], TracedModel] | None = None  # gives the running model; None without a text
     reread: Callable[[Sequence[Collector]], Calibrated] | None = None  # reads the calibrating text once more
     like: Mapping[int, LayerPlan] = field(default_factory=dict)  # the plan whose group sizes a control is to have
+    like_matching: str | None = None  # how that plan's neurons were matched; None where this is no control
 
 
 @dataclass(frozen=True)
@@ -74,3 +78,14 @@ class Method:
     ranked_by: str = "reap"  # the score whose rank intervals the saliency table gives
     distances: tuple[str, ...] = ()  # by which experts may be compared; the first is the default
     adapts: bool = False  # whether layers may be given different numbers of experts
+
+
+def rescaling_words(doing: str, scales: Sequence[float]) -> list[str]:
+    """What to say of gates whose sum changes, from each layer's sum after over before; nothing where it hardly does."""
+    mean = sum(scales) / len(scales) if scales else 1.0
+    if abs(mean - 1) <= RESCALED:
+        return []
+    return [
+        f"this family does not renormalise gates: {doing} multiplies their sum by {mean:.3g} on average "
+        f"({min(scales):.3g} to {max(scales):.3g} over layers)"
+    ]

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from moescope.compression.merge_weights import MERGE_WEIGHTS
 from moescope.compression.merging import MERGING
-from moescope.compression.method import Decided, Evidence, Method, PlanSettings
-from moescope.compression.pruning import keep_best, random_scores, saliency_scores
+from moescope.compression.method import Decided, Evidence, Method, PlanSettings, rescaling_words
+from moescope.compression.pruning import gate_scales, keep_best, random_scores, saliency_scores
 from moescope.errors import BadInput, unknown_name
+from moescope.routing.arrays import Array
 
 __all__ = ["METHODS", "Decided", "Evidence", "Method", "PlanSettings", "check_settings", "method_named"]
 FOLD, TIE = "fold", "tie"
 
 
+def pruned(given: Evidence, scores: Mapping[int, Array]) -> Decided:
+    """The experts with the largest scores, and what becomes of the gates where a text has shown how they are made."""
+    layers = keep_best(given.keep, scores, given.moe)
+    scales = gate_scales(layers, given.states, given.gating)
+    notes = {"gate_scale": sum(scales) / len(scales)} if scales else {}
+    return Decided(layers, notes=notes, warnings=tuple(rescaling_words("pruning", scales)))
+
+
 def pruning(name: str, words: str) -> Method:
     return Method(
-        name, words, lambda given: Decided(keep_best(given.keep, saliency_scores(given.sums, given.keep, name), given.moe)),
+        name, words, lambda given: pruned(given, saliency_scores(given.sums, given.keep, name)),
         ranked_by=name,
     )  # fmt: skip
 
@@ -28,7 +38,7 @@ METHODS = [
     pruning("reap", "drops the experts with the smallest mean of gate times output norm"),
     Method(
         "random", "drops experts at random: the control",
-        lambda given: Decided(keep_best(given.keep, random_scores(given.moe, given.settings.seed), given.moe)),
+        lambda given: pruned(given, random_scores(given.moe, given.settings.seed)),
         needs_text=False,
     ),
     *MERGING,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,8 @@ from moescope.types import LayerPlan
 
 if TYPE_CHECKING:
     from moescope.compression.calibration import Sums
+    from moescope.compression.rerouting import Gating
+    from moescope.compression.states import LayerStates
 
 
 def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> dict[int, int]:
@@ -29,8 +31,9 @@ def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> di
         n = weights.n_experts
         kept = count if count is not None else max(1, round(n * (share or 0)))
         if not 1 <= kept <= n:
+            least = 1 if merges else weights.top_k or 1
             raise BadInput(
-                f"keep {keep}: layer {layer} has {n} experts; give a number from 1 to {n}, or a share such as 0.5"
+                f"keep {keep}: layer {layer} has {n} experts; give a number from {least} to {n}, or a share such as 0.5"
             )
         if not merges and weights.top_k is not None and kept < weights.top_k:
             raise BadInput(
@@ -86,3 +89,24 @@ def keep_best(keep: Mapping[int, int], scores: Mapping[int, Array], moe: MoeChec
             LayerPlan(layer, moe.layers[layer].n_experts, tuple((e,) for e in kept), kept, ((1.0,),) * count)
         )  # fmt: skip
     return tuple(plans)
+
+
+def gate_scales(
+    layers: Sequence[LayerPlan], states: Mapping[int, LayerStates], gating: Mapping[int, Gating]
+) -> list[float]:
+    """Of every layer whose way of choosing is known: mean sum of a token's gates after pruning over that before.
+
+    1 where gates are divided by their sum. Where they are not, a softmax gives the probability of the dropped experts to the others, so
+    the block's output becomes larger.
+    """
+    from moescope.compression.folding import gate_scale
+
+    scales = []
+    for layer in layers:
+        own, how = states.get(layer.layer), gating.get(layer.layer)
+        if own is None or how is None or not how.explains or not len(own):
+            continue
+        kept = list(layer.dominants)
+        bias_K = None if how.scoring.bias_E is None else how.scoring.bias_E[kept]
+        scales.append(gate_scale(own.gates_TK, own.logits_TE[:, kept], bias_K, how, min(how.top_k, len(kept))))
+    return scales

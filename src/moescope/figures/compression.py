@@ -215,6 +215,11 @@ def score_column(tables: Tables) -> str:
     return SCORES.get(method_of(tables), "reap")
 
 
+def cut_by_score(tables: Tables) -> bool:
+    """Whether a score decided who stays; random pruning has no cut among ranks."""
+    return method_of(tables) in SCORES
+
+
 def saliency_heatmap(tables: Tables) -> Figure:
     column = score_column(tables)
     grid = tables["saliency"].pivot(index="layer", columns="expert", values=column)
@@ -264,11 +269,12 @@ def rank_intervals(tables: Tables) -> Figure:
         rows = rows.sort_values(["rank", "expert"])
         cut = int(rows["kept"].sum())
         pruned = cut < len(rows)
-        unsure = rows[(rows["rank_low"] < cut + 0.5) & (rows["rank_high"] > cut + 0.5)] if pruned else rows.iloc[:0]
+        has_cut = pruned and cut_by_score(tables)
+        unsure = rows[(rows["rank_low"] < cut + 0.5) & (rows["rank_high"] > cut + 0.5)] if has_cut else rows.iloc[:0]
         names = [str(expert) for expert in rows["expert"]]
         # first, so that experts stand in order of rank whatever becomes of them
-        cut_line = grey_line(names, [cut + 0.5 if pruned else np.nan] * len(names), "the cut")
-        data.append({**cut_line, "showlegend": pruned})
+        cut_line = grey_line(names, [cut + 0.5 if has_cut else np.nan] * len(names), "the cut")
+        data.append({**cut_line, "showlegend": has_cut})
         for stays, color, word in ((True, CATEGORICAL[0], "kept"), (False, CATEGORICAL[1], "dropped")):
             mine = rows[rows["kept"] == stays]
             data.append(
@@ -281,7 +287,7 @@ def rank_intervals(tables: Tables) -> Figure:
                     "hovertemplate": "expert %{x}<br>rank %{y}, %{customdata[0]:.3g} to %{customdata[1]:.3g}<extra></extra>",
                 }
             )  # fmt: skip
-        if pruned:
+        if has_cut:
             titles.append(
                 f"Layer {layer}: {counted(len(unsure), 'expert') if len(unsure) else 'no expert'} of {len(rows)} could be on either side of the cut with other documents"
             )

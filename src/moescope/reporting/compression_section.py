@@ -12,6 +12,7 @@ from moescope.figures.compression import (
     COST,
     SALIENCY,
     can_draw,
+    cut_by_score,
     layer_rows,
     of_controls,
     of_plan,
@@ -22,6 +23,7 @@ from moescope.figures.dendrogram import GROUPS
 from moescope.figures.style import Tables, counted, number
 from moescope.reporting.geometry_section import chart_section
 from moescope.reporting.pack import table_payload
+from moescope.reporting.routing_section import paths_of
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
@@ -32,6 +34,7 @@ ALL_TABLES = (*COMPRESSION_TABLES, *GEOMETRY_TABLES)
 LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router_kl"]
 MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "size", "done"]
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
+USUAL_CONTROLS = 3  # of small models
 READING = (
     "A compression is read between two marks: the original, and random controls that drop or merge as many experts without looking. What a method saves over the "
     "controls is what its choice is worth. Perplexity and divergence are of text that took no part in choosing."
@@ -121,7 +124,7 @@ def size(count: float) -> str:
 
 def rank_finding(tables: Tables) -> str | None:
     """How many experts might be on the other side of the cut with another sample of documents."""
-    if "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
+    if not cut_by_score(tables) or "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
         return None
     both = tables["saliency"].merge(tables["clusters"], on=["layer", "expert"])
     kept = both.groupby("layer")["kept"].transform("sum")
@@ -242,8 +245,7 @@ def compression_command(run: Run) -> str:
     many = len(arguments["text"]) > 1 or any(domain != "text" for domain, _ in arguments["text"])
     plain = "--token-ids" if arguments.get("token_ids") else "--text"
     for domain, files in arguments["text"]:
-        for file in files:
-            path = file[0] if isinstance(file, list) else "-"
+        for path in paths_of(files):
             words += ["--domain", f"{domain}={path}"] if many else [plain, path]
     words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
     defaults = {
@@ -256,6 +258,7 @@ def compression_command(run: Run) -> str:
     words += [flag for name, flag in switches.items() if arguments[name]]
     words += [] if arguments["signed"] else ["--unsigned"]
     words += [] if arguments["judge"] else ["--no-judge"]
+    words += [] if arguments["controls"] == USUAL_CONTROLS else ["--controls", str(arguments["controls"])]
     return shlex.join([*words, *(["--apply", arguments["apply"]] if arguments["apply"] else [])])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,19 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
         [(spec, {"geometry_layers": tables["geometry_layers"]}) for spec in distance_charts(tables["geometry_layers"])],
         [table_payload("geometry_layers", tables["geometry_layers"], LAYER_COLUMNS, "Every layer")],
     )
+
+
+def charts_together(runs: list[Run]) -> list[Section]:
+    """The series of several runs in one chart: what tuning moved beside groups of this method and of that; nothing for one run, or runs of other layers."""
+    held = [(run, run.table("geometry_layers")) for run in runs if "geometry_layers" in run.tables]
+    if len(held) < 2 or len({tuple(sorted(set(rows["layer"]))) for _, rows in held}) > 1:
+        return []
+    times = pd.Series([name for _, rows in held for name in rows["series"].unique()]).value_counts()
+    parts = [
+        rows.assign(series=[f"{name} ({run.name})" if times[name] > 1 else name for name in rows["series"]])
+        for run, rows in held
+    ]
+    return [replace(chart_section({"geometry_layers": pd.concat(parts, ignore_index=True)}, "distances-of-all"), title="Distances between experts, of all runs")]  # fmt: skip
 
 
 def drift_section(tables: Tables) -> Section:

@@ -14,6 +14,7 @@ from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, Figur
 from moescope.figures.style import Tables, listed, number
 from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.findings import coverage_lines, findings, headline
+from moescope.reporting.geometry_section import charts_together
 from moescope.reporting.joint_section import joint_entries, joint_missing
 from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
 from moescope.reporting.pack import plain, script_json, table_payload
@@ -27,7 +28,7 @@ from moescope.reporting.routing_section import (
     view_entry,
 )
 from moescope.reporting.routing_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
-from moescope.reporting.run_kind import RunKind
+from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.run_kinds import kind_of
 from moescope.reporting.trace_summary import trace_findings, which_findings
 from moescope.run import Run
@@ -68,6 +69,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     entries = [view_entry(view, index, keep) for index, view in enumerate(views)]
     together = joint_entries(found, views, keep)
     told = [entry for index, (run, kind) in enumerate(others) for entry in section_entries(run, kind, index, keep)]
+    told += [section_entry(part, "all runs", part.anchor, keep) for part in charts_together([run for run, _ in others])]
     return {
         "title": page_title(runs),
         "text_notice": text_notice(traces, [entry["excerpt"] for entry in entries]),
@@ -289,18 +291,16 @@ def trace_entry(trace: TraceTables) -> dict[str, Any]:
 
 def section_entries(run: Run, kind: RunKind, index: int, keep: Any) -> list[dict[str, Any]]:
     """A run's own sections, drawn."""
-    entries = []
-    for section in kind.sections(run):
-        prefix = f"o{index}-{section.anchor}"
-        figures = [
-            keep(f"{prefix}-{number_}-{spec.name}", drawn(spec, tables, section.title))
-            for number_, (spec, tables) in enumerate(section.figures)
-        ]
-        tables = [keep(f"{prefix}-t{number_}", payload) for number_, payload in enumerate(section.tables)]
-        entries.append(
-            {"anchor": prefix, "run": run.name, "title": section.title, "words": section.words, "figures": figures, "tables": tables}
-        )  # fmt: skip
-    return entries
+    return [section_entry(section, run.name, f"o{index}-{section.anchor}", keep) for section in kind.sections(run)]
+
+
+def section_entry(section: Section, run: str, prefix: str, keep: Any) -> dict[str, Any]:
+    figures = [
+        keep(f"{prefix}-{number_}-{spec.name}", drawn(spec, tables, section.title))
+        for number_, (spec, tables) in enumerate(section.figures)
+    ]
+    tables = [keep(f"{prefix}-t{number_}", payload) for number_, payload in enumerate(section.tables)]
+    return {"anchor": prefix, "run": run, "title": section.title, "words": section.words, "figures": figures, "tables": tables}  # fmt: skip
 
 
 def kind_entry(run: Run, kind: RunKind) -> dict[str, Any]:

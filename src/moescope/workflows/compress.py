@@ -146,6 +146,7 @@ def planned_work(
 ) -> Work:
     """What is to be done; everything that headers can refuse is refused here."""
     from moescope.compression.applying import planned_bytes
+    from moescope.compression.merging import check_adaptive
     from moescope.compression.methods import check_settings, method_named
     from moescope.compression.plan import check_same_checkpoint, read_plan
     from moescope.compression.pruning import keep_counts
@@ -170,6 +171,8 @@ def planned_work(
             raise BadInput("nothing says how many experts to keep; give --keep 0.5, or a number such as --keep 4")
         chosen, given = method_named(method or DEFAULT_METHOD), None
         check_settings(chosen, settings, target is not None)
+        if settings.adaptive:
+            check_adaptive(moe)
         counts = keep_counts(moe, keep, chosen.merges)
         said = {"keep": str(keep), **(asdict(settings) if chosen.merges else {"seed": settings.seed})}
         if target is not None:
@@ -344,13 +347,14 @@ def control_name(seed: int) -> str:
 
 
 def control_plan(work: Work, evidence: Evidence, seed: int, plan: Plan) -> tuple[Plan, Fits]:
-    """A plan that leaves as many experts in every layer, chosen at random; merged ones in groups of the same sizes."""
+    """A plan that leaves as many experts in every layer, chosen at random; merged ones in groups of the same sizes, matched or not as the plan's."""
     from moescope.compression.methods import method_named
 
     method = method_named(work.method.control)
     settings = replace(work.settings, seed=seed, sequential=False)
     like = {layer.layer: layer for layer in plan.layers}
-    return as_plan(work, method, method.decide(replace(evidence, settings=settings, like=like)), {"seed": seed})
+    given = replace(evidence, settings=settings, like=like, like_matching=plan.matching)
+    return as_plan(work, method, method.decide(given), {"seed": seed})
 
 
 def foretold(plan: Plan, fits: Fits, calibration: Calibration, reader: TextReader) -> dict[str, list[float | None]]:
