@@ -73,6 +73,10 @@ class TraceableVocabulary:
     def decode(self, ids: list[int]) -> str:
         return self.vocabulary.decode(ids)
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        """One token as text. Nothing of it is lost in decoding: the lab's vocabularies put no mark before a word."""
+        return self.vocabulary.decode([token])
+
 
 def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
     """A lab checkpoint ready to be traced by the lab's own model; transformers is not needed."""
