@@ -102,7 +102,7 @@ SUBJECTS = [
     Subject(
         "outputs", "mean outputs", "expert_cosines", partial(direction_points, "outputs"), "random directions",
         "Directions of what experts gave on average, each over its own tokens among up to 1,024: near means that they push the residual stream the same way.",
-        ("expert_cosines.cosine", "of"), "no outputs are known: the trace was imported, or made by an older version",
+        ("expert_cosines.cosine", "of"), "no outputs are known: the trace was imported, made by an older version, or is of a model of the lab, whose experts are not run apart",
     ),
 ]  # fmt: skip
 
