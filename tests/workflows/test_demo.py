@@ -9,6 +9,7 @@ import torch
 from transformers import MixtralForCausalLM
 from typer.testing import CliRunner
 
+from lab.tiny_training import TOML
 from moescope.cli import app
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
@@ -18,7 +19,7 @@ from moescope.lab.saving import load_model
 from moescope.planted import LAYERS, planted_layer
 from moescope.run import Run
 from moescope.workflows.demo import CHARACTERS, SHIPPED, beginning, demo
-from moescope.workflows.demo_model import keep_model
+from moescope.workflows.demo_model import keep_model, make_demo_model
 from moescope.workflows.train_settings import as_plain, settle
 
 GENERATED = ("arithmetic", "records")  # the domains that are the same under every Python
@@ -92,6 +93,21 @@ def test_a_kept_model_is_the_one_it_was_made_from_rounded_to_half_its_bytes(tmp_
     model, _ = load_model(SHIPPED / "model")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_making_the_model_anew_replaces_what_is_shipped(tmp_path):
+    shipped = tmp_path / "shipped"
+    (shipped / "model").mkdir(parents=True)
+    (shipped / "model" / "old.txt").write_text("of the model before")
+    (shipped / "recipe.toml").write_text(TOML.format(steps=8))
+    run = make_demo_model(tmp_path / "work", shipped)
+    assert not (shipped / "model" / "old.txt").exists()
+    assert Run.load(shipped / "training").table("steps").equals(run.table("steps"))
+    trained, _ = load_model(run.info["checkpoints"][-1]["path"])
+    kept, _ = load_model(shipped / "model")
+    for before, after in zip(trained.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(before.to(torch.bfloat16).float(), after)
 
 
 # --- what is shown
