@@ -44,7 +44,7 @@ bench-memory: .venv/core
 
 # On a machine with a GPU; qwen3 writes 20 GB into the temporary folder.
 bench-gpu: .venv/core
-	$(BIN)/python bench/gpu.py mixtral --layers 6
+	$(BIN)/python bench/gpu.py mixtral --layers 12
 	$(BIN)/python bench/gpu.py deepseek --layers 2
 	$(BIN)/python bench/gpu.py qwen3 --layers 48
 

@@ -102,6 +102,7 @@ def transformers_step(size: Size, device: str, auxiliary: bool) -> Step:
             )
         ).train()  # fmt: skip
     model.set_experts_implementation("grouped_mm")
+    assert model.config._experts_implementation == "grouped_mm"
     if device == "cuda":
         model.to(torch.bfloat16)
     optimiser = optimiser_of(model, device)
@@ -238,7 +239,7 @@ def main() -> None:
     arguments.add_argument("--routers", default=",".join(ROUTERS), help="which routers, comma-separated")
     arguments.add_argument("--steps", type=int, help="of a round")
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--warmup", type=int, default=3)
+    arguments.add_argument("--warmup", type=int, help="steps before a model is timed")
     arguments.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="torch.compile for what lies between matrix products"
     )
@@ -247,7 +248,8 @@ def main() -> None:
     given = arguments.parse_args()
     given.routers = [name for name in given.routers.split(",") if name]
     cuda = given.device == "cuda"
-    given.steps = given.steps or (8 if cuda else 3)
+    given.steps = given.steps or (20 if cuda else 3)
+    given.warmup = given.warmup or (12 if cuda else 3)  # compiling goes on for some steps after the first
     given.compile, given.b3 = (cuda if flag is None else flag for flag in (given.compile, given.b3))
 
     size = SIZES[given.device]

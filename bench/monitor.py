@@ -5,7 +5,8 @@
 
 A block is `--every` steps, so that each block under the Monitor has its share of everything that is done now and then: logits every
 10 steps, tables once, in its middle. Blocks with and without alternate, and a block's ratio is taken to the mean of its two neighbours, so that a
-machine that slows down does not count. Gradients into routers are taken every 500 steps by default, so a step with them is timed
+machine that slows down does not count. Since single blocks may be off by more than the Monitor costs, the same is given from the median
+step of each kind: an ordinary one, one whose logits are looked at, one that ends a window, and the one after it, beside which tables are made. Gradients into routers are taken every 500 steps by default, so a step with them is timed
 alone and divided by 500.
 """
 
@@ -29,6 +30,7 @@ SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
     "cuda": (512, 512, 10, 64, 32, 768),
 }
 GRADIENTS_EVERY = 500
+DECISIONS_EVERY = 10  # LoopMonitor's own default
 
 
 def build(given: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
@@ -70,6 +72,22 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return clock() - start
 
 
+def kind_of(step: int, every: int) -> str:
+    """What a Monitor does in that step beyond counting."""
+    if step % every == 0:
+        return "window"
+    if step % every == 1:
+        return "after"
+    return "decisions" if step % DECISIONS_EVERY == 0 else "ordinary"
+
+
+def from_medians(kinds: dict[str, list[float]], every: int) -> float:
+    """How much more a step takes, on average over a window of so many steps, from the median step of each kind."""
+    plain = statistics.median(kinds["plain"])
+    steps = [kind_of(step, every) for step in range(1, every + 1)]
+    return statistics.mean(statistics.median(kinds[kind] or kinds["ordinary"]) for kind in steps) / plain - 1
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -90,6 +108,7 @@ def main() -> None:
             setattr(given, name, size)
     model, step = build(given)
 
+    kinds: dict[str, list[float]] = {kind: [] for kind in ("plain", "ordinary", "decisions", "window", "after")}
     with tempfile.TemporaryDirectory() as folder:
         monitor = LoopMonitor(Path(folder) / "run", every=given.every, gradients_every=0).watch(model)
         capture = monitor.capture
@@ -97,12 +116,13 @@ def main() -> None:
 
         def with_monitor() -> None:
             for _ in range(given.every):
-                step()
-                monitor.step()
+                coming = monitor.now + 1
+                kind = kind_of(coming, given.every)
+                kinds[kind].append(seconds(lambda: (step(), monitor.step()), given.device))
 
         def without() -> None:
             for _ in range(given.every):
-                step()
+                kinds["plain"].append(seconds(step, given.device))
 
         # To warm up; half a block more, so that tables are made amid a block, and not written while the next one is timed.
         for _ in range(given.every + given.every // 2):
@@ -140,6 +160,10 @@ def main() -> None:
     print(f"a step without Monitor            {1000 * usual:9.2f} ms")
     print(f"a step under Monitor              {1000 * statistics.median(watched) / given.every:9.2f} ms")
     print(f"more, median of {given.rounds} blocks of {given.every:<4}      {statistics.median(ratios) - 1:9.2%}   (each: {', '.join(f'{ratio - 1:.2%}' for ratio in ratios)})")  # fmt: skip
+    for every in sorted({given.every, 100}):
+        print(f"more, from median steps, tables every {every:<4} {from_medians(kinds, every):9.2%}")
+    middle = {kind: f"{1000 * statistics.median(took):.2f} ms" for kind, took in kinds.items() if took}
+    print(f"median steps: {', '.join(f'{kind} {took}' for kind, took in middle.items())}")
     print(
         f"gradients, every {GRADIENTS_EVERY} steps        {gradients / usual / GRADIENTS_EVERY:9.2%}   ({1000 * gradients:.0f} ms each time)"
     )

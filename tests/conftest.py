@@ -38,6 +38,20 @@ def planted_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Twelve steps of a tiny model, with all that `moescope train` leaves; not to be changed."""
+    from lab.tiny_training import TOML
+    from moescope.run import Run
+    from moescope.workflows.train import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "tiny.toml").write_text(TOML.format(steps=12))
+    run = train(folder / "tiny.toml", out=folder / "run", router="top2", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    return run
+
+
+@pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
     """The address of a real Ray cluster of two CPUs, started as a user would; its workers can import the tests' builders too."""
     import psutil

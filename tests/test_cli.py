@@ -467,3 +467,18 @@ def test_several_models_are_steps(tmp_path, invoke):
     assert invoke("scan", "checkpoint-100", "checkpoint-200", "--out", "run", "--quiet")[0] == 0
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [checkpoint["step"] for checkpoint in info["checkpoints"]] == [100, 200]
+
+
+def test_train_prints_counts_without_training_and_what_came_of_a_training(trained_run, tmp_path):
+    from typer.testing import CliRunner
+
+    from moescope.cli import app
+
+    counted = CliRunner().invoke(app, ["train", "--dry-run"])
+    assert counted.exit_code == 0
+    assert "parameters: 887,872 in total, 887,872 of them trained" in counted.output
+    config = trained_run.path.parent / "tiny.toml"
+    again = CliRunner().invoke(app, ["train", str(config), "--router", "top2", "--out", str(trained_run.path), "--device", "cpu"])  # fmt: skip
+    assert again.exit_code == 0, again.output
+    assert "by token frequencies alone" in again.output
+    assert f"report: {trained_run.path / 'report.html'}" in again.output

@@ -156,3 +156,17 @@ def test_without_ray_the_line_names_the_extra():
     command = [sys.executable, "-S", "-c", "from moescope.engine import check_engine; check_engine('ray', None, 'cpu')"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.stderr.strip().endswith("--engine ray: Ray is not installed; pip install 'moescope[ray]'")
+
+
+def test_the_next_piece_is_under_way_while_a_result_is_being_written():
+    import threading
+
+    begun = {piece: threading.Event() for piece in range(4)}
+
+    def work(piece, tick):
+        begun[piece].set()
+        return piece
+
+    for done, _ in LocalEngine("cuda", at_once=1 + 1).run(work, range(4), lambda piece: None):
+        if done == 0:
+            assert begun[2].wait(30)  # nobody asked for the next result yet

@@ -253,6 +253,8 @@ def train(
         typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
     else:
         show_run(made, as_json, quiet)
+        if not quiet and not as_json and (made.path / "report.html").exists():
+            typer.echo(f"report: {made.path / 'report.html'}")
 
 
 @app.command()

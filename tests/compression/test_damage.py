@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compression.tiny_plans import FAMILIES, documents, merging_plan, pruning_plan, saved, traced
+from families.test_writing import KINDS as EVERY_KIND
 from moescope.compression.applying import apply_plan
 from moescope.compression.calibration import calibrate
 from moescope.compression.damage import measured_errors, original_outputs, predict
@@ -45,6 +46,25 @@ def test_predicted_damage_is_what_the_written_model_s_own_blocks_do_to_the_same_
         assert predicted[layer].error == pytest.approx(error, rel=1e-3)
         assert error > 0.05
         assert predicted[layer].router_kl > 0
+
+
+OTHERS = sorted(set(EVERY_KIND) - {*KINDS, "llama4_text", "nllb-moe", "phimoe", "switch_transformers"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("way", ["pruned", "merged"])
+def test_the_same_holds_for_every_other_model_type(tmp_path, kind, way):
+    """But for NLLB, which is refused, phimoe, whose gates are not explained, and Switch, whose capacity depends on the batch."""
+    test_predicted_damage_is_what_the_written_model_s_own_blocks_do_to_the_same_states(tmp_path, kind, way)
+
+
+def test_sparsemixer_s_gates_are_not_explained_and_nothing_is_foretold(tmp_path):
+    tiny, moe = saved(tmp_path / "source", "phimoe")
+    model = traced(tiny.model)
+    found = predict(model, pruning_plan(moe, 3), {}, *calibrated(model))
+    assert found
+    assert all(damage.error is None and damage.router_kl is None for damage in found.values())
 
 
 def test_keeping_every_expert_costs_nothing():

@@ -89,6 +89,8 @@ def test_an_adaptive_budget_keeps_as_many_in_all_and_is_for_plans_only(tmp_path,
     run = planned(model, text, tmp_path / "run", "m_smoe", keep=2, adaptive=True)
     left = run.table("clusters").groupby("layer")["cluster"].nunique()
     assert left.sum() == 2 * len(left)
+    narrowest = min(2, int(left.min()))
+    assert read_plan(run.path)[0].top_k == (None if narrowest == 2 else narrowest)
     with pytest.raises(BadInput, match="different numbers of experts, and a config holds one"):
         planned(model, text, tmp_path / "other", "m_smoe", keep=2, adaptive=True, apply=tmp_path / "small")
 
@@ -180,6 +182,13 @@ def test_every_merging_method_names_random_merging_as_its_control():
 def test_what_does_not_go_together_is_refused_before_any_work(tmp_path, text, method, more, line):
     with pytest.raises(BadInput, match=line):
         planned(model_of(tmp_path), text, tmp_path / "run", method, **more)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("more", [{"sequential": True}, {"merge_weights": "saliency"}])
+def test_what_goes_by_a_text_is_refused_without_one(tmp_path, more):
+    with pytest.raises(BadInput, match="goes by what a text does in the model; give --text PATH"):
+        planned(model_of(tmp_path), None, tmp_path / "run", "weights", **more)
     assert not (tmp_path / "run").exists()
 
 

@@ -79,7 +79,6 @@ def test_so_it_is_up_to_rounding_where_the_copy_s_neurons_are_in_another_order()
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "gpt_oss", "deepseek_v3"])
 def test_rows_that_are_the_router_s_own_change_nothing_in_a_folded_layer(kind):
-    """Groups of one need no fold, so a pair is merged whose members both have the first one's weights."""
     model, running = with_copy(kind, disguised=False)
     blocks, _, gating = looked_at(model)
     for layer, block in blocks.items():
@@ -89,7 +88,7 @@ def test_rows_that_are_the_router_s_own_change_nothing_in_a_folded_layer(kind):
         correction = None if gating[layer].scoring.bias_E is None else gating[layer].scoring.bias_E
         fit = LayerFit(rows, bias if isinstance(bias, torch.Tensor) else None, correction)
         before = said(model)
-        # one expert fewer on paper, so that the fitted rows choose; expert 3 is never chosen where its row is far down
+        # of five experts on paper: of four, nothing would be folded
         plan = LayerPlan(layer, 5, groups, dominants, ((1.0,),) * 4)
         with merged_in_place(running, block, plan, fit, gating[layer], None):
             assert said(model).numpy() == pytest.approx(before.numpy(), rel=1e-3, abs=1e-3)
@@ -127,3 +126,26 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was():
     with pytest.raises(KeyboardInterrupt), merged_in_place(running, block, plan, LayerFit(), None, None):
         raise KeyboardInterrupt
     assert torch.equal(said(model), before)
+
+
+def test_the_error_foretold_of_a_tied_layer_is_that_of_running_it_so():
+    from moescope.compression.applying import merged_expert
+    from moescope.compression.damage import predict_layer, routed_output
+    from moescope.types import Plan
+
+    model = copy.deepcopy(tiny_model("olmoe").model)
+    running = RunningExperts(model)
+    blocks, states, gating = looked_at(model)
+    layer, block = next(iter(blocks.items()))
+    own = states[layer]
+    part = LayerPlan(layer, 4, GROUPS, DOMINANTS, WEIGHTS)
+    plan = Plan("m_smoe", {}, (part,), "none", "tie", None, {})
+    foretold = predict_layer(block, plan, part, LayerFit(), own, gating[layer], running)
+    before = routed_output(block, own.x_TD, own.chosen_TK, own.gates_TK)
+    new = merged_expert(running.layers[layer], (0, 2), (0.5, 0.5), LayerFit())
+    for member in (0, 2):
+        running.put(layer, member, new)
+    after = routed_output(block, own.x_TD, own.chosen_TK, own.gates_TK)
+    assert foretold.error == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
+    assert foretold.error > 0.05
+    assert foretold.router_kl == 0

@@ -100,6 +100,17 @@ def test_fingerprints_do_not_change_with_order_and_signs():
     assert fingerprint_likeness(turned) == pytest.approx(fingerprint_likeness(experts), abs=1e-5)
 
 
+def test_what_all_experts_share_does_not_hide_which_two_are_alike():
+    experts = planted(9, experts=12)
+    common = torch.randn(20, 12, generator=torch.Generator().manual_seed(5)) * 6
+    shared = [ExpertWeights(e.gate_FD + common, e.down_DF + common.T, e.up_FD + common) for e in experts[:9]]
+    shared += [disguised(shared[e], 50 + e) for e in range(3)]
+    likeness = fingerprint_likeness(shared)
+    np.fill_diagonal(likeness, -1)
+    assert [int(likeness[9 + e].argmax()) for e in range(3)] == [0, 1, 2]
+    assert likeness[[0, 1, 2], [9, 10, 11]].min() > 0.5 > likeness[:9, :9].max()
+
+
 def test_experts_without_a_gate_are_clustered_by_two_projections():
     experts = [ExpertWeights(expert.gate_FD, expert.down_DF) for expert in random_experts(3, 7)]
     order = torch.randperm(20, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,8 @@ def saved(
     folder: Path, kind: str, form: str = "saved", dtype: torch.dtype = torch.float32
 ) -> tuple[TinyModel, MoeCheckpoint]:
     tiny = tiny_model(kind)
-    tiny.model.to(dtype)
+    if dtype != torch.float32:
+        tiny.model.to(dtype)
     return tiny, read_moe(open_checkpoint(tiny.save(folder, form)))
 
 

@@ -17,12 +17,11 @@ from moescope.figures.compression import (
 )
 from moescope.figures.style import CATEGORICAL, GREY
 from moescope.glossary import COLUMNS
-from moescope.tables import COMPRESSION_TABLES
 
 
 @pytest.fixture(scope="module")
 def tables(compressed_run):
-    return {name: compressed_run.table(name) for name in COMPRESSION_TABLES}
+    return {name: compressed_run.table(name) for name in compressed_run.tables}
 
 
 def validate(figure):

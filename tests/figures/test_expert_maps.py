@@ -88,6 +88,14 @@ def test_groups_of_router_rows_are_seen_and_sizes_are_loads():
     assert first["marker"]["size"] == sorted(first["marker"]["size"])
 
 
+def test_all_layouts_open_at_the_layer_with_most_on_its_plane():
+    tables = wide(3)
+    cosines = tables["expert_cosines"]
+    blurred = (cosines["of"] == "router") & (cosines["layer"] != 1)
+    tables["expert_cosines"] = cosines.assign(cosine=cosines["cosine"].where(~blurred, cosines["cosine"] * 0.3))
+    assert {expert_map(SUBJECTS[0], layout, tables).slider.start for layout in (LAYOUTS[0], LAYOUTS[2])} == {1}
+
+
 def test_an_expert_without_a_vector_has_no_place_and_the_others_keep_their_numbers():
     figure = expert_map(SUBJECTS[2], LAYOUTS[0], wide())
     assert figure.data[0]["text"] == [str(expert) for expert in range(N) if expert != 5]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from moescope.lab.config import PRESETS
+from moescope.lab.config import PRESETS, DataConfig, TrainConfig
 from moescope.lab.model import parameter_counts
 from moescope.lab.routers import ROUTERS
 from moescope.lab.routers.spectra import ABLATIONS
@@ -50,3 +51,9 @@ def test_every_preset_is_documented_with_its_shape_and_parameters():
         shape = [model.d_model, model.layers, model.experts, model.d_ff, model.top_k]
         parameters = [f"{count / 1e6:.2f} M" for count in (counts.total, counts.trainable)]
         assert said[name] == [model.block, *map(str, shape), model.router, *parameters]
+
+
+@pytest.mark.parametrize(("heading", "part"), [("## Data", DataConfig()), ("## Training", TrainConfig())])
+def test_every_key_of_data_and_training_is_documented_with_its_default(heading, part):
+    said = {row[0]: row[1] for row in rows(heading)}
+    assert said == {name: str(default or "none").lower() if isinstance(default, tuple | dict) else str(default).lower() for name, default in asdict(part).items()}  # fmt: skip

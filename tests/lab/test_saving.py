@@ -11,6 +11,7 @@ import torch
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import read_moe
+from moescope.families.writing import NewLayer, write_moe
 from moescope.lab.config import LabConfig, ModelConfig, with_router
 from moescope.lab.model import LabModel
 from moescope.lab.routers import ROUTERS
@@ -100,6 +101,21 @@ def test_families_read_the_weights_that_the_model_computes_with(router: str, blo
             y_D = expert.down_DF @ torch.nn.functional.gelu(inner + expert.gate_bias_F) + expert.down_bias_D
         theirs = mlp.experts(x_D[None], torch.tensor([[2]]), torch.ones(1, 1))[0]
         torch.testing.assert_close(y_D, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("router", "block"), [("top2", "modern"), ("switch_top1", "modern"), ("loss_free", "modern"), ("topk", "some")])  # fmt: skip
+def test_a_checkpoint_with_fewer_experts_is_a_lab_model_again(router: str, block: str, tmp_path: Path):
+    model = tiny(router, block=block)
+    save_model(model, Bytes(), tmp_path / "saved")
+    moe = read_moe(open_checkpoint(tmp_path / "saved"))
+    write_moe(moe, tmp_path / "fewer", {layer: NewLayer([3, 0, 2]) for layer in moe.layers})
+    fewer, _ = load_model(tmp_path / "fewer")
+    assert fewer.config.experts == 3
+    for old, new in zip(model.blocks, fewer.blocks, strict=True):
+        assert torch.equal(new.mlp.router.weight, old.mlp.router.weight[[3, 0, 2]])
+        for name, stack in new.mlp.experts.named_parameters():
+            assert torch.equal(stack, dict(old.mlp.experts.named_parameters())[name][[3, 0, 2]]), name
+    assert fewer(torch.randint(0, 250, (1, 9))).logits_BLV.isfinite().all()
 
 
 def test_a_saved_checkpoint_replaces_the_one_before_and_is_known_as_the_labs(tmp_path: Path):

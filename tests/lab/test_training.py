@@ -13,10 +13,14 @@ import torch
 
 from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.errors import BadInput
+from moescope.lab.batches import TokenRows
 from moescope.lab.divergence import Diverged
+from moescope.lab.model import LabModel
 from moescope.lab.optimising import clip_gradients, learning_rate
 from moescope.lab.routers import ROUTERS
+from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
+from moescope.lab.vocabulary import Bytes
 from moescope.routing.monitor import LoopMonitor
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
@@ -114,6 +118,42 @@ def test_the_evaluation_is_the_mean_over_validation_targets(tmp_path: Path):
     assert last["loss"] == pytest.approx(losses.mean(), rel=1e-5)
     for index, domain in enumerate(rows.domains):
         assert last["domains"][domain] == pytest.approx(losses[batch.domain_B == index].mean(), rel=1e-5)
+
+
+def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_one(tmp_path: Path):
+    texts = {
+        "a": [f"{i} bottles" for i in range(30)],
+        "b": [f"{i * i} is a square, and a longer line" for i in range(30)],
+    }
+    rows = TokenRows.of(texts, Bytes(), 32, "documents")
+    config = tiny_config(steps=1)
+    torch.manual_seed(0)
+    training = Training(config, LabModel(config.model), Data(rows, rows.sample(40)))
+    run = trained(training, tmp_path)
+    last, batch = training.evaluations[-1], training.data.validation.batch(np.arange(40))
+    training.model.eval()
+    with torch.no_grad():
+        logits = training.model(torch.from_numpy(batch.ids_BL), mask_BL=torch.from_numpy(batch.mask_BL)).logits_BLV
+    log_p = torch.log_softmax(logits.double(), -1).numpy()
+    wanted = np.where(batch.mask_BL, batch.targets_BL, Bytes().pad)
+    losses = -np.take_along_axis(log_p, wanted[..., None], -1)[..., 0]
+    assert last["published"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert last["loss"] == pytest.approx(losses[batch.mask_BL].mean(), rel=1e-5)
+    assert last["published"] != pytest.approx(last["loss"], rel=1e-3)
+    assert run.table("steps")["validation_loss_published"].iloc[-1] == last["published"]
+    assert run.table("load").groupby("layer")["tokens"].sum().unique() == [2 * training.data.train.of_step(0, 8, 0).mask_BL.sum()]  # fmt: skip
+
+
+def test_unequal_rows_count_by_their_targets_however_they_are_dealt_out(tmp_path: Path):
+    texts = {"a": ["ab" * n for n in range(1, 17)]}
+    curves = []
+    for micro in (1, 4):
+        config = tiny_config(options={"balance": 0.0, "z": 0.0}, micro_batches=micro, steps=4)
+        rows = TokenRows.of(texts, Bytes(), 32, "documents")
+        torch.manual_seed(0)
+        training = Training(config, LabModel(config.model), Data(rows, rows.sample(16)))
+        curves.append(trained(training, tmp_path / str(micro)).table("steps")["validation_loss"].to_numpy())
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer", [0, 1])

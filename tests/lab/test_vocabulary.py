@@ -61,7 +61,7 @@ def test_pairs_are_fewer_tokens_than_bytes_and_learned_the_same_twice():
 def test_unknown_and_impossible_vocabularies_are_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="'words'; known: bytes, bpe"):
         make_vocabulary("words", 300, [])
-    with pytest.raises(BadInput, match="at least 258"):
+    with pytest.raises(BadInput, match="bpe needs at least 258"):
         make_vocabulary("bpe", 100, LEARNED_FROM)
     with pytest.raises(BadInput, match=r"tokenizer\.json"):
         load_vocabulary(tmp_path)

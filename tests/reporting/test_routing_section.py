@@ -131,6 +131,9 @@ def test_many_files_are_given_again_as_their_folder_and_standard_input_as_a_dash
     assert paths_of([["/a/b/c.txt", 1, 2]]) == ["/a/b/c.txt"]
     assert paths_of([[f"/a/b/{number}.txt", 1, 2] for number in range(9)]) == ["/a/b"]
     assert paths_of(["digest"]) == ["-"]
+    on_hub = [[f"hf://datasets/a/b@c/default:train#{column}"] for column in ("text", "body")]
+    files = [[f"/a/b/{number}.txt", 1, 2] for number in range(9)]
+    assert paths_of([*files, *on_hub, "digest"]) == ["-", "/a/b", *(path for (path,) in on_hub)]
 
 
 def test_reports_of_traces_need_no_torch_and_no_transformers(traced_run, tmp_path):
@@ -197,6 +200,24 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
     np.testing.assert_array_equal(excerpt.experts[1], np.stack(mine["experts"].to_list()))
     np.testing.assert_allclose(excerpt.gates[1], np.stack(mine["gates"].to_list()))
     assert set(excerpt.domains.values()) == {"plain", "other"}
+
+
+def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
+    html, traced_run, monkeypatch, tmp_path
+):
+    found = payloads(html)
+    load = found["v1-t-load"]
+    assert [column["name"] for column in load["columns"]] == ["layer", "domain", "expert", "tokens", "gate_mass"]
+    mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
+    assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
+    assert {"v1-t-coactivation", "v1-t-domains", "o0-t-stability"} <= set(found)
+    assert len(found["o0-t-stability"]["rows"]) == 3
+    for name in ("v1-t-load", "v1-t-coactivation", "v1-t-domains", "o0-t-stability"):
+        assert f'data-payload="{name}" data-folded="1"' in html
+    monkeypatch.setattr("moescope.reporting.routing_section.ROWS_SHOWN", 5)
+    short = payloads(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))["v1-t-load"]
+    assert short["rows"] == load["rows"][:5]
+    assert short["title"] == f"Load of every expert (the 5 largest of {len(mine)})"
 
 
 def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_by(traced_run, tmp_path):

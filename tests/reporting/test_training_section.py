@@ -6,20 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lab.tiny_training import TOML
 from moescope.reporting.page import page_content
 from moescope.reporting.training_section import TRAINING, findings, sections
 from moescope.run import Run
-from moescope.workflows.train import train
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("told")
-    (folder / "tiny.toml").write_text(TOML.format(steps=8))
-    made = train(folder / "tiny.toml", out=folder / "first", router="top2", device="cpu", quiet=True)
-    assert isinstance(made, Run)
-    return made
+@pytest.fixture
+def run(trained_run: Run) -> Run:
+    return trained_run
 
 
 def test_the_first_sentence_gives_the_loss_and_both_models_without_skill(run: Run):
@@ -47,7 +41,7 @@ def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):
     assert [section.anchor for section in sections(run)] == ["losses", "load", "routers", "course"]
     page = page_content([run])
     assert len(page["told"]) == 4
-    assert page["title"] == "first: a training with top2"
+    assert page["title"] == f"{run.name}: a training with top2"
     assert page["readings"]
     assert page["views"]
     assert all(entry["figures"] for entry in page["told"])

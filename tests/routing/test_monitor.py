@@ -348,3 +348,25 @@ def test_moescope_monitor_is_found_without_importing_torch_first():
     code = "import sys, moescope; assert 'Monitor' in dir(moescope); assert 'torch' not in sys.modules; moescope.Monitor; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert issubclass(moescope.Monitor, LoopMonitor)
+
+
+def test_routers_are_hooked_only_in_steps_whose_logits_are_looked_at(tmp_path):
+    model = model_of()
+    monitor = LoopMonitor(tmp_path / "run", every=6, decisions_every=3, gradients_every=0).watch(model)
+    capture, routers = monitor.capture, [block.router for block in monitor.blocks]
+    hooked = []
+    for start in range(6):
+        hooked.append((len(capture.router_hooks), bool(capture.check_hooks)))  # transformers has hooks of its own there
+        model(**batch(documents(8)[start : start + 2])).loss.backward()
+        monitor.step()
+    assert hooked == [
+        (3, True),
+        (0, False),
+        (3, False),
+        (0, False),
+        (0, False),
+        (3, False),
+    ]  # the first pass is checked
+    run = monitor.close()
+    assert [capture.hooks, capture.router_hooks, capture.check_hooks] == [[], [], []]
+    assert (run.table("routing_layers")["metric"] == "routing_entropy").sum() == len(routers)

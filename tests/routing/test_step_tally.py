@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moescope.routing import step_tally
 from moescope.routing.step_tally import Handed, StepTally, Window
 
 CPU = torch.device("cpu")
@@ -74,3 +75,39 @@ def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens()
     assert window.decided_L.tolist() == [2]
     assert counts.sums("routing_entropy").item() / counts.sums("tokens").item() == pytest.approx(0.5)  # of 0 and 1
     assert counts.sums("z_loss").item() / counts.sums("tokens").item() == pytest.approx(15.5)
+
+
+@pytest.mark.parametrize("most", [2**21, 0])
+def test_passes_counted_together_have_the_totals_of_each_counted_alone(monkeypatch, most):
+    monkeypatch.setattr(step_tally, "MOST_HELD", most)
+    generator = torch.Generator().manual_seed(0)
+    together, expected = StepTally(blocks(4, 4, 3), pairs=True), Window.empty(3, 4, pairs=True)
+    for number in range(5):
+        tokens = 6 if number < 3 else 5 + number
+        mask = None if number == 2 else (torch.rand(tokens, generator=generator) > 0.3).long()
+        given = []
+        for row, n in enumerate((4, 4, 3)):
+            chosen = torch.rand(tokens, n, generator=generator).topk(2, dim=-1).indices
+            given.append(Handed(row, n, chosen, torch.rand(tokens, 2, generator=generator), mask))
+        together.add(given)
+        for one in given:
+            alone = StepTally(blocks(4, 4, 3), pairs=True)
+            alone.add([one])
+            expected.add(alone.moved(CPU))
+    found = together.moved(CPU)
+    for name in ("counts_LE", "tokens_L", "pairs_LEE"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.mass_LE, expected.mass_LE, rtol=1e-12)
+    np.testing.assert_allclose(found.squares_LS, expected.squares_LS, rtol=1e-12)
+
+
+def test_tensors_that_a_loop_fills_again_before_they_are_counted_do_no_harm():
+    tally = StepTally(blocks(4))
+    chosen, gates, mask = torch.tensor([[0], [1], [2]]), torch.full((3, 1), 0.5), torch.tensor([True, True, False])
+    tally.add([Handed(0, 4, chosen, gates, mask)])
+    for tensor in (chosen, gates, mask):
+        tensor.fill_(3)
+    window = tally.moved(CPU)
+    assert window.counts_LE.tolist() == [[1, 1, 0, 0]]
+    assert window.mass_LE.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    assert window.tokens_L.tolist() == [2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from moescope.routing import tally as tally_module
 from moescope.routing.jackknife import BUCKETS
 from moescope.routing.tally import SUMS, Tally
 from moescope.types import Routing, Tokens
@@ -89,3 +90,45 @@ def test_without_tokens_named_every_token_counts():
     tally = Tally(1)
     tally.add(routing([[0, 1], [0, 2]], [[0.9, 0.1]] * 2))
     assert tally.moved()[0].counts_MBE.sum((0, 1)).tolist() == [2, 1, 1, 0]
+
+
+def decided(layer: int, n_experts: int, at: Tokens, generator: torch.Generator, explained: bool = True) -> Routing:
+    T = len(at.real_T)
+    logits = torch.randn(T, n_experts, generator=generator)
+    scores = logits.softmax(-1)
+    gates, chosen = scores.topk(2, dim=-1)
+    chosen[0, 1] = -1
+    return Routing(layer, f"layer{layer}", n_experts, chosen, gates, at, logits, scores, scores if explained else None)
+
+
+def test_layers_counted_together_have_the_counts_of_each_counted_alone(monkeypatch):
+    """Layers of one pass are counted at once, in any mixture: sizes, unexplained choices, rows that go on, a limit in between."""
+    for limit in (tally_module.MOST_WAITING, 100):
+        monkeypatch.setattr(tally_module, "MOST_WAITING", limit)
+        generator = torch.Generator().manual_seed(0)
+        together, alone = Tally(2), {layer: Tally(2) for layer in (1, 4, 2, 7)}
+        for number, continues in enumerate((False, True, True)):
+            real = [True] * 5 + [number != 1]
+            at = tokens(2, real, [0, 0, 0, 1, 1, 1], [3, 3, 3, 9, 9, 9], continues)
+            for layer, n_experts, explained in ((1, 4, True), (4, 4, True), (2, 6, True), (7, 4, False)):
+                one = decided(layer, n_experts, at, generator, explained)
+                together.add(one)
+                alone[layer].add(one)
+        found = together.moved()
+        assert [counts.layer for counts in found] == [1, 2, 4, 7]
+        for counts in found:
+            (expected,) = alone[counts.layer].moved()
+            assert counts.layer_name == expected.layer_name == f"layer{counts.layer}"
+            for name in ("counts_MBE", "mass_MBE", "sums_MBS", "pairs_EE"):
+                np.testing.assert_array_equal(getattr(counts, name), getattr(expected, name), err_msg=name)
+        assert (
+            found[0].sums("neighbours").sum() == 2 * (2 + 3 + 3) - 2
+        )  # two rows of three; one token of padding in the second pass
+
+
+def test_two_passes_about_unnamed_tokens_are_told_apart():
+    tally = Tally(1)
+    for _ in range(2):
+        for layer in (3, 4):
+            tally.add(Routing(layer, "mlp", 4, torch.tensor([[0, 1]]), torch.ones(1, 2)))
+    assert [int(counts.counts_MBE.sum()) for counts in tally.moved()] == [4, 4]

@@ -22,10 +22,12 @@ from moescope.compression.plan import read_plan
 from moescope.errors import BadInput
 from moescope.routing.documents import Document
 from moescope.run import Run
-from moescope.tables import COMPRESSION_TABLES, TABLES
+from moescope.tables import TABLES
 from moescope.workflows import compress as compress_module
 from moescope.workflows.compress import compress
 from routing.tiny_text import save_model, texts, write_jsonl
+
+PRUNING_TABLES = ["clusters", "saliency", "damage"]  # where nothing is merged
 
 
 @pytest.fixture
@@ -52,8 +54,8 @@ def plain(run: Run) -> dict[str, list[dict]]:
 
 
 def test_all_three_tables_are_there_and_every_column_is_filled(run):
-    assert run.tables == list(COMPRESSION_TABLES)
-    for name in COMPRESSION_TABLES:
+    assert run.tables == list(PRUNING_TABLES)
+    for name in PRUNING_TABLES:
         spec, frame = TABLES[name], run.table(name)
         assert pq.read_schema(run.path / f"{name}.parquet").names == list(spec.columns)
         assert [column for column in spec.columns if frame[column].isna().all()] == []
@@ -197,6 +199,7 @@ def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(run, place, tm
     assert plain(resumed) == plain(run)
     same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))
     assert not (tmp_path / "run" / "parts").exists()
+    assert resumed.info["applied"] == str(tmp_path / "small")
 
 
 def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_path):
@@ -346,6 +349,10 @@ def test_a_model_that_predicts_no_next_token_is_refused_before_it_reads(tmp_path
 def test_a_text_without_tokens_is_refused_and_leaves_nothing_behind(place, tmp_path):
     (tmp_path / "empty.txt").write_text(" ")
     refused("the text holds no token", tmp_path, place / "model", keep=2, text=tmp_path / "empty.txt")
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": f"word{n}"}) + "\n" for n in range(40)))
+    given = {"keep": 2, "text": tmp_path / "words.jsonl", "apply": tmp_path / "small"}
+    refused("no token to predict; give a longer text, or --no-judge", tmp_path, place / "model", **given)
+    assert not (tmp_path / "small").exists()
 
 
 # --- the command line
@@ -365,7 +372,7 @@ def test_the_command_prints_what_was_done_and_what_it_costs_beside_original_and_
     ):
         assert part in done.output
     as_json = CliRunner().invoke(cli.app, [*words, "--out", str(place / "run"), "--controls", "2", "--json"])
-    assert json.loads(as_json.output)["tables"] == list(COMPRESSION_TABLES)
+    assert json.loads(as_json.output)["tables"] == list(PRUNING_TABLES)
 
 
 def test_the_python_name_and_the_command_take_the_same_words():

@@ -27,11 +27,7 @@ def test_steps_become_rows_with_the_height_of_unrelated_experts():
     grouping = Grouping(3, ((0, 2), (1,)), (2, 1), (Merge(0, 2, 0.25, 2, True), Merge(1, 3, 0.9, 3, False)), 1.5)
     frame = merge_rows("weights", {4: grouping}, {4: "layers.4"})
     assert frame is not None
-    rows = (
-        conform("merges", frame).to_pandas()
-        if hasattr(conform("merges", frame), "to_pandas")
-        else conform("merges", frame)
-    )
+    rows = conform("merges", frame).to_pandas()
     assert rows["merge"].tolist() == [0, 1]
     assert rows["done"].tolist() == [True, False]
     assert set(rows["chance_height"]) == {1.5}

@@ -17,6 +17,7 @@ import pytest
 from lab.tiny_training import TOML
 from moescope.errors import BadInput
 from moescope.run import Run
+from moescope.workflows.report import report
 from moescope.workflows.train import train
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
@@ -28,45 +29,37 @@ def config_file(folder: Path, steps: int = 12, more: str = "") -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("train")
-    run = train(config_file(folder), out=folder / "run", device="cpu", quiet=True)
-    assert isinstance(run, Run)
-    return run
-
-
-def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(tiny_run: Run):
-    assert tiny_run.info["status"] == "done"
-    assert {"steps", "load", "routing_layers", "router_gradients", "alerts"} <= set(tiny_run.tables)
-    assert [item["step"] for item in tiny_run.info["checkpoints"]] == [4, 8, 12]
-    assert (tiny_run.path / "report.html").stat().st_size > 100_000
-    assert "alignment" in Run.load(tiny_run.path / "scan").tables
-    traced = Run.load(tiny_run.path / "trace")
-    assert sorted(traced.table("load")["domain"].unique()) == sorted(tiny_run.info["domains"])
+def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(trained_run: Run):
+    assert trained_run.info["status"] == "done"
+    assert {"steps", "load", "routing_layers", "router_gradients", "alerts"} <= set(trained_run.tables)
+    assert [item["step"] for item in trained_run.info["checkpoints"]] == [4, 8, 12]
+    assert (trained_run.path / "report.html").stat().st_size > 100_000
+    assert "alignment" in Run.load(trained_run.path / "scan").tables
+    traced = Run.load(trained_run.path / "trace")
+    assert sorted(traced.table("load")["domain"].unique()) == sorted(trained_run.info["domains"])
     assert sorted(traced.table("stability")["step_b"].unique()) == [8, 12]
 
 
-def test_references_stand_beside_the_losses(tiny_run: Run):
-    told = tiny_run.info["references"]
+def test_references_stand_beside_the_losses(trained_run: Run):
+    told = trained_run.info["references"]
     assert told["uniform"] == pytest.approx(np.log(258))
-    assert set(told["unigram"]) == {"", *tiny_run.info["domains"]}
+    assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
     assert 2 < told["unigram"][""] < told["uniform"]
 
 
-def test_the_same_command_again_computes_nothing(tiny_run: Run):
-    before = (tiny_run.path / "steps.parquet").stat().st_mtime_ns
-    again = train(tiny_run.path.parent / "tiny.toml", out=tiny_run.path, device="cpu", quiet=True)
+def test_the_same_command_again_computes_nothing(trained_run: Run):
+    before = (trained_run.path / "steps.parquet").stat().st_mtime_ns
+    again = train(trained_run.path.parent / "tiny.toml", out=trained_run.path, device="cpu", quiet=True)
     assert isinstance(again, Run)
-    assert (tiny_run.path / "steps.parquet").stat().st_mtime_ns == before
+    assert (trained_run.path / "steps.parquet").stat().st_mtime_ns == before
 
 
-def test_another_config_into_the_same_folder_is_refused(tiny_run: Run, tmp_path: Path):
+def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):
     with pytest.raises(BadInput, match="other arguments"):
-        train(config_file(tmp_path, steps=13), out=tiny_run.path, device="cpu", quiet=True)
+        train(config_file(tmp_path, steps=13), out=trained_run.path, device="cpu", quiet=True)
 
 
-def test_a_real_kill_changes_no_number(tiny_run: Run, tmp_path: Path):
+def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
     config = config_file(tmp_path)
     command = [
         sys.executable,
@@ -90,15 +83,15 @@ def test_a_real_kill_changes_no_number(tiny_run: Run, tmp_path: Path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
     resumed = train(out=tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert isinstance(resumed, Run)
-    assert resumed.table("steps")[LOSSES].equals(tiny_run.table("steps")[LOSSES])
-    assert resumed.info["evaluations"] == tiny_run.info["evaluations"]
-    assert resumed.table("load").equals(tiny_run.table("load"))
+    assert resumed.table("steps")[LOSSES].equals(trained_run.table("steps")[LOSSES])
+    assert resumed.info["evaluations"] == trained_run.info["evaluations"]
+    assert resumed.table("load").equals(trained_run.table("load"))
     last = "checkpoints/step-12/model.safetensors"
-    assert (resumed.path / last).read_bytes() == (tiny_run.path / last).read_bytes()
+    assert (resumed.path / last).read_bytes() == (trained_run.path / last).read_bytes()
 
 
-def test_overwrite_begins_anew_and_leaves_other_peoples_files(tiny_run: Run, tmp_path: Path):
-    shutil.copytree(tiny_run.path, tmp_path / "run")
+def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, tmp_path: Path):
+    shutil.copytree(trained_run.path, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "mine.txt").write_text("kept")
     run = train(config_file(tmp_path, steps=4), out=tmp_path / "run", overwrite=True, device="cpu", quiet=True)
     assert isinstance(run, Run)
@@ -108,8 +101,29 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(tiny_run: Run, tmp
     assert (run.path / "checkpoints" / "mine.txt").read_text() == "kept"
 
 
+@pytest.mark.parametrize(
+    "router", ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)]
+)
+def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
+    model = {"d_model": 16, "layers": 2, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 64, "router": router}
+    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 1}
+    run = train({"model": model, "data": {"max_bytes": 20_000}, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)  # fmt: skip
+    assert isinstance(run, Run)
+    assert (run.path / "report.html").exists()
+    assert (run.path / "trace").exists() == (router != "dense")
+    assert ("keys" in run.info) == (router == "some")
+    rows = router == "some"  # its keys are read as router rows; the others have none
+    assert (run.path / "scan").exists() == rows
+    assert any("no row for each expert" in warning for warning in run.info["warnings"]) != rows
+    if router == "some":
+        page = (run.path / "report.html").read_text()
+        assert "How the keys organised themselves" in page
+        assert [row["metric"] for row in run.info["keys"]["metrics"]] == ["gini", "load_entropy_bits", "used"]
+        assert sum(row["experts"] for row in run.info["keys"]["histogram"]) == 4
+
+
 @pytest.mark.slow
-def test_two_processes_give_the_loss_curve_of_one(tiny_run: Run, tmp_path: Path):
+def test_two_processes_give_the_loss_curve_of_one(trained_run: Run, tmp_path: Path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
         "train", str(config_file(tmp_path)), "--out", str(tmp_path / "run"), "--device", "cpu",
@@ -119,11 +133,30 @@ def test_two_processes_give_the_loss_curve_of_one(tiny_run: Run, tmp_path: Path)
     assert done.returncode == 0, done.stderr[-3000:]
     both = Run.load(tmp_path / "run")
     assert both.info["processes"] == 2
-    ours, alone = both.table("steps")[LOSSES], tiny_run.table("steps")[LOSSES]
+    ours, alone = both.table("steps")[LOSSES], trained_run.table("steps")[LOSSES]
     assert not ours.equals(alone)  # sums in another order: equal bits would mean that one process did it all
     np.testing.assert_allclose(ours.to_numpy(float), alone.to_numpy(float), rtol=2e-4)
-    counted = [run.table("load").groupby(["step", "layer"])["tokens"].sum() for run in (both, tiny_run)]
+    counted = [run.table("load").groupby(["step", "layer"])["tokens"].sum() for run in (both, trained_run)]
     assert counted[0].equals(counted[1])  # every token of both processes
+
+
+def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(tmp_path: Path):
+    config = config_file(tmp_path, 40, "clip = 0.0\n")
+    config.write_text(config.read_text().replace("learning_rate = 0.01", "learning_rate = 1e30"))
+    with pytest.raises(BadInput, match=r"step \d+: the .* is not finite; training stopped"):
+        train(config, out=tmp_path / "run", device="cpu", quiet=True)
+    run = Run.load(tmp_path / "run")
+    assert run.info["status"] == "failed"
+    assert "is not finite" in run.info["error"]
+    assert len(run.table("alerts"))
+    assert "This training is failed" in report(run, quiet=True).read_text()
+
+
+def test_a_training_without_a_step_on_disk_has_no_report_yet(trained_run: Run, tmp_path: Path):
+    info = {**trained_run.info, "status": "running"}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(BadInput, match="nothing of this training is on disk yet"):
+        report(tmp_path, quiet=True)
 
 
 def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -144,7 +177,7 @@ def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypat
         ({"from_": "nowhere"}, "nowhere: not a checkpoint of the lab"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
-        ({"config": {"model": {"vocabulary": 100}}}, "bytes needs 258 entries"),
+        ({"config": {"model": {"vocabulary": 100}}}, "bytes needs at least 258 entries"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_any_work(
@@ -156,7 +189,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_domains_and_weights_may_come_from_a_checkpoint(tiny_run: Run, tmp_path: Path):
+def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: Run, tmp_path: Path):
     (tmp_path / "a.txt").write_text("".join(f"{i} green bottles\n" for i in range(300)))
     (tmp_path / "b.jsonl").write_text(
         "".join(json.dumps({"text": f"row {i} of many, many rows"}) + "\n" for i in range(60))
@@ -164,9 +197,9 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(tiny_run: Run,
     domains = {"a": str(tmp_path / "a.txt"), "b": str(tmp_path / "b.jsonl")}
     settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
     run = train(
-        {"data": {"domains": domains}, "train": settings}, from_=tiny_run.path / "checkpoints" / "step-12", out=tmp_path / "run", device="cpu", quiet=True
+        {"data": {"domains": domains}, "train": settings}, from_=trained_run.path / "checkpoints" / "step-12", out=tmp_path / "run", device="cpu", quiet=True
     )  # fmt: skip
     assert isinstance(run, Run)
     assert set(run.info["domains"]) == {"a", "b"}
     assert run.info["evaluations"][0]["loss"] < 4.5  # not that of an untrained model, 5.6
-    assert run.info["parameters_total"] == tiny_run.info["parameters_total"]
+    assert run.info["parameters_total"] == trained_run.info["parameters_total"]

@@ -97,8 +97,17 @@ def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
 def top_k_after(given: Evidence) -> int | None:
     """min(top_k, K), K of the narrowest layer: a config holds one number for all."""
     before = [weights.top_k for weights in given.moe.layers.values() if weights.top_k is not None]
-    narrowest = min(given.keep.values()) if not given.settings.adaptive else 1
-    return min(max(before), narrowest) if before else None
+    widths = [len(leaders) for leaders in adaptive_leaders(given).values()] if given.settings.adaptive else []
+    return min(max(before), min(widths or given.keep.values())) if before else None
+
+
+def adaptive_leaders(given: Evidence) -> dict[int, list[int]]:
+    """Layer -> its dominant experts under one budget for all layers. A control has as many as the plan it is a control of."""
+    if given.like:
+        return {layer: list(plan.dominants) for layer, plan in given.like.items()}
+    usage = [given.sums[f"layer.{layer}.tokens_BE"].sum(0).double().numpy() for layer in given.keep]
+    found = m_smoe.adaptive_dominants(usage, max(given.keep.values()))
+    return dict(zip(given.keep, found, strict=True))
 
 
 # --- ways of grouping
@@ -116,9 +125,7 @@ def by_router_logits(given: Evidence, own: LayerEvidence) -> Grouping:
     assert own.usage_E is not None
     if not own.settings.adaptive:
         return m_smoe.m_smoe(gram_EE, own.usage_E, own.keep, own.n_groups)
-    layers = list(given.keep)
-    usage = [usage for layer in layers if (usage := layer_evidence(given, layer).usage_E) is not None]
-    leaders = m_smoe.adaptive_dominants(usage, own.keep)[layers.index(own.layer)]
+    leaders = adaptive_leaders(given)[own.layer]
     return m_smoe.joined(m_smoe.profile_cosines(gram_EE), leaders)
 
 
@@ -230,14 +237,12 @@ def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch
     before = {weights.top_k for weights in given.moe.layers.values()}
     tied = settings.router == "tie"
     matching = ("signed" if settings.signed else "unsigned") if matched else "none"
-    narrowest = min(len(layer.plan.groups) for layer in layers)
-    lowered = top_k if settings.adaptive is False else min([narrowest, *(k for k in before if k)])
     return Decided(
         tuple(layer.plan for layer in layers),
         {layer.plan.layer: layer.fit for layer in layers},
         matching,
         "tie" if tied else "fold",
-        None if tied or {lowered} == before else lowered,
+        None if tied or {top_k} == before else top_k,
         notes(layers),
         tuple(said(given, layers, by_sketch)),
         {layer.plan.layer: layer.grouping for layer in layers},

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 RIDGES = (1.0, 0.1, 0.01, 1e-3, 0.0)  # tried from stiff to free, each from where the one before ended
+WORSE = 2  # ridges in a row that judge worse end the search
 HELD_OUT = 4  # every fourth state judges the ridge
 STEPS = 200
 GRADIENT = 1e-7  # largest entry of the gradient at which a fit counts as done
+ROUGHLY = 1e-5  # the same while ridges are tried: choosing among them needs no more
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,16 @@ def fit_rows(x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Te
     few = Problem(x_TD[fitted], target_TK[fitted], start_KD, start_bias_K)
     start_kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], start_KD, start_bias_K))
     best_ridge, best_kl = float("inf"), start_kl
-    change = few.zero()
+    change, worse = few.zero(), 0
     for ridge in RIDGES:
-        change = few.solve(ridge, change)
+        change = few.solve(ridge, change, ROUGHLY)
         rows, bias = few.rows(change)
         kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], rows, bias))
+        worse = 0 if kl < best_kl else worse + 1
         if kl < best_kl:
             best_ridge, best_kl = ridge, kl
+        elif worse == WORSE:
+            break
     if best_ridge == float("inf"):
         kl = mean_kl(target_TK, log_probabilities(x_TD, start_KD, start_bias_K))
         return FittedRows(start_KD, start_bias_K, kl, start_kl, best_ridge)
@@ -96,7 +101,7 @@ class Problem:
         bias = None if self.start_bias_K is None else self.start_bias_K + change_KR[:, axes]
         return self.start_KD + change_KR[:, :axes] @ self.axes_RD, bias
 
-    def solve(self, ridge: float, change_KR: Tensor) -> Tensor:
+    def solve(self, ridge: float, change_KR: Tensor, gradient: float = GRADIENT) -> Tensor:
         """The change along the axes that minimises mean KL + ridge scale / 2 ||change||^2, by L-BFGS from the one given."""
         axes = len(self.variance_R)
         shrink_R = (self.variance_R + ridge * self.scale).rsqrt()
@@ -105,7 +110,7 @@ class Problem:
         states_TR = self.states_TR * shrink_R[:axes]
         free = (change_KR / shrink_R).clone()
         search = torch.optim.LBFGS(
-            [free], max_iter=STEPS, tolerance_grad=GRADIENT, tolerance_change=1e-12, history_size=20,
+            [free], max_iter=STEPS, tolerance_grad=gradient, tolerance_change=1e-12, history_size=20,
             line_search_fn="strong_wolfe",
         )  # fmt: skip
 

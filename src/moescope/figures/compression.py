@@ -192,7 +192,7 @@ def divergences(tables: Tables) -> Figure:
         "Mean Jensen-Shannon divergence from the original's next-token distribution, over held-out positions. 0: the same words with the same "
         "probabilities; ln 2, dotted: no word in common.",
         ("js_divergence",), [{**trace, "showlegend": False} for trace in data],
-        base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [0, 0.72]}),
+        base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
     )  # fmt: skip
 
 

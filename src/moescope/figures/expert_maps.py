@@ -92,7 +92,7 @@ SUBJECTS = [
     Subject(
         "router", "router rows", "expert_cosines", partial(direction_points, "router"), "random directions",
         "Directions of router rows: near means that the router asks for nearly the same of a token.", ("expert_cosines.cosine", "of"),
-        "no router rows are known: the trace was imported, or made by an older version",
+        "no router rows are known: of a router without rows, an imported trace, or one made by an older version",
     ),
     Subject(
         "coactivation", "co-activation profiles", "coactivation", company_points, "profiles of noise",
@@ -102,7 +102,7 @@ SUBJECTS = [
     Subject(
         "outputs", "mean outputs", "expert_cosines", partial(direction_points, "outputs"), "random directions",
         "Directions of what experts gave on average, each over its own tokens among up to 1,024: near means that they push the residual stream the same way.",
-        ("expert_cosines.cosine", "of"), "no outputs are known: the trace was imported, made by an older version, or is of a model of the lab, whose experts are not run apart",
+        ("expert_cosines.cosine", "of"), "no outputs are known: of a model of the lab, an imported trace, or one made by an older version",
     ),
 ]  # fmt: skip
 
@@ -156,8 +156,8 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
             data.append(points(experts[own], at[own], times[own], group, CATEGORICAL[index], len(experts)))
         kept, by_luck, nearest = kept_neighbours(cloud, at)
         title = f"Layer {layer}, {subject.title} by {layout.title}{layout.setting(len(experts))}: "
+        share = float(principal_plane(cloud)[1].sum())
         if layout.name == "pca":
-            share = float(principal_plane(cloud)[1].sum())
             title += f"two axes hold {number(100 * share)} % of the variance, {number(100 * by_chance)} % for {subject.chance}; "
         title += (
             f"{number(100 * kept)} % of each expert’s {nearest} nearest stay nearest, {number(100 * by_luck)} % by luck"
@@ -165,7 +165,7 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
             else "too few experts to tell who is near"
         )
         titles.append(title)
-        clear.append(kept - by_luck if np.isfinite(kept) else -1.0)
+        clear.append(share - by_chance)  # by every layout, so that they open at one layer
     start = int(np.argmax(clear))
     left_out = f" Laid out are {len(layers)} of {len(every)} layers." if len(layers) < len(every) else ""
     return Figure(

@@ -139,7 +139,7 @@ LOSSES = [
     FigureSpec("saved_by_domain", (), saved_by_domain, wide=True),
 ]
 PULL = FigureSpec("pull_on_routers", ("router_gradients",), pull_on_routers, wide=True)
-COURSE = [
-    FigureSpec("gradient_by_step", ("steps",), gradient_by_step),
-    FigureSpec("speed_by_step", ("steps",), speed_by_step),
-]
+COURSE = {  # by the column of steps that it cannot do without
+    "gradient_norm": FigureSpec("gradient_by_step", ("steps",), gradient_by_step),
+    "tokens_per_second": FigureSpec("speed_by_step", ("steps",), speed_by_step),
+}

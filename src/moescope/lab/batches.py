@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, unknown_name
+from moescope.lab.config import LAYOUTS
 from moescope.lab.vocabulary import Vocabulary
 
 Ids = NDArray[np.int64]
-LAYOUTS = ("packed", "documents")
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 
 
@@ -43,7 +43,7 @@ class TokenRows:
     @classmethod
     def of(cls, texts: dict[str, list[str]], vocabulary: Vocabulary, length: int, layout: str = "packed") -> TokenRows:
         if layout not in LAYOUTS:
-            raise BadInput(f"layout {layout!r} of the data; known: {', '.join(LAYOUTS)}")
+            raise unknown_name("layout", layout, list(LAYOUTS))
         streams, starts, lengths = [], [], []
         for domain, documents in texts.items():
             parts = [np.append(vocabulary.encode(text), vocabulary.end) for text in documents]

@@ -22,6 +22,7 @@ Option = bool | int | float | str
 BLOCKS = ("modern", "some")
 EXPERT_INITS = ("default", "orthogonal", "sparse", "zero")
 DTYPES = ("float32", "bfloat16")
+LAYOUTS = ("packed", "documents")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class DataConfig:
     domains: dict[str, str] = field(default_factory=dict)  # name -> path
     validation_share: float = 0.1
     max_bytes: int = 0  # 0: everything
+    layout: str = "packed"  # rows cut from one stream a domain; "documents": a document a row, cut or padded
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,8 @@ def check(config: LabConfig, where: str = "config") -> None:
         raise BadInput(
             f"{where}: [train] batch_size {train.batch_size} must be a multiple of micro_batches, {train.micro_batches}"
         )
+    if config.data.layout not in LAYOUTS:
+        raise unknown_name("layout", config.data.layout, list(LAYOUTS))
     if not 0 < config.data.validation_share < 1:
         raise BadInput(f"{where}: [data] validation_share must lie between 0 and 1, not {config.data.validation_share}")
 

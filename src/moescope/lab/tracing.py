@@ -74,7 +74,6 @@ class TraceableVocabulary:
         return self.vocabulary.decode(ids)
 
     def convert_ids_to_tokens(self, token: int) -> str:
-        """One token as text. Nothing of it is lost in decoding: the lab's vocabularies put no mark before a word."""
         return self.vocabulary.decode([token])
 
 

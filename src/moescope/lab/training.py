@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moescope.lab.batches import IGNORED, TokenRows
@@ -76,7 +77,7 @@ class Training:
         lm_loss, aux_loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for micro in range(train.micro_batches):
             rows = self.share(micro)
-            ids, mask, wanted = (torch.from_numpy(part[rows]).to(self.device, non_blocking=True) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL))  # fmt: skip
+            ids, mask, wanted = (self.moved(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL))
             share = int((batch.targets_BL[rows] != IGNORED).sum()) / max(targets, 1)
             last = micro == train.micro_batches - 1
             with self.no_sync() if not last else nullcontext():
@@ -103,6 +104,11 @@ class Training:
         own = size // self.ranks.world
         first = micro * size + self.ranks.rank * own
         return slice(first, first + own)
+
+    def moved(self, part: NDArray[Any]) -> Tensor:
+        """On the device; from pinned memory, so that nothing waits for the copy."""
+        tensor = torch.from_numpy(part)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.startswith("cuda") else tensor
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.whole.no_sync() if isinstance(self.whole, nn.parallel.DistributedDataParallel) else nullcontext()
@@ -144,7 +150,6 @@ class Training:
                 if saving:
                     monitor.flush()
                     if monitor.run is not None:
-                        monitor.run.writer.save_info(evaluations=self.evaluations)
                         save(self.model, self.step)
                     save_state(folder, self.step, self.model, self.optimiser, self.evaluations, self.ranks)
         finally:
@@ -160,6 +165,9 @@ class Training:
             self.model, self.data.validation, self.step, size, self.device, self.config.train.dtype
         )
         self.evaluations.append(found.as_dict())
+        if monitor.run is not None:
+            monitor.run.wait()  # its thread writes run.json too
+            monitor.run.writer.save_info(evaluations=self.evaluations)
         monitor.since += time.perf_counter() - began
 
     def log(self, monitor: LoopMonitor, evaluated: bool) -> str:
@@ -176,13 +184,25 @@ class Training:
             **(validation_columns(self.evaluations) if evaluated else {}),
         }
         if not self.device.startswith("cuda"):
-            facts["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            facts["peak_memory_bytes"] = process_peak()
         began, tokens = monitor.since, monitor.tokens
         found = monitor.numbers(**facts)
         speed = (monitor.tokens - tokens) / max(time.perf_counter() - began, 1e-9)
         busiest = found.get("moescope/max_over_mean_p50")
-        load = f", busiest expert {busiest:.1f} times the mean" if busiest is not None else ""
+        load = (
+            f", load {busiest:.1f}x" if busiest is not None else ""
+        )  # of the busiest expert over the mean, median of layers
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"
+
+
+def process_peak() -> int | None:
+    """The most memory this process has held, in bytes; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # which counts in bytes, Linux in kilobytes
 
 
 def shared_by_ranks(model: LabModel, device: str) -> nn.Module:

@@ -17,7 +17,7 @@ END, PAD = "<end>", "<pad>"  # behind every document; beside shorter ones
 SPECIALS = (END, PAD)
 KINDS = ("bytes", "bpe")
 BYTES = 256
-SMALLEST_BPE = BYTES + len(SPECIALS)
+SMALLEST = BYTES + len(SPECIALS)
 FILE = "tokenizer.json"
 
 
@@ -85,10 +85,6 @@ class Pairs:
 
     @classmethod
     def learned(cls, texts: Iterable[str], size: int) -> Pairs:
-        if size < SMALLEST_BPE:
-            raise BadInput(
-                f"vocabulary of {size}: byte-pair encoding needs at least {SMALLEST_BPE}, its bytes and two marks"
-            )
         tokenizers = library()
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -126,10 +122,21 @@ class Pairs:
         write(folder, json.loads(self.tokenizer.to_str()))
 
 
-def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
-    """The vocabulary of that kind; bytes need no texts and have one size."""
+def check_vocabulary(kind: str, size: int) -> None:
+    """Refuse what cannot be made, before any text is read."""
     if kind not in KINDS:
         raise unknown_name("vocabulary", kind, list(KINDS))
+    if size < SMALLEST:
+        raise BadInput(
+            f"[model] vocabulary {size}: {kind} needs at least {SMALLEST} entries, every byte and two marks; raise it"
+        )
+    if kind == "bpe":
+        library()
+
+
+def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
+    """The vocabulary of that kind; bytes need no texts and have one size."""
+    check_vocabulary(kind, size)
     return Bytes() if kind == "bytes" else Pairs.learned(texts, size)
 
 

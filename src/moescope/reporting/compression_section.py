@@ -196,12 +196,13 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
         "fold": "Router rows are fitted anew, one for each merged expert.",
         "tie": "Every old router row is kept and points at the merged expert: a plan to measure, which no file format holds.",
     }[facts["router"]]
+    router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
     chosen = f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
     sizes = rows[rows["cluster"].notna()].groupby(["layer", "cluster"]).size()
     merged = sizes[sizes > 1]
     said = (
-        f" {counted(len(merged), 'group')} of {int(merged.min())} to {int(merged.max())} members, {counted(int((sizes == 1).sum()), 'expert')} alone."
+        f" {counted(len(merged), 'group')} of {one_or_span(merged)} members, {counted(int((sizes == 1).sum()), 'expert')} alone."
         if len(merged)
         else ""
     )
@@ -217,6 +218,16 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     )
 
 
+def fold_words(settings: dict[str, Any]) -> str:
+    """What fitting the router's rows brought, beside the rows it started from."""
+    if settings.get("router_kl_of_mean_rows") is None:
+        return ""
+    said = f" Mean divergence from the groups' joint probabilities, over layers: {number(settings['router_kl_of_mean_rows'])} nats for the members' mean rows, "
+    said += f"{number(settings['router_kl'])} for those taken"
+    held_out = settings.get("router_kl_held_out")
+    return said + (f", {number(held_out)} on states that the fit did not see." if held_out is not None else ".")
+
+
 # --- the rest of the page
 
 
@@ -229,10 +240,11 @@ def compression_command(run: Run) -> str:
     else:
         words += ["--method", arguments["method"], "--keep", arguments["keep"]]
     many = len(arguments["text"]) > 1 or any(domain != "text" for domain, _ in arguments["text"])
+    plain = "--token-ids" if arguments.get("token_ids") else "--text"
     for domain, files in arguments["text"]:
         for file in files:
             path = file[0] if isinstance(file, list) else "-"
-            words += ["--domain", f"{domain}={path}"] if many else ["--text", path]
+            words += ["--domain", f"{domain}={path}"] if many else [plain, path]
     words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
     defaults = {
         "max_tokens": None, "dtype": "auto", "batch_size": 8, "seed": 0, "merge_weights": "usage", "distance": "default", "router": "fold",

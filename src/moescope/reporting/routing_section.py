@@ -12,13 +12,15 @@ import pandas as pd
 from moescope.figures import DECISIONS, DOMAINS, LOAD, MAPS, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
 from moescope.figures.expert_maps import drawable_maps
 from moescope.figures.routing_metrics import can_draw, values_of
+from moescope.figures.style import Tables
 from moescope.reporting.layer_section import drawn
-from moescope.reporting.pack import plain
+from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.routing_experts import layer_payloads
 from moescope.reporting.routing_findings import routing_findings
 from moescope.reporting.routing_text import Excerpt, read_excerpt, text_payload
 from moescope.reporting.routing_views import TraceTables, View
 from moescope.run import Run
+from moescope.tables import TABLES
 
 Keep = Callable[[str, Any], str]
 
@@ -58,6 +60,13 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "this trace holds no token ids",
     ),
 ]  # fmt: skip
+ROWS_SHOWN = 2000  # of a folded table; the run folder has them all
+# section -> (table, its title, the column whose largest values come first)
+FOLDED = {
+    "load": ("load", "Load of every expert", "tokens"),
+    "separation": ("coactivation", "Pairs of experts", "lift"),
+    "domains": ("domains", "Domains of every expert", "affinity"),
+}
 GLANCE = [
     ("cv", "value", "cv"),
     ("cv", "floor", "by chance"),
@@ -88,6 +97,7 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
         sections[name] = {
             "figures": [keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable],
             "missing": words,
+            "tables": folded_tables(name, view.tables, f"v{index}", keep) if usable else [],
         }
     excerpt = read_excerpt(view)
     return {
@@ -103,6 +113,20 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
         "text_missing": "" if excerpt is not None else text_missing(view),
         "excerpt": excerpt,
     }
+
+
+def folded_tables(section: str, tables: Tables, prefix: str, keep: Keep) -> list[str]:
+    """The section's table below its figures, largest values first and 2,000 rows at most."""
+    if section not in FOLDED:
+        return []
+    name, title, largest = FOLDED[section]
+    rows = tables.get(name, pd.DataFrame())
+    if rows.empty:
+        return []
+    few = rows.sort_values(largest, ascending=False, kind="stable").head(ROWS_SHOWN)
+    title += f" (the {ROWS_SHOWN:,} largest of {len(rows):,})" if len(few) < len(rows) else ""
+    columns = [column for column in TABLES[name].columns if column not in ("step", "layer_name", "phase")]
+    return [keep(f"{prefix}-t-{name}", table_payload(name, few, columns, title))]
 
 
 def text_missing(view: View) -> str:
@@ -138,7 +162,11 @@ def step_sections(traces: list[TraceTables], names: dict[Any, str], keep: Keep) 
         label = f"{names[trace.run.path]} · {trace.phases[0]}"
         specs = [spec for spec in OVER_STEPS if can_draw(spec, tables)]
         figures = [keep(f"o{index}-{spec.name}", drawn(spec, tables, label)) for spec in specs]
-        sections.append({"label": label if len(traces) > 1 else "", "figures": figures})
+        stability = tables["stability"].head(ROWS_SHOWN)
+        columns = [column for column in TABLES["stability"].columns if column != "layer_name"]
+        shown = table_payload("stability", stability, columns, "Every two steps in every layer")
+        kept = [keep(f"o{index}-t-stability", shown)] if len(stability) else []
+        sections.append({"label": label if len(traces) > 1 else "", "figures": figures, "tables": kept})
     return sections
 
 

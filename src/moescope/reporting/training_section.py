@@ -8,6 +8,7 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS
+from moescope.figures.keys import KEYS
 from moescope.figures.style import FigureSpec, Tables, counted, listed, named_layers, number
 from moescope.figures.training import COURSE, LOSSES, PULL
 from moescope.reporting.pack import table_payload
@@ -26,6 +27,8 @@ READING = (
 
 def sections(run: Run) -> list[Section]:
     """The parts of the page, in the order one asks: did it learn, did experts share the work, what taught the routers, how did it go."""
+    if "steps" not in run.tables or not run.info.get("evaluations"):
+        raise BadInput(f"{run.path}: nothing of this training is on disk yet; wait a while, or give its command again")
     steps = run.table("steps")
     tables: Tables = {"steps": steps, "references": references(run), "domain_losses": domain_losses(run)}
     found = [
@@ -48,9 +51,36 @@ def sections(run: Run) -> list[Section]:
     if len(gradients) and gradients["lm_gradient_norm"].notna().any():
         words = "A router learns from the text through its gates alone; here is how strongly."
         found.append(Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})]))
+    if "keys" in run.info:
+        found.append(key_section(run))
     words = "Gradient and speed, from the run itself."
-    found.append(Section("course", "How it went", words, [(spec, tables) for spec in COURSE]))
+    course = [(spec, tables) for column, spec in COURSE.items() if steps[column].notna().any()]
+    if course:
+        found.append(Section("course", "How it went", words, course))
     return found
+
+
+def key_section(run: Run) -> Section:
+    """SoME: usage of the middle layer's experts, and a map of its keys."""
+    keys = run.info["keys"]
+    tables = {
+        "key_histogram": pd.DataFrame(keys["histogram"]),
+        "key_map": pd.DataFrame(keys["map"]),
+        "key_shares": pd.DataFrame([keys["shares"]]),
+    }
+    told = [
+        f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['floor'])} with random routing, {number(row['collapse'])} at collapse)"
+        for row in keys["metrics"]
+    ]
+    cosine = keys["cosine"]
+    words = (
+        f"Layer {keys['layer']}, the middle one: {listed(told)}. Two keys have a cosine of {number(cosine['mean'])} on average; of random keys that mean is 0, "
+        f"give or take {number(cosine['random_spread'])}. Near 1 all keys are one."
+    )
+    return Section("keys", "How the keys organised themselves", words, [(spec, tables) for spec in KEYS])
+
+
+METRIC_WORDS = {"gini": "Gini", "load_entropy_bits": "entropy of the load in bits", "used": "share of experts used"}
 
 
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
@@ -85,6 +115,8 @@ def domain_losses(run: Run) -> pd.DataFrame:
 
 def findings(run: Run) -> list[str]:
     """What the training came to, in sentences."""
+    if not run.info.get("evaluations"):
+        return ["Nothing has been evaluated yet."]
     told = run.info["references"]
     first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
     found = [
@@ -94,6 +126,9 @@ def findings(run: Run) -> list[str]:
     behind = [domain for domain, loss in last["domains"].items() if loss >= told["unigram"][domain]]
     if behind:
         found.append(f"No better than token frequencies alone: {listed(behind)}.")
+    if run.info["status"] != "done":
+        stopped = f": {run.info['error']}" if run.info.get("error") else ""
+        found.append(f"This training is {run.info['status']}{stopped}.")
     found += load_findings(run)
     alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
     if len(alerts):

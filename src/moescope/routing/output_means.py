@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.routing.adapters import Block, Decision, adapter_of
+from moescope.routing.adapters import Block, adapter_of
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.capture import Capture
 from moescope.routing.documents import Batch, Document
@@ -49,8 +49,8 @@ class OutputMeans:
         self.at = torch.from_numpy(at).to(device) if len(at) else None
 
     def add(self, routing: Routing, capture: Capture) -> None:
-        if self.at is None or routing.x_TD is None:
-            return
+        if self.at is None or routing.x_TD is None or capture.hands_out:
+            return  # a model that hands out its routing itself need not have experts that can be run apart
         block = next(block for block in capture.blocks if block.layer == routing.layer)
         x_TD, chosen_TK = routing.x_TD[self.at], routing.chosen_TK[self.at]
         capture.busy = True  # these passes are not the model's own
@@ -76,9 +76,8 @@ def summed_outputs(block: Block, x_TD: Tensor, chosen_TK: Tensor) -> tuple[Tenso
     tokens_E = torch.zeros(block.n_experts, dtype=torch.int64, device=x_TD.device)
     for slot in range(chosen_TK.shape[1]):
         there = chosen_TK[:, slot] >= 0
-        chosen_T1, x = chosen_TK[there, slot, None], x_TD[there]
+        chosen_T, x = chosen_TK[there, slot], x_TD[there]
         if len(x):
-            out_TD = adapter_of(block).mix(block, Decision(x, chosen_T1, x.new_ones(chosen_T1.shape)))
-            sums_ED.index_add_(0, chosen_T1[:, 0], out_TD)
-            tokens_E += torch.bincount(chosen_T1[:, 0], minlength=block.n_experts)
+            sums_ED.index_add_(0, chosen_T, adapter_of(block).output(block, x, chosen_T).float())
+            tokens_E += torch.bincount(chosen_T, minlength=block.n_experts)
     return sums_ED, tokens_E

@@ -27,7 +27,7 @@ logger = logging.getLogger("moescope")
 ARRAYS_HELD = 14  # of n x n numbers a matrix, at the most, while a batch is solved
 MOST_AT_ONCE = 128
 READERS = 8  # threads that read experts, and how many experts each may be ahead
-AHEAD = 16
+AHEAD = 10
 CONSERVED = 1e-12  # a row of the matrix: how far lengths may stray in the eigenbasis; seen are 1e-14
 ROWS_AT_ONCE = (
     2**21

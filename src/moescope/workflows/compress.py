@@ -108,6 +108,9 @@ def compress(
         raise BadInput(
             f"method {work.method.name} {work.method.words}, so it needs a text; give --text PATH, or --method random"
         )
+    for wanted, word in ((sequential, "sequential"), (merge_weights == "saliency", "merge weights by saliency")):
+        if wanted and not with_text and plan is None:
+            raise BadInput(f"{word}: goes by what a text does in the model; give --text PATH, or leave it out")
     if with_text:
         step_names([model], ())
     place = choose_device(device)
@@ -116,7 +119,7 @@ def compress(
             **asdict(settings), **{name: value for name, value in asdict(reading_settings).items() if name in ("max_tokens", "dtype", "batch_size", "chat_template")},
             "method": work.method.name, "keep": None if keep is None else str(keep), "plan": plan_identity(plan), "judge": judge,
             "apply": None if work.apply is None else str(work.apply), "controls": work.controls,
-            "text": [[source.domain, source.identity] for source in reading], "add": [earlier.mark for earlier in work.earlier],
+            "text": [[source.domain, source.identity] for source in reading], "token_ids": token_ids is not None, "add": [earlier.mark for earlier in work.earlier],
         },
         "checkpoints": [{"step": 0, **asdict_mark(moe)}],
     }  # fmt: skip
@@ -251,6 +254,8 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
             traced = reader.traced
         if work.judge:
             check_judgeable(traced)  # now, and not when all else is done
+            if not any(len(document.ids) > 1 for document in reader.judging()):
+                raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
         collectors = work.method.collectors(work.settings)
         (writer.path / "parts").mkdir(exist_ok=True)
         partial_file = writer.path / "parts" / "calibration-file.tmp"
@@ -370,5 +375,5 @@ def apply_to(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool)
             written_so_far = done
 
         written = apply_plan(work.moe, plan, fits, work.apply, told)
-    writer.flush_piece("applied", {}, {"folder": str(written.path), "bytes": written.total_bytes})
-    writer.save_info(applied=str(written.path))
+    writer.flush_piece("applied", {}, {"folder": str(written.path), "written_bytes": written.total_bytes})
+    writer.save_info()

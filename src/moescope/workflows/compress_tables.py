@@ -63,7 +63,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         warnings.append("not judged: " + ("no text was given" if calibration is None else "--no-judge"))
     if work.given is not None and work.given[0].settings.get("held_out") == "none":
         warnings.append("the plan was calibrated on all of its text: what it is judged on here may have been seen then")
-    writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)))
+    writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)), applied=setup.get("folder"))
     return writer.finish(frames)
 
 

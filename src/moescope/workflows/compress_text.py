@@ -60,10 +60,14 @@ class TextReader:
         if self.way is None:
             from moescope.compression.judging import is_held_out
 
-            sides = [is_held_out(document) for document in self.everything()] if self.hold_out else []
+            sides: set[bool] = set()
+            for document in self.everything() if self.hold_out else ():
+                sides.add(is_held_out(document))
+                if len(sides) == 2:  # a long text need not be read to its end for this
+                    break
             if self.hold_out and not sides:
                 raise BadInput("the text holds no token; give a longer one")
-            self.way = "none" if not self.hold_out else "documents" if len(set(sides)) == 2 else "tails"
+            self.way = "none" if not self.hold_out else "documents" if len(sides) == 2 else "tails"
         return self.way
 
     def everything(self) -> Iterator[Document]:

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
-    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
+    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length, config.data.layout) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
     data = Data(rows["train"], rows["validation"].sample(config.train.evaluation_rows))
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
@@ -235,7 +236,12 @@ def complete(run: Run, job: Job) -> None:
     from moescope.workflows.trace import trace
 
     shown = [item["path"] for item in chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])]
-    warnings = []
+    can_report = find_spec("plotly") is not None  # a machine that only computes need not have it
+    warnings = (
+        []
+        if can_report
+        else [f"no report: plotly is not installed here; make it elsewhere with moescope report {run.path}"]
+    )
     try:
         scan(shown[-1], out=run.path / "scan", device=job.device, quiet=job.quiet)
     except BadInput as error:
@@ -245,11 +251,39 @@ def complete(run: Run, job: Job) -> None:
         trace(
             *shown, domain=texts, out=run.path / "trace", max_tokens=TRACED_TOKENS, device=job.device, quiet=job.quiet
         )
-    info = {**run.info, "warnings": [*dict.fromkeys([*run.info.get("warnings", []), *warnings])]}
+    keys = {"keys": key_facts(run, job.config, shown[-1])} if job.config.model.router == "some" else {}
+    info = {**run.info, **keys, "warnings": [*dict.fromkeys([*run.info.get("warnings", []), *warnings])]}
     if info != run.info:
         write_json(run.path / "run.json", info)
-    if not (run.path / "report.html").exists():
+    if can_report and not (run.path / "report.html").exists():
         report(Run.load(run.path), quiet=job.quiet)
+
+
+def key_facts(run: Run, config: LabConfig, checkpoint: str) -> dict[str, Any]:
+    """What SoME's keys came to in the middle layer: usage in the last stretch of training, and where keys lie."""
+    from moescope.lab.key_metrics import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
+    from moescope.lab.routers.some import SoME
+    from moescope.lab.saving import load_model
+
+    layer = middle_layer(config.model.layers)
+    load = run.table("load")
+    counts_E = load[(load["step"] == load["step"].max()) & (load["layer"] == layer)].sort_values("expert")["tokens"].to_numpy(float)  # fmt: skip
+    tokens, k = round(counts_E.sum() / config.model.top_k), config.model.top_k
+    router = load_model(checkpoint)[0].routers[layer]
+    assert isinstance(router, SoME)
+    keys_ED = router.keys_ED.double().numpy()
+    places, shown, by_chance = key_map(keys_ED, counts_E)
+    cosine, spread = key_cosine(keys_ED)
+    return jsonable(
+        {
+            "layer": layer,
+            "metrics": usage_metrics(counts_E, tokens, k).to_dict("records"),
+            "histogram": usage_histogram(counts_E, tokens, k).to_dict("records"),
+            "map": places.to_dict("records"),
+            "shares": {"shown": shown, "by_chance": by_chance},
+            "cosine": {"mean": cosine, "random_spread": spread},
+        }
+    )
 
 
 def chosen_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ def settle(
 ) -> LabConfig:
     """The config that all these words come to, checked."""
     from moescope.lab import config as lab
+    from moescope.lab.vocabulary import check_vocabulary
 
     base = lab.preset(preset) if preset is not None else None
     if isinstance(config, lab.LabConfig):
@@ -39,6 +40,7 @@ def settle(
     if from_ is not None:
         settled = replace(settled, model=model_from(Path(from_), router))
     lab.check(settled)
+    check_vocabulary(settled.data.vocabulary, settled.model.vocabulary)
     return settled
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moescope.errors import BadInput
 from moescope.workflows.texts import Source, sources
 
 if TYPE_CHECKING:
@@ -47,12 +46,7 @@ def vocabulary_of(config: LabConfig, corpus: Corpus) -> Vocabulary:
     from moescope.lab.vocabulary import make_vocabulary
 
     texts = (text for domain in corpus.domains for text in corpus.train[domain])
-    made = make_vocabulary(config.data.vocabulary, config.model.vocabulary, texts)
-    if made.size > config.model.vocabulary:
-        raise BadInput(
-            f"[model] vocabulary {config.model.vocabulary}: {config.data.vocabulary} needs {made.size} entries; raise it"
-        )
-    return made
+    return make_vocabulary(config.data.vocabulary, config.model.vocabulary, texts)
 
 
 def keep_validation(folder: Path, corpus: Corpus) -> None:

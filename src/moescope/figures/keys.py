@@ -1,0 +1,61 @@
+"""How SoME's keys have organised themselves in the middle layer: who gets how much, and where keys lie."""
+
+from __future__ import annotations
+
+from moescope.figures.style import CATEGORICAL, GREY, HEAT, Figure, FigureSpec, Tables, base_layout, number
+
+
+def usage_by_decade(tables: Tables) -> Figure:
+    """How many experts have how many tokens, on a logarithmic scale; grey: random balanced routing of the same tokens."""
+    rows = tables["key_histogram"]
+    seen = (rows["experts"] + rows["expected"]).to_numpy(float)
+    rows = rows[(rows.index == 0) | (seen.cumsum() - seen[0] > 0)]  # no empty bins between none and the first
+    names = [f"{number(left)} to {number(right)}" for left, right in zip(rows["left"], rows["right"], strict=True)]
+    data = [
+        {"type": "bar", "name": "experts", "x": names, "y": rows["experts"].to_numpy(), "marker": {"color": CATEGORICAL[0]},
+         "hovertemplate": "%{x} tokens<br>%{y} experts<extra></extra>"},
+        {"type": "bar", "name": "random routing", "x": names, "y": rows["expected"].to_numpy(float), "marker": {"color": GREY},
+         "hovertemplate": "%{x} tokens<br>random routing: %{y:.3g} experts<extra></extra>"},
+    ]  # fmt: skip
+    busiest = int(rows["experts"].to_numpy().argmax())
+    by_chance = int(rows["expected"].to_numpy().argmax())
+    title = (
+        f"Most experts, {int(rows['experts'].iloc[busiest])} of {int(rows['experts'].sum())}, have {names[busiest]} tokens; "
+        f"with random routing most would have {names[by_chance]}"
+    )
+    caption = "Experts of the middle layer by how many tokens chose them in the last stretch of training, four bins a decade; the first bin holds those without any."
+    layout = base_layout("tokens", "experts", xaxis={"type": "category"}, barmode="group")
+    return Figure("usage_by_decade", title, caption, ("tokens",), data, layout)
+
+
+def key_places(tables: Tables) -> Figure:
+    """Keys on their two first principal axes, coloured by load."""
+    rows, shares = tables["key_map"], tables["key_shares"].iloc[0]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "showlegend": False,
+            "x": rows["x"].to_numpy(float),
+            "y": rows["y"].to_numpy(float),
+            "customdata": rows[["expert", "tokens"]].to_numpy(),
+            "marker": {
+                "size": 9,
+                "color": rows["tokens"].to_numpy(float),
+                "colorscale": HEAT,
+                "showscale": True,
+                "colorbar": {"title": {"text": "tokens", "side": "right"}, "thickness": 12, "outlinewidth": 0},
+            },
+            "hovertemplate": "expert %{customdata[0]}<br>%{customdata[1]} tokens<extra></extra>",
+        }
+    ]
+    title = f"Two axes show {number(100 * shares['shown'])} % of how keys differ; of random keys they show {number(100 * shares['by_chance'])} %"
+    caption = "Directions of the middle layer's keys on their first two principal components, coloured by tokens. Keys that lie together are chosen together."
+    layout = base_layout("first component", "second component", yaxis={"scaleanchor": "x"})
+    return Figure("key_places", title, caption, ("tokens",), data, layout, height=420)
+
+
+KEYS = [
+    FigureSpec("usage_by_decade", (), usage_by_decade),
+    FigureSpec("key_places", (), key_places),
+]

@@ -1,0 +1,52 @@
+"""Calibration, prediction and judgement on a CUDA device give what they give on the CPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compression.tiny_plans import documents, merging_plan, pruning_plan, saved, traced
+from moescope.compression.applying import apply_plan
+from moescope.compression.calibration import calibrate
+from moescope.compression.damage import measured_errors, original_outputs, predict
+from moescope.compression.judging import judge, judge_original
+from moescope.compression.rerouting import find_gating
+from moescope.compression.saliency import RoutedSums
+from moescope.compression.states import StateSample
+from moescope.routing.models import TracedModel, load_model, runner_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def on(device: str, tmp_path, kind: str, way: str) -> tuple[dict, dict, dict, tuple[float, float]]:
+    """Sums, predicted and measured errors, and the judgement of one plan, all made on that device."""
+    tiny, moe = saved(tmp_path / device / "source", kind)
+    model = (
+        traced(tiny.model)
+        if device == "cpu"
+        else TracedModel(kind, tiny.model.to(device), runner_of(tiny.model), None, device)
+    )
+    collector, sample = RoutedSums(), StateSample(most=200)
+    found = calibrate(model, documents(20), [collector, sample])
+    states = sample.states()
+    gating = {layer: find_gating(own, found.block(layer).scoring) for layer, own in states.items()}
+    plan, fits = (pruning_plan(moe, 3), {}) if way == "pruned" else merging_plan(moe)
+    predicted = {
+        layer: damage.error for layer, damage in predict(model, plan, fits, states, gating, found.blocks).items()
+    }
+    held_out, reference = original_outputs(model, states), judge_original(model, documents(10, seed=9))
+    apply_plan(moe, plan, fits, tmp_path / device / "small")
+    small = load_model(str(tmp_path / device / "small"), "float32", device)
+    judged = judge(small, documents(10, seed=9), reference)
+    return collector.sums(), predicted, measured_errors(small, held_out), (judged.perplexity, judged.js_divergence)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("way", ["pruned", "merged"])
+def test_a_gpu_gives_the_cpu_s_sums_errors_and_judgement(tmp_path, kind, way):
+    ours, theirs = (on(device, tmp_path, kind, way) for device in ("cuda", "cpu"))
+    for name, tensor in theirs[0].items():
+        torch.testing.assert_close(ours[0][name].double(), tensor.double(), rtol=2e-3, atol=1e-3)
+    for place in (1, 2):
+        assert ours[place] == pytest.approx(theirs[place], rel=1e-2)
+    assert ours[3] == pytest.approx(theirs[3], rel=1e-2)
