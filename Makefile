@@ -8,10 +8,15 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow check bench bench-growth bench-memory bench-gpu bench-peer clean
+.PHONY: demo demo-model test test-slow check bench bench-growth bench-memory bench-gpu bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
+
+# Trains the model that the demo shows anew, by src/moescope/demo_model/recipe.toml: minutes on one core.
+# One thread: the same numbers on a machine with more cores.
+demo-model: .venv/core
+	OMP_NUM_THREADS=1 $(BIN)/python -m moescope.workflows.demo_model
 
 test: .venv/everything check
 	$(TEST) -m "not slow"

@@ -275,26 +275,26 @@ def report(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Run folder to write.", metavar="DIR")] = Path("runs/demo"),
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to write.", show_default="runs/demo", metavar="DIR")
+    ] = None,
+    planted: Annotated[
+        bool, typer.Option("--planted", help="A checkpoint of known structure instead: what was planted beside what is found.")
+    ] = False,
     as_json: AsJson = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
-) -> None:
-    """Write a small checkpoint with planted structure, scan it, and build the report."""
+) -> None:  # fmt: skip
+    """A small MoE that comes with moescope: its weights scanned, its routing traced, its training shown, all in one report."""
     from moescope.workflows.demo import demo as run_demo
+    from moescope.workflows.demo import demo_lines, demo_summary
 
-    run = run_demo(out=out, seed=seed, overwrite=overwrite, quiet=quiet)
-    if not quiet and not as_json:
-        from moescope.planted import LAYERS
-
-        typer.echo(f"planted in {run.info['checkpoints'][0]['path']}:")
-        for layer, planted in enumerate(LAYERS):
-            typer.echo(f"  layer {layer}, {planted.kind}: {planted.truth}")
-        typer.echo("found:")
-    show_run(run, as_json, quiet)
-    if not quiet and not as_json:
-        typer.echo(f"report: {run.path / 'report.html'}")
+    facts = demo_summary(run_demo(out=out, planted=planted, seed=seed, overwrite=overwrite, quiet=quiet))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif not quiet:
+        typer.echo("\n".join(demo_lines(facts)))
 
 
 def show_run(run: Any, as_json: bool, quiet: bool) -> None:

@@ -1,4 +1,4 @@
-"""A small Mixtral checkpoint whose truth is known, layer by layer: the demo's default, and the main test's oracle."""
+"""A small Mixtral checkpoint whose truth is known, layer by layer: for `demo --planted`, and the main test's oracle."""
 
 from __future__ import annotations
 

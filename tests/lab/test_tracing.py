@@ -12,11 +12,12 @@ from lab.tiny_training import tiny_config
 from moescope.lab.model import LabModel
 from moescope.lab.routers import ROUTERS
 from moescope.lab.saving import save_model
-from moescope.lab.tracing import load_traced
+from moescope.lab.tracing import TraceableVocabulary, load_traced
 from moescope.lab.vocabulary import Bytes
 from moescope.routing.documents import Document
 from moescope.routing.monitor import LoopMonitor
 from moescope.routing.trace import Traced, trace_model
+from moescope.routing.words import Words
 
 SURE = 0.9  # of the tokens; the rest may lie where rounding decides between two experts
 
@@ -64,6 +65,13 @@ def test_decoding_and_batches_of_any_size_count_the_same(router: str, tmp_path: 
             assert mine.sums("tokens").sum() == total
             moved = np.abs(mine.counts_MBE - other.counts_MBE).sum() / 2
             assert moved <= (1 - SURE) * total
+
+
+def test_tokens_are_spelled_as_they_stand_in_the_text():
+    words = Words(TraceableVocabulary(Bytes()))
+    assert [words.of(token) for token in b"A b"] == ["A", " ", "b"]
+    assert words.of("é".encode()[0]) == "\N{REPLACEMENT CHARACTER}"  # half a letter
+    assert words.around([*b"caf"], "é".encode()[0], ["é".encode()[1]])[0] == "caf"
 
 
 def test_monitor_leaves_padding_and_evaluation_out(tmp_path: Path):

@@ -30,7 +30,7 @@ def test_the_first_sentence_gives_the_loss_and_both_models_without_skill(run: Ru
 
 def test_domains_no_better_than_frequencies_are_named(run: Run):
     worse = {**run.info["references"], "unigram": dict.fromkeys(run.info["references"]["unigram"], 0.0)}
-    assert "no better than token frequencies alone" in findings(Run(run.path, {**run.info, "references": worse}))[1]
+    assert "No better than token frequencies alone" in findings(Run(run.path, {**run.info, "references": worse}))[1]
 
 
 def test_load_is_told_beside_random_routing(run: Run):

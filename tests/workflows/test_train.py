@@ -149,7 +149,7 @@ def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(tmp
     assert run.info["status"] == "failed"
     assert "is not finite" in run.info["error"]
     assert len(run.table("alerts"))
-    assert "this training is failed" in report(run, quiet=True).read_text()
+    assert "This training is failed" in report(run, quiet=True).read_text()
 
 
 def test_a_training_without_a_step_on_disk_has_no_report_yet(trained_run: Run, tmp_path: Path):

@@ -44,8 +44,8 @@ def layout_of(config: ModelConfig) -> str:
     return SIGMOID if config.router == "loss_free" else OWN
 
 
-def config_json(config: ModelConfig) -> dict[str, Any]:
-    """config.json: what transformers and moescope's families read, and the lab's own config."""
+def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """config.json: what transformers and moescope's families read, and the lab's own config. `dtype` is that of the stored weights."""
     layout = layout_of(config)
     experts, d_ff = router_class(config.router).expert_shape(config)
     common: dict[str, Any] = {
@@ -64,7 +64,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
         "tie_word_embeddings": config.tie_embeddings,
         "num_experts_per_tok": config.top_k,
-        "dtype": "float32",
+        "dtype": dtype,
         OWN: asdict(config),
     }
     if layout == "mixtral":
@@ -123,7 +123,8 @@ def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
     tensors = [planned(name, tensor) for name, tensor in stored_tensors(model)]
     with tempfile.TemporaryDirectory() as beside:
         vocabulary.save(Path(beside))
-        write_checkpoint(folder, tensors, config_json(model.config), Path(beside))
+        dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")  # frozen experts may be kept in another
+        write_checkpoint(folder, tensors, config_json(model.config, dtype), Path(beside))
 
 
 def is_lab_checkpoint(folder: str | Path) -> bool:

@@ -43,7 +43,7 @@ def sections(run: Run) -> list[Section]:
     if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")):
         watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
         drawable = [(spec, watched) for spec in OVER_STEPS if can_draw(spec, watched)]
-        alerts = run.table("alerts")
+        alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()  # none yet in a training under way
         told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
         words = "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
         found.append(Section("load", "Load while it learned", words, drawable, told))
@@ -116,25 +116,25 @@ def domain_losses(run: Run) -> pd.DataFrame:
 def findings(run: Run) -> list[str]:
     """What the training came to, in sentences."""
     if not run.info.get("evaluations"):
-        return ["nothing has been evaluated yet"]
+        return ["Nothing has been evaluated yet."]
     told = run.info["references"]
     first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
     found = [
-        f"validation loss {number(last['loss'])} nats a token after {last['step']:,} steps, {number(first['loss'])} before the first; "
-        f"{number(told['unigram'][''])} by token frequencies alone, {number(told['uniform'])} with every token alike"
+        f"Validation loss {number(last['loss'])} nats a token after {last['step']:,} steps, {number(first['loss'])} before the first; "
+        f"{number(told['unigram'][''])} by token frequencies alone, {number(told['uniform'])} with every token alike."
     ]
     behind = [domain for domain, loss in last["domains"].items() if loss >= told["unigram"][domain]]
     if behind:
-        found.append(f"{listed(behind)}: no better than token frequencies alone")
+        found.append(f"No better than token frequencies alone: {listed(behind)}.")
     if run.info["status"] != "done":
         stopped = f": {run.info['error']}" if run.info.get("error") else ""
-        found.append(f"this training is {run.info['status']}{stopped}")
+        found.append(f"This training is {run.info['status']}{stopped}.")
     found += load_findings(run)
     alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
     if len(alerts):
         first_alert = alerts.sort_values("step").iloc[0]
         found.append(
-            f"{counted(len(alerts), 'alert')}, the first at step {first_alert['step']}: {first_alert['message']}"
+            f"{counted(len(alerts), 'alert')} while it learned, none in a training without trouble; the first: {first_alert['message']}."
         )
     return found
 
@@ -150,11 +150,11 @@ def load_findings(run: Run) -> list[str]:
         return []
     worst = even.loc[even["value"].idxmax()]
     found = [
-        f"at the end load is least even in {named_layers([worst['layer']])}: CV {number(worst['value'])}, random routing gives {number(worst['floor'])}"
+        f"At the end of training load is least even in {named_layers([worst['layer']])}: CV {number(worst['value'])}, random routing gives {number(worst['floor'])}."
     ]
     unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
     if len(unused):
-        found.append(f"experts without a token at the end in {named_layers(unused['layer'])}")
+        found.append(f"Experts without a token at the end of training in {named_layers(unused['layer'])}.")
     return found
 
 
