@@ -243,6 +243,8 @@ def test_a_logarithmic_axis_names_its_ticks_and_is_refused_to_zeros():
     assert axis["ticktext"][:4] == ["0.005", "0.01", "0.02", "0.05"]
     assert plain_log([{"y": [0.0, 0.5]}]) is None
     assert plain_log([{"y": [1e-6, 10.0]}])["ticktext"][-1] == "10"
+    assert plain_log([{"y": [660, 850]}])["ticktext"] == ["700", "750", "800", "850"]
+    assert plain_log([{"y": [3.0, 3.0]}])["ticktext"] == ["2", "5"]
 
 
 def test_areas_over_steps_hold_the_whole_load(trace):
