@@ -102,6 +102,20 @@ def test_an_expert_without_a_vector_has_no_place_and_the_others_keep_their_numbe
     assert figure.data[0]["customdata"][5] == pytest.approx(6 / 5.5, abs=1e-3)
 
 
+def test_with_domains_an_expert_that_none_of_them_uses_keeps_its_place():
+    tables = wide()
+    used = pd.DataFrame([{"layer": layer, "expert": expert, "domain": domain, "affinity": 1.5 if (domain == "code") == (expert > 5) else 0.5}
+                         for layer in range(2) for expert in range(1, N) for domain in ("code", "prose")])  # fmt: skip
+    dead = pd.DataFrame([{"layer": 0, "expert": 0, "domain": domain, "affinity": np.nan} for domain in ("code", "prose")])  # fmt: skip
+    also = used[used["expert"] == 1].assign(expert=0)
+    tables["domains"] = pd.concat([used, dead, also[also["layer"] == 1]], ignore_index=True)
+    data = expert_map(SUBJECTS[0], LAYOUTS[0], tables).data
+    assert [trace["name"] for trace in data] == ["code", "prose", "no token"] * 2
+    assert [len(trace["text"]) for trace in data] == [6, 5, 1, 6, 6, 0]
+    assert data[2]["text"] == ["0"]
+    assert [trace["showlegend"] for trace in data] == [True, True, True, True, True, False]
+
+
 def test_slow_layouts_are_of_eight_layers_from_the_first_to_the_last():
     pca, umap = LAYOUTS[0], LAYOUTS[1]
     assert laid_out(pca, list(range(48))) == list(range(48))

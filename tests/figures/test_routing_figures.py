@@ -16,7 +16,7 @@ from moescope.figures.routing_separation import (
     lift_over_chance,
     strongest_pair,
 )
-from moescope.figures.routing_steps import expected, shares_by_step, usage_area
+from moescope.figures.routing_steps import expected, saturation_curves, shares_by_step, usage_area
 from moescope.figures.style import GREY
 from moescope.glossary import COLUMNS, METRICS
 from moescope.reporting.routing_views import load_trace, routing_views
@@ -243,6 +243,8 @@ def test_a_logarithmic_axis_names_its_ticks_and_is_refused_to_zeros():
     assert axis["ticktext"][:4] == ["0.005", "0.01", "0.02", "0.05"]
     assert plain_log([{"y": [0.0, 0.5]}]) is None
     assert plain_log([{"y": [1e-6, 10.0]}])["ticktext"][-1] == "10"
+    assert plain_log([{"y": [660, 850]}])["ticktext"] == ["700", "750", "800", "850"]
+    assert plain_log([{"y": [3.0, 3.0]}])["ticktext"] == ["2", "5"]
 
 
 def test_areas_over_steps_hold_the_whole_load(trace):
@@ -266,6 +268,21 @@ def test_many_experts_share_an_area():
     assert len(figure.data) == 13
     assert figure.data[-1]["name"] == "other 28"
     np.testing.assert_allclose(sum(band["y"] for band in figure.data), 1)
+
+
+def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_chance():
+    rows = [
+        {"layer": layer, "step_a": step, "step_b": 3, "routing_consistency": o, "routing_consistency_corrected": (o - 0.5) / 0.5,
+         "top1_agreement": one, "top1_corrected": (one - 0.25) / 0.75, "saturation_topk": o, "saturation_top1": one}
+        for layer, step, o, one in ((0, 1, 0.6, 0.3), (1, 1, 0.7, 0.5), (0, 2, 0.8, 0.6), (1, 2, 0.9, 0.8))
+    ]  # fmt: skip
+    figure = saturation_curves({"stability": pd.DataFrame(rows)})
+    drawn = {trace["name"]: trace["y"] for trace in figure.data}
+    np.testing.assert_allclose(drawn["layer 0"], [0.6, 0.8])
+    np.testing.assert_allclose(drawn["usages alone"], [0.5, 0.5])
+    np.testing.assert_allclose(drawn["first choices, mean"], [0.4, 0.7])
+    np.testing.assert_allclose(drawn["their usages alone"], [0.25, 0.25])
+    assert figure.title.endswith("usages alone give 0.5, and first choices agree for 40 %, 25 % by their usages alone")
 
 
 def test_chance_is_taken_back_out_of_the_corrected_value():

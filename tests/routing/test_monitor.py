@@ -324,6 +324,45 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog)
     assert monitor.close().table("load")["step"].unique().tolist() == [6, 8]
 
 
+def test_tables_that_cannot_be_made_are_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    def cannot(*given: object) -> None:
+        raise ValueError("a table that nobody thought of")
+
+    model = model_of()
+    monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
+    with monkeypatch.context() as broken:
+        broken.setattr("moescope.routing.monitor.window_tables", cannot)
+        loop(model, monitor, steps=2)
+    loop(model, monitor, first=2, steps=6)
+    lost = "tables could not be written and are lost: ValueError: a table that nobody thought of"
+    assert lost in caplog.text
+    run = monitor.close()
+    assert run.info["warnings"] == [lost]
+    assert run.table("load")["step"].unique().tolist() == [4, 6]
+    counts, _ = handed_out(model, documents()[8:24])
+    np.testing.assert_array_equal(load(run), counts)
+
+
+def test_tables_lost_at_the_very_end_are_said_too(tmp_path, monkeypatch, caplog):
+    def cannot(*given: object) -> None:
+        raise ValueError("a table that nobody thought of")
+
+    model = model_of()
+    monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
+    monkeypatch.setattr("moescope.routing.monitor.window_tables", cannot)
+    loop(model, monitor, steps=2)
+    monitor.stop()
+    assert "ValueError: a table that nobody thought of" in caplog.text
+    assert Run.load(tmp_path / "run").info["status"] == "interrupted"
+
+
+def test_a_monitor_thrown_away_by_its_own_writing_thread_leaves_an_interrupted_run(tmp_path):
+    monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model_of())
+    assert monitor.run is not None
+    monitor.run.disk.submit(monitor.run.abandon).result(timeout=60)
+    assert Run.load(tmp_path / "run").info["status"] == "interrupted"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

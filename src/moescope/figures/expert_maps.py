@@ -15,6 +15,7 @@ from moescope.figures.routing_metrics import can_draw
 from moescope.figures.routing_separation import lift_over_chance
 from moescope.figures.style import CATEGORICAL, GREY, Figure, FigureSpec, Slider, Tables, Trace, base_layout, number
 
+UNUSED = "no token"  # in the place of a domain
 LAYERS_LAID_OUT = 8  # so many layers are laid out by UMAP and t-SNE, which take their time; PCA is of all
 
 
@@ -139,7 +140,7 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
     """Experts of a layer on a plane, sized by load, coloured by their main domain."""
     loads = total_load(tables)
     domains = sorted(tables["domains"]["domain"].unique()) if len(tables.get("domains", ())) else []
-    groups = domains if 1 < len(domains) <= len(CATEGORICAL) else [""]
+    groups = [*domains, UNUSED] if 1 < len(domains) <= len(CATEGORICAL) else [""]
     data: list[Trace] = []
     titles, clear = [], []
     every = layers_of(subject, tables)
@@ -150,10 +151,12 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
         mine = loads[loads["layer"] == layer].set_index("expert")["tokens"]
         counts = mine.reindex(experts, fill_value=0).to_numpy(float)
         times = counts / (mine.mean() or 1.0)
-        main = main_domains(tables, layer).reindex(experts)
+        main = main_domains(tables, layer).reindex(experts).fillna(UNUSED)
         for index, group in enumerate(groups):
             own = np.ones(len(experts), bool) if group == "" else (main == group).to_numpy()
-            data.append(points(experts[own], at[own], times[own], group, CATEGORICAL[index], len(experts)))
+            color = GREY if group == UNUSED else CATEGORICAL[index]
+            trace = points(experts[own], at[own], times[own], group, color, len(experts))
+            data.append(trace if own.any() or group != UNUSED else {**trace, "showlegend": False})
         kept, by_luck, nearest = kept_neighbours(cloud, at)
         title = f"Layer {layer}, {subject.title} by {layout.title}{layout.setting(len(experts))}: "
         share = float(principal_plane(cloud)[1].sum())

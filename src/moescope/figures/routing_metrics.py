@@ -166,7 +166,8 @@ def by_layer(
 
 
 def plain_log(data: list[Trace]) -> dict[str, object] | None:
-    """A logarithmic axis over all that is drawn, with ticks at 1, 2 and 5 (over four decades: at 1) written out; None where something is not positive."""
+    """A logarithmic axis over all that is drawn, with ticks at 1, 2 and 5 (over four decades: at 1) written out, at even steps
+    where fewer than two of those lie among what is drawn; None where something is not positive."""
     drawn = np.concatenate([np.asarray(trace["y"], float) for trace in data])
     drawn = drawn[np.isfinite(drawn)]
     if not drawn.size or drawn.min() <= 0:
@@ -176,7 +177,16 @@ def plain_log(data: list[Trace]) -> dict[str, object] | None:
     exponents = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 2)
     ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
     ticks = [tick for tick in ticks if low - 0.35 <= np.log10(tick) <= high + 0.35]
+    if sum(low <= np.log10(tick) <= high for tick in ticks) < 2 and high > low:
+        ticks = even_ticks(float(drawn.min()), float(drawn.max()))
     return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
+
+
+def even_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, three to eight of them from low to high."""
+    power = 10.0 ** np.floor(np.log10((high - low) / 3))
+    step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 3)
+    return [multiple * step for multiple in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
 
 
 def by_domain(name: str, metric: str, axis: str, *, floor_name: str = RANDOM, log: bool = False) -> FigureSpec:

@@ -180,15 +180,23 @@ def saturation_curves(tables: Tables) -> Figure:
     frame = tables["stability"]
     last = int(frame["step_b"].max())
     rows = frame[frame["step_b"] == last].assign(
-        chance=lambda rows: expected(rows["routing_consistency"], rows["routing_consistency_corrected"])
+        chance=lambda rows: expected(rows["routing_consistency"], rows["routing_consistency_corrected"]),
+        chance_top1=lambda rows: expected(rows["top1_agreement"], rows["top1_corrected"]),
     )
-    chance = rows.groupby("step_a")["chance"].mean()
+    means = rows.groupby("step_a")[["chance", "saturation_top1", "chance_top1"]].mean()
     data = [
         *layer_lines(rows, "step_a", "saturation_topk", hover="top-k %{y:.3f}"),
-        grey_line(chance.index.to_numpy(), chance.to_numpy(float), "usages alone"),
+        grey_line(means.index.to_numpy(), means["chance"].to_numpy(float), "usages alone"),
+        {
+            **grey_line(
+                means.index.to_numpy(), means["saturation_top1"].to_numpy(float), "first choices, mean", "solid"
+            ),
+            "mode": "lines+markers",
+            "line": {"color": CATEGORICAL[0], "width": 1.5},
+        },
+        grey_line(means.index.to_numpy(), means["chance_top1"].to_numpy(float), "their usages alone", "dot"),
     ]
     first = rows[rows["step_a"] == rows["step_a"].min()]
-    top1 = first["saturation_top1"]
     words = from_to(
         first["saturation_topk"].min(),
         f"layer {first.loc[first['saturation_topk'].idxmin(), 'layer']}",
@@ -198,12 +206,13 @@ def saturation_curves(tables: Tables) -> Figure:
     return Figure(
         "saturation_curves",
         f"At step {rows['step_a'].min()}, the share of the final routing (step {last}) that is already there {words}; usages alone "
-        f"give {number(first['chance'].mean())}, and first choices agree for {number(100 * top1.mean())} %",
+        f"give {number(first['chance'].mean())}, and first choices agree for {number(100 * first['saturation_top1'].mean())} %, "
+        f"{number(100 * first['chance_top1'].mean())} % by their usages alone",
         f"Of the experts a token has at step {last}, the share it has at an earlier step already, on the same tokens. Dashed: what the experts' usages "
-        "alone would share, mean over layers.",
-        ("saturation_topk", "saturation_top1", "routing_consistency_corrected"),
+        "alone would share, mean over layers. First choices: the share of tokens whose first choice is the final one, mean over layers; dotted: by usages alone.",
+        ("saturation_topk", "saturation_top1", "routing_consistency_corrected", "top1_corrected"),
         data,
-        base_layout("step", f"shared with step {last}", xaxis=step_axis(chance.index), yaxis={"range": [0, 1.02]}),
+        base_layout("step", f"shared with step {last}", xaxis=step_axis(means.index), yaxis={"range": [0, 1.02]}),
     )
 
 

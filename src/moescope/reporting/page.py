@@ -152,7 +152,7 @@ def page_title(runs: list[Run]) -> str:
     told = [kind.title(run) for run in runs if (kind := kind_of(run)) is not None and kind.title is not None]
     if told:
         return listed(told)
-    names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info["checkpoints"]))
+    names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info.get("checkpoints", [])))
     names = names or [run.name for run in runs]  # a trace may be imported without its model
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
 

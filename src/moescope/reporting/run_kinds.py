@@ -2,6 +2,7 @@
 
 from moescope.reporting.compression_section import COMPRESSION
 from moescope.reporting.geometry_section import COMPARE
+from moescope.reporting.monitor_section import WATCHED
 from moescope.reporting.run_kind import RunKind
 from moescope.reporting.training_section import TRAINING
 from moescope.run import Run
@@ -10,6 +11,7 @@ KINDS: list[RunKind] = [
     COMPARE,
     COMPRESSION,
     TRAINING,
+    WATCHED,
 ]
 
 

@@ -94,8 +94,11 @@ class TrainingRun:
             writing, self.writing = self.writing, None
             try:
                 writing.result()
-            except (BadInput, OSError) as error:  # a full disk: no reason to end a training
-                logger.warning("moescope: tables could not be written and are lost: %s", error)
+            except Exception as error:  # a full disk, or tables that cannot be made: no reason to end a training
+                kind = "" if isinstance(error, BadInput | OSError) else f"{type(error).__name__}: "
+                lost = f"tables could not be written and are lost: {kind}{error}"
+                logger.warning("moescope: %s", lost)
+                self.writer.info["warnings"] = sorted({*self.writer.info.get("warnings", []), lost})
 
     def write(self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]]) -> None:
         import pandas as pd
@@ -137,7 +140,12 @@ class TrainingRun:
 
     def abandon(self, error: str | None = None) -> None:
         """Leave the run as it is, interrupted, or failed where there is an error to tell."""
-        self.disk.shutdown()
+        with suppress(
+            RuntimeError
+        ):  # a forgotten Monitor may be thrown away by the writing thread, which cannot wait for itself
+            self.disk.shutdown()
+        if self.writing is not None and self.writing.done():
+            self.wait()
         with suppress(OSError):  # the folder may be gone by now
             if self.writer.info.get("status") == "running":
                 self.writer.save_info(**({"status": "failed", "error": error} if error else {"status": "interrupted"}))
