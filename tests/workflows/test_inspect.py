@@ -7,9 +7,15 @@ from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, Qwen2MoeConfig
 from typer.testing import CliRunner
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
+from lab.tiny_lab import tiny as tiny_lab
 from moescope.checkpoint.local import LocalFiles
 from moescope.cli import app
+from moescope.errors import BadInput
+from moescope.lab.model import LabModel
+from moescope.lab.saving import save_model
+from moescope.lab.vocabulary import Bytes
 from moescope.workflows.inspect import duration, inspect, short
+from moescope.workflows.scan import scan
 
 
 @pytest.fixture
@@ -87,3 +93,32 @@ def test_without_a_config_what_is_not_known_is_said(tmp_path):
 def test_counts_and_durations_are_written_as_people_do():
     assert [short(count) for count in (12, 4_100, 46_700_000_000)] == ["12", "4.1 k", "46.7 B"]
     assert [duration(seconds) for seconds in (0.01, 42, 600, 7200)] == ["1 s", "42 s", "10 min", "2.0 h"]
+
+
+@pytest.mark.parametrize("router", ["hash", "spectra", "dense"])
+def test_a_lab_checkpoint_without_router_rows_is_told_with_why_it_cannot_be_scanned(router, tmp_path, monkeypatch):
+    lab = LabModel(tiny_lab(router, vocabulary=258))
+    save_model(lab, Bytes(), tmp_path / "lab")
+    monkeypatch.setattr(LocalFiles, "handle", lambda self, file: pytest.fail("a tensor was read"))
+    facts = inspect(tmp_path / "lab")
+    experts, d_ff, top_k = (1, 32, 1) if router == "dense" else (8, 16, 2)
+    assert (facts["family"], facts["layout"], facts["lab_router"]) == ("moescope_lab", "lab", router)
+    assert (facts["moe_layers"], facts["experts"], facts["top_k"]) == ([0, 1, 2], experts, top_k)
+    assert (facts["d_model"], facts["d_ff"]) == (32, d_ff)
+    total, routed = sum(tensor.numel() for tensor in lab.state_dict().values()), 3 * experts * 3 * 32 * d_ff
+    active = total - routed + routed * top_k // experts
+    assert facts["parameters"] == {"total": total, "routed": routed, "shared": 0, "active": active}
+    page = CliRunner().invoke(app, ["inspect", str(tmp_path / "lab")])
+    assert page.exit_code == 0
+    assert f"lab router {router}" in page.output
+    assert "a gate scan  not possible: its router" in page.output
+    with pytest.raises(BadInput, match=f"{router}.*moescope trace"):
+        scan(tmp_path / "lab", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lab_checkpoint_with_rows_names_its_router_and_has_an_estimate(tmp_path):
+    save_model(LabModel(tiny_lab("loss_free", vocabulary=258)), Bytes(), tmp_path / "lab")
+    facts = inspect(tmp_path / "lab")
+    assert (facts["lab_router"], facts["scoring"], facts["no_scan"]) == ("loss_free", "sigmoid", None)
+    assert facts["scan_estimate"]["read_bytes"] == 3 * 8 * 32 * 16 * 4

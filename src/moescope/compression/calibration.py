@@ -15,6 +15,7 @@ from moescope.errors import BadInput
 from moescope.routing.adapters import Block, adapter_of
 from moescope.routing.capture import Capture
 from moescope.routing.documents import Batch, Document, batches, windows
+from moescope.routing.scoring import find_scoring
 from moescope.types import Routing
 
 if TYPE_CHECKING:
@@ -67,10 +68,19 @@ def calibrate(
             yield document
 
     def consume(routing: Routing) -> None:
+        block = blocks[routing.layer]
+        if (
+            block.scoring is None and routing.logits_TE is not None
+        ):  # a model that hands out its routing says no more than that
+            real_T = real_tokens(routing)
+            block.scoring = find_scoring(
+                routing.logits_TE[real_T], routing.chosen_TK[real_T], routing.gates_TK[real_T],
+                block.correction_bias_E, block.groups, block.expected_scoring,
+            )  # fmt: skip
         capture.busy = True  # what collectors ask of experts is not the model's own pass
         try:
             for collector in collectors:
-                collector.consume(routing, blocks[routing.layer])
+                collector.consume(routing, block)
         finally:
             capture.busy = False
 

@@ -136,11 +136,10 @@ def router_kl(layer: LayerPlan, gating: Gating, logits_TE: Tensor, logits_TK: Te
 @torch.no_grad()
 def routed_output(block: Block, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
     """Gates times expert outputs, by the block's own experts; on the CPU, a few hundred tokens at a time."""
-    weight = block.weight_ED
+    device = block.device
     parts = zip(*(torch.split(part, STATES_AT_ONCE) for part in (x_TD, chosen_TK, gates_TK)), strict=True)
     made = [
-        adapter_of(block).mix(block, Decision(x.to(weight.device), c.long().to(weight.device), g.to(weight.device)))
-        for x, c, g in parts
+        adapter_of(block).mix(block, Decision(x.to(device), c.long().to(device), g.to(device))) for x, c, g in parts
     ]
     return torch.cat([part.cpu() for part in made])
 
@@ -160,13 +159,16 @@ def block_outputs(traced: TracedModel, inputs: Mapping[int, Tensor]) -> dict[int
             outputs, chosen = [], []
             for x_TD in torch.split(inputs[block.layer], STATES_AT_ONCE):
                 caught.clear()
-                block.module(x_TD.to(block.weight_ED.device)[None])
-                assert caught[-1].x_TD is not None
+                if block.decide_alone is not None:
+                    decision = block.decide_alone(x_TD.to(block.device))
+                else:
+                    block.module(x_TD.to(block.device)[None])
+                    assert caught[-1].x_TD is not None
+                    decision = Decision(caught[-1].x_TD, caught[-1].chosen_TK, caught[-1].gates_TK)
                 capture.busy = True
-                decision = Decision(caught[-1].x_TD, caught[-1].chosen_TK, caught[-1].gates_TK)
                 outputs.append(adapter_of(block).mix(block, decision).cpu())
                 capture.busy = False
-                chosen.append(caught[-1].chosen_TK.cpu())
+                chosen.append(decision.chosen_TK.cpu())
             found[block.layer] = (torch.cat(outputs), torch.cat(chosen))
     return found
 

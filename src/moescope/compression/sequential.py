@@ -141,7 +141,7 @@ def chosen_by(
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
         if not own_call.taken():
             return None
-        x, index_TK, gates_TK = (*args, *kwargs.values())
+        x, index_TK, gates_TK = (*args, *kwargs.values())[:3]  # the lab's take a bound on filled slots too
         logits_TK = x.reshape(-1, x.shape[-1]).float().cpu() @ rows.T
         logits_TK = logits_TK if bias is None else logits_TK + bias.float()
         chosen_TK, new_TK = own.route(logits_TK, chosen_k)

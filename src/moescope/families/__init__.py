@@ -12,6 +12,7 @@ from moescope.families.gpt_oss import GPT_OSS
 from moescope.families.granite import GRANITE, GRANITE_FUSED
 from moescope.families.hunyuan import HUNYUAN
 from moescope.families.lab import LAB, LAB_GELU, LAB_KEYS
+from moescope.families.lab_rowless import no_rows, read_rowless, rowless_router
 from moescope.families.layout import Family, Model
 from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
@@ -44,7 +45,7 @@ FAMILIES: list[Family] = [
 # A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
 
-__all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe"]
+__all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe", "read_rowless"]
 
 
 def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
@@ -58,11 +59,8 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
             raise BadInput(
                 f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder of the whole checkpoint"
             )
-        if isinstance(lab := (checkpoint.config or {}).get("moescope_lab"), dict):
-            raise BadInput(
-                f"{checkpoint.shown}: its router, {lab.get('router')}, has no row for each expert, so there are no rows to hold "
-                "against the experts' weights; `moescope trace` shows what it does with text"
-            )
+        if (rowless := rowless_router(checkpoint)) is not None:
+            raise BadInput(f"{checkpoint.shown}: {no_rows(rowless)}")
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(

@@ -132,6 +132,11 @@ def is_lab_checkpoint(folder: str | Path) -> bool:
     return OWN in read_json(Path(folder))
 
 
+def is_own_layout(folder: str | Path) -> bool:
+    """Whether only the lab can run what lies there; its other layouts transformers runs too."""
+    return read_json(Path(folder)).get("model_type") in (OWN, SIGMOID)
+
+
 def read_json(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))

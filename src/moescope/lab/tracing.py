@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moescope.lab.model import Consume, LabModel
+from moescope.lab.model import Consume, LabModel, MoE
+from moescope.lab.routers import RouterInput
 from moescope.lab.saving import layout_of, load_model
 from moescope.lab.vocabulary import Vocabulary
+from moescope.routing.adapters import Decision
 from moescope.routing.models import TracedModel
+from moescope.types import Routing
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,13 @@ class Traceable(nn.Module):
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
         return self.model.routing_blocks()
 
+    def expert_blocks(self) -> dict[int, tuple[nn.Module, Callable[[Tensor], Decision]]]:
+        """Every layer's experts, and its router asked about states alone: for routers that look at nothing else."""
+        return {layer: (block.mlp.experts, partial(decide, block.mlp)) for layer, block in enumerate(self.model.blocks)}
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.lm_head
+
     def forward(
         self,
         input_ids: Tensor,
@@ -52,8 +65,41 @@ class Traceable(nn.Module):
     ) -> SimpleNamespace:
         cache = (past_key_values or self.model.new_cache()) if use_cache else None
         mask_BL = attention_mask[:, -input_ids.shape[1] :].bool()
-        output = self.model(input_ids, mask_BL=mask_BL, consume=consume, cache=cache)
+        if consume is None:
+            output = self.model(input_ids, mask_BL=mask_BL, cache=cache)
+        else:
+            with experts_inputs(self.model) as given:
+                handed = partial(with_inputs, consume, given)
+                output = self.model(input_ids, mask_BL=mask_BL, consume=handed, cache=cache)
         return SimpleNamespace(logits=output.logits_BLV, past_key_values=cache)
+
+
+@contextmanager
+def experts_inputs(model: LabModel) -> Iterator[dict[int, Tensor]]:
+    """Layer -> what its experts were given in the pass under way, until it is taken."""
+    given: dict[int, Tensor] = {}
+
+    def seen(module: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(module, MoE)
+        given[module.layer] = args[0].detach()
+
+    hooks = [block.mlp.register_forward_pre_hook(seen) for block in model.blocks]
+    try:
+        yield given
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def with_inputs(consume: Consume, given: dict[int, Tensor], routing: Routing) -> None:
+    consume(replace(routing, x_TD=given.pop(routing.layer)))
+
+
+def decide(mlp: MoE, x_TD: Tensor) -> Decision:
+    """The router's decision for states of no text: every token is real, and all have the id 0."""
+    ids_T = torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device)
+    routed = mlp.router(RouterInput(x_TD.float(), ids_T, torch.ones_like(ids_T, dtype=torch.bool), mlp.layer))
+    return Decision(x_TD, routed.chosen_TK, routed.gates_TK)
 
 
 @dataclass(frozen=True)

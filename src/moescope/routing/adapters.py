@@ -55,6 +55,9 @@ class Block:
     hands_out: bool = (
         False  # whether the model hands out this block's Routing itself, so that nothing need be found out
     )
+    decide_alone: Callable[[Tensor], Decision] | None = (
+        None  # what a block that hands out its routing decides for given states; None where it cannot be asked
+    )
     beside: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # what the block's other parts were given and gave: shared experts, their gate, a norm at the end
@@ -64,6 +67,10 @@ class Block:
         weight = self.router.weight
         assert isinstance(weight, Tensor)
         return weight
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.router.parameters() if self.hands_out else iter([self.weight_ED])).device
 
     @property
     def rows_ED(self) -> Tensor | None:
@@ -83,6 +90,7 @@ class Block:
         """The bias that is added to scores for choosing only, whatever the model calls it."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             for_choosing = name.endswith("bias") and ("correction" in name or "expert_bias" in name)
+            for_choosing = for_choosing or (self.hands_out and name == "bias_E")
             if for_choosing and tensor.numel() == self.n_experts and not name.startswith("experts."):
                 return tensor.detach().flatten().float()
         return None
@@ -128,16 +136,21 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 def hands_out_routing(model: nn.Module) -> bool:
     """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its forward pass takes
-    `consume`, which is called with each Routing as it happens."""
+    `consume`, which is called with each Routing as it happens. One whose experts can be run apart says so by `expert_blocks()`:
+    layer -> its experts module, called with (x, chosen, gates), and a function from states to the block's decision."""
     return callable(getattr(model, "routing_blocks", None))
 
 
 def handing_blocks(model: Any) -> list[Block]:
     kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-    return [
-        Block(layer, name, router, router, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
-        for layer, name, router, n_experts in model.routing_blocks()
-    ]
+    apart = model.expert_blocks() if callable(getattr(model, "expert_blocks", None)) else {}
+    found = []
+    for layer, name, router, n_experts in model.routing_blocks():
+        experts, decide = apart.get(layer, (router, None))
+        block = Block(layer, name, router, experts, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
+        block.decide_alone = decide
+        found.append(block)
+    return found
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:

@@ -14,6 +14,7 @@ from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.workflows.arguments import choose_device, one_of
+from moescope.workflows.compress_loading import check_lab_router
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
 from moescope.workflows.texts import sources
@@ -102,6 +103,7 @@ def compress(
     ) if with_text else []  # fmt: skip
     settings = PlanSettings(seed, merge_weights, distance, signed, router, adaptive, sequential)
     moe = read_moe(open_checkpoint(model))
+    check_lab_router(moe)
     work = planned_work(moe, method, keep, plan, apply, settings, judge and with_text, controls)
     work = replace(work, earlier=earlier_sums(moe, add, work.method, with_text))
     if work.method.needs_text and not with_text and not work.earlier and plan is None:

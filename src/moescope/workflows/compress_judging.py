@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moescope.run import RunWriter
+from moescope.workflows.compress_loading import load_to_compress
 from moescope.workflows.progress import progress
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ def judge_models(
     from moescope.compression.damage import HeldOutStates, measured_errors, original_outputs
     from moescope.compression.judging import Reference, judge, judge_original
     from moescope.compression.states import StateSample
-    from moescope.routing.models import load_model
 
     assert work.apply is not None
     size = reader.settings.batch_size
@@ -39,7 +39,7 @@ def judge_models(
         reader.let_go()
 
         def judged(name: str, folder: Any) -> dict[str, Any]:
-            traced = load_model(str(folder), reader.settings.dtype, reader.device)
+            traced = load_to_compress(str(folder), reader.settings.dtype, reader.device)
             found = judge(traced, documents, reference, size, partial(advance, name))
             errors = measured_errors(traced, held_out)
             return {"perplexity": found.perplexity, "js_divergence": found.js_divergence, "errors": errors}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
+from moescope.workflows.compress_loading import load_to_compress
 from moescope.workflows.texts import Source
 from moescope.workflows.trace import TraceSettings, documents
 
@@ -40,10 +41,8 @@ class TextReader:
 
     @property
     def traced(self) -> TracedModel:
-        from moescope.routing.models import load_model
-
         if self.loaded is None:
-            self.loaded = load_model(self.model, self.settings.dtype, self.device)
+            self.loaded = load_to_compress(self.model, self.settings.dtype, self.device)
             if self.settings.chat_template and not getattr(self.loaded.tokenizer, "chat_template", None):
                 raise BadInput(f"{self.model}: its tokenizer has no chat template; leave --chat-template out")
         return self.loaded
@@ -186,7 +185,7 @@ def calibrate_text(
     on_disk = {layer: weights.n_experts for layer, weights in moe.layers.items()}
     if layers != on_disk:
         raise BadInput(
-            f"{reader.model}: transformers runs MoE layers {sorted(layers)}, the checkpoint holds {sorted(on_disk)}; "
+            f"{reader.model}: the model runs MoE layers {sorted(layers)}, the checkpoint holds {sorted(on_disk)}; "
             "this model cannot be calibrated"
         )
     sample = StateSample(seed, layers=len(layers))
