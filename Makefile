@@ -4,8 +4,9 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN = .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
-# Tests use small matrices, on which threads only get into each other's way.
-TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests use small matrices, on which threads only get into each other's way; two processes share the files of tests instead.
+WORKERS ?= 2
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
 .PHONY: demo demo-model test test-slow check bench bench-growth bench-memory bench-gpu bench-peer clean
