@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a shell, this process ignores it, and so would every process that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 if TYPE_CHECKING:
     from moescope.run import Run
 
