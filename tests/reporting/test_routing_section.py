@@ -113,7 +113,7 @@ def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
     assert "trace again with --save-tokens" in shown(page)
     assert 'id="stability"' not in page
     assert 'id="view"' not in shown(page)
-    assert "no intervals: 3 documents" in shown(page)
+    assert "no intervals: 20 documents are needed, 3 given" in shown(page)
     assert "No interval" in payloads(page)["v0-cv_by_layer"]["caption"]
 
 

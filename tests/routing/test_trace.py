@@ -220,7 +220,7 @@ def test_every_metric_has_a_value_and_a_floor_on_a_plain_text():
 def test_under_twenty_documents_no_interval_is_given():
     rows = trace("mixtral", documents(19)).tables(0, 0)["routing_layers"]
     assert rows["low"].isna().all()
-    assert "no intervals: 19 documents, 20 are needed" in trace("mixtral", documents(19)).warnings()
+    assert "no intervals: 20 documents are needed, 19 given" in trace("mixtral", documents(19)).warnings()
 
 
 def test_one_document_a_domain_gives_no_domain_information():

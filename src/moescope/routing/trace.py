@@ -143,7 +143,7 @@ class Traced:
         found = []
         documents = sum(self.corpus.documents)
         if documents < FEWEST_DOCUMENTS:
-            found.append(f"no intervals: {documents} documents, {FEWEST_DOCUMENTS} are needed")
+            found.append(f"no intervals: {FEWEST_DOCUMENTS} documents are needed, {documents} given")
         if len(self.corpus.domains) > 1 and self.corpus.one_a_domain:
             found.append("domain_information and purity not available: one document a domain cannot tell the two apart")
         unknown = [layer for layer, words in (self.scoring or {}).items() if "not reproduced" in words]

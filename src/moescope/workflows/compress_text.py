@@ -121,7 +121,9 @@ class Calibration:
         if self.held_out == "tails":
             found.append(f"held out is {HELD_OUT['tails']}")
         if documents < FEWEST_DOCUMENTS:
-            found.append(f"no intervals of ranks: {documents} documents calibrate, {FEWEST_DOCUMENTS} are needed")
+            found.append(
+                f"no intervals of ranks: {FEWEST_DOCUMENTS} documents to calibrate on are needed, {documents} given"
+            )
         strange = [layer for layer, gating in self.gating.items() if not gating.explains]
         if strange:
             found.append(
