@@ -18,7 +18,7 @@ from moescope.lab.routers.some import CONTROLS
 from moescope.lab.routers.spectra import ABLATIONS
 from moescope.lab.vocabulary import check_vocabulary
 
-KEYS = ("preset", "reference", "seeds", "base", "arms", "axes", "ablations", "keep")
+KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
 ARM_KEYS = ("model", "data", "train", "question", "axes")
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
@@ -66,6 +66,7 @@ class Study:
     reference: str
     seeds: tuple[int, ...]
     base: LabConfig
+    references: dict[str, str] = field(default_factory=dict)  # of single questions, where it is another arm
     keep: str = "last"  # which checkpoints of a training stay when it has been measured
 
     @property
@@ -82,6 +83,7 @@ class Study:
         """All of it, fit for JSON: `study_from` makes the same study of it again."""
         return {
             "reference": self.reference,
+            "references": self.references,
             "seeds": list(self.seeds),
             "keep": self.keep,
             "base": as_dict(self.base),
@@ -119,18 +121,19 @@ def study_from(given: dict[str, Any], where: str = "study") -> Study:
     drafts = [
         *written_arms(given.get("arms", {}), where),
         *grid(given.get("axes", {}), base, where),
-        *ablated(given.get("ablations", []), where),
+        *ablated(given.get("ablations"), where),
     ]
     arms = unlike(settled(drafts, base, where), where)
     if len(arms) < 2:
         raise BadInput(f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations")
     reference = chosen_reference(given.get("reference"), arms, where)
+    references = question_references(given, arms, where)
     arms = with_one_attention(arms, drafts, base, reference, where)
     check_shared(arms, where)
     keep = given.get("keep", "last")
     if keep not in KEEP:
         raise unknown_name("keep", str(keep), list(KEEP))
-    return Study(tuple(arms), reference, seeds_of(given.get("seeds", SEEDS), where), base, keep)
+    return Study(tuple(arms), reference, seeds_of(given.get("seeds", SEEDS), where), base, references, keep)
 
 
 def base_config(given: dict[str, Any], where: str) -> LabConfig:
@@ -262,11 +265,14 @@ def question_of(point: tuple[Value, ...]) -> str:
 
 def ablated(given: Any, where: str) -> Iterator[Draft]:
     """A router whole, and with one part of it taken away at a time."""
-    for router in [given] if isinstance(given, str) else given:
-        if router not in ABLATED:
-            raise BadInput(f"{where}: ablations of {router!r}: known are those of {' and '.join(ABLATED)}")
-        for name, model in ABLATED[router].items():
-            yield Draft(f"{router}{name}", {"model": {"router": router, **model}}, "ablation")
+    if given is None:
+        return
+    if not isinstance(given, str) or given not in ABLATED:
+        raise BadInput(
+            f"{where}: ablations = {given!r}: known are those of {' and '.join(ABLATED)}, one router a study"
+        )
+    for name, model in ABLATED[given].items():
+        yield Draft(f"{given}{name}", {"model": {"router": given, **model}}, "ablation")
 
 
 SOME_BLOCK = {"block": "some", "frozen_experts": True}
@@ -329,6 +335,20 @@ def chosen_reference(given: Any, arms: list[Arm], where: str) -> str:
     if given not in names:
         raise unknown_name("reference", str(given), names)
     return str(given)
+
+
+def question_references(given: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
+    """Arms that single questions are compared with instead: of ablations the whole router, unless the study names another."""
+    named = given.get("references", {})
+    if not isinstance(named, dict):
+        raise BadInput(f'{where}: references must be a table such as {{ablation = "spectra"}}, not {named!r}')
+    whole = {"ablation": given["ablations"]} if given.get("ablations") else {}
+    for question, name in {**whole, **named}.items():
+        if question not in QUESTIONS:
+            raise unknown_name("question", question, list(QUESTIONS))
+        if name not in [arm.name for arm in arms]:
+            raise unknown_name(f"reference of {question}", str(name), [arm.name for arm in arms])
+    return {**whole, **named}
 
 
 def with_one_attention(arms: list[Arm], drafts: list[Draft], base: LabConfig, reference: str, where: str) -> list[Arm]:
