@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import shutil
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +76,7 @@ def study(
             take_overhead(writer, settled, place, quiet)
         frames = {table: joined(writer, table) for table in (*PIECES, "overhead")}
         frames["study_runs"] = with_not_run(frames["study_runs"], settled)
-        if find_spec("moescope.lab.study_statistics"):
-            frames["study_comparisons"] = comparisons(frames["study_runs"], settled)
+        frames["study_comparisons"] = comparisons(frames["study_runs"], settled)
         writer.save_info(warnings=warnings_of(settled, frames["study_runs"]))
         return writer.finish(frames)
 
@@ -319,10 +317,9 @@ def take_overhead(writer: RunWriter, settled: Study, device: str, quiet: bool) -
 
 
 def comparisons(runs: pd.DataFrame, settled: Study) -> pd.DataFrame:
-    from moescope.lab.study_statistics import compare  # type: ignore[import-not-found]
+    from moescope.lab.study_statistics import compare
 
-    made: pd.DataFrame = compare(runs, settled.reference, settled.references)
-    return made
+    return compare(runs, settled.reference, settled.references)
 
 
 def warnings_of(settled: Study, runs: pd.DataFrame) -> list[str]:
