@@ -62,9 +62,9 @@ STUDY: dict[str, Column] = {
     "study_comparisons.p_adjusted": Column("float", "The same, corrected for having looked at all arms of the question.", "Holm's step-down over the question's arms", chance="above 0.05 in 95 of 100 studies, for all arms together",
                                            title="p, Holm"),
     "test": Column("text", "blocked: loss = arm + seed, one residual variance for all arms. paired t: the arm and the reference alone, where variances differ or there are only two arms. "
-                           "paired t, shared seeds: so because the arm or the reference lacks a seed."),
-    "equal_variances_p": Column("float", "p of the hypothesis that all arms scatter alike within seeds; below 0.05 every arm is compared by a paired t. Null for two arms, where both are the same.",
-                                "log of the mean − mean of logs of the arms' residual sums of squares, against 20,000 drawn studies without a difference in variance", chance="uniform on 0 to 1",
+                           "paired t, shared seeds: so because the arm lacks seeds that the reference has."),
+    "equal_variances_p": Column("float", "p of the hypothesis that all arms scatter alike within seeds; below 0.1 every arm is compared by a paired t. Null for two arms, where both are the same.",
+                                "Cochran's C of residuals, the noisiest arm's share of all squares, against 20,000 drawn studies of equal variances", chance="uniform on 0 to 1",
                                 misleads="With five seeds only differences of several times are seen.", title="equal variances p"),
     "hedges_g": Column("float", "The difference in units of how much one training strays within its seed, corrected for few degrees of freedom.", "J(df) · difference/s", chance="0 ± √(2/S)",
                        misleads="Large where seeds hardly matter: a large g may be a small loss.", title="Hedges' g"),
