@@ -134,10 +134,10 @@ def measures(
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
-    """step, and the columns of LOAD: means over layers of the Monitor's metrics."""
+    """step, and the columns of LOAD: means over layers of the Monitor's metrics. Of a dense model nothing: its one expert has no load to share."""
     import pandas as pd
 
-    if "routing_layers" not in run.tables:
+    if "routing_layers" not in run.tables or run.info["arguments"]["model"]["router"] == "dense":
         return pd.DataFrame(columns=["step"])
     rows = run.table("routing_layers")
     names = {metric: column for column, metric in LOAD.items()}
