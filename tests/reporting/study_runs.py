@@ -126,7 +126,7 @@ def study_run(
     overhead = []
     for router in routers:
         parts = COMPONENTS.get(router, ["routing"])
-        cost = {"experts": 2.0, **{part: 0.2 for part in parts}}
+        cost = {"experts": 2.0, **dict.fromkeys(parts, 0.2)}
         overhead += [{"router": router, "component": part, "milliseconds": ms, "flops": 1000, "share": ms / sum(cost.values())} for part, ms in cost.items()]  # fmt: skip
     folder.mkdir(parents=True)
     frame = pd.DataFrame(runs)

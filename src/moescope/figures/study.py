@@ -32,7 +32,6 @@ VERDICTS = {  # colour and shape: a picture in grey must say as much
     "no spread over seeds": (CATEGORICAL[3], "cross"),
 }
 NOT_RUN, REFERENCE = "not run", "reference"
-SEED_NAMES_UP_TO = 8
 
 
 def loss_words(value: float) -> str:
@@ -54,7 +53,7 @@ def arm_axis(arms: list[str]) -> dict[str, object]:
 
 
 def arm_height(arms: int) -> int:
-    return 150 + 27 * max(arms, 3)
+    return 180 + 27 * max(arms, 3)
 
 
 def upright(x: float, arms: list[str], name: str, dash: str = "dash") -> Trace:
@@ -120,7 +119,7 @@ def differences(tables: Tables) -> Figure:
         f"Validation loss less that of {reference} with the same seed, in nats a token: left of the grey line the arm is better. Dots are seeds; bars are 95 % "
         "intervals of the mean over seeds, each of one arm by itself. Better and worse are said where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
     )
-    layout = base_layout(f"loss less {reference}'s (nats a token)", "", yaxis=arm_axis(arms))
+    layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
     return Figure("differences", difference_title(comparisons), caption, columns, data, layout, height=arm_height(len(arms)))  # fmt: skip
 
@@ -198,16 +197,15 @@ def losses(tables: Tables) -> Figure:
     seeds = sorted(done["seed"].unique())
     for index, seed in enumerate(seeds):
         own = done[done["seed"] == seed].set_index("arm")["validation_loss"].reindex(arms)
-        named = len(seeds) <= SEED_NAMES_UP_TO
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": f"seed {seed}" if named else "one seed",
-                "showlegend": named or index == 0,
+                "name": "one seed a line",
+                "showlegend": index == 0,  # the legend of all seeds would leave no room on a small screen
                 "x": own.to_numpy(float),
                 "y": arms,
-                "line": {**(category_style(index) if named else {"color": CATEGORICAL[5]}), "width": 1},
+                "line": {**category_style(index), "width": 1},
                 "marker": {"size": 5},
                 "opacity": 0.7,
                 "hovertemplate": f"%{{y}}, seed {seed}<br>%{{x:.4f}}<extra></extra>",
@@ -264,13 +262,13 @@ def noise_and_spread(tables: Tables) -> Figure:
         data.append(upright(within, arms, "within seeds, all arms"))
     title = f"Another seed moves the loss by {number(own['spread'].median())} nats"
     title += f", other documents by {number(own['noise'].median())}" if own["noise"].notna().any() else ""
-    title += f" (medians over arms); arms differ with precision {number(within)} within a seed" if math.isfinite(within) else " (medians over arms)"  # fmt: skip
+    title += f" (medians over arms); with arm and seed taken out {number(within)} is left" if math.isfinite(within) else " (medians over arms)"  # fmt: skip
     caption = (
         "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of one trained model's loss if other validation documents of the kind had been "
         "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part in any test. Dashed: what is left when arm and seed are taken out, which is what tests go by."
     )
     columns = ("study_runs.validation_loss", "noise_low")
-    return Figure("noise_and_spread", title, caption, columns, data, base_layout("standard deviation (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)), height=arm_height(len(arms)))  # fmt: skip
+    return Figure("noise_and_spread", title, caption, columns, data, base_layout("spread (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)), height=arm_height(len(arms)))  # fmt: skip
 
 
 def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:

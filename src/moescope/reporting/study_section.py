@@ -11,7 +11,7 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures.study import ARMS, NOISE, reference_of, told
 from moescope.figures.study_axes import ALONG, OVERHEAD, TARGET_CV
-from moescope.figures.study_curves import COURSE
+from moescope.figures.study_curves import COURSE, can_draw
 from moescope.figures.style import FigureSpec, Tables, capital, counted, listed, number
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
@@ -154,10 +154,7 @@ def how_tested(comparisons: pd.DataFrame) -> str:
 
 def course_section(tables: Tables) -> list[Section]:
     """Curves of the first question's trainings."""
-    if "study_curves" not in tables:
-        return []
-    rows = tables["study_curves"]
-    figures = [(spec, tables) for column, spec in COURSE.items() if rows[rows[column].notna()]["step"].nunique() > 1]
+    figures = [(spec, tables) for spec in COURSE if can_draw(spec, tables)]
     words = "Loss on text the models have not seen, and routing in the training's own passes, over the steps."
     return [Section("course", "How the trainings went", words, figures)] if figures else []
 
