@@ -86,7 +86,7 @@ def study_run(
             if (arm["name"], number) in failed:
                 runs.append({**keys, **known, "status": "failed", "message": "loss is not a number at step 40, layer 1"})  # fmt: skip
                 continue
-            loss = 2.4 + arm["shift"] + of_seed[number] + spread * generator.standard_normal()
+            loss = 2.4 + arm["shift"] + of_seed[number] + arm.get("spread", spread) * generator.standard_normal()
             runs.append(
                 {
                     **keys,
@@ -131,8 +131,9 @@ def study_run(
     folder.mkdir(parents=True)
     frame = pd.DataFrame(runs)
     write_table("study_runs", frame, folder / "study_runs.parquet")
-    write_table("study_documents", pd.DataFrame(documents), folder / "study_documents.parquet")
-    write_table("study_curves", pd.DataFrame(curves), folder / "study_curves.parquet")
+    if documents:
+        write_table("study_documents", pd.DataFrame(documents), folder / "study_documents.parquet")
+        write_table("study_curves", pd.DataFrame(curves), folder / "study_curves.parquet")
     write_table("overhead", pd.DataFrame(overhead), folder / "overhead.parquet")
     write_table("study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet")
     told = [{key: arm[key] for key in ("name", "question", "overrides", "axes")} for arm in arms]

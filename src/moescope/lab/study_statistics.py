@@ -103,7 +103,7 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
 
 def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Arms by seeds; empty where a training is not done, or ended without a finite loss."""
-    losses = runs["validation_loss"].astype(float)
+    losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(float)  # no such column where nothing ran
     counted = runs.assign(validation_loss=losses.where((runs["status"] == "done") & np.isfinite(losses)))
     return counted.pivot(index="arm", columns="seed", values="validation_loss")
 

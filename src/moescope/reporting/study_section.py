@@ -208,7 +208,7 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     if len(few):
         near = few.loc[few["difference"].abs().idxmax()]
         found.append(
-            f"{label}{seeds_words(few)} are too few to say anything of {arms_words(few)}: nothing is claimed. "
+            f"{label}{seeds_words(few)} {'is' if few['seeds'].max() == 1 else 'are'} too few to say anything of {arms_words(few)}: nothing is claimed. "
             f"The largest difference from {reference} is {near['arm']}'s, {number(near['difference'])} nats"
             + (f" (95 % {interval_words(near)})." if math.isfinite(near["difference_low"]) else ".")
         )
