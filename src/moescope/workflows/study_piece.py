@@ -76,6 +76,7 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
         for _ in range(piece.config.train.steps):
             tick()
     elif device.startswith("cuda"):
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # a process that has not yet used its GPU has nothing to reset
         torch.cuda.reset_peak_memory_stats()
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
