@@ -158,6 +158,10 @@ def load_over_steps(run: Run) -> pd.DataFrame:
     rows = run.table("routing_layers")
     names = {metric: column for column, metric in LOAD.items()}
     rows = rows[rows["metric"].isin(list(names)) & (rows["domain"] == "")]
+    if (
+        run.info["arguments"]["model"]["router"] == "expert_choice"
+    ):  # it has a slot for every expert, and nobody asked for most of them
+        rows = rows[rows["metric"] != "dropped"]
     wide = rows.pivot_table(index="step", columns="metric", values="value", aggfunc="mean")
     return wide.rename(columns=names).reset_index().rename_axis(None, axis=1)
 
