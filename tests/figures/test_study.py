@@ -62,6 +62,14 @@ def test_the_reference_is_the_grey_line_at_zero_and_arms_are_called_by_their_ver
     assert figure.title.endswith("would have been seen with probability 80 %")
 
 
+def test_one_arm_alone_has_a_line_to_stand_beside(tmp_path: Path):
+    tables = of_question(tables_of(study_run(tmp_path / "run", arms=router_arms(["top2", "hash"]))), "main")
+    figure = checked(differences(tables))
+    (shape,) = figure.layout["shapes"]
+    assert (shape["x0"], shape["x1"], shape["y0"], shape["y1"], shape["yref"]) == (0, 0, 0, 1, "paper")
+    assert named(figure, "worse")["y"] == ["hash"]
+
+
 def test_intervals_are_those_of_the_table(main: Tables):
     row = main["study_comparisons"].set_index("arm").loc["loss_free"]
     bar = named(differences(main), "better")

@@ -12,6 +12,7 @@ import pandas as pd
 
 from moescope.figures.style import (
     CATEGORICAL,
+    GREY,
     Figure,
     FigureSpec,
     Tables,
@@ -60,6 +61,12 @@ def upright(x: float, arms: list[str], name: str, dash: str = "dash") -> Trace:
     """A grey line from the first arm to the last."""
     line = grey_line([x] * len(arms), arms, name, dash)
     return {**line, "hovertemplate": f"{name}: %{{x:.4g}}<extra></extra>"}
+
+
+def reference_shape(x: float) -> list[dict[str, object]]:
+    """The same line from edge to edge, faint: between categories alone it would be a point where there is one arm."""
+    edge = {"type": "line", "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "layer": "below"}
+    return [{**edge, "line": {"color": GREY, "width": 1}, "opacity": 0.5}] if math.isfinite(x) else []
 
 
 def told(comparisons: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +126,7 @@ def differences(tables: Tables) -> Figure:
         f"Validation loss less that of {reference} with the same seed, in nats a token: left of the grey line the arm is better. Dots are seeds; bars are 95 % "
         "intervals of the mean over seeds, each of one arm by itself. Better and worse are said where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
     )
-    layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms))
+    layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
     return Figure("differences", difference_title(comparisons), caption, columns, data, layout, height=arm_height(len(arms)))  # fmt: skip
 
