@@ -10,7 +10,17 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.figures.study import differences, losses, noise_and_spread, paired
+from moescope.figures.study import (
+    BY_DOMAIN,
+    NOISE,
+    by_domain,
+    can_show,
+    difference_by_domain,
+    differences,
+    losses,
+    noise_and_spread,
+    paired,
+)
 from moescope.figures.study_axes import load_by_value, loss_by_value, overhead_shares
 from moescope.figures.study_curves import COURSE, can_draw, curves, difference_by_step
 from moescope.figures.style import GREY, Figure, Tables
@@ -133,6 +143,34 @@ def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: T
 def test_noise_that_was_not_measured_is_left_out_of_the_title(main: Tables):
     runs = main["study_runs"].assign(noise_low=np.nan, noise_high=np.nan)
     assert "documents" not in checked(noise_and_spread({**main, "study_runs": runs})).title
+
+
+def test_domains_show_where_a_difference_comes_from(main: Tables):
+    figure = checked(difference_by_domain(main))
+    (trace,) = figure.data
+    runs = main["study_runs"].set_index(["arm", "seed"])["validation_loss"]
+    apart = np.mean([runs["hash", seed] - runs["top2", seed] for seed in range(5)])
+    row = dict(zip(trace["x"], trace["z"][trace["y"].index("hash")], strict=True))
+    assert row == pytest.approx({"code": apart + 0.09, "prose": apart - 0.09})  # as planted
+    assert trace["zmin"] == -trace["zmax"]
+    assert figure.title.startswith("The largest difference from top2 in a domain is hash's in code, +0.18")
+
+
+def test_documents_weigh_by_their_tokens(main: Tables):
+    rows = main["study_documents"].copy()
+    first = (rows["arm"] == "hash") & (rows["document"] == 0)
+    rows.loc[first, "loss"] += 4.0  # 100 of the domain's 400 tokens
+    before, after = by_domain(main), by_domain({**main, "study_documents": rows})
+    assert after.loc["hash", "code"] - before.loc["hash", "code"] == pytest.approx(1.0)
+
+
+def test_one_domain_or_one_seed_is_not_drawn(main: Tables, tmp_path: Path):
+    rows = main["study_documents"]
+    assert can_show(BY_DOMAIN, main)
+    assert not can_show(BY_DOMAIN, {**main, "study_documents": rows[rows["domain"] == "code"]})
+    assert not can_show(BY_DOMAIN, {**main, "study_documents": rows[rows["arm"] != "top2"]})
+    assert can_show(NOISE, main)
+    assert not can_show(NOISE, of_question(tables_of(study_run(tmp_path / "run", seeds=1)), "main"))
 
 
 # --- over the steps

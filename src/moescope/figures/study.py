@@ -21,6 +21,7 @@ from moescope.figures.style import (
     category_style,
     counted,
     grey_line,
+    heatmap,
     listed,
     number,
 )
@@ -290,8 +291,48 @@ def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
     }
 
 
+def by_domain(tables: Tables) -> pd.DataFrame:
+    """arm by domain: mean over seeds of the domain's loss less the reference's with the same seed; documents weigh by their tokens."""
+    reference = reference_of(tables["study_comparisons"])
+    rows = tables["study_documents"].assign(nats=lambda frame: frame["loss"] * frame["tokens"])
+    sums = rows.groupby(["arm", "seed", "domain"])[["nats", "tokens"]].sum()
+    loss = (sums["nats"] / sums["tokens"]).unstack("domain")
+    if reference not in loss.index.get_level_values("arm"):
+        return pd.DataFrame()
+    beside = loss.xs(reference, level="arm")
+    others = loss.drop(reference, level="arm")
+    pairs = others - beside.reindex(others.index.get_level_values("seed")).to_numpy()
+    return pairs.groupby(level="arm").mean().dropna(how="all")
+
+
+def difference_by_domain(tables: Tables) -> Figure:
+    """Where a difference comes from: arms by domains, white where an arm is as good as the reference."""
+    reference, found = reference_of(tables["study_comparisons"]), by_domain(tables)
+    arms = [arm for arm in ordered_arms(tables["study_comparisons"]) if arm in found.index]
+    found = found.reindex(arms)
+    trace = heatmap(found.to_numpy(float), list(found.columns), arms, diverging=True, label="nats a token", axes=("domain", "arm"))  # fmt: skip
+    arm, domain = found.stack().abs().idxmax()
+    title = f"The largest difference from {reference} in a domain is {arm}'s in {domain}, {signed(found.loc[arm, domain])} nats a token; 0 is as good as {reference}"
+    caption = "Mean over seeds of the domain's validation loss less the reference's with the same seed. Blue: better, red: worse, white: alike. Nothing is tested here: the one endpoint is the loss over all domains."  # fmt: skip
+    layout = base_layout("domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"})
+    return Figure("difference_by_domain", title, caption, ("study_documents.loss", "difference"), [trace], layout, height=arm_height(len(arms)))  # fmt: skip
+
+
+def can_show(spec: FigureSpec, tables: Tables) -> bool:
+    """Noise needs two seeds of some arm; domains, at least two of them and an arm beside the reference."""
+    if spec is NOISE:
+        runs = tables["study_runs"]
+        done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
+        return bool((done.groupby("arm")["seed"].nunique() > 1).any())
+    rows = tables.get("study_documents", pd.DataFrame({"domain": []}))
+    return rows["domain"].nunique() > 1 and not by_domain(tables).empty
+
+
 ARMS = [
     FigureSpec("differences", ("study_runs", "study_comparisons"), differences, wide=True),
     FigureSpec("losses", ("study_runs", "study_comparisons"), losses, wide=True),
 ]
 NOISE = FigureSpec("noise_and_spread", ("study_runs", "study_comparisons"), noise_and_spread, wide=True)
+BY_DOMAIN = FigureSpec(
+    "difference_by_domain", ("study_documents", "study_comparisons"), difference_by_domain, wide=True
+)
