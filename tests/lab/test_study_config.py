@@ -10,6 +10,8 @@ import pytest
 
 from moescope.errors import BadInput
 from moescope.lab.config import PRESETS
+from moescope.lab.cost import flops_per_token, router_flops
+from moescope.lab.routers import ROUTERS as EVERY_ROUTER
 from moescope.lab.routers.some import CONTROLS
 from moescope.lab.routers.spectra import ABLATIONS
 from moescope.lab.study_config import Study, read_study, study_from
@@ -90,6 +92,23 @@ def test_all_arms_norm_queries_and_keys_as_the_reference_does_unless_the_study_s
     assert {arm.config.model.qk_norm for arm in made(axes=three, base={"model": {"qk_norm": True}}).arms} == {True}
     own = made(axes=three, arms={"normed": {"model": {"router": "top2", "qk_norm": True}}})
     assert [arm.config.model.qk_norm for arm in own.arms] == [True, None, None, None]
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.toml")))
+def test_every_example_can_be_studied_and_has_seeds_enough_for_claims(name):
+    assert read_study(EXAMPLES / name).claims
+
+
+def test_the_example_of_all_routers_gives_each_the_same_work_beside_its_router():
+    study = read_study(EXAMPLES / "routers.toml")
+    assert {arm.config.model.router for arm in study.arms} == set(EVERY_ROUTER)
+    beside = {flops_per_token(arm.config.model, 256) - arm.config.model.layers * router_flops(arm.config.model) for arm in study.arms}  # fmt: skip
+    assert len(beside) == 1
+    experts = {arm.config.model.experts * arm.config.model.d_ff for arm in study.arms}
+    assert len(experts) == 1
 
 
 def test_a_study_survives_json():

@@ -135,6 +135,7 @@ def test_routers_that_draw_other_weights_still_share_every_part_of_equal_shape()
 def test_each_training_is_a_run_that_reports_are_made_of(whole: Run, tmp_path: Path):
     page = report(training(whole, "top2", 3), out=tmp_path / "page.html", quiet=True).read_text()
     assert "What it learned" in page
+    assert f"moescope study --resume --out {whole.path}" in page
     assert not (whole.path / "trainings" / "top2-seed-3" / "scan").exists()
 
 

@@ -34,7 +34,7 @@ STUDY: dict[str, Column] = {
     "study_runs.kendall_tau": Column("float", "Whether experts keep their order by load from checkpoint to checkpoint.", "Kendall's τ_b", worst="−1", chance="0", best="1", title="Kendall τ",
                                      misleads="Where loads are even, their order is noise: a low τ is then no fault."),
     "study_runs.tokens_per_second": Column("float", "Tokens trained on a second, over the whole training.", misleads="Trainings that ran side by side slowed each other down.", title="tokens/s"),
-    "study_runs.peak_memory_bytes": Column("int", "The most memory the training held: torch's on a GPU, the process's on a CPU.", title="peak memory"),
+    "study_runs.peak_memory_bytes": Column("int", "The most memory torch held on the GPU while this was trained; null on a CPU, where trainings share a process.", title="peak memory"),
     "seconds": Column("float", "How long the training took."),
     "parameters_total": Column("int", "Numbers in the model.", title="parameters"),
     "parameters_trainable": Column("int", "Those of them that are trained.", title="trained"),

@@ -73,12 +73,10 @@ def study(
         keep_text(chosen, corpus, vocabulary)
         train_all(writer, settled, corpus.identity, workers(engine, address, place, jobs), quiet)
         with writer.timed("overhead"):
-            take_overhead(writer, settled, place, quiet)
-        frames = {table: joined(writer, table) for table in (*PIECES, "overhead")}
-        frames["study_runs"] = with_not_run(frames["study_runs"], settled)
-        frames["study_comparisons"] = comparisons(frames["study_runs"], settled)
+            take_overhead(writer, settled, place)
+        frames = tables_so_far(writer, settled)
         writer.save_info(warnings=warnings_of(settled, frames["study_runs"]))
-        return writer.finish(frames)
+        return writer.finish({**frames, "overhead": joined(writer, "overhead")})
 
 
 # --- what was asked for
@@ -161,8 +159,7 @@ def fact_lines(facts: dict[str, Any]) -> list[str]:
     seeds = ", ".join(map(str, facts["seeds"]))
     lines.append(f"{facts['trainings']} trainings: {len(facts['arms'])} arms, seeds {seeds}")
     lines.append(
-        f"work: {facts['tokens']:,} tokens, {facts['flops']:.2e} FLOPs (three forward passes a token): "
-        f"{facts['flops'] / 1e11 / 3600:,.1f} hours at 0.1 TFLOP/s, {facts['flops'] / 2e13 / 3600:,.2f} hours at 20 TFLOP/s"
+        f"work: {facts['tokens']:,} tokens, {facts['flops']:.2e} floating-point operations, three forward passes a token"
     )
     lines.append(f"disk: {facts['bytes_kept'] / 1e9:,.1f} GB of checkpoints stay")
     if not facts["claims"]:
@@ -252,7 +249,7 @@ def train_all(writer: RunWriter, settled: Study, corpus: str, engine: AbstractCo
     for piece in pieces:
         if piece.name in finished:  # it may have been measured, but not yet cleared away
             prune(piece.folder, settled.keep)
-    write_table("study_runs", with_not_run(joined(writer, "study_runs"), settled), writer.path / "study_runs.parquet")  # fmt: skip
+    write_so_far(writer, settled)
     if not left:
         return
     total = sum(piece.config.train.steps for piece in pieces)
@@ -263,9 +260,24 @@ def train_all(writer: RunWriter, settled: Study, corpus: str, engine: AbstractCo
         for piece, measured in working.run(work, left, lambda piece: advance(f"{piece.arm} seed {piece.seed}")):
             writer.flush_piece(piece.name, measured.frames, {**piece.keys, "status": measured.status})
             prune(piece.folder, settled.keep)
-            runs = with_not_run(joined(writer, "study_runs"), settled)
-            write_table("study_runs", runs, writer.path / "study_runs.parquet")
-            writer.save_info()
+            write_so_far(writer, settled)
+
+
+def write_so_far(writer: RunWriter, settled: Study) -> None:
+    """Bring all tables to disk as they are now: a study can be read, and reported on, before it is done."""
+    frames = tables_so_far(writer, settled)
+    for name, frame in frames.items():
+        write_table(name, frame, writer.path / f"{name}.parquet")
+    writer.save_info(warnings=warnings_of(settled, frames["study_runs"]))
+
+
+def tables_so_far(writer: RunWriter, settled: Study) -> dict[str, pd.DataFrame]:
+    from moescope.lab.study_statistics import compare
+
+    frames = {table: joined(writer, table) for table in PIECES}
+    frames["study_runs"] = with_not_run(frames["study_runs"], settled)
+    frames["study_comparisons"] = compare(frames["study_runs"], settled.reference, settled.references)
+    return frames
 
 
 def joined(writer: RunWriter, table: str) -> pd.DataFrame:
@@ -287,13 +299,13 @@ def with_not_run(runs: pd.DataFrame, settled: Study) -> pd.DataFrame:
         for arm, seed in settled.trainings
         if (arm.name, seed) not in there
     ]
-    return pd.DataFrame([*runs.to_dict("records"), *rest]) if rest else runs
+    return pd.DataFrame([*runs.to_dict("records"), *rest], columns=runs.columns) if rest else runs
 
 
 # --- when all are trained
 
 
-def take_overhead(writer: RunWriter, settled: Study, device: str, quiet: bool) -> None:
+def take_overhead(writer: RunWriter, settled: Study, device: str) -> None:
     """What each part of the study's routers costs at its sizes, timed when nothing else runs."""
     import torch
 
@@ -314,12 +326,6 @@ def take_overhead(writer: RunWriter, settled: Study, device: str, quiet: bool) -
     tokens = min(train.batch_size // train.micro_batches * train.sequence_length, most)
     found = overhead(configs, tokens, place, torch.bfloat16 if train.dtype == "bfloat16" else torch.float32)
     writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
-
-
-def comparisons(runs: pd.DataFrame, settled: Study) -> pd.DataFrame:
-    from moescope.lab.study_statistics import compare
-
-    return compare(runs, settled.reference, settled.references)
 
 
 def warnings_of(settled: Study, runs: pd.DataFrame) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,10 +76,12 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
         for _ in range(piece.config.train.steps):
             tick()
     elif device.startswith("cuda"):
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # a process that has not yet used its GPU has nothing to reset
         torch.cuda.reset_peak_memory_stats()
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
-        run = run or train_in(job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False)
+        with unsaid_alerts():
+            run = run or train_in(job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False)
         assert run is not None
         more, documents = measures(run, piece, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
@@ -92,6 +96,18 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
             "study_curves": curves_of(run, piece),
         }
     )
+
+
+@contextmanager
+def unsaid_alerts() -> Iterator[None]:
+    """The Monitor's alerts are kept in each training's table, and not printed: nobody could tell whose they are."""
+    logger = logging.getLogger("moescope")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def costs(config: LabConfig) -> dict[str, int]:
