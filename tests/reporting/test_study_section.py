@@ -107,6 +107,10 @@ def test_arms_that_scatter_differently_are_said_to(tmp_path: Path):
     assert "Arms scatter differently within seeds (p" in sections(run)[0].words
 
 
+def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
+    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith("This study is running: what is said here is of the trainings so far.")  # fmt: skip
+
+
 # --- sections
 
 

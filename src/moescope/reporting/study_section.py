@@ -170,6 +170,10 @@ def findings(run: Run) -> list[str]:
     """What may be said of the arms, and what may not."""
     tables = tables_of(run)
     found = []
+    if run.info["status"] != "done":
+        found.append(
+            f"This study is {run.info['status']}: what is said here is of the trainings so far. Stopping a study where it looks best makes false claims; judge it by its end."
+        )
     for question in questions_of(tables):
         own = of_question(tables, question)
         if len(own["study_comparisons"]) > 1:
