@@ -126,7 +126,7 @@ def test_losses_connect_seeds_and_show_the_references_mean(main: Tables):
     for seed, line in enumerate(lines):
         assert list(line["x"]) == pytest.approx([runs[arm, seed] for arm in line["y"]])
     assert lines[0]["y"][0] == "loss_free"  # the best on top
-    assert figure.title.startswith(f"loss_free has the lowest mean loss, {runs['loss_free'].mean():.3f} nats")
+    assert figure.title.startswith(f"loss_free has the lowest mean loss, {runs['loss_free'].mean():.4f} nats")
 
 
 def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: Tables):
@@ -142,7 +142,10 @@ def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: T
 
 def test_noise_that_was_not_measured_is_left_out_of_the_title(main: Tables):
     runs = main["study_runs"].assign(noise_low=np.nan, noise_high=np.nan)
-    assert "documents" not in checked(noise_and_spread({**main, "study_runs": runs})).title
+    figure = checked(noise_and_spread({**main, "study_runs": runs}))
+    assert "documents" not in figure.title
+    assert "over documents" not in [trace["name"] for trace in figure.data]
+    assert figure.caption.endswith("there are too few of them.")
 
 
 def test_domains_show_where_a_difference_comes_from(main: Tables):
@@ -286,6 +289,16 @@ def test_overhead_is_stacked_to_the_whole_with_the_references_experts_beside(mai
     assert bars[0]["name"] == "experts"
     assert grey(figure)["experts' share under top2"]["x"][0] == pytest.approx(2 / 2.2)
     assert figure.title == "spectra spends most on routing: 28.6 % of a block's time goes elsewhere than to experts, under top2 9.09 %"  # fmt: skip
+
+
+def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
+    shares = {"experts": 0.4, **{f"part{index}": 0.02 * (index + 1) for index in range(7)}, "rest": 0.04}
+    rows = pd.DataFrame([{"router": "spectra", "component": name, "milliseconds": share, "flops": 1, "share": share} for name, share in shares.items()])  # fmt: skip
+    figure = checked(overhead_shares({**main, "overhead": rows}))
+    assert [trace["name"] for trace in figure.data] == ["experts", "part6", "part5", "part4", "part3", "part2", "part1", "other parts"]  # fmt: skip
+    assert sum(trace["x"][0] for trace in figure.data) == pytest.approx(1.0)
+    assert figure.data[-1]["x"][0] == pytest.approx(0.02 + 0.04)
+    assert len({trace["marker"]["color"] for trace in figure.data}) == 8
 
 
 def test_every_glossary_entry_of_the_figures_exists(main: Tables, whole):

@@ -37,8 +37,8 @@ NOT_RUN, REFERENCE = "not run", "reference"
 
 
 def loss_words(value: float) -> str:
-    """A loss in nats, to the third decimal: what studies differ in."""
-    return f"{value:.3f}" if math.isfinite(value) else "undefined"
+    """A loss in nats, to the fourth decimal: what studies differ in."""
+    return f"{value:.4f}" if math.isfinite(value) else "undefined"
 
 
 def ordered_arms(comparisons: pd.DataFrame) -> list[str]:
@@ -262,10 +262,9 @@ def noise_and_spread(tables: Tables) -> Figure:
     left = left - left.mean(axis=0)
     degrees = (wide.shape[0] - 1) * (wide.shape[1] - 1)
     within = float(np.sqrt((left.to_numpy() ** 2).sum() / degrees)) if degrees > 0 else math.nan
-    data = [
-        dots(own["spread"], "over seeds", CATEGORICAL[0], "circle"),
-        dots(own["noise"], "over documents", CATEGORICAL[4], "diamond"),
-    ]
+    data = [dots(own["spread"], "over seeds", CATEGORICAL[0], "circle")]
+    if own["noise"].notna().any():
+        data.append(dots(own["noise"], "over documents", CATEGORICAL[4], "diamond"))
     if math.isfinite(within):
         data.append(upright(within, arms, "within seeds, all arms"))
     title = f"Another seed moves the loss by {number(own['spread'].median())} nats"
@@ -274,6 +273,7 @@ def noise_and_spread(tables: Tables) -> Figure:
     caption = (
         "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of one trained model's loss if other validation documents of the kind had been "
         "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part in any test. Dashed: what is left when arm and seed are taken out, which is what tests go by."
+        + ("" if own["noise"].notna().any() else " Noise over documents was not measured: there are too few of them.")
     )
     columns = ("study_runs.validation_loss", "noise_low")
     return Figure("noise_and_spread", title, caption, columns, data, base_layout("spread (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)), height=arm_height(len(arms)))  # fmt: skip
