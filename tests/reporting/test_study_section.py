@@ -59,7 +59,7 @@ def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_be
 def test_no_arm_is_said_where_none_differs(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     (said,) = findings(study_run(tmp_path / "run", arms=arms, seed=3))
-    assert said.startswith("no arm can be told from top2 with 5 seeds; a difference of 0.0")
+    assert said.startswith("No arm can be told from top2 with 5 seeds; a difference of 0.0")
 
 
 def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
@@ -98,7 +98,7 @@ def test_one_seed_is_told_without_an_interval(tmp_path: Path):
 
 def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
     run = study_run(tmp_path / "run", not_run=tuple(arm["name"] for arm in router_arms()))
-    assert findings(run) == ["nothing can be compared with top2 yet.", "25 of 25 trainings were not run."]
+    assert findings(run) == ["Nothing can be compared with top2 yet.", "25 of 25 trainings were not run."]
     assert [len(section.figures) for section in sections(run)][:2] == [0, 0]
 
 

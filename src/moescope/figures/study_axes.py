@@ -168,7 +168,7 @@ def overhead_shares(tables: Tables) -> Figure:
     title += f", under {reference} {number(100 * (1 - experts[reference]))} %" if reference in experts.index and reference != costly else ""  # fmt: skip
     caption = "Forward passes of one block in training mode, medians; experts, then what each router does besides, its lesser parts together. Where only routers differ, a longer bar of experts is a cheaper router."
     layout = base_layout("share of the block's time", "", barmode="stack", legend={"traceorder": "normal"}, xaxis={"range": [0, 1], "tickformat": ".0%"}, yaxis=arm_axis(routers))  # fmt: skip
-    return Figure("overhead_shares", title, caption, ("component", "milliseconds", "overhead.share"), data, layout, height=arm_height(len(routers)) + 30)  # fmt: skip
+    return Figure("overhead_shares", title, caption, ("component", "milliseconds", "overhead.share"), data, layout, height=arm_height(len(routers)) + 80)  # fmt: skip
 
 
 ALONG = [

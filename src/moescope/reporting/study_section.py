@@ -188,7 +188,7 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     reference, known = reference_of(comparisons), told(comparisons)
     label, most = "" if question == "main" else f"{capital(question)}: ", CLAIMS_NAMED.get(question, OTHERS_NAMED)
     if known.empty:
-        return [f"{label}nothing can be compared with {reference} yet."]
+        return [f"{label}Nothing can be compared with {reference} yet."]
     found = []
     claimed = known[known["verdict"].isin(["better", "worse"])].sort_values("difference", key=abs, ascending=False)
     for row in claimed.head(most).sort_values("difference").to_dict("records"):
@@ -204,12 +204,12 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     alike = known[known["verdict"] == "not distinguishable"]
     if len(alike):
         who = (
-            f"no {'other ' if len(claimed) else ''}arm"
+            f"{'no' if label else 'No'} {'other ' if len(claimed) else ''}arm"
             if len(alike) > 1 or not len(claimed)
             else str(alike["arm"].iloc[0])
         )
         found.append(
-            f"{label}{who} {'can' if who.startswith('no ') else 'cannot'} be told from {reference} with {seeds_words(alike)}; a difference of "
+            f"{label}{who} {'can' if who.lower().startswith('no ') else 'cannot'} be told from {reference} with {seeds_words(alike)}; a difference of "
             f"{number(alike['detectable_difference'].max())} nats would have been seen with probability 80 %."
         )
     few = known[known["verdict"] == "too few seeds to say"]
