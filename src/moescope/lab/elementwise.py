@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -53,5 +54,8 @@ EAGER = Elementwise()
 @cache
 def compiled() -> Elementwise:
     """The same functions through torch.compile, made once a process; compiling itself happens at their first use."""
+    # A compiled backward pass may otherwise reuse what the forward pass kept, and then no graph can be gone through twice, as measuring
+    # the gradients into routers apart from each other does.
+    import_module("torch._functorch.config").donated_buffer = False
     made = {name: torch.compile(function) for name, function in vars(EAGER).items()}
     return Elementwise(**made)
