@@ -35,7 +35,11 @@ OWN_FILES = (
     *(f"{name}.parquet" for name in TABLES),
 )
 OWN_FOLDERS = ("parts",)
-GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
+GROWING = (
+    "monitor",
+    "train",
+    "study",
+)  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):

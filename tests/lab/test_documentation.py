@@ -12,15 +12,17 @@ from moescope.lab.config import PRESETS, DataConfig, TrainConfig
 from moescope.lab.model import parameter_counts
 from moescope.lab.routers import ROUTERS
 from moescope.lab.routers.spectra import ABLATIONS
+from moescope.lab.study_config import KEYS
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table under that heading, its head left out, without backticks."""
+def rows(heading: str, head: str = "|") -> list[list[str]]:
+    """The cells of the first table under that heading whose head begins so, its head left out, without backticks."""
     start = LINES.index(heading)
+    first = next(at for at, line in enumerate(LINES[start:]) if line.startswith(head))
     table = []
-    for line in LINES[start + 2 :]:
+    for line in LINES[start + first :]:
         if not line.startswith("|"):
             break
         table.append([cell.strip().replace("`", "") for cell in line.strip("|").split("|")])
@@ -57,3 +59,7 @@ def test_every_preset_is_documented_with_its_shape_and_parameters():
 def test_every_key_of_data_and_training_is_documented_with_its_default(heading, part):
     said = {row[0]: row[1] for row in rows(heading)}
     assert said == {name: str(default or "none").lower() if isinstance(default, tuple | dict) else str(default).lower() for name, default in asdict(part).items()}  # fmt: skip
+
+
+def test_every_key_of_a_study_is_documented():
+    assert {row[0] for row in rows("## Studies", "| key |")} | {"base"} == set(KEYS)

@@ -83,6 +83,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     dtype: str = "float32"  # of the arithmetic; weights that are trained stay float32
     compile: bool = False
+    paired_weights: bool = False  # each part's first weights from a seed of its own: routers share what is not theirs
 
 
 @dataclass(frozen=True)

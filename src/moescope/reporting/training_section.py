@@ -171,6 +171,8 @@ def coverage(run: Run) -> list[str]:
 
 def command(run: Run) -> str:
     asked = run.info.get("asked", {})
+    if "study" in asked:
+        return shlex.join(["moescope", "study", "--resume", "--out", asked["study"]])
     words = ["moescope", "train", *([asked["config"]] if asked.get("config") else [])]
     for name in ("preset", "router", "from"):
         words += [f"--{name}", str(asked[name])] if asked.get(name) else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,15 +107,16 @@ class Job:
     device: str
     ranks: Ranks
     quiet: bool
+    data: Data | None = None  # the corpus in rows, where somebody has made them already
+    on_step: Callable[[], None] = lambda: None  # called after every step, those of an earlier attempt included
 
 
 def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
-    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank.
+    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank, not yet `complete`d.
 
     `asked` are the user's words; None where a run is resumed, which must then have a state.
     """
-    from moescope.lab.batches import TokenRows
-    from moescope.lab.training import Data, Training
+    from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
     from moescope.routing.monitor import LoopMonitor
 
@@ -128,8 +130,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
-    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length, config.data.layout) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
-    data = Data(rows["train"], rows["validation"].sample(config.train.evaluation_rows))
+    data = job.data or data_of(config, corpus, job.vocabulary)
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
@@ -142,7 +143,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
             words = {} if asked is None else {"asked": asked}
             monitor.run.writer.save_info(**about(job, data), **words, checkpoints=saved_checkpoints(states))
             keep_validation(job.folder / "validation", corpus)
-        steps_through(training, monitor, states, job.vocabulary, job.quiet or not ranks.first)
+        steps_through(training, monitor, states, job)
         if monitor.run is not None:
             monitor.run.writer.info["checkpoints"] = saved_checkpoints(states)
             monitor.run.writer.info["finished"] = now()
@@ -152,6 +153,16 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         raise
     finally:
         monitor.stop()
+
+
+def data_of(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
+    """The corpus in rows: all of the training's, and those of validation that evaluations read."""
+    from moescope.lab.batches import TokenRows
+    from moescope.lab.training import Data
+
+    length, layout = config.train.sequence_length, config.data.layout
+    held = TokenRows.of(corpus.validation, vocabulary, length, layout).sample(config.train.evaluation_rows)
+    return Data(TokenRows.of(corpus.train, vocabulary, length, layout), held)
 
 
 def clear_training(folder: Path) -> None:
@@ -170,36 +181,45 @@ def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
     """The model as it is before its first step: of the seed, or of a checkpoint."""
     import torch
 
-    from moescope.lab.model import LabModel
+    from moescope.lab.model import LabModel, as_it_comes, seeded_by_part
     from moescope.lab.saving import load_model
 
     torch.manual_seed(config.train.seed)
     if origin is not None:
         return load_model(origin, device)[0]
+    paired = config.train.paired_weights
+    before = seeded_by_part(config.train.seed) if paired else as_it_comes
     with torch.device(device):
-        return LabModel(config.model, compile=config.train.compile)
+        model = LabModel(config.model, compile=config.train.compile, before=before)
+    if paired:  # what is drawn in training must not depend on what was drawn for the weights either
+        torch.manual_seed(config.train.seed)
+    return model
 
 
-def steps_through(training: Training, monitor: LoopMonitor, states: Path, vocabulary: Vocabulary, quiet: bool) -> None:
+def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: Job) -> None:
     from moescope.lab.saving import save_model
 
     began, said = time.perf_counter(), "first steps"
 
     def save(model: LabModel, step: int) -> None:
         nonlocal began
-        save_model(model, vocabulary, states / f"step-{step}")
+        save_model(model, job.vocabulary, states / f"step-{step}")
         assert monitor.run is not None
         timings = monitor.run.writer.timings  # nobody writes now: tables were brought to disk just before
         timings["train"] = timings.get("train", 0.0) + time.perf_counter() - began
         began = time.perf_counter()
         monitor.run.writer.save_info(checkpoints=saved_checkpoints(states))
 
+    for _ in range(training.step):
+        job.on_step()
+    quiet = job.quiet or not job.ranks.first
     with progress(training.config.train.steps, training.step, "steps", quiet) as advance:
 
         def tell(label: str, amount: int) -> None:
             nonlocal said
             said = label or said
             advance(said, amount)
+            job.on_step()
 
         training.run(monitor, states, save, tell)
 

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 PUBLISHED_EVALUATION_TEMPERATURE = 0.5
 RESPAWN_BELOW = 0.1  # of a key's strength
 
+# What SoME is compared with, as changes to [model] of the whole: one thing taken away, or held fixed, at a time.
+CONTROLS: dict[str, dict[str, Any]] = {
+    "-PeerPull": {"router_options": {"peer_pull": 0.0}},
+    "-MovingKeys": {"router_options": {"frozen_keys": True}},
+    "-Experts": {"expert_init": "zero"},
+    "+TrainedExperts": {"frozen_experts": False},  # the same blocks, so the same operations a token
+    "+Orthogonal": {"expert_init": "orthogonal"},
+    "+OrthogonalMatched": {"expert_init": "orthogonal", "match_expert_scale": True},
+    "+Sparse": {"expert_init": "sparse"},
+    "+SparseMatched": {"expert_init": "sparse", "match_expert_scale": True},
+}
+
 
 class SoME(Router):
     """The router of one SoME layer.
