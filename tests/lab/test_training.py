@@ -16,7 +16,7 @@ from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
 from moescope.lab.divergence import Diverged
 from moescope.lab.model import LabModel
-from moescope.lab.optimising import clip_gradients, learning_rate
+from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
 from moescope.lab.routers import ROUTERS
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
@@ -187,6 +187,21 @@ def test_bfloat16_trains_to_about_the_same_loss(tmp_path: Path):
     half = trained(tiny_training(tiny_config(dtype="bfloat16")), tmp_path / "half").table("steps")["lm_loss"].iloc[-1]
     assert half != full
     assert half == pytest.approx(full, rel=0.02)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not_even_where_experts_stack_theirs():
+    config = tiny_config("topk", weight_decay=0.25)
+    model = LabModel(replace(config.model, block="some"))
+    decays = {
+        id(weight): group["weight_decay"]
+        for group in make_optimiser(model, config.train, "cpu").param_groups
+        for weight in group["params"]
+    }
+    found = {name: decays.pop(id(weight)) for name, weight in model.named_parameters()}
+    assert not decays
+    assert found["layers.0.mlp.experts.up_bias"] == 0  # [experts, width]: as many dimensions as a matrix
+    for name, decay in found.items():
+        assert decay == (0.0 if name.endswith("bias") or "layernorm" in name else 0.25), name
 
 
 def test_learning_rate_rises_in_a_line_and_falls_along_a_cosine():

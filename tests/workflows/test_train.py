@@ -189,6 +189,22 @@ def test_what_cannot_be_done_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_config_and_the_new_text_say(tmp_path: Path):
+    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 2, "checkpoint_every": 2}
+    shape = {"vocabulary": 300, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 32}
+    for name, line in (("old", "{} green bottles"), ("new", "there are {} more rows here")):
+        (tmp_path / f"{name}.txt").write_text("".join(line.format(i) + "\n" for i in range(300)))
+    first, further = ({"text": [str(tmp_path / f"{name}.txt")]} for name in ("old", "new"))
+    train({"model": shape, "data": {**first, "vocabulary": "bpe"}, "train": settings}, out=tmp_path / "first", device="cpu", quiet=True)  # fmt: skip
+    origin = tmp_path / "first" / "checkpoints" / "step-2"
+    run = train({"data": further, "train": settings}, from_=origin, out=tmp_path / "run", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    kept = run.path / "checkpoints" / "step-2" / "tokenizer.json"
+    assert json.loads(kept.read_text()) == json.loads((origin / "tokenizer.json").read_text())
+    assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
+    assert run.info["vocabulary_size"] > 258
+
+
 def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: Run, tmp_path: Path):
     (tmp_path / "a.txt").write_text("".join(f"{i} green bottles\n" for i in range(300)))
     (tmp_path / "b.jsonl").write_text(

@@ -71,7 +71,8 @@ def train(
         identity = {"arguments": {**jsonable(as_plain(settled)), "from": origin}, "corpus": corpus.identity}
         name = Path(config).stem if isinstance(config, str | Path) else f"{preset or 'nano'}-{settled.model.router}"
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
-        job = Job(chosen, settled, corpus, vocabulary_of(settled, corpus), identity, origin, place, ranks, quiet)
+        vocabulary = vocabulary_of(settled, corpus, origin)
+        job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
         done = None if overwrite else finished_run(chosen, identity)
         if not ranks.told(done is not None):
             path = str(config) if isinstance(config, str | Path) else None
@@ -175,7 +176,7 @@ def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
 
     torch.manual_seed(config.train.seed)
     if origin is not None:
-        return load_model(origin, device)[0]
+        return load_model(origin, device, config.train.compile)[0]
     with torch.device(device):
         return LabModel(config.model, compile=config.train.compile)
 

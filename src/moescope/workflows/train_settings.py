@@ -22,7 +22,7 @@ def settle(
 ) -> LabConfig:
     """The config that all these words come to, checked."""
     from moescope.lab import config as lab
-    from moescope.lab.vocabulary import check_vocabulary
+    from moescope.lab.vocabulary import check_vocabulary, kind_of
 
     base = lab.preset(preset) if preset is not None else None
     if isinstance(config, lab.LabConfig):
@@ -38,7 +38,8 @@ def settle(
     if seed is not None:
         settled = replace(settled, train=replace(settled.train, seed=seed))
     if from_ is not None:
-        settled = replace(settled, model=model_from(Path(from_), router))
+        model = model_from(Path(from_), router)
+        settled = replace(settled, model=model, data=replace(settled.data, vocabulary=kind_of(Path(from_))))
     lab.check(settled)
     check_vocabulary(settled.data.vocabulary, settled.model.vocabulary)
     return settled
