@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -182,6 +183,18 @@ def test_more_tokens_than_positions_are_refused_also_through_the_cache():
     run(model, text(1, 64), cache=cache)
     with pytest.raises(BadInput, match="65 tokens"):
         run(model, text(1, 1), cache=cache)
+
+
+def test_the_depth_state_of_spectra_goes_from_each_layer_to_the_next():
+    torch.manual_seed(0)
+    model, seen = LabModel(tiny("spectra")).eval(), []
+    for router in model.routers:
+        router.register_forward_hook(lambda _, given, routed: seen.append((given[0].carried_TR, routed.carried_TR)))
+    run(model, text(2, 8))
+    assert len(seen) == TINY.layers > 1
+    assert seen[0][0] is None
+    for (_, left), (found, _) in pairwise(seen):
+        assert torch.equal(found, left)
 
 
 def test_tied_embeddings_are_one_tensor_and_counted_once():
