@@ -19,6 +19,7 @@ from moescope.errors import BadInput
 from moescope.run import Run
 from moescope.workflows.report import report
 from moescope.workflows.train import train
+from moescope.workflows.train_settings import bytes_on_disk, settle
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -45,6 +46,21 @@ def test_references_stand_beside_the_losses(trained_run: Run):
     assert told["uniform"] == pytest.approx(np.log(258))
     assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
     assert 2 < told["unigram"][""] < told["uniform"]
+
+
+def test_the_room_a_training_needs_is_what_it_takes(trained_run: Run):
+    states = trained_run.path / "checkpoints"
+    kept = states / "training_state.pt"
+    taken = sum(file.stat().st_size for file in states.rglob("*.safetensors")) + 2 * kept.stat().st_size
+    settled = settle(trained_run.path.parent / "tiny.toml", None, None, None, None)
+    assert bytes_on_disk(settled) == pytest.approx(taken, rel=0.15)
+
+
+def test_a_training_that_no_disk_can_hold_is_refused_before_anything_is_written(tmp_path: Path):
+    given = {"train": {"steps": 10**12, "checkpoint_every": 1}}
+    with pytest.raises(BadInput, match=r"MB needed; raise \[train\] checkpoint_every"):
+        train(given, out=tmp_path / "run", device="cpu", quiet=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_command_again_computes_nothing(trained_run: Run):

@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moescope.disk import check_disk
 from moescope.errors import BadInput
 from moescope.run import Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
 from moescope.workflows.trace import checkpoint_identity
-from moescope.workflows.train_settings import as_plain, facts_of, settle, unfinished
+from moescope.workflows.train_settings import as_plain, bytes_on_disk, facts_of, settle, unfinished
 from moescope.workflows.train_text import keep_validation, read_corpus, vocabulary_of
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     states = job.folder / "checkpoints"
     if ranks.first:
         check_folder(job.folder, job.identity, overwrite)
+        check_room(states, config)
         if overwrite:
             clear_training(job.folder)
     ranks.told(None)  # nobody looks for a state before it is settled which there is
@@ -153,6 +155,14 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         raise
     finally:
         monitor.stop()
+
+
+def check_room(states: Path, config: LabConfig) -> None:
+    """Refuse now what would run out of disk after a day. What lies there already is gone on with or replaced."""
+    there = sum(file.stat().st_size for file in states.rglob("*") if file.is_file())
+    place = next(part for part in (states.absolute(), *states.absolute().parents) if part.exists())
+    remedy = "raise [train] checkpoint_every, or give --out on a larger disk"
+    check_disk(place, max(bytes_on_disk(config) - there, 0), remedy)
 
 
 def clear_training(folder: Path) -> None:
