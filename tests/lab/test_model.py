@@ -197,6 +197,18 @@ def test_the_depth_state_of_spectra_goes_from_each_layer_to_the_next():
         assert torch.equal(found, left)
 
 
+def test_what_adds_to_the_stream_begins_smaller_by_the_root_of_twice_the_layers():
+    torch.manual_seed(0)
+    model = LabModel(tiny("topk", layers=8, d_model=64, d_ff=64))
+    for block in model.blocks:
+        for adding, other in (
+            (block.self_attn.o_proj.weight, block.self_attn.v_proj.weight),
+            (block.mlp.experts.down, block.mlp.experts.gate_up),
+        ):
+            assert other.std().item() == pytest.approx(0.02, rel=0.05)
+            assert adding.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+
+
 def test_tied_embeddings_are_one_tensor_and_counted_once():
     tied = tiny("top2", tie_embeddings=True)
     assert parameter_counts(TINY).total - parameter_counts(tied).total == TINY.vocabulary * TINY.d_model
