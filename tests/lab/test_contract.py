@@ -113,6 +113,8 @@ def test_gates_are_finite_not_negative_and_nothing_in_empty_slots(router, traini
         assert (routing.gates_TK >= 0).all()
         assert (routing.gates_TK[routing.chosen_TK < 0] == 0).all()
         assert (routing.gates_TK.sum(-1) <= routing.chosen_TK.shape[1]).all()
+        if routing.scores_TE is not None:
+            torch.testing.assert_close(routing.scores_TE.sum(-1), torch.ones(96))
         assert routing.chosen_TK.min() >= -1
         assert routing.chosen_TK.max() < routing.n_experts
 

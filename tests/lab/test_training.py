@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ import torch
 from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
-from moescope.lab.divergence import Diverged
+from moescope.lab.divergence import Diverged, FiniteWatch
 from moescope.lab.model import LabModel
-from moescope.lab.optimising import clip_gradients, learning_rate
+from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
 from moescope.lab.routers import ROUTERS
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
@@ -26,9 +27,15 @@ from moescope.routing.monitor import LoopMonitor
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
 
-@pytest.mark.parametrize("router", list(ROUTERS))
-def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bit(router: str, tmp_path: Path):
-    config = tiny_config(router, steps=6, checkpoint_every=3, evaluate_every=3)
+# Keys that weaken at once and begin anew in every step, at random queries: the one router that draws while it trains.
+DRAWING = {"respawn": True, "decay": 0.95, "decay_after": 0, "decay_percentile": 60.0}
+
+
+@pytest.mark.parametrize(("router", "options"), [*((name, {}) for name in ROUTERS), ("some", DRAWING)])
+def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bit(
+    router: str, options: dict[str, Any], tmp_path: Path
+):
+    config = tiny_config(router, options, steps=6, checkpoint_every=3, evaluate_every=3)
     whole = tiny_training(config)
     run = trained(whole, tmp_path / "whole")
 
@@ -87,6 +94,37 @@ def test_micro_batches_change_the_loss_by_rounding_only(tmp_path: Path):
         )
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
     np.testing.assert_allclose(curves[2], curves[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("router", ["topk", "loss_free"])
+def test_steps_are_those_of_a_plain_loop_with_torchs_own_adamw_and_clipping(router: str):
+    training = tiny_training(tiny_config(router, clip=0.5, warmup=2, weight_decay=0.2, micro_batches=2))
+    torch.manual_seed(0)
+    model = LabModel(training.config.model).train()
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() <= 1]
+    plain = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    watch = FiniteWatch(training.model)
+    training.model.train()
+    for step, rate in enumerate((0.005, 0.01, 0.01)):
+        batch = training.data.train.of_step(step, 8, 0)
+        for half in (slice(0, 4), slice(4, 8)):
+            ids, targets = torch.from_numpy(batch.ids_BL[half]), torch.from_numpy(batch.targets_BL[half])
+            (model(ids, targets_BL=targets).loss / 2).backward()
+        before = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert before > 0.5  # or clipping would not have been seen
+        for group in plain.param_groups:
+            group["lr"] = rate
+        plain.step()
+        plain.zero_grad()
+        model.after_step()
+        training.one_step(watch)
+        torch.testing.assert_close(training.logged[-1][2], before, rtol=1e-4, atol=0)
+    found = training.model.state_dict()
+    for name, weight in model.state_dict().items():  # routers' biases too
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_the_tables_of_a_training_say_what_was_done(tmp_path: Path):
@@ -187,6 +225,21 @@ def test_bfloat16_trains_to_about_the_same_loss(tmp_path: Path):
     half = trained(tiny_training(tiny_config(dtype="bfloat16")), tmp_path / "half").table("steps")["lm_loss"].iloc[-1]
     assert half != full
     assert half == pytest.approx(full, rel=0.02)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not_even_where_experts_stack_theirs():
+    config = tiny_config("topk", weight_decay=0.25)
+    model = LabModel(replace(config.model, block="some"))
+    decays = {
+        id(weight): group["weight_decay"]
+        for group in make_optimiser(model, config.train, "cpu").param_groups
+        for weight in group["params"]
+    }
+    found = {name: decays.pop(id(weight)) for name, weight in model.named_parameters()}
+    assert not decays
+    assert found["layers.0.mlp.experts.up_bias"] == 0  # [experts, width]: as many dimensions as a matrix
+    for name, decay in found.items():
+        assert decay == (0.0 if name.endswith("bias") or "layernorm" in name else 0.25), name
 
 
 def test_learning_rate_rises_in_a_line_and_falls_along_a_cosine():

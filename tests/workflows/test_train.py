@@ -19,6 +19,7 @@ from moescope.errors import BadInput
 from moescope.run import Run
 from moescope.workflows.report import report
 from moescope.workflows.train import train
+from moescope.workflows.train_settings import bytes_on_disk, settle
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -45,6 +46,21 @@ def test_references_stand_beside_the_losses(trained_run: Run):
     assert told["uniform"] == pytest.approx(np.log(258))
     assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
     assert 2 < told["unigram"][""] < told["uniform"]
+
+
+def test_the_room_a_training_needs_is_what_it_takes(trained_run: Run):
+    states = trained_run.path / "checkpoints"
+    kept = states / "training_state.pt"
+    taken = sum(file.stat().st_size for file in states.rglob("*.safetensors")) + 2 * kept.stat().st_size
+    settled = settle(trained_run.path.parent / "tiny.toml", None, None, None, None)
+    assert bytes_on_disk(settled) == pytest.approx(taken, rel=0.15)
+
+
+def test_a_training_that_no_disk_can_hold_is_refused_before_anything_is_written(tmp_path: Path):
+    given = {"train": {"steps": 10**12, "checkpoint_every": 1}}
+    with pytest.raises(BadInput, match=r"MB needed; raise \[train\] checkpoint_every"):
+        train(given, out=tmp_path / "run", device="cpu", quiet=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_command_again_computes_nothing(trained_run: Run):
@@ -187,6 +203,22 @@ def test_what_cannot_be_done_is_refused_before_any_work(
     with pytest.raises(BadInput, match=message):
         train(**words, device="cpu", quiet=True)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_config_and_the_new_text_say(tmp_path: Path):
+    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 2, "checkpoint_every": 2}
+    shape = {"vocabulary": 300, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 32}
+    for name, line in (("old", "{} green bottles"), ("new", "there are {} more rows here")):
+        (tmp_path / f"{name}.txt").write_text("".join(line.format(i) + "\n" for i in range(300)))
+    first, further = ({"text": [str(tmp_path / f"{name}.txt")]} for name in ("old", "new"))
+    train({"model": shape, "data": {**first, "vocabulary": "bpe"}, "train": settings}, out=tmp_path / "first", device="cpu", quiet=True)  # fmt: skip
+    origin = tmp_path / "first" / "checkpoints" / "step-2"
+    run = train({"data": further, "train": settings}, from_=origin, out=tmp_path / "run", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    kept = run.path / "checkpoints" / "step-2" / "tokenizer.json"
+    assert json.loads(kept.read_text()) == json.loads((origin / "tokenizer.json").read_text())
+    assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
+    assert run.info["vocabulary_size"] > 258
 
 
 def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: Run, tmp_path: Path):

@@ -13,12 +13,14 @@ BETAS = (0.9, 0.95)
 
 
 def make_optimiser(model: nn.Module, train: TrainConfig, device: str) -> torch.optim.AdamW:
-    """AdamW (Loshchilov, Hutter 2019) over what is trained; vectors (norms, biases) do not decay."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """AdamW (Loshchilov, Hutter 2019) over what is trained; norms and biases do not decay."""
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    # By name too: experts' biases are stacked, and so have two dimensions like a matrix.
+    kept = [weight.dim() <= 1 or name.endswith("bias") for name, weight in trained]
     groups = [
-        {"params": [weight for weight in trained if weight.dim() > 1], "weight_decay": train.weight_decay},
-        {"params": [weight for weight in trained if weight.dim() <= 1], "weight_decay": 0.0},
-    ]
+        {"params": [weight for (_, weight), keeps in zip(trained, kept, strict=True) if keeps is whole], "weight_decay": decay}
+        for whole, decay in ((False, train.weight_decay), (True, 0.0))
+    ]  # fmt: skip
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=BETAS, fused=device.startswith("cuda"))
 
 

@@ -66,7 +66,8 @@ def save_state(
         "generators": generators,
         "evaluations": evaluations,
     }
-    needed = 3 * sum(tensor.numel() * tensor.element_size() for tensor in content["model"].values())
+    moments = [part for one in content["optimiser"]["state"].values() for part in one.values()]
+    needed = sum(part.nbytes for part in (*content["model"].values(), *moments) if isinstance(part, Tensor))
     folder.mkdir(parents=True, exist_ok=True)
     check_disk(folder, needed)
     partial = folder / f"{FILE}.tmp"

@@ -42,9 +42,12 @@ def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
     return read
 
 
-def vocabulary_of(config: LabConfig, corpus: Corpus) -> Vocabulary:
-    from moescope.lab.vocabulary import make_vocabulary
+def vocabulary_of(config: LabConfig, corpus: Corpus, origin: str | None = None) -> Vocabulary:
+    """The vocabulary of the checkpoint whose weights come first, since its embeddings know no other; else one for this text."""
+    from moescope.lab.vocabulary import load_vocabulary, make_vocabulary
 
+    if origin is not None:
+        return load_vocabulary(Path(origin))
     texts = (text for domain in corpus.domains for text in corpus.train[domain])
     return make_vocabulary(config.data.vocabulary, config.model.vocabulary, texts)
 

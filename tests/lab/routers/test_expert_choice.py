@@ -70,6 +70,17 @@ def test_thresholds_let_the_same_share_in_on_text_like_the_training_s():
     torch.testing.assert_close(shares, torch.full((8,), 1.25 * 2 / 8), atol=0.03, rtol=0)
 
 
+def test_thresholds_keep_up_with_a_router_that_is_still_learning():
+    torch.manual_seed(0)
+    router = router_for(8, k=2)
+    for step in range(80):
+        router(given(torch.randn(512, 8) * (1 if step < 40 else 4)))  # surer of itself in the second half
+        router.after_step()
+    made = router.eval()(given(torch.randn(4000, 8) * 4))
+    shares = (made.chosen_TK >= 0).float().mean(0)
+    torch.testing.assert_close(shares, torch.full((8,), 1.25 * 2 / 8), atol=0.03, rtol=0)
+
+
 @pytest.mark.parametrize("options", [{"capacity_factor": 0.0}, {"decay": 1.0}])
 def test_settings_without_sense_are_refused(options):
     with pytest.raises(BadInput, match="router expert_choice: "):

@@ -45,6 +45,12 @@ def test_cost_of_a_case_worked_by_hand():
     torch.testing.assert_close(router.logits(s, gram), torch.tensor([expected], dtype=torch.float32))
 
 
+def test_a_similarity_near_minus_one_costs_as_much_more_as_one_near_one():
+    router = made(epsilon=1.0, saturation_weight=0.5, saturation_start=0.7, experts=2)
+    logits = router.logits(torch.tensor([[0.9, -0.9]]), torch.eye(2))  # equal to no other expert: no repulsion
+    torch.testing.assert_close(logits, torch.tensor([[0.9 - 0.02, -0.9 - 0.02]]))
+
+
 def test_published_repulsion_is_one_factor_an_expert():
     router = made(epsilon=1.0, repulsion="published", saturation_weight=0.0, experts=3)
     s = torch.tensor([[0.4, -0.6, 0.2]])

@@ -22,13 +22,14 @@ class ExpertChoice(Router):
 
     Which tokens are in the batch decides who is taken, later tokens included. In evaluation expert i takes token t iff
     p[t, i] >= theta_i instead, theta_i the moving average over training batches of the midpoint of the c-th and (c+1)-th largest
-    probability: the same share of tokens on text like the training's, token by token. Before any training theta is 1/n. A token that
+    probability: about the same share of tokens on text like the training's, token by token, as long as the average keeps up with the
+    router: with a slow one (`decay` near 1) experts get half or twice their share while the learning rate is high. Before any training theta is 1/n. A token that
     nobody takes passes through; `notes` has the share of such tokens.
     """
 
     name = "expert_choice"
     causal_in_training = False
-    OPTIONS: ClassVar[dict[str, Option]] = {"capacity_factor": 1.25, "decay": 0.99}
+    OPTIONS: ClassVar[dict[str, Option]] = {"capacity_factor": 1.25, "decay": 0.9}
     midpoints_E: Tensor
     steps: Tensor
 
