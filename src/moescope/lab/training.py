@@ -56,7 +56,7 @@ class Training:
         ] = []  # of each step since the last log: language-model loss, auxiliary loss, gradient norm
         self.whole: nn.Module = self.model
         for router in self.model.routers:
-            router.reduce = self.ranks.sum
+            router.ranks = self.ranks
         if self.ranks.world > 1:
             self.whole = shared_by_ranks(self.model, self.device)
 
