@@ -18,6 +18,7 @@ from moescope.lab.config import LabConfig, with_router
 from moescope.lab.divergence import FiniteWatch
 from moescope.lab.model import LabModel
 from moescope.lab.ranks import Ranks, joined
+from moescope.lab.sharding import own_part
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
 from moescope.lab.vocabulary import Bytes
@@ -35,30 +36,35 @@ class Case:
     layout: str = "packed"
     micro_batches: int = 1
     model: dict[str, Any] = field(default_factory=dict)
-    own_rows_differ: bool = True  # whether ranks that look at their own rows alone would give another curve
+    control: bool = False  # whether it is trained by ranks that look at their own rows alone, too
+    parallel: str = "ddp"
 
 
 PADDED = "documents"
+FROZEN = {"experts": 8, "block": "some", "frozen_experts": True}
 CASES = {
-    "switch_top1": Case("switch_top1", own_rows_differ=False),
-    "top2": Case("top2", own_rows_differ=False),
-    "loss_free": Case("loss_free", own_rows_differ=False),
-    "hash": Case("hash", own_rows_differ=False),
-    "dense": Case("dense", own_rows_differ=False),
-    "some": Case("some", own_rows_differ=False),
-    "expert_choice": Case("expert_choice"),
-    "spectra": Case("spectra"),
-    "switch_top1, capacity": Case("switch_top1", {"capacity_factor": 0.9}),
+    "switch_top1": Case("switch_top1"),
+    "top2": Case("top2"),
+    "loss_free": Case("loss_free"),
+    "hash": Case("hash"),
+    "dense": Case("dense"),
+    "some": Case("some"),
+    "expert_choice": Case("expert_choice", control=True),
+    "spectra": Case("spectra", control=True),
+    "switch_top1, capacity": Case("switch_top1", {"capacity_factor": 0.9}, control=True),
     "topk of 3, capacity": Case("topk", {"capacity_factor": 1.0}, model={"top_k": 3}),
-    "top2, padded": Case("top2", {"balance": 1.0, "z": 0.1}, PADDED),
+    "top2, padded": Case("top2", {"balance": 1.0, "z": 0.1}, PADDED, control=True),
     "top2, capacity, padded, micro-batches": Case("top2", {"capacity_factor": 0.9}, PADDED, 2),
     "expert_choice, padded, micro-batches": Case("expert_choice", {}, PADDED, 2),
     "expert_choice that takes nearly everybody": Case("expert_choice", {"capacity_factor": 1.9}, PADDED),
     "spectra, padded, micro-batches": Case("spectra", {}, PADDED, 2),
-    "spectra, losses alone, padded": Case("spectra", {"orthogonality_weight": 10.0, "entropy_weight": 0.3, "speciality_weight": 1.0, "quota": False, "repulsion": "none"}, PADDED),
+    "spectra, losses alone, padded": Case("spectra", {"orthogonality_weight": 10.0, "entropy_weight": 0.3, "speciality_weight": 1.0, "quota": False, "repulsion": "none"}, PADDED, control=True),
     "spectra of 1 without GRU": Case("spectra", {"gru": False, "repulsion": "published"}, model={"top_k": 1}),
-    "spectra, plain": Case("spectra", {"plain": True}, own_rows_differ=False),
-    "some, padded, micro-batches, respawn": Case("some", {"respawn": True, "decay": 0.96, "decay_after": 1, "decay_percentile": 60.0}, PADDED, 2, {"experts": 8, "block": "some", "frozen_experts": True}),
+    "spectra, plain": Case("spectra", {"plain": True}),
+    "some, padded, micro-batches, respawn": Case("some", {"respawn": True, "decay": 0.96, "decay_after": 1, "decay_percentile": 60.0}, PADDED, 2, FROZEN, control=True),
+    "top2, padded, micro-batches, fsdp": Case("top2", {}, PADDED, 2, {"tie_embeddings": True}, parallel="fsdp"),
+    "spectra, padded, micro-batches, fsdp": Case("spectra", {}, PADDED, 2, parallel="fsdp"),
+    "some, frozen experts, fsdp": Case("some", {}, model={**FROZEN, "frozen_dtype": "bfloat16", "experts": 5}, parallel="fsdp"),
 }  # fmt: skip
 
 
@@ -97,7 +103,8 @@ def texts() -> dict[str, list[str]]:
 def config_of(case: Case) -> LabConfig:
     config = with_router(TINY, case.router)
     model = replace(config.model, router_options=case.options, **case.model)
-    train = replace(config.train, steps=STEPS, micro_batches=case.micro_batches, checkpoint_every=3, evaluate_every=3)
+    shared = {"micro_batches": case.micro_batches, "parallel": case.parallel}
+    train = replace(config.train, steps=STEPS, checkpoint_every=3, evaluate_every=3, **shared)
     return replace(config, model=model, train=train)
 
 
@@ -122,7 +129,17 @@ def curve(case: Case, ranks: Ranks, own_rows_alone: bool = False) -> list[list[f
     watch.close()
     steps = ranks.sum(torch.stack(training.logged).double()).tolist()
     learned = [tensor for router in training.model.routers for tensor in router.state_dict().values()]
+    if case.parallel == "fsdp":
+        assert all((0.3 < share < 0.7) == (ranks.world == 2) for share in shares(training))
     return [*steps, [float(tensor.double().square().sum()) for tensor in learned]]
+
+
+def shares(training: Training) -> list[float]:
+    """What this rank holds of an attention's weights and of the optimiser's moments of them, or of frozen experts."""
+    block = training.model.blocks[1]
+    weight, experts = block.self_attn.o_proj.weight, next(block.mlp.experts.parameters())
+    held = training.optimiser.state[experts]["exp_avg"] if experts.requires_grad else experts
+    return [own_part(tensor).numel() / tensor.numel() for tensor in (weight, held)]
 
 
 # --- a whole training, with its Monitor, evaluations and checkpoints
@@ -146,7 +163,9 @@ def whole(case: Case, ranks: Ranks, folder: Path, killed_after: int = 0) -> Run 
     monitor = LoopMonitor(folder / "run", every=3, gradients_every=2, overwrite=state is None)
     monitor.watch(training.model, training.step, verb="train", identity={"arguments": {}})
     try:
-        training.run(monitor, folder / "states", lambda model, step: None, advance)
+        training.run(
+            monitor, folder / "states", lambda model, step: torch.save(model.state_dict(), folder / "saved.pt"), advance
+        )
         return monitor.close()
     except Killed:
         return None
@@ -160,6 +179,7 @@ WHOLE = {
         "spectra", {"evaluation": "published"}
     ),  # Sinkhorn in evaluation, too, which the first rank does alone
     "top2, padded": Case("top2", {"capacity_factor": 0.9}, PADDED, 2),
+    "spectra, fsdp": Case("spectra", micro_batches=2, parallel="fsdp"),
 }
 
 
@@ -167,7 +187,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     with joined("cpu") as ranks:
         found = {name: curve(case, ranks) for name, case in CASES.items()}
-        wrong = {name: curve(case, ranks, True) for name, case in CASES.items() if case.own_rows_differ}
+        wrong = {name: curve(case, ranks, True) for name, case in CASES.items() if case.control}
         for name, case in WHOLE.items():
             whole(case, ranks, folder / "whole" / name)
             whole(case, ranks, folder / "resumed" / name, killed_after=4)

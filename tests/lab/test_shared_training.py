@@ -52,7 +52,7 @@ def test_two_processes_train_as_one_does(name: str, together: Path):
     assert apart(two[-1:], one[-1:]) < 5 * RTOL  # of two tokens that are equally sure, rounding decides who is taken
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.own_rows_differ])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.control])
 def test_processes_that_look_at_their_own_rows_alone_would_be_noticed(name: str, together: Path):
     assert apart(curves(together, "own rows alone", name), curves(together, "right", name)) > 10 * RTOL
 
@@ -78,12 +78,15 @@ def test_two_processes_that_were_killed_go_on_bit_for_bit(name: str, together: P
     assert states[0] is not None
     assert states[1] is not None
     assert all(torch.equal(tensor, states[1].model[key]) for key, tensor in states[0].model.items())
+    saved = torch.load(together / "resumed" / name / "saved.pt")
+    assert all(torch.equal(tensor, saved[key]) for key, tensor in states[0].model.items())
 
 
-def test_one_process_goes_on_where_two_stopped(together: Path):
-    state = load_state(together / "whole" / "expert_choice" / "states")
+@pytest.mark.parametrize("name", ["expert_choice", "spectra, fsdp"])
+def test_one_process_goes_on_where_two_stopped(name: str, together: Path):
+    state = load_state(together / "whole" / name / "states")
     assert state is not None
-    training = training_of(WHOLE["expert_choice"], ALONE)
+    training = training_of(WHOLE[name], ALONE)
     training.restore(state)
     again = evaluate(training.model, training.data.validation, 6, 8, "cpu", "float32")
     assert again.loss == pytest.approx(state.evaluations[-1]["loss"], rel=1e-6)

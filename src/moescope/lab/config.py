@@ -23,6 +23,7 @@ BLOCKS = ("modern", "some")
 EXPERT_INITS = ("default", "orthogonal", "sparse", "zero")
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("packed", "documents")
+PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     dtype: str = "float32"  # of the arithmetic; weights that are trained stay float32
     compile: bool = False
+    parallel: str = "ddp"  # every process has all weights; "fsdp": a part of them
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ def check(config: LabConfig, where: str = "config") -> None:
     check_numbers("train", train, where)
     if train.dtype not in DTYPES:
         raise unknown_name("dtype", train.dtype, list(DTYPES))
+    if train.parallel not in PARALLEL:
+        raise unknown_name("parallel", train.parallel, list(PARALLEL))
     if train.sequence_length > model.max_positions:
         raise BadInput(
             f"{where}: [train] sequence_length {train.sequence_length} is more than [model] max_positions, {model.max_positions}"
