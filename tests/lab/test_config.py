@@ -63,6 +63,7 @@ def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
         ("[model]\nrouter = 'top3'", "unknown router 'top3'; known: switch_top1, top2"),
         ("[model]\nblock = 'post'", "unknown block 'post'; known: modern, some"),
         ("[model]\nexpert_init = 'big'", "unknown expert_init 'big'"),
+        ("[train]\nparallel = 'zero'", "unknown parallel 'zero'; known: ddp, fsdp"),
         ("[train]\ndtype = 'fp8'", "unknown dtype 'fp8'; known: float32, bfloat16"),
         ("[model]\nlayers = 0", "[model] layers must be more than 0, not 0"),
         ("[train]\nlearning_rate = nan", "[train] learning_rate must be more than 0, not nan"),

@@ -139,10 +139,12 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_loss_curve_of_one(trained_run: Run, tmp_path: Path):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_give_the_loss_curve_of_one(parallel: str, trained_run: Run, tmp_path: Path):
+    config = config_file(tmp_path, more=f'parallel = "{parallel}"\n')
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
-        "train", str(config_file(tmp_path)), "--out", str(tmp_path / "run"), "--device", "cpu",
+        "train", str(config), "--out", str(tmp_path / "run"), "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)

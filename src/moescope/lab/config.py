@@ -23,6 +23,7 @@ BLOCKS = ("modern", "some")
 EXPERT_INITS = ("default", "orthogonal", "sparse", "zero")
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("packed", "documents")
+PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class TrainConfig:
     dtype: str = "float32"  # of the arithmetic; weights that are trained stay float32
     compile: bool = False
     paired_weights: bool = False  # each part's first weights from a seed of its own: routers share what is not theirs
+    parallel: str = "ddp"  # every process has all weights; "fsdp": a part of them
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,8 @@ def check(config: LabConfig, where: str = "config") -> None:
     check_numbers("train", train, where)
     if train.dtype not in DTYPES:
         raise unknown_name("dtype", train.dtype, list(DTYPES))
+    if train.parallel not in PARALLEL:
+        raise unknown_name("parallel", train.parallel, list(PARALLEL))
     if train.sequence_length > model.max_positions:
         raise BadInput(
             f"{where}: [train] sequence_length {train.sequence_length} is more than [model] max_positions, {model.max_positions}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lab.tiny_lab import tiny
+from moescope.lab.ranks import Ranks
 from moescope.lab.routers import RouterInput
 from moescope.lab.routers.loss_free import LossFree
 
@@ -32,14 +33,20 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing_from_the_mean():
     torch.testing.assert_close(router.bias_E, torch.tensor([-0.002, 0.001, 0.001]))
 
 
+class AnotherRank(Ranks):
+    """Beside one that chose expert 1 four times."""
+
+    def sum(self, amount: torch.Tensor) -> torch.Tensor:
+        return amount + torch.tensor([0.0, 4.0, 0.0])
+
+
 def test_counts_of_micro_batches_and_ranks_are_added_before_the_sign_is_taken():
     router = router_for(1)
-    router.reduce = lambda counts: counts + torch.tensor([0.0, 4.0, 0.0])  # another rank
+    router.ranks = AnotherRank()
     router(given(torch.eye(3)[[0, 0]]))
     router(given(torch.eye(3)[[0, 2]]))
     router.after_step()  # 3, 4, 1: mean 8/3
     assert torch.equal(router.bias_E, torch.tensor([-0.001, -0.001, 0.001]))
-    router.reduce = lambda counts: counts
     router.after_step()  # nothing was read in between, so nothing moves
     assert torch.equal(router.bias_E, torch.tensor([-0.001, -0.001, 0.001]))
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed
 from torch.nn.functional import normalize
 
-from lab.routers.builders import noise, small_router, tokens
+from lab.routers.builders import SecondRank, noise, small_router, tokens
 from moescope.lab.key_metrics import key_cosine
 from moescope.lab.routers.some import SoME
 
@@ -109,7 +108,7 @@ def test_usage_is_an_average_of_counts_and_bias_corrected_it_starts_at_them():
 
 def test_counts_of_micro_batches_and_ranks_are_one_steps_counts():
     router = flat()
-    router.reduce = lambda amount: amount * 2  # a second rank that saw the same
+    router.ranks = SecondRank()
     router.remember(torch.tensor([DIAGONAL]), torch.tensor([[0, 1]]))
     step(router, [DIAGONAL], [[0, 2]])
     torch.testing.assert_close(router.corrected_usage(), torch.tensor([4.0, 2, 2]))
@@ -337,34 +336,3 @@ def test_state_that_was_saved_goes_on_as_if_nothing_had_happened():
             one.after_step()
     for name, value in router.state_dict().items():
         assert torch.equal(value, twin.state_dict()[name])
-
-
-# --- several ranks
-
-
-def one_rank(rank: int, folder: str) -> None:
-    """What a rank of two does: a step on tokens of its own, one key too weak."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-
-    def over_ranks(amount: torch.Tensor) -> torch.Tensor:
-        distributed.all_reduce(amount)
-        return amount
-
-    router = made(respawn=True)
-    router.reduce = over_ranks
-    router.strength_E[2] = 0.05
-    router(tokens(noise(30, seed=rank)))
-    router.after_step()
-    torch.save(router.state_dict(), f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
-def test_keys_stay_the_same_on_all_ranks_respawned_ones_too(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-    assert first["strength_E"][2] == 1
-    asked = made().query(noise(30, seed=0)) @ first["direction_ED"][2]
-    assert asked.max() > 1 - 1e-5, "the first rank's query"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import entropy
 
-from lab.routers.builders import noise, small_config, small_router, tokens
+from lab.routers.builders import SecondRank, noise, small_config, small_router, tokens
 from moescope.lab.routers import spectra
 from moescope.lab.routers.spectra import Spectra
 
@@ -296,7 +296,7 @@ def test_evaluation_moves_no_average_and_training_moves_them_by_hand_worked_amou
 
 def test_averages_are_made_of_sums_over_ranks():
     router = made()
-    router.reduce = lambda amount: amount * 2  # a second rank that saw the same
+    router.ranks = SecondRank()
     twin = made()
     for one in (router, twin):
         one(tokens(noise(20)))

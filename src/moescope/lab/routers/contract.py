@@ -8,13 +8,13 @@ evaluation loss only. `tests/lab/test_contract.py` holds all of ROUTERS to this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from moescope.errors import BadInput
+from moescope.lab.ranks import ALONE, Ranks
 from moescope.types import Routing, Tokens
 
 if TYPE_CHECKING:
@@ -75,11 +75,16 @@ class Router(nn.Module, ABC):
             shared,
         )  # in a tuple, so that parts shared by all layers are not counted and saved with each of them
         self.accumulated: dict[str, Tensor] = {}  # no buffers: DDP would overwrite one rank's with another's
-        self.reduce: Callable[[Tensor], Tensor] = unchanged  # the trainer puts the sum over ranks here
+        self.ranks = ALONE  # the trainer says which ranks share the batch
 
     @property
     def shared(self) -> nn.Module | None:
         return self.held[0]
+
+    @property
+    def sharing(self) -> Ranks:
+        """The ranks that share this pass's batch. Evaluation is the first rank's alone: it asks nobody."""
+        return self.ranks if self.training else ALONE
 
     @abstractmethod
     def forward(self, given: RouterInput) -> Routed: ...
@@ -97,7 +102,7 @@ class Router(nn.Module, ABC):
     def total(self, name: str) -> Tensor | None:
         """This step's sum over micro-batches and ranks, which is thereby spent; None where there was no training pass."""
         amount = self.accumulated.pop(name, None)
-        return None if amount is None else self.reduce(amount)
+        return None if amount is None else self.ranks.sum(amount)
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:
@@ -132,10 +137,6 @@ class Router(nn.Module, ABC):
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
         """Refuses values that make no sense; for routers to extend."""
-
-
-def unchanged(amount: Tensor) -> Tensor:
-    return amount
 
 
 def to_routing(

@@ -60,7 +60,9 @@ class ExpertChoice(Router):
         logits_TE = functional.linear(given.x_TD, self.weight)
         scores_TE = logits_TE.softmax(-1)
         if self.training:
-            taken_TE, at_most = self.best_tokens(scores_TE.detach(), given.mask_T)
+            ranks = self.sharing
+            everybody_TE, most = self.best_tokens(ranks.gathered(scores_TE.detach()), ranks.gathered(given.mask_T))
+            taken_TE, at_most = ranks.own(everybody_TE), min(most, len(scores_TE)) * self.config.experts
             selection_TE = scores_TE
         else:
             selection_TE = scores_TE - self.threshold_E
@@ -73,7 +75,7 @@ class ExpertChoice(Router):
         return Routed(chosen_TE, gates_TE, logits_TE, scores_TE, selection_TE, notes=notes, filled_at_most=at_most)
 
     def best_tokens(self, scores_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, int]:
-        """Which tokens each expert takes, bool [T, E], and how many that can be at most. Remembers the midpoints."""
+        """Which tokens of the whole batch each expert takes, bool [T, E], and how many it can at most. Remembers the midpoints."""
         tokens, n_experts = scores_TE.shape
         factor, top_k = self.options["capacity_factor"], self.config.top_k
         most = max(min(math.ceil(tokens * (factor * top_k / n_experts) - 1e-9), tokens), 1)
@@ -89,7 +91,7 @@ class ExpertChoice(Router):
         best_CE = functional.pad(best_CE, (0, 0, 0, 1)).clamp(min=0)
         last_and_next_2E = best_CE[torch.stack(((capacity - 1).clamp(min=0), capacity))]
         self.accumulate("midpoints", torch.cat((last_and_next_2E.mean(0), torch.ones_like(best_CE[0, :1]))))
-        return taken_TE, most * n_experts  # never padding: there are real tokens for every place, and they rank first
+        return taken_TE, most  # never padding: there are real tokens for every place, and they rank first
 
     def after_step(self) -> None:
         total = self.total("midpoints")

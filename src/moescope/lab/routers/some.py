@@ -161,10 +161,10 @@ class SoME(Router):
         self.accumulate("queries", member_TE.T @ q_TD)
         self.accumulate("pairs", (member_TE.T @ member_TE).fill_diagonal_(0))
         if self.options["respawn"]:
-            real_T = (chosen_TK[:, 0] >= 0).double()
+            real_T = self.ranks.gathered((chosen_TK[:, 0] >= 0).double())
             # all weights 0 cannot be drawn from; then nothing counts anyway
             picked_E = torch.multinomial(real_T + (real_T.sum() == 0), n, replacement=True)
-            self.accumulated["candidates"] = q_TD[picked_E].detach()
+            self.accumulated["candidates"] = self.ranks.picked(q_TD, self.ranks.of_first(picked_E))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -214,8 +214,6 @@ class SoME(Router):
 
     def revive(self, candidates_ED: Tensor) -> None:
         """Keys too weak to be chosen begin anew, at full strength, each where some token of this step asked."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.broadcast(candidates_ED, 0)  # ranks saw other tokens; their keys must stay the same
         weak_E = self.strength_E < RESPAWN_BELOW
         self.direction_ED.copy_(torch.where(weak_E[:, None], candidates_ED, self.direction_ED))
         self.strength_E.masked_fill_(weak_E, 1)

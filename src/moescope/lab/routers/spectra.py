@@ -208,8 +208,9 @@ class Spectra(Router):
             sum_ER = torch.where(mask_T[:, None, None], v_TER, 0).sum(0)
             self.accumulate("directions", sum_ER)
             self.accumulate("tokens", mask_T.sum())
-            decay = self.options["direction_decay"]
-            m_ER = decay * self.direction_ER + (1 - decay) * sum_ER / mask_T.sum().clamp(min=1)
+            decay, ranks = self.options["direction_decay"], self.sharing
+            tokens = ranks.sum(mask_T.sum()).clamp(min=1)
+            m_ER = decay * self.direction_ER + (1 - decay) * ranks.sum_with_gradients(sum_ER) / tokens
         m_ER = functional.normalize(m_ER, dim=-1)
         return m_ER @ m_ER.T
 
@@ -229,10 +230,11 @@ class Spectra(Router):
 
     def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
         """Sinkhorn's log plan [T, n], from the moving average of the potentials on, and the column error that is left."""
-        plan = balance(logits_TE, mask_T, self.potential_E, self.options["iterations"])
+        ranks = self.sharing
+        plan = balance(ranks.gathered(logits_TE), ranks.gathered(mask_T), self.potential_E, self.options["iterations"])
         self.accumulate("potentials", plan.potential_E)
         self.accumulate("batches", torch.ones_like(plan.column_error))
-        return plan.log_plan_TE, plan.column_error
+        return ranks.own(plan.log_plan_TE), plan.column_error
 
     def choose(self, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
         """The k best of each real token, -1 for pads."""
@@ -240,10 +242,10 @@ class Spectra(Router):
 
     def admit(self, chosen_TK: Tensor, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
         """Which choices the quota ceil(cf N k / n) admits, by Sinkhorn's plan; that no expert exceeds it is asserted, without a wait."""
-        n, k = self.config.experts, self.config.top_k
-        capacity = capacity_of(mask_T, self.options["capacity_factor"], k, n)
-        kept_TK = within_capacity(chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity)
-        load_E = choice_counts(chosen_TK.masked_fill(~kept_TK, -1), n)
+        n, k, ranks = self.config.experts, self.config.top_k, self.sharing
+        capacity = capacity_of(mask_T, self.options["capacity_factor"], k, n, ranks)
+        kept_TK = within_capacity(chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity, ranks)
+        load_E = ranks.sum(choice_counts(chosen_TK.masked_fill(~kept_TK, -1), n))
         torch._assert_async((load_E <= capacity).all(), "spectra: an expert got more tokens than its quota")
         return kept_TK
 
@@ -264,7 +266,7 @@ class Spectra(Router):
         """
         n = self.config.experts
         pairs = max(n * (n - 1), 1)
-        real_T = mask_T / mask_T.sum().clamp(min=1)
+        real_T = mask_T / self.sharing.tokens_a_rank(mask_T)
         found: dict[str, Tensor] = {}
         if weight := self.options["orthogonality_weight"]:
             found["orthogonality"] = weight * gram_EE.square().fill_diagonal_(0).sum() / pairs
