@@ -221,7 +221,7 @@ class SoME(Router):
 def quantile_of_used(usage_E: Tensor, share: float) -> Tensor:
     """The quantile of the values above 0, between two of them in a line; NaN where there are none.
 
-    torch.nanquantile of them, put together from parts that no version of torch looks into a tensor for.
+    The bits of torch.nanquantile, which in some versions looks into its tensors, put together from parts that never do.
     """
     used = (usage_E > 0).sum()
     ascending_E = torch.where(usage_E > 0, usage_E, torch.inf).sort().values
