@@ -8,7 +8,7 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.figures.keys import USAGE_BY_STEP
-from moescope.figures.notes import PANELS, in_words, told_and_drawn
+from moescope.figures.notes import PANELS, in_words, legend, told_and_drawn
 from moescope.figures.style import GREY, Figure, Tables
 from moescope.glossary import NOTES
 
@@ -45,7 +45,7 @@ def test_a_note_is_a_line_a_layer_beside_its_reference(metric):
     figure = drawn(metric, {"routing_layers": noted(metric, [0.8, 0.4], 0.5, 1.0)})
     lines = [list(trace["y"]) for trace in figure.data if trace["line"]["color"] != GREY]
     np.testing.assert_allclose(lines, [[0.8, 0.4], [0.88, 0.44]])
-    assert grey(figure)[BY_METRIC[metric].floor] == [0.5, 0.5]
+    assert grey(figure)[legend(BY_METRIC[metric].floor)] == [0.5, 0.5]
     assert "goes from 0.84 (step 10) to 0.42 (step 20); 0.5" in figure.title
     assert figure.columns[0] == metric
 
@@ -54,21 +54,21 @@ def test_references_that_change_are_told_as_they_are_at_the_last_step():
     rows = noted("column_error", [0.8, 0.4], 2.0, 7.0)
     rows.loc[rows["step"] == 20, "floor"] = 3.0
     figure = drawn("column_error", {"routing_layers": rows})
-    assert figure.title.endswith("; 3: without Sinkhorn, 7: one expert has all")
+    assert figure.title.endswith("; 3 without Sinkhorn, 7 when one expert has all")
     assert grey(figure) == {"without Sinkhorn": [2.0, 3.0]}
 
 
 def test_what_the_bias_is_compared_with_is_drawn_too():
     figure = drawn("bias_spread", {"routing_layers": noted("bias_spread", [0.01, 0.02], 0.0, 0.2)})
-    assert grey(figure) == {"even by itself": [0.0, 0.0], "the scores' own spread": [0.2, 0.2]}
+    assert grey(figure) == {"even scores": [0.0, 0.0], "as large as the scores' spread": [0.2, 0.2]}
 
 
 def test_random_keys_have_their_spread_where_the_model_s_shape_is_known():
     tables = {"routing_layers": noted("key_cosine", [0.1, 0.4], 0.0, 1.0)}
-    assert "; 0: random keys, 1: all are one" in drawn("key_cosine", tables).title
+    assert "; 0 for random keys, 1 when all are one" in drawn("key_cosine", tables).title
     tables["shape"] = pd.DataFrame([{"experts": 5, "d_model": 40}])
     figure = drawn("key_cosine", tables)  # sqrt(2 / (5 x 4 x 40)) = 0.05
-    assert "; 0 ± 0.05: random keys, 1: all are one" in figure.title
+    assert "; 0 ± 0.05 for random keys, 1 when all are one" in figure.title
     assert [list(trace["y"]) for trace in figure.data[-2:]] == [pytest.approx([0.1] * 2), pytest.approx([-0.1] * 2)]
     assert "±" not in drawn("key_strength", {**tables, "routing_layers": noted("key_strength", [1, 0.9])}).title
 
@@ -80,7 +80,7 @@ def test_a_note_that_never_leaves_its_reference_is_told_and_not_drawn():
     told, moving = told_and_drawn(tables)
     assert [panel.metric for panel in told] == ["key_strength"]
     assert [panel.metric for panel in moving] == ["key_cosine"]
-    assert in_words(told[0], tables) == "key strength 1 (1: before the decay)"
+    assert in_words(told[0], tables) == "key strength 1 (1 before the decay)"
 
 
 def test_a_single_step_is_no_course():

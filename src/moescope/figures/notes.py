@@ -17,7 +17,7 @@ NOTICEABLE = 0.01  # of a reference: a note that is never farther from it is tol
 
 @dataclass(frozen=True)
 class Panel:
-    """How one note is drawn. `floor` and `collapse` are what its references are called, in legends and sentences."""
+    """How one note is drawn. `floor` and `collapse` follow the references' values in sentences; legends take their names from them."""
 
     metric: str
     subject: str  # opens the title
@@ -34,41 +34,49 @@ class Panel:
         rows = rows_of(tables, self.metric)
         means = rows.groupby("step")[["value", "floor", "collapse"]].mean()
         steps = means.index.to_numpy()
-        data = [*layer_lines(rows, "step", "value"), grey_line(steps, means["floor"].to_numpy(float), self.floor)]
+        data = [
+            *layer_lines(rows, "step", "value"),
+            grey_line(steps, means["floor"].to_numpy(float), legend(self.floor)),
+        ]
         stray = spread_of(tables) if self.metric == "key_cosine" else None
         if stray is not None:
             for end in (2 * stray, -2 * stray):
                 data.append({**grey_line([steps[0], steps[-1]], [end, end], "twice their spread", "dot"), "showlegend": end > 0})  # fmt: skip
         if self.draws_collapse:
-            data.append(grey_line(steps, means["collapse"].to_numpy(float), self.collapse, "dot"))
+            data.append(grey_line(steps, means["collapse"].to_numpy(float), legend(self.collapse), "dot"))
         last = rows[rows["step"] == steps[-1]]
         chance = between(last["floor"]) + (f" ± {number(stray)}" if stray is not None else "")
         title = (
             f"{self.subject}, mean over layers, goes from {number(means['value'].iloc[0])} (step {steps[0]}) to "
-            f"{number(means['value'].iloc[-1])} (step {steps[-1]}); {chance}: {self.floor}"
-            + (f", {between(last['collapse'])}: {self.collapse}" if last["collapse"].notna().any() else "")
+            f"{number(means['value'].iloc[-1])} (step {steps[-1]}); {chance} {self.floor}"
+            + (f", {between(last['collapse'])} {self.collapse}" if last["collapse"].notna().any() else "")
         )
         shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
         yaxis = (plain_log(shown) if self.log else None) or {"rangemode": "tozero"}
         caption = (
-            f"{NOTES[self.metric].meaning} Mean over the passes of a stretch of steps, one line a layer; dashed: {self.floor}, mean over layers"
-            + (f"; dotted: {self.collapse}." if self.draws_collapse else ".")
+            f"{NOTES[self.metric].meaning} Mean over the passes of a stretch of steps, one line a layer; dashed: {legend(self.floor)}, mean over layers"
+            + (f"; dotted: {legend(self.collapse)}." if self.draws_collapse else ".")
         )
         layout = base_layout("step", self.axis, xaxis=step_axis(means.index), yaxis=yaxis)
         return Figure(f"{self.metric}_by_step", title, caption, (self.metric, "floor", "collapse"), data, layout)
 
 
 PANELS = [
-    Panel("column_error", "What Sinkhorn leaves uneven", "column error", "without Sinkhorn", "one expert has all", log=True),
-    Panel("direction_overlap", "Overlap of experts' directions", "mean cos²", "random directions", "all are one", log=True),
-    Panel("key_cosine", "Cosine of two keys", "mean cosine", "random keys", "all are one"),
-    Panel("key_strength", "Strength of the keys", "mean strength", "before the decay", "no key is heard"),
-    Panel("weakened_keys", "The share of weakened keys", "share of keys", "the percentile alone", "all of them"),
-    Panel("bias_spread", "Spread of the biases for choosing", "std of the bias", "even by itself", "the scores' own spread", draws_collapse=True),
-    Panel("tokens_without_expert", "The share of tokens without an expert", "share of tokens", "independent experts", "all take the same tokens", draws_collapse=True),
-    Panel("experts_a_token", "Experts a token", "experts", "what capacity gives", ""),
-    Panel("experts_a_token_spread", "How far tokens differ in their number of experts", "std over tokens", "independent experts", "all take the same tokens", draws_collapse=True),
+    Panel("column_error", "What Sinkhorn leaves uneven", "column error", "without Sinkhorn", "when one expert has all", log=True),
+    Panel("direction_overlap", "Overlap of experts' directions", "mean cos²", "for random directions", "when all are one", log=True),
+    Panel("key_cosine", "Cosine of two keys", "mean cosine", "for random keys", "when all are one"),
+    Panel("key_strength", "Strength of the keys", "mean strength", "before the decay", "when no key is heard"),
+    Panel("weakened_keys", "The share of weakened keys", "share of keys", "by the percentile alone", "when all are weak"),
+    Panel("bias_spread", "Spread of the biases for choosing", "std of the bias", "for even scores", "when as large as the scores' spread", draws_collapse=True),
+    Panel("tokens_without_expert", "The share of tokens without an expert", "share of tokens", "for independent experts", "when all take the same tokens", draws_collapse=True),
+    Panel("experts_a_token", "Experts a token", "experts", "by capacity alone", ""),
+    Panel("experts_a_token_spread", "How far tokens differ in their number of experts", "std over tokens", "for independent experts", "when all take the same tokens", draws_collapse=True),
 ]  # fmt: skip
+
+
+def legend(reference: str) -> str:
+    """A reference's name without the word that ties it to a sentence."""
+    return reference.removeprefix("for ").removeprefix("by ").removeprefix("when ")
 
 
 def rows_of(tables: Tables, metric: str) -> pd.DataFrame:
@@ -87,7 +95,8 @@ def spread_of(tables: Tables) -> float | None:
 
 def told_and_drawn(tables: Tables) -> tuple[list[Panel], list[Panel]]:
     """(notes that never left their reference, or have a single step; notes worth a figure), in the order of PANELS."""
-    told, drawn = [], []
+    told: list[Panel] = []
+    drawn: list[Panel] = []
     for panel in PANELS:
         rows = rows_of(tables, panel.metric)
         if len(rows):
@@ -100,4 +109,4 @@ def in_words(panel: Panel, tables: Tables) -> str:
     """The note at the last step, beside its reference, for a sentence."""
     rows = rows_of(tables, panel.metric)
     last = rows[rows["step"] == rows["step"].max()]
-    return f"{NOTES[panel.metric].title} {between(last['value'])} ({between(last['floor'])}: {panel.floor})"
+    return f"{NOTES[panel.metric].title} {between(last['value'])} ({between(last['floor'])} {panel.floor})"

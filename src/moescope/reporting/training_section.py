@@ -93,9 +93,11 @@ def note_sections(run: Run) -> list[Section]:
         specs += [spec for spec in USAGE_BY_STEP if can_draw(spec, tables)]
     if not specs and not still:
         return []
-    words = "Numbers that only this kind of router has, from its training passes, each beside what it would be without the router's doing."
+    words = "Numbers that only this kind of router has, from its training passes, each beside what chance, or nothing done, would give."
     if still:
-        words += f" Where it began, or at its reference, all the time: {listed([in_words(panel, tables) for panel in still])}."
+        words += (
+            f" Not drawn, for they never left their reference: {listed([in_words(panel, tables) for panel in still])}."
+        )
     return [Section("notes", "What the router says of itself", words, [(spec, tables) for spec in specs])]
 
 
