@@ -12,7 +12,7 @@ from moescope.figures.routing_steps import step_axis
 from moescope.figures.style import Figure, FigureSpec, Tables, base_layout, grey_line, layer_lines, number
 from moescope.glossary import NOTES
 
-NOTICEABLE = 0.01  # of a reference: a note that is never farther from it is told and not drawn
+NOTICEABLE = 0.002  # of a reference: a note that is never farther from it is told and not drawn
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ PANELS = [
     Panel("key_strength", "Strength of the keys", "mean strength", "before the decay", "when no key is heard"),
     Panel("weakened_keys", "The share of weakened keys", "share of keys", "by the percentile alone", "when all are weak"),
     Panel("bias_spread", "Spread of the biases for choosing", "std of the bias", "for even scores", "when as large as the scores' spread", draws_collapse=True),
-    Panel("tokens_without_expert", "The share of tokens without an expert", "share of tokens", "for independent experts", "when all take the same tokens", draws_collapse=True),
+    Panel("tokens_without_expert", "The share of tokens without an expert", "share of tokens", "for independent experts", "when all take the same tokens"),
     Panel("experts_a_token", "Experts a token", "experts", "by capacity alone", ""),
-    Panel("experts_a_token_spread", "How far tokens differ in their number of experts", "std over tokens", "for independent experts", "when all take the same tokens", draws_collapse=True),
+    Panel("experts_a_token_spread", "How far tokens differ in their number of experts", "std over tokens", "for independent experts", "when all take the same tokens"),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ NOTES: dict[str, Column] = {
     "key_strength": Column("float", "SoME: the mean strength ρ of keys.", "mean of ρ", worst="0: no key is heard", chance="1 until the decay begins", best="1",
                            title="key strength"),
     "weakened_keys": Column("float", "SoME: the share of keys that have lost strength and not yet won it back.", "#{ρ < 1}/n", worst="1",
-                            chance="0 until the decay begins, then the percentile below which keys weaken", best="0", title="weakened keys"),
+                            chance="0 until the decay begins, then ⌈q(n − 1)⌉/n: how many of n used keys lie below their quantile q", best="0", title="weakened keys"),
     "bias_spread": Column("float", "loss_free: how far the biases for choosing lie apart.", "std of b over experts, ddof 0",
                           worst="the spread of a token’s own scores over experts, mean over tokens: then the bias chooses, and not the text",
                           chance="0: scores that are even by themselves", best="0", title="spread of the bias",

@@ -65,8 +65,7 @@ def load_figures(watched: Tables) -> list[tuple[FigureSpec, Tables]]:
     """Figures over steps that can be drawn; what capacity turned away only where it did."""
     rows = watched["routing_layers"]
     dropped = (rows["metric"] == "dropped") & (rows["value"] > 0)
-    chosen_by_experts = (rows["metric"] == "tokens_without_expert").any()  # where an empty slot is nobody's loss
-    specs = [*OVER_STEPS, *([DROPPED] if dropped.any() and not chosen_by_experts else [])]
+    specs = [*OVER_STEPS, *([DROPPED] if dropped.any() else [])]
     return [(spec, watched) for spec in specs if can_draw(spec, watched)]
 
 
@@ -96,7 +95,7 @@ def note_sections(run: Run) -> list[Section]:
     words = "Numbers that only this kind of router has, from its training passes, each beside what chance, or nothing done, would give."
     if still:
         words += (
-            f" Not drawn, for they never left their reference: {listed([in_words(panel, tables) for panel in still])}."
+            f" At their reference all the time, so not drawn: {listed([in_words(panel, tables) for panel in still])}."
         )
     return [Section("notes", "What the router says of itself", words, [(spec, tables) for spec in specs])]
 

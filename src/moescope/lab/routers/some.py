@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -114,16 +115,16 @@ class SoME(Router):
 
     def of_keys(self) -> dict[str, Note]:
         """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says more), their mean
-        strength rho, and the share that has lost any, beside the share that the percentile alone takes once the decay has begun."""
+        strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used keys lie below their
+        percentile q, ceil(q (n - 1))/n."""
         n, options = self.config.experts, self.options
         cosine = (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
         begun = (self.steps > options["decay_after"]).float()
+        below = math.ceil(options["decay_percentile"] / 100 * (n - 1) - 1e-9) / n
         return {
             "key_cosine": Note(cosine, 0.0, 1.0),
             "key_strength": Note(self.strength_E.mean(), 1.0, 0.0),
-            "weakened_keys": Note(
-                (self.strength_E < 1).float().mean(), begun * (options["decay_percentile"] / 100), 1.0
-            ),
+            "weakened_keys": Note((self.strength_E < 1).float().mean(), begun * below, 1.0),
         }
 
     def temperature(self) -> float:
