@@ -60,7 +60,7 @@ def test_references_that_change_are_told_as_they_are_at_the_last_step():
 
 def test_what_the_bias_is_compared_with_is_drawn_too():
     figure = drawn("bias_spread", {"routing_layers": noted("bias_spread", [0.01, 0.02], 0.0, 0.2)})
-    assert grey(figure) == {"even scores": [0.0, 0.0], "as large as the scores' spread": [0.2, 0.2]}
+    assert grey(figure) == {"even scores": [0.0, 0.0], "a token's own scores": [0.2, 0.2]}
 
 
 def test_random_keys_have_their_spread_where_the_model_s_shape_is_known():

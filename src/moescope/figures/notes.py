@@ -26,6 +26,7 @@ class Panel:
     collapse: str
     draws_collapse: bool = False  # where it is no bound far off but something to be compared with
     log: bool = False
+    from_zero: bool = True
 
     def spec(self) -> FigureSpec:
         return FigureSpec(f"{self.metric}_by_step", ("routing_layers",), self.draw, metrics=(self.metric,))
@@ -52,7 +53,7 @@ class Panel:
             + (f", {between(last['collapse'])} {self.collapse}" if last["collapse"].notna().any() else "")
         )
         shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
-        yaxis = (plain_log(shown) if self.log else None) or {"rangemode": "tozero"}
+        yaxis = (plain_log(shown) if self.log else None) or {"rangemode": "tozero" if self.from_zero else "normal"}
         caption = (
             f"{NOTES[self.metric].meaning} Mean over the passes of a stretch of steps, one line a layer; dashed: {legend(self.floor)}, mean over layers"
             + (f"; dotted: {legend(self.collapse)}." if self.draws_collapse else ".")
@@ -65,9 +66,9 @@ PANELS = [
     Panel("column_error", "What Sinkhorn leaves uneven", "column error", "without Sinkhorn", "when one expert has all", log=True),
     Panel("direction_overlap", "Overlap of experts' directions", "mean cos²", "for random directions", "when all are one", log=True),
     Panel("key_cosine", "Cosine of two keys", "mean cosine", "for random keys", "when all are one"),
-    Panel("key_strength", "Strength of the keys", "mean strength", "before the decay", "when no key is heard"),
+    Panel("key_strength", "Strength of the keys", "mean strength", "before the decay", "when no key is heard", from_zero=False),
     Panel("weakened_keys", "The share of weakened keys", "share of keys", "by the percentile alone", "when all are weak"),
-    Panel("bias_spread", "Spread of the biases for choosing", "std of the bias", "for even scores", "when as large as the scores' spread", draws_collapse=True),
+    Panel("bias_spread", "Spread of the biases for choosing", "std of the bias", "for even scores", "for a token's own scores", draws_collapse=True),
     Panel("tokens_without_expert", "The share of tokens without an expert", "share of tokens", "for independent experts", "when all take the same tokens"),
     Panel("experts_a_token", "Experts a token", "experts", "by capacity alone", ""),
     Panel("experts_a_token_spread", "How far tokens differ in their number of experts", "std over tokens", "for independent experts", "when all take the same tokens"),
