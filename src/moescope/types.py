@@ -7,9 +7,10 @@ chosen for one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from moescope.errors import printable
 
@@ -191,6 +192,18 @@ class Routing:
     auxiliary_loss: Tensor | None = None
     x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
+    notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, by the metric's name
+
+
+class Note(NamedTuple):
+    """A number a router says of itself in a pass, beside what it is by chance and at the worst. Tables hold means over passes.
+
+    Tensors are detached scalars in float32, left on the device; references that do not depend on the pass are plain numbers.
+    """
+
+    value: Tensor
+    floor: Tensor | float
+    collapse: Tensor | float = math.nan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
-from moescope.glossary import COLUMNS, METRICS
+from moescope.glossary import COLUMNS, METRICS, NOTES
 from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.geometry_section import charts_together
 from moescope.reporting.joint_section import joint_entries, joint_missing
@@ -112,7 +112,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
                 *(ROUTING_TABLES if traces else ()),
             ]
         ),
-        "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS).items()}),
+        "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS | NOTES).items()}),
         "payloads": payloads,
     }
 
@@ -330,4 +330,8 @@ def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
         if name == "routing_layers":
             metrics = [{"key": metric, "name": metric, **asdict(column)} for metric, column in METRICS.items()]
             sections.append({"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics})
+            if "steps" in names:  # of a training
+                noted = [{"key": note, "name": note, **asdict(column)} for note, column in NOTES.items()]
+                meaning = "What single routers of the lab say of themselves in training."
+                sections.append({"table": "routing_layers.metric, of one router", "meaning": meaning, "entries": noted})
     return sections

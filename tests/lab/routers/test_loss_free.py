@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lab.tiny_lab import tiny
@@ -83,3 +84,13 @@ def test_it_evens_out_a_router_that_wants_one_expert_only():
         router.after_step()
     assert loads[0].max() > 500
     assert loads[-1].max() < 220
+
+
+def test_the_spread_of_the_bias_is_noted_beside_that_of_a_token_s_own_scores():
+    router, logits = router_for(1), torch.tensor([[2.0, 1.0, 0.9], [0.0, 0.5, -3.0], [9.0, 9.0, 9.0]])
+    router.bias_E.copy_(torch.tensor([0.1, -0.2, 0.1]))
+    note = router(given(logits, [True, True, False])).notes["bias_spread"]
+    assert float(note.value) == pytest.approx(0.02**0.5)
+    assert note.floor == 0.0
+    scores = logits[:2].double().sigmoid().numpy()
+    assert float(note.collapse) == pytest.approx(scores.std(1).mean(), rel=1e-5)

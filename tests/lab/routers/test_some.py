@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from lab.routers.builders import SecondRank, noise, small_router, tokens
 from moescope.lab.key_metrics import key_cosine
-from moescope.lab.routers.some import SoME
+from moescope.lab.routers.some import SoME, quantile_of_used
 
 
 def made(seed: int = 0, **changes: Any) -> SoME:
@@ -277,7 +277,34 @@ def test_the_mean_cosine_of_keys_is_noted_whatever_their_strength():
     router = made(experts=6)
     router.strength_E[3] = 0.2
     note = router(tokens(noise(4))).notes["key_cosine"]
-    assert float(note) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
+    assert float(note.value) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
+    assert note[1:] == (0.0, 1.0)
+
+
+def test_strengths_are_noted_and_the_share_of_weak_keys_beside_what_the_percentile_takes():
+    router = made(experts=8, decay_after=5, decay_percentile=20.0)
+    router.strength_E[2:4] = torch.tensor([0.5, 0.9])
+    notes = router(tokens(noise(4))).notes
+    assert float(notes["key_strength"].value) == pytest.approx((6 + 0.5 + 0.9) / 8)
+    assert float(notes["weakened_keys"].value) == 0.25
+    assert float(notes["weakened_keys"].floor) == 0, "the decay has not begun"
+    router.steps.fill_(6)
+    usage = torch.rand(8) + 0.1
+    below = (usage < torch.quantile(usage, 0.2)).float().mean()
+    assert float(below) == 0.25
+    assert float(router(tokens(noise(4))).notes["weakened_keys"].floor) == float(below)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 513])
+@pytest.mark.parametrize("unused", [0.0, 0.4, 1.0])
+def test_the_quantile_of_used_keys_is_torch_s_own_bit_for_bit(n: int, unused: float):
+    generator = torch.Generator().manual_seed(n)
+    usage = torch.rand(n, generator=generator) * 100
+    usage[torch.rand(n, generator=generator) < unused] = 0
+    for share in (0.0, 0.05, 0.37, 1.0):
+        expected = torch.nanquantile(torch.where(usage > 0, usage, torch.nan), share)
+        found = quantile_of_used(usage, share)
+        assert torch.equal(found, expected) or (found.isnan() and expected.isnan())
 
 
 # --- padding, evaluation

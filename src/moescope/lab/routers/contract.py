@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moescope.errors import BadInput
 from moescope.lab.ranks import ALONE, Ranks
-from moescope.types import Routing, Tokens
+from moescope.types import Note, Routing, Tokens
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -47,7 +47,7 @@ class Routed:
     losses: dict[str, Tensor] = field(default_factory=dict)  # weighted already; the model adds them up
     dropped_T: Tensor | None = None  # slots a token lost to capacity
     carried_TR: Tensor | None = None  # for the router of the next MoE layer
-    notes: dict[str, Tensor] = field(default_factory=dict)  # detached scalars for tables
+    notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, for tables
     filled_at_most: int | None = None  # how many slots can be filled where that is far below T K; None: T K
 
 
@@ -85,6 +85,11 @@ class Router(nn.Module, ABC):
     def sharing(self) -> Ranks:
         """The ranks that share this pass's batch. Evaluation is the first rank's alone: it asks nobody."""
         return self.ranks if self.training else ALONE
+
+    @property
+    def sure_by_design(self) -> bool:
+        """Whether the router is built to be all but certain of every token, so that low entropy is no sign of trouble."""
+        return False
 
     @abstractmethod
     def forward(self, given: RouterInput) -> Routed: ...
@@ -162,4 +167,5 @@ def to_routing(
         auxiliary_loss=sum(losses[1:], losses[0]).detach() if losses else None,
         x_TD=None if x_TD is None else x_TD.detach(),
         dropped_T=routed.dropped_T,
+        notes=routed.notes,
     )
