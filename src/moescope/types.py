@@ -76,7 +76,9 @@ class LayerWeights:
 
     layer: int
     layer_name: str
-    router_ED: LazyTensor
+    router_ED: (
+        LazyTensor | None
+    )  # None where the router has no row for each expert: it hashes, or there is nothing to choose
     gate_EFD: ExpertStack
     up_EFD: ExpertStack | None  # None for experts without a gate
     down_EDF: ExpertStack
@@ -94,11 +96,11 @@ class LayerWeights:
 
     @property
     def n_experts(self) -> int:
-        return self.router_ED.shape[0]
+        return self.gate_EFD.shape[0]
 
     @property
     def d_model(self) -> int:
-        return self.router_ED.shape[1]
+        return self.gate_EFD.shape[2]
 
     @property
     def d_ff(self) -> int:
@@ -217,14 +219,28 @@ class Coverage:
     parameters_understood: int
     parameters_total: int
     skipped: dict[str, int]  # reason -> number of tensors
+    rowless_router: str | None = None  # what the router is called where it has no row for each expert
 
     def line(self) -> str:
         expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
-        experts = "/".join(str(n) for n in self.experts_per_layer)
+        experts = (
+            "one expert" if self.experts_per_layer == (1,) else f"{'/'.join(map(str, self.experts_per_layer))} experts"
+        )
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
         return printable(
-            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
+            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} a layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
+        )
+
+    def without_rows(self) -> str | None:
+        """Why the weights tell less of it than of others, in a sentence; None where its routers have rows."""
+        if self.rowless_router is None:
+            return None
+        if self.experts_per_layer == (1,):
+            return f"nothing is routed (router {self.rowless_router}): one block a layer has a spectrum, and nothing to be compared with"
+        return (
+            f"router {self.rowless_router} has no row for each expert, so experts are compared with each other alone, and alignment and "
+            "ambiguity are left out; moescope trace shows where it sends text"
         )
