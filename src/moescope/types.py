@@ -60,6 +60,18 @@ class ExpertStack:
 
 
 @dataclass(frozen=True)
+class RouterState:
+    """A stored tensor of a router beside its rows and biases, and what of it belongs to which expert.
+
+    `kind` "experts": the first axis falls into as many equal runs as there are experts, one each; "table": its entries are experts'
+    numbers; "shared": nothing in it belongs to one expert.
+    """
+
+    tensor: LazyTensor
+    kind: str
+
+
+@dataclass(frozen=True)
 class SharedExpert:
     """The expert every token goes through, and the gate in front of it where there is one."""
 
@@ -90,6 +102,7 @@ class LayerWeights:
     gate_bias_EF: ExpertStack | None = None
     up_bias_EF: ExpertStack | None = None
     down_bias_ED: ExpertStack | None = None
+    router_state: tuple[RouterState, ...] = ()  # what else the router keeps: thresholds, strengths, tables, projections
 
     @property
     def n_experts(self) -> int:
@@ -191,6 +204,9 @@ class Routing:
     auxiliary_loss: Tensor | None = None
     x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
+    carried_TR: Tensor | None = (
+        None  # what the router was handed by the router of the layer before, where it reads that
+    )
 
 
 @dataclass(frozen=True)

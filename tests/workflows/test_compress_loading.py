@@ -129,10 +129,11 @@ def test_damage_is_foretold_and_measured_in_every_layer(run: Run):
 @torch.no_grad()
 def test_measured_errors_are_those_of_both_models_blocks(place: Path):
     from moescope.compression.damage import block_outputs
+    from moescope.routing.adapters import RouterReads
 
     traced = compress_loading.load_to_compress(str(place / "small"), "auto", "cpu")
     x_TD = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
-    found = block_outputs(traced, {1: x_TD})
+    found = block_outputs(traced, {1: RouterReads(x_TD)})
     assert list(found) == [1]
     made_TD, routed = traced.model.model.blocks[1].mlp(x_TD, torch.zeros(20, dtype=torch.long), torch.ones(20, dtype=torch.bool))  # fmt: skip
     torch.testing.assert_close(found[1][0], made_TD, rtol=1e-4, atol=1e-6)
@@ -156,10 +157,24 @@ def test_experts_merged_on_text_run_in_the_lab(router: str, changes: dict, setti
 
 
 @pytest.mark.parametrize("router", ["some", "expert_choice"])
-def test_routers_that_know_more_of_an_expert_than_a_row_are_refused_before_any_work(router: str, tmp_path: Path):
+def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by_the_lab(router: str, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=2)
+    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True)  # fmt: skip
+    small, _ = load_model(tmp_path / "small")
+    assert small.config.experts == 4
+    whole = found.table("damage").query("method == 'reap' and layer.isna()").iloc[0]
+    assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
+    layers = found.table("damage").dropna(subset="layer")
+    assert len(layers) == 2 * 2
+    assert layers[["predicted_error", "measured_error", "router_kl"]].notna().all(axis=None)
+    assert not any("not recognised" in said or "no measured error" in said for said in found.info["warnings"])
+
+
+@pytest.mark.parametrize("router", ["some", "expert_choice"])
+def test_routers_that_know_more_of_an_expert_than_a_row_do_not_merge(router: str, tmp_path: Path):
     model = saved(tmp_path / "model", router, layers=1)
-    with pytest.raises(BadInput, match=f"its router, {router}, keeps a state .*topk, loss_free can be compressed"):
-        compress(model, keep=0.5, method="random", out=tmp_path / "run")
+    with pytest.raises(BadInput, match=f"its router, {router}, keeps more .*topk, loss_free can.*prunes, such as reap"):
+        compress(model, keep=0.5, method="weights", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -64,6 +64,7 @@ def fold_router(
     The fit is no better than the states it was made on; `kl_held_out` tells how far it carries to others.
     """
     scoring = gating.scoring
+    assert states.logits_TE is not None
     x_TD, logits_TE = states.x_TD.to(device, torch.float64), states.logits_TE.to(device, torch.float64)
     whole = parts_in_fp64(router, device)
     check_reads_states(whole, x_TD, logits_TE, layer)

@@ -104,7 +104,7 @@ def gate_scales(
     scales = []
     for layer in layers:
         own, how = states.get(layer.layer), gating.get(layer.layer)
-        if own is None or how is None or not how.explains or not len(own):
+        if own is None or own.logits_TE is None or how is None or not how.explains or not len(own):
             continue
         kept = list(layer.dominants)
         bias_K = None if how.scoring.bias_E is None else how.scoring.bias_E[kept]

@@ -4,6 +4,7 @@ Routers without a row an expert (hash, SPECTRA, dense) lie in it too, but there 
 """
 
 from moescope.families.experts import either, fused_gate_up
+from moescope.families.lab_router_state import lab_router_state
 from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape
 from moescope.families.sparsity import every_layer
 from moescope.types import ExpertStack
@@ -45,6 +46,7 @@ LAB = Family(
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.router.bias_E",),
+    router_state=lab_router_state,
 )
 LAB_GELU = Family(
     name="lab_gelu",
@@ -55,6 +57,7 @@ LAB_GELU = Family(
     block="{L}.mlp",
     norm=None,  # the norm stands behind the block before, and has a bias
     biases=gelu_biases,
+    router_state=lab_router_state,
 )
 LAB_KEYS = Family(
     name="lab_keys",
@@ -65,4 +68,5 @@ LAB_KEYS = Family(
     block="{L}.mlp",
     norm=None,
     biases=gelu_biases,
+    router_state=lab_router_state,
 )

@@ -195,7 +195,7 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["clusters"]
     columns = ["layer", "expert", "kept", "cluster", "dominant", "weight"]
     router = {
-        "slice": "Router rows and biases of the experts that go are taken out.",
+        "slice": "What the router holds of the experts that go is taken out of it.",
         "fold": "Router rows are fitted anew, one for each merged expert.",
         "tie": "Every old router row is kept and points at the merged expert: a plan to measure, which no file format holds.",
     }[facts["router"]]
