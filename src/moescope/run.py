@@ -125,6 +125,10 @@ class RunWriter:
         partial.rename(target)
         sync_folder(target.parent)
 
+    def has(self, name: str) -> bool:
+        """Whether some piece has rows of that table."""
+        return any((self.path / "parts" / piece / f"{name}.parquet").exists() for piece in self.done_pieces())
+
     def joined(self, name: str) -> pd.DataFrame:
         """One table from all pieces flushed so far."""
         import pandas as pd

@@ -87,7 +87,9 @@ class LayerWeights:
 
     layer: int
     layer_name: str
-    router_ED: LazyTensor
+    router_ED: (
+        LazyTensor | None
+    )  # None where the router has no row for each expert: it hashes, or there is nothing to choose
     gate_EFD: ExpertStack
     up_EFD: ExpertStack | None  # None for experts without a gate
     down_EDF: ExpertStack
@@ -106,11 +108,11 @@ class LayerWeights:
 
     @property
     def n_experts(self) -> int:
-        return self.router_ED.shape[0]
+        return self.gate_EFD.shape[0]
 
     @property
     def d_model(self) -> int:
-        return self.router_ED.shape[1]
+        return self.gate_EFD.shape[2]
 
     @property
     def d_ff(self) -> int:
@@ -220,6 +222,7 @@ class Coverage:
     parameters_understood: int
     parameters_total: int
     skipped: dict[str, int]  # reason -> number of tensors
+    rowless_router: str | None = None  # what the router is called where it has no row for each expert
 
     def line(self) -> str:
         expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
@@ -230,4 +233,15 @@ class Coverage:
             f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
+        )
+
+    def without_rows(self) -> str | None:
+        """Why the weights tell less of it than of others, in a sentence; None where its routers have rows."""
+        if self.rowless_router is None:
+            return None
+        if self.experts_per_layer == (1,):
+            return f"nothing is routed (router {self.rowless_router}): one block a layer has a spectrum, and nothing to be compared with"
+        return (
+            f"router {self.rowless_router} has no row for each expert, so experts are compared with each other alone, and alignment and "
+            "ambiguity are left out; `moescope trace` shows where it sends text"
         )

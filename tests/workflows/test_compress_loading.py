@@ -156,7 +156,7 @@ def test_experts_merged_on_text_run_in_the_lab(router: str, changes: dict, setti
     assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
 
 
-@pytest.mark.parametrize("router", ["some", "expert_choice"])
+@pytest.mark.parametrize("router", ["some", "expert_choice", "hash", "spectra"])
 def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by_the_lab(router: str, tmp_path: Path):
     model = saved(tmp_path / "model", router, layers=2)
     found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True)  # fmt: skip
@@ -166,11 +166,20 @@ def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by
     assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
     layers = found.table("damage").dropna(subset="layer")
     assert len(layers) == 2 * 2
-    assert layers[["predicted_error", "measured_error", "router_kl"]].notna().all(axis=None)
+    assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
+    assert layers["router_kl"].notna().all() == (router != "hash")
     assert not any("not recognised" in said or "no measured error" in said for said in found.info["warnings"])
 
 
-@pytest.mark.parametrize("router", ["some", "expert_choice"])
+def test_a_dense_model_has_nothing_to_take_away(tmp_path: Path):
+    model = saved(tmp_path / "model", "dense", layers=1)
+    for method in ("random", "weights"):
+        with pytest.raises(BadInput, match="one expert a layer, nothing to take away"):
+            compress(model, keep=1, method=method, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("router", ["some", "expert_choice", "hash", "spectra"])
 def test_routers_that_know_more_of_an_expert_than_a_row_do_not_merge(router: str, tmp_path: Path):
     model = saved(tmp_path / "model", router, layers=1)
     with pytest.raises(BadInput, match=f"its router, {router}, keeps more .*topk, loss_free can.*prunes, such as reap"):

@@ -209,7 +209,10 @@ def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, Fol
 
     lazies = (own.weights.router_ED, own.weights.router_bias_E, own.weights.correction_bias_E)
     rows, *biases = (None if lazy is None else lazy.read().float() for lazy in lazies)
-    assert rows is not None
+    if rows is None:
+        raise BadInput(
+            f"{own.weights.layer_name}: its router has no row for each expert, so none can be fitted to a group; prune instead: --method frequency"
+        )
     router = RouterParts(rows, *biases)
     start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
     if len(plan.groups) == plan.n_experts:

@@ -46,7 +46,7 @@ class Family:
 
     name: str
     models: dict[str, Model]  # config.model_type -> what it says, of the models that transformers writes in this layout
-    router: str
+    router: str | None  # None where routers have no row for each expert
     markers: tuple[str, ...]  # of these one must be there: tells layouts apart whose routers have the same name
     experts: Callable[[LayerTensors], Stacks]
     block: str  # the block's own name, for `layer_name`
@@ -56,6 +56,15 @@ class Family:
     shared: Callable[[LayerTensors], SharedExpert | None] = lambda tensors: None
     biases: Callable[[LayerTensors], dict[str, ExpertStack]] = lambda tensors: {}
     router_state: Callable[[LayerTensors], tuple[RouterState, ...]] = lambda tensors: ()
+    rowless_router: Callable[[Config], str | None] = lambda config: (
+        None
+    )  # its name, where the config says it has no rows
+    router_parts: tuple[str, ...] = ()  # in the names of such a router's tensors, which are counted and not read
+
+    @property
+    def anchor(self) -> str:
+        """The tensor by which a layer is found: its router, or its experts where that has no rows. Its first side counts experts, its last is d_model."""
+        return self.router or self.markers[0]
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,14 @@ def check_given(moe: MoeCheckpoint, layer: int, place: int, stack: str, tensor: 
 
 def check_router(weights: LayerWeights, new: NewLayer) -> None:
     """Rows and biases given where there are new experts, in the right shape, and none that the source has no place for."""
+    moved = len(new.experts) != weights.n_experts or any(
+        expert != place for place, expert in enumerate(new.experts) if not isinstance(expert, NewExpert)
+    )
+    if weights.router_ED is None and not weights.router_state and moved:
+        raise BadInput(
+            f"{weights.layer_name}: its router has no row for each expert, so it cannot be told that they are others; "
+            "keep each where it is"
+        )
     lazies = routers_of(weights)
     made = any(isinstance(expert, NewExpert) for expert in new.experts)
     for part in PER_ROUTER:
