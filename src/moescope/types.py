@@ -166,7 +166,9 @@ class Plan:
     checkpoint: dict[str, str | None]  # address, revision, hash of the headers: a plan is carried out on no other one
     layers: tuple[LayerPlan, ...]
     matching: str  # how members' neurons are brought into the dominant's order: "signed", "unsigned", "none"
-    router: str  # what the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts)
+    # What the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join" (a group takes over its
+    # dominant's part of the router, of a table the tokens of all members)
+    router: str
     top_k: int | None  # after
     settings: dict[str, str | int | float | bool | None]  # what made the plan: keep, linkage, merge weights, seed, ...
 

@@ -179,11 +179,40 @@ def test_a_dense_model_has_nothing_to_take_away(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("router", ["some", "expert_choice", "hash", "spectra"])
-def test_routers_that_know_more_of_an_expert_than_a_row_do_not_merge(router: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("router", "settings"),
+    [
+        ("hash", {"method": "hc_smoe"}),
+        ("spectra", {"method": "m_smoe_permuted"}),
+        ("some", {"method": "m_smoe"}),
+        ("expert_choice", {"method": "weights"}),
+    ],
+)
+def test_experts_of_other_routers_are_merged_and_judged_by_the_lab(router: str, settings: dict, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=2)
+    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True, **settings)  # fmt: skip
+    small, _ = load_model(tmp_path / "small")
+    assert small.config.experts == 4
+    assert found.table("clusters")["kept"].all()
+    whole = found.table("damage").query("layer.isna()").set_index("method")
+    assert whole["perplexity"].notna().all()
+    assert whole["perplexity"][settings["method"]] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
+    layers = found.table("damage").dropna(subset="layer")
+    assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
+
+
+@pytest.mark.parametrize(
+    ("router", "settings", "line"),
+    [
+        ("hash", {"method": "m_smoe"}, "its router, hash, has no logits for m_smoe to go by; merge with hc_smoe or weights, or prune"),
+        ("hash", {"method": "weights", "keep": 1}, "a token goes to 2; nearest possible: 2"),
+        ("spectra", {"method": "hc_smoe", "sequential": True}, "not merged in sequence then; leave out --sequential"),
+    ],
+)  # fmt: skip
+def test_what_a_router_of_the_lab_cannot_become_is_refused_before_any_work(router: str, settings: dict, line: str, tmp_path: Path):  # fmt: skip
     model = saved(tmp_path / "model", router, layers=1)
-    with pytest.raises(BadInput, match=f"its router, {router}, keeps more .*topk, loss_free can.*prunes, such as reap"):
-        compress(model, keep=0.5, method="weights", out=tmp_path / "run")
+    with pytest.raises(BadInput, match=line):
+        compress(model, text=written(tmp_path), out=tmp_path / "run", **{"keep": 4, **settings})
     assert not (tmp_path / "run").exists()
 
 

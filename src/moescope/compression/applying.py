@@ -76,7 +76,7 @@ def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -
         for group, shares in zip(layer.groups, layer.weights, strict=True)
     ]
     alike = NewLayer(experts, groups=layer.groups, leaders=layer.dominants)
-    if plan.router == "slice":
+    if plan.router in ("slice", "join"):
         return alike
     return replace(
         alike, router_ED=fit.router_KD, router_bias_E=fit.router_bias_K, correction_bias_E=fit.correction_bias_K

@@ -52,6 +52,11 @@ class LayerEvidence:
         return self.weights.layer
 
     @property
+    def joins(self) -> bool:
+        """Whether a group takes over its dominant's part of the router: one that keeps more of an expert than a row and biases."""
+        return self.weights.router_ED is None or bool(self.weights.router_state)
+
+    @property
     def usage_E(self) -> Array | None:
         """Tokens that chose each expert."""
         tokens = self.sums.get("tokens_BE")
@@ -177,7 +182,7 @@ def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool
     shares = merge_weights(grouping, kind, own.usage_E, own.reap_E)
     plan = LayerPlan(own.layer, n_experts, grouping.groups, grouping.dominants, shares)
     orders, signs = neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
-    if own.settings.router == "tie":
+    if own.settings.router == "tie" or own.joins:
         return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
     rows, folded = folded_router(own, plan)
     fit = LayerFit(rows.router_ED, rows.router_bias_E, rows.correction_bias_E, orders, signs)
@@ -249,12 +254,13 @@ def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch
     settings, top_k = given.settings, top_k_after(given)
     before = {weights.top_k for weights in given.moe.layers.values()}
     tied = settings.router == "tie"
+    joined = any(layer_evidence(given, layer).joins for layer in given.keep)
     matching = ("signed" if settings.signed else "unsigned") if matched else "none"
     return Decided(
         tuple(layer.plan for layer in layers),
         {layer.plan.layer: layer.fit for layer in layers},
         matching,
-        "tie" if tied else "fold",
+        "tie" if tied else "join" if joined else "fold",
         None if tied or {top_k} == before else top_k,
         notes(layers),
         tuple(said(given, layers, by_sketch)),
@@ -290,7 +296,7 @@ def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[st
         )
     merges = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
     unfitted = [layer.plan.layer for layer in merges if layer.folded is None]
-    if unfitted and given.settings.router == "fold":
+    if unfitted and given.settings.router == "fold" and not layer_evidence(given, unfitted[0]).joins:
         why = "no text was given to fit them on" if not usage else "the way of choosing was not recognised"
         listed = ", ".join(map(str, unfitted)) if len(unfitted) < len(merges) else "all layers"
         found.append(f"router rows of merged experts are their members' means in {listed}: {why}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 1
 MATCHINGS = ("signed", "unsigned", "none")
-ROUTERS = ("slice", "fold", "tie")
+ROUTERS = ("slice", "fold", "tie", "join")
 PLAN_FILE, ARRAYS_FILE = "plan.json", "plan.safetensors"
 WEIGHTS_SUM = 1e-6  # how far a group's weights may be from 1
 ROUTER_ARRAYS = ("router_KD", "router_bias_K", "correction_bias_K")

@@ -26,6 +26,8 @@ def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> di
     Pruning must leave a token as many experts as it goes to; merging may lower that number.
     """
     share, count = read_keep(keep)
+    tables = any(state.kind == "table" for weights in moe.layers.values() for state in weights.router_state)
+    merges = merges and not tables  # a table holds as many experts for every token as before
     counts = {}
     for layer, weights in moe.layers.items():
         n = weights.n_experts

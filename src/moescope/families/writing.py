@@ -322,7 +322,7 @@ def check_router(weights: LayerWeights, new: NewLayer) -> None:
         given = getattr(new, part)
         if given is not None and part not in lazies:
             raise BadInput(f"layer {weights.layer}: {part} is given, but the source has none; leave it out")
-        if given is None and part in lazies and made:
+        if given is None and part in lazies and made and new.leaders is None:
             raise BadInput(f"layer {weights.layer}: new experts need {part}, one row or value an expert; give it")
         wanted = (len(new.experts), *lazies[part].shape[1:]) if part in lazies else ()
         if given is not None and tuple(given.shape) != wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moescope.lab.model import Consume, LabModel, MoE
 from moescope.lab.routers import Router, RouterInput
-from moescope.lab.saving import layout_of, load_model
+from moescope.lab.saving import config_json, layout_of, load_model
 from moescope.lab.vocabulary import Vocabulary
 from moescope.routing.adapters import Ask, Asked, Decision, RouterReads
 from moescope.routing.models import TracedModel
@@ -31,6 +31,10 @@ class TraceableConfig:
     max_position_embeddings: int
     pad_token_id: int
     is_encoder_decoder: bool = False
+    stored: dict[str, Any] = field(default_factory=dict)  # what config.json says
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.stored
 
     def get_text_config(self) -> TraceableConfig:
         return self
@@ -43,7 +47,9 @@ class Traceable(nn.Module):
         super().__init__()
         self.model = model
         shape = model.config
-        self.config = TraceableConfig(layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad)
+        self.config = TraceableConfig(
+            layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad, stored=config_json(shape)
+        )
 
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
         return self.model.routing_blocks()

@@ -103,9 +103,9 @@ def compress(
     ) if with_text else []  # fmt: skip
     settings = PlanSettings(seed, merge_weights, distance, signed, router, adaptive, sequential)
     moe = read_moe(open_checkpoint(model))
-    check_lab_router(moe, merges=False)
+    check_lab_router(moe)
     work = planned_work(moe, method, keep, plan, apply, settings, judge and with_text, controls)
-    check_lab_router(moe, work.method.merges)
+    check_lab_router(moe, work.method, sequential)
     work = replace(work, earlier=earlier_sums(moe, add, work.method, with_text))
     if work.method.needs_text and not with_text and not work.earlier and plan is None:
         raise BadInput(

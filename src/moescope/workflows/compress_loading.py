@@ -8,6 +8,7 @@ from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 
 if TYPE_CHECKING:
+    from moescope.compression.method import Method
     from moescope.routing.models import TracedModel
 
 
@@ -26,19 +27,20 @@ def lab_router(moe: MoeCheckpoint) -> str | None:
     return str(lab.get("router")) if isinstance(lab, dict) else None
 
 
-def check_lab_router(moe: MoeCheckpoint, merges: bool) -> None:
-    """Refuse lab checkpoints that cannot be made smaller: of one expert, or merged where a router keeps more of an expert than a row
-    and a bias, which could not be told of a merged one without training."""
+def check_lab_router(moe: MoeCheckpoint, method: Method | None = None, sequential: bool = False) -> None:
+    """Refuse what a lab checkpoint cannot become: a model of one expert, or experts merged by what its router does not have."""
     router = lab_router(moe)
-    if router is None:
-        return
-    from moescope.lab.routers import ROUTERS, router_class
-
     if router == "dense":
         raise BadInput(f"{moe.checkpoint.shown}: a dense model of the lab has one expert a layer, nothing to take away")
-    if merges and not router_class(router).rows_alone:
-        possible = ", ".join(name for name, kind in ROUTERS.items() if kind.rows_alone)
+    if method is None or not method.merges:
+        return
+    if router == "hash" and method.adapts:  # those are the methods that go by router logits
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {router}, keeps more of each expert than a row, so experts cannot be merged "
-            f"(of the lab's, those of {possible} can); use a method that prunes, such as reap"
+            f"{moe.checkpoint.shown}: its router, hash, has no logits for {method.name} to go by; merge with hc_smoe or weights, or "
+            "prune with reap"
+        )
+    if sequential and any(weights.router_state for weights in moe.layers.values()):
+        raise BadInput(
+            f"{moe.checkpoint.shown}: its router, {router}, keeps more of each expert than a row, and layers are not merged in sequence "
+            "then; leave out --sequential"
         )

@@ -61,9 +61,6 @@ class Router(nn.Module, ABC):
     causal_in_training: ClassVar[bool] = True
     plain_top_k: ClassVar[bool] = False  # a linear map without bias, softmax, top-k: other tools know it
     learns_from_text: ClassVar[bool] = True  # whether the language-model loss has a gradient into it
-    rows_alone: ClassVar[bool] = (
-        False  # whether all it knows of an expert is a row and a bias: then experts can be taken away
-    )
     fixed_top_k: ClassVar[int | None] = None
     OPTIONS: ClassVar[dict[str, Option]] = {}
 
