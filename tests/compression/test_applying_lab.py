@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +15,13 @@ from lab.tiny_lab import run, text
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.applying import apply_plan, planned_bytes
 from moescope.compression.damage import measured_errors, original_outputs, predict
-from moescope.compression.plan import checkpoint_mark
+from moescope.compression.plan import Fits, checkpoint_mark, read_plan
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.lab.model import LabModel
 from moescope.lab.saving import load_model
 from moescope.lab.tracing import load_traced
 from moescope.types import LayerPlan, Plan
+from moescope.workflows.compress import compress
 
 
 def joined_plan(moe: MoeCheckpoint) -> Plan:
@@ -62,16 +64,29 @@ def test_a_merged_expert_has_its_leader_s_part_of_the_router_and_under_a_table_t
     torch.testing.assert_close(run(small, ids).logits, run(by_hand, ids).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("router", ["expert_choice", "some", "spectra", "hash"])
-def test_damage_of_merging_is_foretold_as_it_is_measured(tmp_path: Path, router: str):
+def folded_plan(moe: MoeCheckpoint, folder: Path) -> tuple[Plan, Fits]:
+    """The plan of a run whose router rows were fitted on text."""
+    ids = folder / "ids.npy"
+    np.save(ids, np.random.default_rng(0).integers(3, 60, (20, 30)))
+    found = compress(moe.checkpoint.location, method="hc_smoe", keep=4, token_ids=ids, out=folder / "run", judge=False, controls=0, quiet=True)  # fmt: skip
+    plan, fits = read_plan(found.path)
+    assert plan.router == "fold"
+    return plan, fits
+
+
+@pytest.mark.parametrize(
+    ("router", "fitted"),
+    [("expert_choice", False), ("some", False), ("spectra", False), ("hash", False), ("expert_choice", True), ("some", True)],
+)  # fmt: skip
+def test_damage_of_merging_is_foretold_as_it_is_measured(tmp_path: Path, router: str, fitted: bool):
     moe = read_moe(open_checkpoint(saved(tmp_path / "source", router)[0]))
     model = load_traced(tmp_path / "source", "auto", "cpu")
     states, gating, blocks = calibrated(model)
-    plan = joined_plan(moe)
+    plan, fits = folded_plan(moe, tmp_path) if fitted else (joined_plan(moe), {})
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    predicted = predict(model, plan, {}, states, gating, blocks, moe)
+    predicted = predict(model, plan, fits, states, gating, blocks, moe)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.model.state_dict().items())
-    apply_plan(moe, plan, {}, tmp_path / "small")
+    apply_plan(moe, plan, fits, tmp_path / "small")
     measured = measured_errors(load_traced(tmp_path / "small", "auto", "cpu"), original_outputs(model, states))
     assert set(measured) == {0, 1, 2}
     for layer, error in measured.items():

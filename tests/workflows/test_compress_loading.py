@@ -21,6 +21,7 @@ from moescope.lab.vocabulary import Bytes
 from moescope.routing.documents import Document
 from moescope.routing.models import TracedModel
 from moescope.run import Run
+from moescope.types import Routing
 from moescope.workflows import compress_loading
 from moescope.workflows.compress import compress
 
@@ -199,6 +200,49 @@ def test_experts_of_other_routers_are_merged_and_judged_by_the_lab(router: str, 
     assert whole["perplexity"][settings["method"]] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
     layers = found.table("damage").dropna(subset="layer")
     assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
+    assert found.info["setup"]["router"] == ("join" if router in ("hash", "spectra") else "fold")
+
+
+@pytest.mark.parametrize("router", ["some", "expert_choice"])
+def test_rows_fitted_for_other_routers_are_nearer_the_old_one_than_means_and_keep_loads(router: str, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=2)
+    run = compress(model, method="weights", keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=0, judge=False, quiet=True)  # fmt: skip
+    settings = run.info["setup"]["plan_settings"]
+    assert settings["router_kl"] < settings["router_kl_of_mean_rows"]
+    layers = run.table("damage").query("layer.notna()")
+    assert layers["router_kl"].mean() == pytest.approx(settings["router_kl"], rel=1e-3)  # of the router that was asked
+    (original, _), (small, _) = load_model(model), load_model(tmp_path / "small")
+    plan, fits = read_plan(run.path)
+    for layer in plan.layers:
+        new = small.blocks[layer.layer].mlp.router.state_dict()
+        for name, tensor in fits[layer.layer].state.items():
+            torch.testing.assert_close(new[name], tensor)
+        assert fits[layer.layer].state.keys() == ({"strength_E"} if router == "some" else {"midpoints_E"})
+    if router == "some":
+        return
+    ids = torch.cat([torch.from_numpy(np.asarray(Bytes().encode(text))) for text in TEXTS])[None, :60]
+    before: list[Routing] = []
+    after: list[Routing] = []
+    with torch.no_grad():
+        original(ids, consume=before.append)
+        small(ids, consume=after.append)
+    groups = plan.layers[0].groups  # the first layer's states are the same in both models
+    for place, group in enumerate(groups):
+        took = torch.isin(before[0].chosen_TK, torch.tensor(group)).any(-1).float().mean()
+        takes = (after[0].chosen_TK == place).any(-1).float().mean()
+        assert abs(took - takes) < 0.15
+
+
+@pytest.mark.parametrize("router", ["some", "expert_choice"])
+def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(router: str, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=1)
+    run = compress(model, method="weights", keep=4, apply=tmp_path / "small", out=tmp_path / "run", quiet=True)
+    plan, _ = read_plan(run.path)
+    assert plan.router == "join"
+    leaders = list(plan.layers[0].dominants)
+    old, new = (load_model(place)[0].routers[0].state_dict() for place in (model, tmp_path / "small"))
+    for name in ("direction_ED", "strength_E", "usage_E") if router == "some" else ("weight", "midpoints_E"):
+        assert torch.equal(new[name], old[name][leaders])
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -
     if plan.router in ("slice", "join"):
         return alike
     return replace(
-        alike, router_ED=fit.router_KD, router_bias_E=fit.router_bias_K, correction_bias_E=fit.correction_bias_K
-    )
+        alike, router_ED=fit.router_KD, router_bias_E=fit.router_bias_K, correction_bias_E=fit.correction_bias_K, state=fit.state
+    )  # fmt: skip
 
 
 def merged_lazily(weights: LayerWeights, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit) -> NewExpert:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from moescope.lab.model import Consume, LabModel, MoE
 from moescope.lab.routers import Router, RouterInput
 from moescope.lab.saving import config_json, layout_of, load_model
 from moescope.lab.vocabulary import Vocabulary
-from moescope.routing.adapters import Ask, Asked, Decision, RouterReads
+from moescope.routing.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.routing.models import TracedModel
 from moescope.types import Routing
 
@@ -54,12 +54,15 @@ class Traceable(nn.Module):
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
         return self.model.routing_blocks()
 
-    def expert_blocks(self) -> dict[int, tuple[nn.Module, Ask, Callable[..., Ask]]]:
+    def expert_blocks(self) -> dict[int, Apart]:
         """Every layer's experts, its router to be asked about single tokens, and a router like it with other tensors."""
-        return {
-            layer: (block.mlp.experts, partial(ask, block.mlp.router), partial(with_router, block.mlp.router))
-            for layer, block in enumerate(self.model.blocks)
-        }
+        found = {}
+        for layer, block in enumerate(self.model.blocks):
+            router = block.mlp.router
+            found[layer] = Apart(
+                block.mlp.experts, partial(ask, router), partial(with_router, router), router.linear_view()
+            )
+        return found
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.lm_head

@@ -50,6 +50,29 @@ class Asked(NamedTuple):
 Ask = Callable[[RouterReads], Asked]
 
 
+@dataclass(frozen=True)
+class LinearView:
+    """A router whose logits are rows times something it makes of a state; `stored` says what it would hold with other rows.
+
+    With `thresholds` experts take the tokens whose probability reaches theirs, and `stored` wants one an expert beside the rows.
+    """
+
+    rows_ED: Tensor
+    reads: Callable[[Tensor], Tensor]
+    rows_name: str  # of the tensor within the router that holds rows, as LayerWeights reads them
+    stored: Callable[[Tensor, Tensor | None], dict[str, Tensor]]  # by name within the router
+    thresholds: bool = False
+
+
+class Apart(NamedTuple):
+    """The parts of a block that can be used one by one."""
+
+    experts: nn.Module  # called with (x, chosen, gates)
+    ask: Ask
+    with_router: Callable[[Mapping[str, Tensor], int, int | None], Ask]
+    linear: LinearView | None
+
+
 @dataclass
 class Block:
     """One MoE block of a running model, and what was found out about it on the first batch."""
@@ -77,6 +100,7 @@ class Block:
     decide_alone: Ask | None = None  # the router of a block that hands out its routing; None where it cannot be asked
     # The same router with other tensors, by their names within it, for so many experts and so many a token (None: as before).
     with_router: Callable[[Mapping[str, Tensor], int, int | None], Ask] | None = None
+    linear: LinearView | None = None
     beside: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # what the block's other parts were given and gave: shared experts, their gate, a norm at the end
@@ -158,7 +182,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 def hands_out_routing(model: nn.Module) -> bool:
     """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its forward pass takes
     `consume`, which is called with each Routing as it happens. One whose parts can be run apart says so by `expert_blocks()`:
-    layer -> its experts module, called with (x, chosen, gates), a way to ask its router, and one to ask it with other tensors."""
+    layer -> the parts."""
     return callable(getattr(model, "routing_blocks", None))
 
 
@@ -167,9 +191,11 @@ def handing_blocks(model: Any) -> list[Block]:
     apart = model.expert_blocks() if callable(getattr(model, "expert_blocks", None)) else {}
     found = []
     for layer, name, router, n_experts in model.routing_blocks():
-        experts, decide, with_router = apart.get(layer, (router, None, None))
+        parts: Apart | None = apart.get(layer)
+        experts = router if parts is None else parts.experts
         block = Block(layer, name, router, experts, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
-        block.decide_alone, block.with_router = decide, with_router
+        if parts is not None:
+            block.decide_alone, block.with_router, block.linear = parts.ask, parts.with_router, parts.linear
         found.append(block)
     return found
 

@@ -77,7 +77,7 @@ def ways_of_choosing(calibration: Calibration, router: str | None) -> dict[int, 
         for layer in calibration.asked
         if layer not in calibration.gating or not calibration.gating[layer].explains
     ]
-    return found | dict.fromkeys(strange, f"as the lab's {router} does")
+    return found | dict.fromkeys(strange, f"as the lab's {router} router does")
 
 
 def cluster_rows(plan: Plan, layer_names: dict[int, str]) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from moescope.errors import BadInput
+from moescope.routing.adapters import LinearView
 from moescope.types import Routing, Tokens
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ class Router(nn.Module, ABC):
         """This step's sum over micro-batches and ranks, which is thereby spent; None where there was no training pass."""
         amount = self.accumulated.pop(name, None)
         return None if amount is None else self.reduce(amount)
+
+    def linear_view(self) -> LinearView | None:
+        """How its logits are rows times what it makes of x, where it keeps more than rows and is that; None otherwise."""
+        return None
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from moescope.errors import BadInput
 from moescope.lab.routers.contract import Routed, Router, RouterInput
+from moescope.routing.adapters import LinearView
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -110,6 +111,15 @@ class SoME(Router):
             selection_TE=scores_TE.detach(),
             notes={"key_cosine": self.key_cosine()},
         )
+
+    def linear_view(self) -> LinearView:
+        """Keys divided by the temperature, times queries. Strengths above 1, which fitted keys may have, training would bring down."""
+
+        def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
+            keys_KD = rows_KD * self.temperature()
+            return {"direction_ED": functional.normalize(keys_KD, dim=-1), "strength_E": keys_KD.norm(dim=-1)}
+
+        return LinearView(self.keys_ED / self.temperature(), self.query, "direction_ED", stored)
 
     def key_cosine(self) -> Tensor:
         """The mean cosine between two keys: 0 for random ones, 1 when all are one. `lab/key_metrics.py` says more."""
