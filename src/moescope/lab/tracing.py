@@ -122,11 +122,11 @@ def ask(router: Router, reads: RouterReads) -> Asked:
 def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:
     """A router of the same kind and options with these tensors, for so many experts; what all layers share it shares too."""
     config = replace(router.config, experts=n_experts, top_k=top_k or router.config.top_k)
-    with torch.random.fork_rng():  # what it draws for its first weights is thrown away
+    with torch.random.fork_rng(devices=[]):  # what it draws for its first weights is thrown away
         changed = type(router)(config, router.layer, router.shared)
     changed.load_state_dict(dict(tensors))
-    like = next(iter(router.state_dict().values()))
-    return partial(ask, changed.to(like.device).eval())
+    device = next((tensor.device for tensor in router.state_dict().values()), None)
+    return partial(ask, changed.to(device).eval())
 
 
 @dataclass(frozen=True)
