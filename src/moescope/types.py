@@ -228,11 +228,13 @@ class Coverage:
 
     def line(self) -> str:
         expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
-        experts = "/".join(str(n) for n in self.experts_per_layer)
+        experts = (
+            "one expert" if self.experts_per_layer == (1,) else f"{'/'.join(map(str, self.experts_per_layer))} experts"
+        )
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
         return printable(
-            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
+            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} a layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
         )
@@ -245,5 +247,5 @@ class Coverage:
             return f"nothing is routed (router {self.rowless_router}): one block a layer has a spectrum, and nothing to be compared with"
         return (
             f"router {self.rowless_router} has no row for each expert, so experts are compared with each other alone, and alignment and "
-            "ambiguity are left out; `moescope trace` shows where it sends text"
+            "ambiguity are left out; moescope trace shows where it sends text"
         )

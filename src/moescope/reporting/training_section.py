@@ -40,7 +40,7 @@ def sections(run: Run) -> list[Section]:
             [table_payload("steps", steps, STEP_COLUMNS, "Every point")],
         )
     ]
-    if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")):
+    if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
         watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
         drawable = [(spec, watched) for spec in OVER_STEPS if can_draw(spec, watched)]
         alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()  # none yet in a training under way
@@ -141,7 +141,7 @@ def findings(run: Run) -> list[str]:
 
 def load_findings(run: Run) -> list[str]:
     """The last stretch of training: how even the load was, and how that compares with random routing."""
-    if "routing_layers" not in run.tables:
+    if "routing_layers" not in run.tables or not is_routed(run):
         return []
     rows = run.table("routing_layers")
     rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
@@ -158,12 +158,20 @@ def load_findings(run: Run) -> list[str]:
     return found
 
 
+def is_routed(run: Run) -> bool:
+    """Whether there is anything to choose: of one block a layer every load is even, and says nothing."""
+    return bool(run.info["arguments"]["model"]["router"] != "dense")
+
+
 def coverage(run: Run) -> list[str]:
     info, model = run.info, run.info["arguments"]["model"]
     sizes = info["domains"]
     read = sum(size["train_bytes"] for size in sizes.values())
+    experts = (
+        f"{model['experts']} experts" if is_routed(run) else "one block each, as wide as the experts a token would meet"
+    )
     return [
-        f"{model['router']} router, {model['layers']} layers of {model['experts']} experts; {info['parameters_total']:,} parameters, "
+        f"{model['router']} router, {model['layers']} layers of {experts}; {info['parameters_total']:,} parameters, "
         f"{info['parameters_trainable']:,} of them trained",
         f"text: {listed(list(sizes))}, {number(read / 1e6)} MB to train on; {info['vocabulary_size']:,} tokens in the vocabulary; corpus {info['corpus']}",
     ]  # fmt: skip

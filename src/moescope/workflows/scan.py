@@ -129,7 +129,7 @@ def scan(
                 frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
                 frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
-        warnings = list(dict.fromkeys(lacks for step in steps if (lacks := step.moe.coverage.without_rows())))
+        warnings: list[str] = []
         if "ambiguity" in frames:
             warnings += unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
             warnings += undefined_ambiguity(frames["ambiguity"])
