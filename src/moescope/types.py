@@ -61,6 +61,18 @@ class ExpertStack:
 
 
 @dataclass(frozen=True)
+class RouterState:
+    """A stored tensor of a router beside its rows and biases, and what of it belongs to which expert.
+
+    `kind` "experts": the first axis falls into as many equal runs as there are experts, one each; "table": its entries are experts'
+    numbers; "shared": nothing in it belongs to one expert.
+    """
+
+    tensor: LazyTensor
+    kind: str
+
+
+@dataclass(frozen=True)
 class SharedExpert:
     """The expert every token goes through, and the gate in front of it where there is one."""
 
@@ -93,6 +105,7 @@ class LayerWeights:
     gate_bias_EF: ExpertStack | None = None
     up_bias_EF: ExpertStack | None = None
     down_bias_ED: ExpertStack | None = None
+    router_state: tuple[RouterState, ...] = ()  # what else the router keeps: thresholds, strengths, tables, projections
 
     @property
     def n_experts(self) -> int:
@@ -154,7 +167,9 @@ class Plan:
     checkpoint: dict[str, str | None]  # address, revision, hash of the headers: a plan is carried out on no other one
     layers: tuple[LayerPlan, ...]
     matching: str  # how members' neurons are brought into the dominant's order: "signed", "unsigned", "none"
-    router: str  # what the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts)
+    # What the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join" (a group takes over its
+    # dominant's part of the router, of a table the tokens of all members)
+    router: str
     top_k: int | None  # after
     settings: dict[str, str | int | float | bool | None]  # what made the plan: keep, linkage, merge weights, seed, ...
 
@@ -194,6 +209,7 @@ class Routing:
     auxiliary_loss: Tensor | None = None
     x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
+    carried_TR: Tensor | None = None  # what the router of the layer before handed on, where it reads that
     notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, by the metric's name
 
 

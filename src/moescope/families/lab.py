@@ -6,6 +6,7 @@ Three routers have no row for each expert: hash is a table of token ids, SPECTRA
 from dataclasses import replace
 
 from moescope.families.experts import either, fused_gate_up
+from moescope.families.lab_router_state import lab_router_state
 from moescope.families.layout import Config, Family, LayerTensors, Model, Stacks, check_shape
 from moescope.families.sparsity import every_layer
 from moescope.types import ExpertStack
@@ -58,6 +59,7 @@ LAB = Family(
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.router.bias_E",),
+    router_state=lab_router_state,
 )
 LAB_GELU = Family(
     name="lab_gelu",
@@ -68,6 +70,7 @@ LAB_GELU = Family(
     block="{L}.mlp",
     norm=None,  # the norm stands behind the block before, and has a bias
     biases=gelu_biases,
+    router_state=lab_router_state,
 )
 LAB_KEYS = Family(
     name="lab_keys",
@@ -78,6 +81,7 @@ LAB_KEYS = Family(
     block="{L}.mlp",
     norm=None,
     biases=gelu_biases,
+    router_state=lab_router_state,
 )
 # SPECTRA with everything taken away is a plain linear router under a name of its own.
 LINEAR = "{L}.mlp.router.linear.weight"

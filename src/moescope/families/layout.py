@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import Checkpoint, TensorInfo
 from moescope.errors import BadInput
-from moescope.types import ExpertStack, LazyTensor, SharedExpert, StoredParts
+from moescope.types import ExpertStack, LazyTensor, RouterState, SharedExpert, StoredParts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,7 @@ class Family:
     correction_bias: tuple[str, ...] = ()  # where the bias for choosing may lie
     shared: Callable[[LayerTensors], SharedExpert | None] = lambda tensors: None
     biases: Callable[[LayerTensors], dict[str, ExpertStack]] = lambda tensors: {}
+    router_state: Callable[[LayerTensors], tuple[RouterState, ...]] = lambda tensors: ()
     rowless_router: Callable[[Config], str | None] = lambda config: (
         None
     )  # its name, where the config says it has no rows
@@ -101,6 +102,14 @@ class LayerTensors:
         info = self.info(template)
         check_shape(info, shape)
         return LazyTensor(info.name, info.shape, info.dtype, info.file, lambda: self.checkpoint.read(info.name))
+
+    def state(self, template: str, kind: str) -> RouterState:
+        """A router's tensor of whatever dtype, as it is stored; it does not count as read, since nothing but rewriting looks at it."""
+        info = self.checkpoint.tensors[self.name(template)]
+        read = self.checkpoint.read_stored
+        return RouterState(
+            LazyTensor(info.name, info.shape, info.dtype, info.file, lambda: read(info.name, None)), kind
+        )
 
     def each(self, template: str, *sides: int | str) -> ExpertStack:
         """One tensor an expert; a side given by name is taken from expert 0."""

@@ -241,6 +241,7 @@ def one_layer(
         else None,
         correction_bias_E=one_row(tensors, correction) if correction else None,
         shared=family.shared(tensors),
+        router_state=family.router_state(tensors),
         **family.biases(tensors),
     )
 

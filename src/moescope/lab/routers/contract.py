@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moescope.errors import BadInput
 from moescope.lab.ranks import ALONE, Ranks
+from moescope.routing.adapters import LinearView
 from moescope.types import Note, Routing, Tokens
 
 if TYPE_CHECKING:
@@ -61,9 +62,6 @@ class Router(nn.Module, ABC):
     causal_in_training: ClassVar[bool] = True
     plain_top_k: ClassVar[bool] = False  # a linear map without bias, softmax, top-k: other tools know it
     learns_from_text: ClassVar[bool] = True  # whether the language-model loss has a gradient into it
-    rows_alone: ClassVar[bool] = (
-        False  # whether all it knows of an expert is a row and a bias: then experts can be taken away
-    )
     fixed_top_k: ClassVar[int | None] = None
     OPTIONS: ClassVar[dict[str, Option]] = {}
 
@@ -108,6 +106,10 @@ class Router(nn.Module, ABC):
         """This step's sum over micro-batches and ranks, which is thereby spent; None where there was no training pass."""
         amount = self.accumulated.pop(name, None)
         return None if amount is None else self.ranks.sum(amount)
+
+    def linear_view(self) -> LinearView | None:
+        """How its logits are rows times what it makes of x, where it keeps more than rows and is that; None otherwise."""
+        return None
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:

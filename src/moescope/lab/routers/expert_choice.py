@@ -12,6 +12,7 @@ from torch.nn import functional
 from moescope.errors import BadInput
 from moescope.lab.routers.capacity import capacity_of
 from moescope.lab.routers.contract import Routed, Router, RouterInput
+from moescope.routing.adapters import LinearView
 from moescope.types import Note
 
 if TYPE_CHECKING:
@@ -111,6 +112,15 @@ class ExpertChoice(Router):
         last_and_next_2E = best_CE[torch.stack(((capacity - 1).clamp(min=0), capacity))]
         self.accumulate("midpoints", torch.cat((last_and_next_2E.mean(0), torch.ones_like(best_CE[0, :1]))))
         return taken_TE, most  # never padding: there are real tokens for every place, and they rank first
+
+    def linear_view(self) -> LinearView:
+        """Rows times x. Thresholds are stored as the average they are made from; one that never moved has none to set."""
+
+        def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
+            assert threshold_K is not None
+            return {"weight": rows_KD, "midpoints_E": threshold_K * (1 - self.options["decay"] ** self.steps.cpu())}
+
+        return LinearView(self.weight.detach(), lambda x_TD: x_TD, "weight", stored, thresholds=True)
 
     def after_step(self) -> None:
         total = self.total("midpoints")

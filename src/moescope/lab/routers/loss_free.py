@@ -25,7 +25,6 @@ class LossFree(Router):
     """
 
     name = "loss_free"
-    rows_alone = True
     OPTIONS: ClassVar[dict[str, Option]] = {"rate": 0.001}
     bias_E: Tensor
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from moescope.errors import BadInput
 from moescope.lab.routers.contract import Routed, Router, RouterInput
+from moescope.routing.adapters import LinearView
 from moescope.types import Note
 
 if TYPE_CHECKING:
@@ -138,6 +139,15 @@ class SoME(Router):
             "key_strength": Note(self.strength_E.mean(), 1.0, 0.0),
             "weakened_keys": Note((self.strength_E < 1).float().mean(), begun * below, 1.0),
         }
+
+    def linear_view(self) -> LinearView:
+        """Keys divided by the temperature, times queries. Strengths above 1, which fitted keys may have, training would bring down."""
+
+        def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
+            keys_KD = rows_KD * self.temperature()
+            return {"direction_ED": functional.normalize(keys_KD, dim=-1), "strength_E": keys_KD.norm(dim=-1)}
+
+        return LinearView(self.keys_ED / self.temperature(), self.query, "direction_ED", stored)
 
     def temperature(self) -> float:
         published = self.options["published_temperature"] and not self.training

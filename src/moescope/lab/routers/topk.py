@@ -59,7 +59,6 @@ class TopK(Router):
 
     name = "topk"
     plain_top_k = True
-    rows_alone = True
     OPTIONS: ClassVar[dict[str, Option]] = {
         "balance": 0.01,  # weight of the Switch loss
         "z": 1e-3,  # weight of the z-loss
