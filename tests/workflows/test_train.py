@@ -16,11 +16,14 @@ import pytest
 
 from lab.tiny_training import TOML
 from moescope.errors import BadInput
+from moescope.lab.config import config_from
+from moescope.lab.corpus import EMBEDDED
 from moescope.reporting.page import page_content
 from moescope.run import Run
 from moescope.workflows.report import report
-from moescope.workflows.train import train
+from moescope.workflows.train import held, train
 from moescope.workflows.train_settings import bytes_on_disk, settle
+from moescope.workflows.train_text import read_corpus
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -69,6 +72,24 @@ def test_the_same_command_again_computes_nothing(trained_run: Run):
     again = train(trained_run.path.parent / "tiny.toml", out=trained_run.path, device="cpu", quiet=True)
     assert isinstance(again, Run)
     assert (trained_run.path / "steps.parquet").stat().st_mtime_ns == before
+
+
+def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(trained_run: Run, tmp_path: Path):
+    """Its lock covers scan and trace after the last step too, and comes before anything is cleared."""
+    folder = shutil.copytree(trained_run.path, tmp_path / "copy")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    with held(folder), pytest.raises(BadInput, match="another moescope process is writing this run"):
+        train(config_file(tmp_path, steps=13), out=folder, device="cpu", overwrite=True, quiet=True)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_the_lock_of_a_training_is_gone_after_it(trained_run: Run):
+    assert not list(trained_run.path.glob(".*"))
+
+
+def test_a_small_limit_of_bytes_is_not_taken_for_none():
+    config = config_from({"data": {"max_bytes": 3}})
+    assert sum(len(texts) for texts in read_corpus(config).train.values()) <= len(EMBEDDED)
 
 
 def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):

@@ -6,14 +6,15 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.disk import check_disk
+from moescope.disk import check_disk, only_writer
 from moescope.errors import BadInput
-from moescope.run import Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
+from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
@@ -75,16 +76,24 @@ def train(
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
         vocabulary = vocabulary_of(settled, corpus, origin)
         job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
-        done = None if overwrite else finished_run(chosen, identity)
-        if not ranks.told(done is not None):
-            path = str(config) if isinstance(config, str | Path) else None
-            asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
-            done = train_in(job, asked, overwrite)
-        if ranks.first:
-            assert done is not None
-            complete(done, job)
+        with held(chosen) if ranks.first else nullcontext():
+            done = None if overwrite else finished_run(chosen, identity)
+            if not ranks.told(done is not None):
+                path = str(config) if isinstance(config, str | Path) else None
+                asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+                done = train_in(job, asked, overwrite)
+            if ranks.first:
+                assert done is not None
+                complete(done, job)
         ranks.told(None)  # the others wait for scan and trace
     return Run.load(chosen)
+
+
+def held(folder: Path) -> AbstractContextManager[None]:
+    """One training at a time, from before anything is cleared until scan and trace are done: the run's own lock covers its tables alone."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder}: a file is in the way; give another --out")
+    return only_writer(folder, folder / TRAIN_LOCK, "this run", "give another --out")
 
 
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
