@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.run import Run, jsonable, read_run_json, write_json
 from moescope.workflows.scan import finished_run
 from moescope.workflows.study_text import StudyText, study_text
-from moescope.workflows.train import STATE, Job, saved_checkpoints, train_in
+from moescope.workflows.train import STATE, Job, held, saved_checkpoints, train_in
 from moescope.workflows.train_settings import as_plain
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
         torch.cuda.reset_peak_memory_stats()
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
-        with unsaid_alerts():
+        with unsaid_alerts(), held(piece.folder):
             run = run or train_in(job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False)
         assert run is not None
         more, documents = measures(run, piece, text, device)
