@@ -196,6 +196,7 @@ def test_a_real_kill_changes_no_number(whole: Run, config: Path, tmp_path: Path)
     assert resumed.info["pieces_taken_over"] == 1
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
     whole: Run, config: Path, tmp_path: Path
 ):
