@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
 from moescope.errors import BadInput
-from moescope.lab.corpus import Document, calculation, corpus_of, embedded_corpus, split
+from moescope.lab.corpus import Document, calculation, corpus_of, embedded_corpus, place, split, topic_groups
 
 SMALL = 40_000
 
@@ -46,6 +47,40 @@ def test_a_module_and_its_docstrings_are_on_the_same_side():
     sides = {d: {text.split()[1] for text in corpus.validation[d]} for d in ("code", "prose")}
     assert sides["code"] == sides["prose"]
     assert 30 < len(sides["code"]) < 90
+
+
+def test_topics_that_repeat_each_other_are_one_group_held_back_only_if_each_would_be():
+    own = [f"line {i} of a manual that is long enough to be told apart" for i in range(9)]
+    topics = {
+        "whole": "\n".join(own),
+        "section": "\n".join(own[2:5]),
+        "other section": "\n".join([*own[6:8], "and a line of its own, of forty characters or more"]),
+        "one line alone": f"{own[0]}\nand something else that nobody says besides, at some length",
+        "short": "yes\nno\nyes\nno",
+        "short too": "yes\nno\nyes\nno",
+    }
+    groups = topic_groups(topics)
+    together = {groups[name] for name in ("whole", "section", "other section")}
+    assert len(together) == 1
+    assert place(together.pop()) == max(place(f"topic {name}") for name in ("whole", "section", "other section"))
+    assert {groups[name] for name in ("one line alone", "short", "short too")} == {
+        "topic one line alone",
+        "topic short",
+        "topic short too",
+    }
+
+
+def test_hardly_a_passage_of_validation_is_read_in_training():
+    """Two long lines that follow one another, of any domain; licences and the like are in many files."""
+    corpus = embedded_corpus()
+    sides = []
+    for side in (corpus.train, corpus.validation):
+        texts = [text for domain in corpus.domains for text in side[domain]]
+        lines = [[line for line in map(str.strip, text.splitlines()) if len(line) >= 40] for text in texts]
+        sides.append([passage for one in lines for passage in pairwise(one)])
+    trained = set(sides[0])
+    assert len(sides[1]) > 500
+    assert sum(passage in trained for passage in sides[1]) < 0.01 * len(sides[1])
 
 
 def test_equal_texts_are_never_on_both_sides():

@@ -7,12 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
+from lab.tiny_lab import text, tiny
+from moescope.glossary import NOTES
 from moescope.lab.config import PRESETS, DataConfig, TrainConfig
-from moescope.lab.model import parameter_counts
+from moescope.lab.model import LabModel, parameter_counts
 from moescope.lab.routers import ROUTERS
 from moescope.lab.routers.spectra import ABLATIONS
 from moescope.lab.study_config import KEYS
+from moescope.types import Routing
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
 
@@ -43,6 +47,16 @@ def test_every_option_is_documented_with_its_default(router):
 def test_every_ablation_is_documented_as_it_is_written_in_a_config():
     said = {row[0]: tomllib.loads(row[1]) for row in rows("## Ablations of SPECTRA")}
     assert said == ABLATIONS
+
+
+def test_every_note_is_documented_under_its_router():
+    said = [(row[0], row[1]) for row in rows("## What routers say of themselves")]
+    assert sorted(note for _, note in said) == sorted(NOTES)
+    for router in {router for router, _ in said}:
+        torch.manual_seed(0)
+        layers: list[Routing] = []
+        LabModel(tiny(router)).train()(text(2, 8), consume=layers.append)
+        assert set(layers[0].notes) == {note for of, note in said if of == router}
 
 
 def test_every_preset_is_documented_with_its_shape_and_parameters():

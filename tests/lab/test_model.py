@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -182,6 +183,30 @@ def test_more_tokens_than_positions_are_refused_also_through_the_cache():
     run(model, text(1, 64), cache=cache)
     with pytest.raises(BadInput, match="65 tokens"):
         run(model, text(1, 1), cache=cache)
+
+
+def test_the_depth_state_of_spectra_goes_from_each_layer_to_the_next():
+    torch.manual_seed(0)
+    model, seen = LabModel(tiny("spectra")).eval(), []
+    for router in model.routers:
+        router.register_forward_hook(lambda _, given, routed: seen.append((given[0].carried_TR, routed.carried_TR)))
+    run(model, text(2, 8))
+    assert len(seen) == TINY.layers > 1
+    assert seen[0][0] is None
+    for (_, left), (found, _) in pairwise(seen):
+        assert torch.equal(found, left)
+
+
+def test_what_adds_to_the_stream_begins_smaller_by_the_root_of_twice_the_layers():
+    torch.manual_seed(0)
+    model = LabModel(tiny("topk", layers=8, d_model=64, d_ff=64))
+    for block in model.blocks:
+        for adding, other in (
+            (block.self_attn.o_proj.weight, block.self_attn.v_proj.weight),
+            (block.mlp.experts.down, block.mlp.experts.gate_up),
+        ):
+            assert other.std().item() == pytest.approx(0.02, rel=0.05)
+            assert adding.std().item() == pytest.approx(0.02 / 4, rel=0.05)
 
 
 def test_tied_embeddings_are_one_tensor_and_counted_once():

@@ -34,8 +34,8 @@ def tiny(router: str = "top2", **changes: object) -> LabModel:
     ("router", "changes", "layout"),
     [
         ("top2", {}, "mixtral"),
-        ("topk", {"top_k": 3, "tie_embeddings": True}, "mixtral"),
-        ("switch_top1", {}, "qwen3_moe"),
+        ("topk", {"top_k": 3, "tie_embeddings": True, "rope_base": 300.0}, "mixtral"),
+        ("switch_top1", {"norm_epsilon": 0.1, "rope_base": 300.0}, "qwen3_moe"),
         ("topk", {"top_k": 2, "router_options": {"renormalise": False}}, "qwen3_moe"),
         ("top2", {"qk_norm": True}, "qwen3_moe"),
     ],

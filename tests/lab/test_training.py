@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,22 +14,30 @@ import torch
 
 from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.errors import BadInput
+from moescope.glossary import NOTES
 from moescope.lab.batches import TokenRows
-from moescope.lab.divergence import Diverged
+from moescope.lab.divergence import Diverged, FiniteWatch
 from moescope.lab.model import LabModel
-from moescope.lab.optimising import clip_gradients, learning_rate
-from moescope.lab.routers import ROUTERS
+from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
+from moescope.lab.routers import ROUTERS, Routed
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
 from moescope.lab.vocabulary import Bytes
+from moescope.routing.alerts import Thresholds
 from moescope.routing.monitor import LoopMonitor
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
 
-@pytest.mark.parametrize("router", list(ROUTERS))
-def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bit(router: str, tmp_path: Path):
-    config = tiny_config(router, steps=6, checkpoint_every=3, evaluate_every=3)
+# Keys that weaken at once and begin anew in every step, at random queries: the one router that draws while it trains.
+DRAWING = {"respawn": True, "decay": 0.95, "decay_after": 0, "decay_percentile": 60.0}
+
+
+@pytest.mark.parametrize(("router", "options"), [*((name, {}) for name in ROUTERS), ("some", DRAWING)])
+def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bit(
+    router: str, options: dict[str, Any], tmp_path: Path
+):
+    config = tiny_config(router, options, steps=6, checkpoint_every=3, evaluate_every=3)
     whole = tiny_training(config)
     run = trained(whole, tmp_path / "whole")
 
@@ -53,6 +62,7 @@ def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bi
     taken_up.restore(state)
     again = trained(taken_up, tmp_path)
     assert again.table("steps")[LOSSES].equals(run.table("steps")[LOSSES])
+    assert again.table("routing_layers").equals(run.table("routing_layers"))
     assert taken_up.evaluations == whole.evaluations
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, taken_up.model.state_dict()[name]), name
@@ -89,6 +99,37 @@ def test_micro_batches_change_the_loss_by_rounding_only(tmp_path: Path):
     np.testing.assert_allclose(curves[2], curves[0], rtol=1e-4)
 
 
+@pytest.mark.parametrize("router", ["topk", "loss_free"])
+def test_steps_are_those_of_a_plain_loop_with_torchs_own_adamw_and_clipping(router: str):
+    training = tiny_training(tiny_config(router, clip=0.5, warmup=2, weight_decay=0.2, micro_batches=2))
+    torch.manual_seed(0)
+    model = LabModel(training.config.model).train()
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() <= 1]
+    plain = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    watch = FiniteWatch(training.model)
+    training.model.train()
+    for step, rate in enumerate((0.005, 0.01, 0.01)):
+        batch = training.data.train.of_step(step, 8, 0)
+        for half in (slice(0, 4), slice(4, 8)):
+            ids, targets = torch.from_numpy(batch.ids_BL[half]), torch.from_numpy(batch.targets_BL[half])
+            (model(ids, targets_BL=targets).loss / 2).backward()
+        before = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert before > 0.5  # or clipping would not have been seen
+        for group in plain.param_groups:
+            group["lr"] = rate
+        plain.step()
+        plain.zero_grad()
+        model.after_step()
+        training.one_step(watch)
+        torch.testing.assert_close(training.logged[-1][2], before, rtol=1e-4, atol=0)
+    found = training.model.state_dict()
+    for name, weight in model.state_dict().items():  # routers' biases too
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_the_tables_of_a_training_say_what_was_done(tmp_path: Path):
     training = tiny_training(tiny_config())
     run = trained(training, tmp_path, gradients_every=4)
@@ -102,6 +143,43 @@ def test_the_tables_of_a_training_say_what_was_done(tmp_path: Path):
     load = run.table("load")
     assert load.groupby(["step", "layer"])["tokens"].sum().unique().tolist() == [4 * 256 * 2]  # two experts a token
     assert (run.table("router_gradients")["lm_gradient_norm"] > 0).all()
+
+
+@pytest.mark.parametrize("router", ["expert_choice", "loss_free", "spectra", "some"])
+def test_what_routers_say_of_themselves_is_the_mean_over_the_passes_of_a_window(router: str, tmp_path: Path):
+    """Twice a step in micro-batches, evaluations left out, each with references that a run of the same passes gives."""
+    training = tiny_training(tiny_config(router, micro_batches=2, steps=8))
+    heard: dict[tuple[int, int, str], list[list[float]]] = {}
+
+    def listen(module: torch.nn.Module, args: object, routed: Routed) -> None:
+        if module.training:
+            for name, note in routed.notes.items():
+                window = 4 * (training.step // 4) + 4
+                heard.setdefault((window, module.layer, name), []).append([float(part) for part in note])
+
+    for one in training.model.routers:
+        one.register_forward_hook(listen)
+    table = trained(training, tmp_path).table("routing_layers")
+    assert {step for step, _, _ in heard} == {4, 8}
+    rows = table.set_index(["step", "layer", "metric"])
+    for place, passes in heard.items():
+        assert len(passes) == 8
+        columns = rows.loc[place, ["value", "floor", "collapse"]].to_numpy(float)
+        np.testing.assert_allclose(columns, np.mean(passes, axis=0), rtol=1e-9)
+        assert rows.loc[place, "domain"] == ""
+    assert set(table["metric"]) & set(NOTES) == {name for _, _, name in heard}
+
+
+def test_a_router_built_to_be_sure_raises_no_alert_for_it_and_one_that_is_not_does(tmp_path: Path):
+    """The same bound for both: what differs is whether low entropy is what the router is for."""
+    alerts = {}
+    for router in ("spectra", "top2"):
+        limits = Thresholds(min_entropy=9.0)
+        run = trained(tiny_training(tiny_config(router, steps=4)), tmp_path / router, thresholds=limits)
+        alerts[router] = set(run.table("alerts")["kind"])
+        assert run.info["sure_by_design"] == ([0, 1] if router == "spectra" else [])
+    assert "entropy" in alerts["top2"]
+    assert "entropy" not in alerts["spectra"]
 
 
 def test_the_evaluation_is_the_mean_over_validation_targets(tmp_path: Path):
@@ -187,6 +265,21 @@ def test_bfloat16_trains_to_about_the_same_loss(tmp_path: Path):
     half = trained(tiny_training(tiny_config(dtype="bfloat16")), tmp_path / "half").table("steps")["lm_loss"].iloc[-1]
     assert half != full
     assert half == pytest.approx(full, rel=0.02)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not_even_where_experts_stack_theirs():
+    config = tiny_config("topk", weight_decay=0.25)
+    model = LabModel(replace(config.model, block="some"))
+    decays = {
+        id(weight): group["weight_decay"]
+        for group in make_optimiser(model, config.train, "cpu").param_groups
+        for weight in group["params"]
+    }
+    found = {name: decays.pop(id(weight)) for name, weight in model.named_parameters()}
+    assert not decays
+    assert found["layers.0.mlp.experts.up_bias"] == 0  # [experts, width]: as many dimensions as a matrix
+    for name, decay in found.items():
+        assert decay == (0.0 if name.endswith("bias") or "layernorm" in name else 0.25), name
 
 
 def test_learning_rate_rises_in_a_line_and_falls_along_a_cosine():

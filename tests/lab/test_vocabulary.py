@@ -30,6 +30,15 @@ def test_marks_lie_inside_the_size_and_are_never_encoded(vocabulary: Vocabulary)
     assert max(ids) < vocabulary.size
 
 
+def test_a_text_that_spells_a_mark_holds_letters_and_no_mark(vocabulary: Vocabulary, tmp_path: Path):
+    text = "padded with <pad> up to <end>"
+    vocabulary.save(tmp_path)
+    for one in (vocabulary, load_vocabulary(tmp_path)):
+        ids = one.encode(text).tolist()
+        assert not {one.end, one.pad} & set(ids)
+        assert one.decode(ids) == text
+
+
 def test_transformers_loads_what_was_saved_and_gives_the_same_numbers(vocabulary: Vocabulary, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     vocabulary.save(tmp_path)

@@ -38,6 +38,11 @@ def test_each_line_of_a_jsonl_file_is_a_document_packed_or_not(tmp_path):
     assert all_of(text=[tmp_path / "a.jsonl"]) == all_of(text=[tmp_path / "b.jsonl.gz"]) == {"text": expected}
 
 
+def test_half_a_letter_of_two_halves_becomes_a_question_mark_and_whole_ones_stay(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "\\uD83D\\uDE42 \\\\ud83d"}\n{"messages": [{"content": "\\uDE42"}]}\n')  # fmt: skip
+    assert all_of(text=[tmp_path / "a.jsonl"]) == {"text": ["cut ?", "🙂 \\ud83d", [{"content": "?"}]]}
+
+
 @pytest.mark.parametrize("line", ["a line of words\n", "ünbroken"])
 def test_a_long_file_is_read_in_pieces_that_together_are_the_file(tmp_path, monkeypatch, line):
     monkeypatch.setattr(texts, "PIECE", 100)

@@ -12,6 +12,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from moescope.errors import BadInput
@@ -22,11 +23,12 @@ NO_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib
 LONGEST = 2**16  # characters of an embedded document: beyond, one file would be most of a domain
 SHORTEST_DOCSTRINGS = 200  # characters of prose below which a module has too little to be a document
 LINES_A_DOCUMENT = 40  # of what is generated
+LONG_LINE = 40  # characters from which a line says enough to be told from another
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. Documents of one group (a module's source and its docstrings) are never parted by the split."""
+    """One text. Documents of one group (a module's source and its docstrings, topics that repeat each other) are never parted by the split."""
 
     domain: str
     group: str
@@ -165,12 +167,33 @@ def prose() -> Iterator[Document]:
     """The manual's topics, then docstrings, module by module; a module's docstrings stay with its source in the split."""
     from pydoc_data.topics import topics
 
+    groups = topic_groups(topics)
     for name in sorted(topics, key=shuffled):
-        yield Document("prose", f"topic {name}", topics[name])
+        yield Document("prose", groups[name], topics[name])
     for name, path in modules():
         text = docstrings(path)
         if len(text) >= SHORTEST_DOCSTRINGS:
             yield Document("prose", name, text)
+
+
+def topic_groups(topics: dict[str, str]) -> dict[str, str]:
+    """The group of every topic; topics that have a passage in common, over however many others, are one group.
+
+    Some topics are the sections of a longer one word for word: split by themselves, validation would be read in training. A passage is
+    two long lines that follow one another. A group goes by the member that the split puts farthest from validation, so it is held
+    back only where each of its topics would have been.
+    """
+    holders: dict[tuple[str, str], str] = {}
+    joined = {name: {name} for name in topics}  # each name's whole group, the same set for all of its members
+    for name in sorted(topics):
+        lines = [line for line in map(str.strip, topics[name].splitlines()) if len(line) >= LONG_LINE]
+        for passage in pairwise(lines):
+            other = holders.setdefault(passage, name)
+            if joined[other] is not joined[name]:
+                joined[other] |= joined[name]
+                for member in joined[name]:
+                    joined[member] = joined[other]
+    return {name: max((f"topic {member}" for member in joined[name]), key=place) for name in topics}
 
 
 def docstrings(path: Path) -> str:

@@ -41,7 +41,6 @@ class Output:
     aux_loss: Tensor | None = None  # of all layers' routers, weighted
     token_losses_BL: Tensor | None = None  # detached; 0 where there is no target
     losses: dict[str, Tensor] = field(default_factory=dict)  # routers' losses by name, summed over layers
-    notes: dict[str, list[Tensor]] = field(default_factory=dict)  # routers' notes by name, layer after layer
 
 
 class MoE(nn.Module):
@@ -183,7 +182,7 @@ class LabModel(nn.Module):
         x_BLD = self.norm(x_BLD)
         logits_BLV = self.lm_head(x_BLD)
         if targets_BL is None:
-            return Output(logits_BLV, notes=gathered_notes(decided))
+            return Output(logits_BLV)
         losses_T = self.elementwise.token_losses(logits_BLV.flatten(0, 1), targets_BL.flatten())
         lm_loss = losses_T.sum() / (targets_BL != -100).sum().clamp(min=1)
         losses: dict[str, Tensor] = {}
@@ -198,7 +197,6 @@ class LabModel(nn.Module):
             aux_loss,
             losses_T.detach().view_as(ids_BL),
             losses,
-            gathered_notes(decided),
         )
 
     def embedded(self, ids_BL: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -241,14 +239,6 @@ class LabModel(nn.Module):
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.to(dtype)
         return self
-
-
-def gathered_notes(decided: list[Routed]) -> dict[str, list[Tensor]]:
-    notes: dict[str, list[Tensor]] = {}
-    for routed in decided:
-        for name, note in routed.notes.items():
-            notes.setdefault(name, []).append(note)
-    return notes
 
 
 def seeded_by_part(seed: int) -> BeforePart:

@@ -158,7 +158,7 @@ def load_config(folder: Path) -> ModelConfig:
     return replace(config, experts=experts, top_k=content["num_experts_per_tok"])
 
 
-def load_model(folder: str | Path, device: str = "cpu") -> tuple[LabModel, Vocabulary]:
+def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -> tuple[LabModel, Vocabulary]:
     """The model and vocabulary of a lab checkpoint, in evaluation mode."""
     place = Path(folder)
     config = load_config(place)
@@ -166,7 +166,7 @@ def load_model(folder: str | Path, device: str = "cpu") -> tuple[LabModel, Vocab
     for file in sorted(place.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             stored.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-    model = LabModel(config)
+    model = LabModel(config, compile=compile)
     own = model.state_dict()
     for name, tensor in stored_tensors(model):  # views of the model's own tensors: filling them fills the model
         if name not in stored:

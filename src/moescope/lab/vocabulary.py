@@ -94,11 +94,11 @@ class Pairs:
         ]  # sorted: sets would be in another order each time
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=letters, show_progress=False)  # fmt: skip
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(tokenizer)
+        return cls(without_marks(tokenizer))
 
     @classmethod
     def of(cls, content: str) -> Pairs:
-        return cls(library().Tokenizer.from_str(content))
+        return cls(without_marks(library().Tokenizer.from_str(content)))
 
     @property
     def size(self) -> int:
@@ -142,14 +142,24 @@ def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
 
 def load_vocabulary(folder: Path) -> Vocabulary:
     """The vocabulary saved beside a lab checkpoint."""
+    return Bytes() if kind_of(folder) == "bytes" else Pairs.of((folder / FILE).read_text(encoding="utf-8"))
+
+
+def kind_of(folder: Path) -> str:
+    """The kind of the vocabulary saved there."""
     try:
-        content = (folder / FILE).read_text(encoding="utf-8")
-        bytes_alone = not json.loads(content)["model"]["merges"] and len(json.loads(content)["model"]["vocab"]) == BYTES
+        model = json.loads((folder / FILE).read_text(encoding="utf-8"))["model"]
+        return "bytes" if not model["merges"] and len(model["vocab"]) == BYTES else "bpe"
     except (OSError, ValueError, KeyError, TypeError):
         raise BadInput(
             f"{folder / FILE}: no tokenizer that the lab wrote; give the folder of a lab checkpoint"
         ) from None
-    return Bytes() if bytes_alone else Pairs.of(content)
+
+
+def without_marks(tokenizer: Any) -> Any:
+    """The tokenizer, for which a text that says "<pad>" says these five letters: a mark is where the lab puts one."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def byte_letters() -> dict[int, str]:

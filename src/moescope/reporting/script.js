@@ -202,7 +202,7 @@
       make("table", { class: "plain" }, make("tbody", {}, ...content.setup.map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, value)))))));
     body.append(make("div", { class: "grid" }, ...content.figures.map(slotFor)));
     body.append(...content.tables.map((table) => tableElement(table, true)));
-    body.append(make("h3", {}, "Complete view"), make("div", { class: "grid panels" }, ...content.complete.map(slotFor)));
+    if (content.complete.length) body.append(make("h3", {}, "Complete view"), make("div", { class: "grid panels" }, ...content.complete.map(slotFor)));
     watch(body);
   }
   document.querySelectorAll("details.layer:not(.routed)").forEach((details) => details.addEventListener("toggle", () => openLayer(details)));

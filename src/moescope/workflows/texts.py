@@ -157,6 +157,10 @@ def decoded(content: bytes, where: str) -> str:
 def line_content(line: str, file: Path, number: int) -> Content:
     try:
         value = json.loads(line)
+        if (
+            "\\ud" in line.lower()
+        ):  # half of a pair, as a text cut in the middle has it, is no letter: no tokenizer takes it
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except ValueError:
         raise BadInput(f"{file}, line {number}: not valid JSON; each line must be an object with a text") from None
     found = value if isinstance(value, str) else None

@@ -6,18 +6,20 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moescope.disk import check_disk, only_writer
 from moescope.errors import BadInput
-from moescope.run import Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
+from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
 from moescope.workflows.trace import checkpoint_identity
-from moescope.workflows.train_settings import as_plain, facts_of, settle, unfinished
+from moescope.workflows.train_settings import as_plain, bytes_on_disk, facts_of, settle, unfinished
 from moescope.workflows.train_text import keep_validation, read_corpus, vocabulary_of
 
 if TYPE_CHECKING:
@@ -72,17 +74,26 @@ def train(
         identity = {"arguments": {**jsonable(as_plain(settled)), "from": origin}, "corpus": corpus.identity}
         name = Path(config).stem if isinstance(config, str | Path) else f"{preset or 'nano'}-{settled.model.router}"
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
-        job = Job(chosen, settled, corpus, vocabulary_of(settled, corpus), identity, origin, place, ranks, quiet)
-        done = None if overwrite else finished_run(chosen, identity)
-        if not ranks.told(done is not None):
-            path = str(config) if isinstance(config, str | Path) else None
-            asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
-            done = train_in(job, asked, overwrite)
-        if ranks.first:
-            assert done is not None
-            complete(done, job)
+        vocabulary = vocabulary_of(settled, corpus, origin)
+        job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
+        with held(chosen) if ranks.first else nullcontext():
+            done = None if overwrite else finished_run(chosen, identity)
+            if not ranks.told(done is not None):
+                path = str(config) if isinstance(config, str | Path) else None
+                asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+                done = train_in(job, asked, overwrite)
+            if ranks.first:
+                assert done is not None
+                complete(done, job)
         ranks.told(None)  # the others wait for scan and trace
     return Run.load(chosen)
+
+
+def held(folder: Path) -> AbstractContextManager[None]:
+    """One training at a time, from before anything is cleared until scan and trace are done: the run's own lock covers its tables alone."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder}: a file is in the way; give another --out")
+    return only_writer(folder, folder / TRAIN_LOCK, "this run", "give another --out")
 
 
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
@@ -124,6 +135,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     states = job.folder / "checkpoints"
     if ranks.first:
         check_folder(job.folder, job.identity, overwrite)
+        check_room(states, config)
         if overwrite:
             clear_training(job.folder)
     ranks.told(None)  # nobody looks for a state before it is settled which there is
@@ -165,6 +177,14 @@ def data_of(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
     return Data(TokenRows.of(corpus.train, vocabulary, length, layout), held)
 
 
+def check_room(states: Path, config: LabConfig) -> None:
+    """Refuse now what would run out of disk after a day. What lies there already is gone on with or replaced."""
+    there = sum(file.stat().st_size for file in states.rglob("*") if file.is_file())
+    place = next(part for part in (states.absolute(), *states.absolute().parents) if part.exists())
+    remedy = "raise [train] checkpoint_every, or give --out on a larger disk"
+    check_disk(place, max(bytes_on_disk(config) - there, 0), remedy)
+
+
 def clear_training(folder: Path) -> None:
     """Remove what an earlier training left in the folder beside its tables, and nothing that another verb or somebody else put there."""
     if (read_run_json(folder) or {}).get("verb") != "train":
@@ -186,7 +206,7 @@ def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
 
     torch.manual_seed(config.train.seed)
     if origin is not None:
-        return load_model(origin, device)[0]
+        return load_model(origin, device, config.train.compile)[0]
     paired = config.train.paired_weights
     before = seeded_by_part(config.train.seed) if paired else as_it_comes
     with torch.device(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ def settle(
 ) -> LabConfig:
     """The config that all these words come to, checked."""
     from moescope.lab import config as lab
-    from moescope.lab.vocabulary import check_vocabulary
+    from moescope.lab.vocabulary import check_vocabulary, kind_of
 
     base = lab.preset(preset) if preset is not None else None
     if isinstance(config, lab.LabConfig):
@@ -38,7 +39,8 @@ def settle(
     if seed is not None:
         settled = replace(settled, train=replace(settled.train, seed=seed))
     if from_ is not None:
-        settled = replace(settled, model=model_from(Path(from_), router))
+        model = model_from(Path(from_), router)
+        settled = replace(settled, model=model, data=replace(settled.data, vocabulary=kind_of(Path(from_))))
     lab.check(settled)
     check_vocabulary(settled.data.vocabulary, settled.model.vocabulary)
     return settled
@@ -100,6 +102,19 @@ def facts_of(config: LabConfig) -> dict[str, Any]:
         "tokens": train.steps * train.batch_size * train.sequence_length,
         "config": jsonable(as_plain(config)),
     }
+
+
+def bytes_on_disk(config: LabConfig) -> int:
+    """What a training writes: its checkpoints, and the state to go on from, of which two lie there for a moment.
+
+    Trained weights are float32, frozen ones of the dtype they are kept in; the optimiser has two moments a trained weight.
+    """
+    from moescope.lab.model import parameter_counts
+
+    counts, train = parameter_counts(config.model), config.train
+    frozen = (counts.total - counts.trainable) * (2 if config.model.frozen_dtype == "bfloat16" else 4)
+    checkpoint = 4 * counts.trainable + frozen
+    return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * (checkpoint + 8 * counts.trainable)
 
 
 def fact_lines(facts: dict[str, Any]) -> list[str]:

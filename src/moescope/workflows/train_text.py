@@ -22,9 +22,10 @@ def read_corpus(config: LabConfig) -> Corpus:
 
     data = config.data
     if not data.text and not data.domains:
-        return embedded_corpus(data.max_bytes // len(EMBEDDED) or BYTES_A_DOMAIN, data.validation_share)
+        share = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_A_DOMAIN
+        return embedded_corpus(share, data.validation_share)
     reading = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
-    most = data.max_bytes // len(reading) if data.max_bytes else None
+    most = max(data.max_bytes // len(reading), 1) if data.max_bytes else None
     return corpus_of({source.domain: texts_of(source, most) for source in reading}, data.validation_share)
 
 
@@ -42,9 +43,12 @@ def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
     return read
 
 
-def vocabulary_of(config: LabConfig, corpus: Corpus) -> Vocabulary:
-    from moescope.lab.vocabulary import make_vocabulary
+def vocabulary_of(config: LabConfig, corpus: Corpus, origin: str | None = None) -> Vocabulary:
+    """The vocabulary of the checkpoint whose weights come first, since its embeddings know no other; else one for this text."""
+    from moescope.lab.vocabulary import load_vocabulary, make_vocabulary
 
+    if origin is not None:
+        return load_vocabulary(Path(origin))
     texts = (text for domain in corpus.domains for text in corpus.train[domain])
     return make_vocabulary(config.data.vocabulary, config.model.vocabulary, texts)
 
