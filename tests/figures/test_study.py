@@ -208,6 +208,14 @@ def test_differences_over_steps_are_within_seeds_and_around_zero(main: Tables):
     assert grey(figure)["top2 (reference)"]["y"] == [0.0, 0.0]
 
 
+def test_a_seed_that_the_reference_lacks_is_left_out_of_differences_over_steps(main: Tables):
+    rows = main["study_curves"]
+    without = rows[(rows["arm"] != "top2") | (rows["seed"] != 0)]
+    losses_of = rows.set_index(["arm", "seed", "step"])["validation_loss"]
+    expected = np.mean([losses_of["hash", seed, 300] - losses_of["top2", seed, 300] for seed in range(1, 5)])
+    assert named(difference_by_step({**main, "study_curves": without}), "hash")["y"][-1] == pytest.approx(expected)
+
+
 def test_a_training_that_failed_is_not_in_the_mean(main: Tables):
     runs = main["study_runs"].copy()
     runs.loc[(runs["arm"] == "hash") & (runs["seed"] == 0), "status"] = "failed"

@@ -62,6 +62,11 @@ def test_no_arm_is_said_where_none_differs(tmp_path: Path):
     assert said.startswith("No arm can be told from top2 with 5 seeds; a difference of 0.0")
 
 
+def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(tmp_path: Path):
+    arms = [{**arm, "shift": 0.0, "spread": 0.0} for arm in router_arms(["top2", "no router"])]
+    assert findings(study_run(tmp_path / "run", arms=arms)) == ["No arm can be told from top2 with 5 seeds."]
+
+
 def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
     told = " ".join(findings(run))
     assert "4 seeds are too few to say anything of hash: nothing is claimed." in told

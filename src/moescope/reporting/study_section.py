@@ -203,15 +203,19 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
         )
     alike = known[known["verdict"] == "not distinguishable"]
     if len(alike):
+        several = len(alike) > 1 or not len(claimed)
         who = (
-            f"{'no' if label else 'No'} {'other ' if len(claimed) else ''}arm"
-            if len(alike) > 1 or not len(claimed)
-            else str(alike["arm"].iloc[0])
+            f"{'no' if label else 'No'} {'other ' if len(claimed) else ''}arm can"
+            if several
+            else f"{alike['arm'].iloc[0]} cannot"
         )
-        found.append(
-            f"{label}{who} {'can' if who.lower().startswith('no ') else 'cannot'} be told from {reference} with {seeds_words(alike)}; a difference of "
-            f"{number(alike['detectable_difference'].max())} nats would have been seen with probability 80 %."
+        seen = alike["detectable_difference"].max()
+        power = (
+            f"; a difference of {number(seen)} nats would have been seen with probability 80 %"
+            if math.isfinite(seen)
+            else ""
         )
+        found.append(f"{label}{who} be told from {reference} with {seeds_words(alike)}{power}.")
     few = known[known["verdict"] == "too few seeds to say"]
     if len(few):
         near = few.loc[few["difference"].abs().idxmax()]
