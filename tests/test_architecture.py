@@ -18,7 +18,7 @@ RANKS = [
     {"workflows"},
     {"lab", "compression", "reporting"},
     {"routing", "spectral", "geometry", "figures"},
-    {"families", "run", "engine", "planted"},
+    {"families", "run", "engine", "processes", "planted"},
     {"checkpoint", "tables", "glossary", "types", "disk", "errors"},
 ]
 RANK = {part: rank for rank, parts in enumerate(RANKS) for part in parts}

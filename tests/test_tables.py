@@ -22,6 +22,7 @@ from moescope.tables import (
     ROUTING_TABLES,
     SCAN_TABLES,
     SCHEMA_VERSION,
+    STUDY_TABLES,
     TABLES,
     TRAINING_TABLES,
     arrow_schema,
@@ -50,9 +51,17 @@ def row(**changes: object) -> pd.DataFrame:
 
 
 def test_the_tables_stand_in_the_order_of_the_golden_copy_those_of_one_verb_together():
-    by_verb = (SCAN_TABLES, GEOMETRY_TABLES, COMPRESSION_TABLES, ROUTING_TABLES, TRAINING_TABLES, LAB_TABLES)
+    by_verb = (
+        SCAN_TABLES,
+        GEOMETRY_TABLES,
+        COMPRESSION_TABLES,
+        ROUTING_TABLES,
+        TRAINING_TABLES,
+        LAB_TABLES,
+        STUDY_TABLES,
+    )
     assert list(TABLES) == list(GOLDEN) == [name for tables in by_verb for name in tables]
-    assert [len(tables) for tables in by_verb] == [9, 2, 4, 10, 3, 1]
+    assert [len(tables) for tables in by_verb] == [9, 2, 4, 10, 3, 1, 4]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -64,7 +73,11 @@ def test_keys_and_values_equal_the_golden_copy(name):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_layer_name_follows_layer_and_is_no_key(name):
     columns = list(TABLES[name].columns)
-    assert ("layer_name" in columns) == ("layer" in columns) == (name not in ("steps", "overhead", "pieces"))
+    assert (
+        ("layer_name" in columns)
+        == ("layer" in columns)
+        == (name not in ("steps", "overhead", "pieces", *STUDY_TABLES))
+    )
     assert "layer" not in columns or columns[columns.index("layer") + 1] == "layer_name"
     assert [column for column in columns if column != "layer_name"] == GOLDEN[name]["keys"] + GOLDEN[name]["values"]
     assert "layer_name" not in TABLES[name].keys

@@ -1,7 +1,7 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
 `moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`, `moescope.train(...)`,
-`moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.study(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
 `moescope.Monitor()` watches a model in training.
 """
 
@@ -20,10 +20,24 @@ if TYPE_CHECKING:
     from moescope.workflows.monitor import Monitor
     from moescope.workflows.report import report
     from moescope.workflows.scan import scan
+    from moescope.workflows.study import study
     from moescope.workflows.trace import trace
     from moescope.workflows.train import train
 
-__all__ = ["BadInput", "Monitor", "Run", "compare", "compress", "demo", "inspect", "report", "scan", "trace", "train"]
+__all__ = [
+    "BadInput",
+    "Monitor",
+    "Run",
+    "compare",
+    "compress",
+    "demo",
+    "inspect",
+    "report",
+    "scan",
+    "study",
+    "trace",
+    "train",
+]
 
 _HOME = {
     "BadInput": "moescope.errors",
@@ -35,6 +49,7 @@ _HOME = {
     "inspect": "moescope.workflows.inspect",
     "report": "moescope.workflows.report",
     "scan": "moescope.workflows.scan",
+    "study": "moescope.workflows.study",
     "trace": "moescope.workflows.trace",
     "train": "moescope.workflows.train",
 }

@@ -258,6 +258,37 @@ def train(
 
 
 @app.command()
+def study(
+    config: Annotated[Path | None, typer.Argument(metavar="STUDY.toml", help="Arms, seeds and what they have in common: docs/lab.md.", show_default=False)] = None,
+    engine: Annotated[str, typer.Option(help="local: on this machine; ray: on a cluster (needs the extra `ray`).")] = "local",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished study in --out, or the newest in runs/.")] = False,
+    out: Out = None,
+    jobs: Annotated[int, typer.Option(help="Trainings at a time, each in a process of its own; on a GPU they share it.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the arms with their sizes and the work they come to, and stop.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
+    as_json: AsJson = False,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to join: auto, or HOST:PORT. Without it one is started here.", rich_help_panel=MORE, metavar="ADDRESS", show_default=False)] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Train many small MoEs in a design with paired seeds, and compare them.
+
+    Finished trainings are not repeated, an unfinished one goes on from its checkpoint: give the same command.
+    """
+    from moescope.workflows.study import fact_lines
+    from moescope.workflows.study import study as run_study
+
+    made = run_study(
+        config, engine=engine, resume=resume, out=out, jobs=jobs, dry_run=dry_run, device=device, address=address, overwrite=overwrite,
+        quiet=quiet,
+    )  # fmt: skip
+    if isinstance(made, dict):
+        typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
+    else:
+        show_run(made, as_json, quiet)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; several are compared side by side.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="RUN/report.html", metavar="FILE")] = None,

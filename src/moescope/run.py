@@ -34,8 +34,13 @@ OWN_FILES = (
     "calibration.safetensors",
     *(f"{name}.parquet" for name in TABLES),
 )
+TRAIN_LOCK = ".train.lock"  # of a whole training with its scan and trace, which the lock of one run does not cover
 OWN_FOLDERS = ("parts",)
-GROWING = ("monitor", "train")  # verbs whose runs can be read before they are done: training may take weeks, or crash
+GROWING = (
+    "monitor",
+    "train",
+    "study",
+)  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):
@@ -124,6 +129,10 @@ class RunWriter:
         write_json(partial / "setup.json", setup)
         partial.rename(target)
         sync_folder(target.parent)
+
+    def has(self, name: str) -> bool:
+        """Whether some piece has rows of that table."""
+        return any((self.path / "parts" / piece / f"{name}.parquet").exists() for piece in self.done_pieces())
 
     def joined(self, name: str) -> pd.DataFrame:
         """One table from all pieces flushed so far."""
@@ -233,7 +242,7 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
     """Refuse a folder that holds something else; True when there is nothing of ours in it yet."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: a file is in the way; give another --out")
-    if not folder.exists() or not any(file.name != ".lock" for file in folder.iterdir()):
+    if not folder.exists() or not any(file.name not in (".lock", TRAIN_LOCK) for file in folder.iterdir()):
         return True
     try:
         info = read_run_json(folder)

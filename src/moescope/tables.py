@@ -225,6 +225,34 @@ TABLES: dict[str, Table] = {
             ("router", "component"),
             ("milliseconds", "flops", "share"),
         ),
+        Table(
+            "study_runs",
+            "Every training of a study: one row an arm and seed, filled by a run or not run.",
+            ("arm", "seed"),
+            ("question", "status", "validation_loss", "noise_low", "noise_high", "load_cv", "max_over_mean", "routing_entropy",
+             "unused_share", "dropped_share", "consistency", "usage_sigma", "kendall_tau", "tokens_per_second", "peak_memory_bytes",
+             "seconds", "parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "message"),
+        ),
+        Table(
+            "study_documents",
+            "The trained models' losses on every validation document: what the noise of the evaluation is drawn from.",
+            ("arm", "seed", "document"),
+            ("domain", "tokens", "loss"),
+        ),
+        Table(
+            "study_curves",
+            "How each training of a study went, at the steps that were logged.",
+            ("arm", "seed", "step"),
+            ("train_loss", "validation_loss", "routing_entropy", "load_cv", "unused_share"),
+        ),
+        Table(
+            "study_comparisons",
+            "Every arm of a study against the reference, seed by seed.",
+            ("question", "arm"),
+            ("reference", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high", "statistic",
+             "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p", "hedges_g", "rank_p",
+             "detectable_difference", "verdict"),
+        ),
     ]
 }  # fmt: skip
 
@@ -236,7 +264,8 @@ TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")
 COMPRESSION_TABLES = ("clusters", "merges", "saliency", "damage")
 LAB_TABLES = ("overhead",)
-OTHERS = (*GEOMETRY_TABLES, *COMPRESSION_TABLES, *ROUTING_TABLES, *TRAINING_TABLES, *LAB_TABLES)
+STUDY_TABLES = ("study_runs", "study_documents", "study_curves", "study_comparisons")
+OTHERS = (*GEOMETRY_TABLES, *COMPRESSION_TABLES, *ROUTING_TABLES, *TRAINING_TABLES, *LAB_TABLES, *STUDY_TABLES)
 SCAN_TABLES = tuple(name for name in TABLES if name not in OTHERS)
 
 

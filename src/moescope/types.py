@@ -7,9 +7,10 @@ chosen for one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from moescope.errors import printable
 
@@ -60,6 +61,18 @@ class ExpertStack:
 
 
 @dataclass(frozen=True)
+class RouterState:
+    """A stored tensor of a router beside its rows and biases, and what of it belongs to which expert.
+
+    `kind` "experts": the first axis falls into as many equal runs as there are experts, one each; "table": its entries are experts'
+    numbers; "shared": nothing in it belongs to one expert.
+    """
+
+    tensor: LazyTensor
+    kind: str
+
+
+@dataclass(frozen=True)
 class SharedExpert:
     """The expert every token goes through, and the gate in front of it where there is one."""
 
@@ -75,7 +88,9 @@ class LayerWeights:
 
     layer: int
     layer_name: str
-    router_ED: LazyTensor
+    router_ED: (
+        LazyTensor | None
+    )  # None where the router has no row for each expert: it hashes, or there is nothing to choose
     gate_EFD: ExpertStack
     up_EFD: ExpertStack | None  # None for experts without a gate
     down_EDF: ExpertStack
@@ -90,14 +105,15 @@ class LayerWeights:
     gate_bias_EF: ExpertStack | None = None
     up_bias_EF: ExpertStack | None = None
     down_bias_ED: ExpertStack | None = None
+    router_state: tuple[RouterState, ...] = ()  # what else the router keeps: thresholds, strengths, tables, projections
 
     @property
     def n_experts(self) -> int:
-        return self.router_ED.shape[0]
+        return self.gate_EFD.shape[0]
 
     @property
     def d_model(self) -> int:
-        return self.router_ED.shape[1]
+        return self.gate_EFD.shape[2]
 
     @property
     def d_ff(self) -> int:
@@ -151,7 +167,9 @@ class Plan:
     checkpoint: dict[str, str | None]  # address, revision, hash of the headers: a plan is carried out on no other one
     layers: tuple[LayerPlan, ...]
     matching: str  # how members' neurons are brought into the dominant's order: "signed", "unsigned", "none"
-    router: str  # what the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts)
+    # What the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join" (a group takes over its
+    # dominant's part of the router, of a table the tokens of all members)
+    router: str
     top_k: int | None  # after
     settings: dict[str, str | int | float | bool | None]  # what made the plan: keep, linkage, merge weights, seed, ...
 
@@ -191,6 +209,19 @@ class Routing:
     auxiliary_loss: Tensor | None = None
     x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
+    carried_TR: Tensor | None = None  # what the router of the layer before handed on, where it reads that
+    notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, by the metric's name
+
+
+class Note(NamedTuple):
+    """A number a router says of itself in a pass, beside what it is by chance and at the worst. Tables hold means over passes.
+
+    Tensors are detached scalars in float32, left on the device; references that do not depend on the pass are plain numbers.
+    """
+
+    value: Tensor
+    floor: Tensor | float
+    collapse: Tensor | float = math.nan
 
 
 @dataclass(frozen=True)
@@ -204,14 +235,28 @@ class Coverage:
     parameters_understood: int
     parameters_total: int
     skipped: dict[str, int]  # reason -> number of tensors
+    rowless_router: str | None = None  # what the router is called where it has no row for each expert
 
     def line(self) -> str:
         expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
-        experts = "/".join(str(n) for n in self.experts_per_layer)
+        experts = (
+            "one expert" if self.experts_per_layer == (1,) else f"{'/'.join(map(str, self.experts_per_layer))} experts"
+        )
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
         return printable(
-            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} experts a layer, "
+            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} a layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
+        )
+
+    def without_rows(self) -> str | None:
+        """Why the weights tell less of it than of others, in a sentence; None where its routers have rows."""
+        if self.rowless_router is None:
+            return None
+        if self.experts_per_layer == (1,):
+            return f"nothing is routed (router {self.rowless_router}): one block a layer has a spectrum, and nothing to be compared with"
+        return (
+            f"router {self.rowless_router} has no row for each expert, so experts are compared with each other alone, and alignment and "
+            "ambiguity are left out; moescope trace shows where it sends text"
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.compression.folding import RouterParts, fold_router, load_of, mean_router, wanted_load
+from moescope.compression.folding import RouterParts, fold_router, load_of, load_thresholds, mean_router, wanted_load
 from moescope.compression.rerouting import Gating
 from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
@@ -154,3 +154,27 @@ def test_a_sigmoid_router_without_a_bias_for_choosing_is_not_balanced():
     assert folded.load_error is None
     assert folded.correction_bias_K is None
     assert folded.kl == folded.kl_start > 0
+
+
+def test_thresholds_let_each_group_take_as_many_as_took_any_member():
+    """Rows that read one state each: probabilities by hand, 3 tokens to the first group, 1 to the second, all to the third."""
+    x_TD = torch.tensor([[3.0, 0.0, 0.0], [2.0, 0.0, 0.5], [1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    chosen_TK = torch.tensor([[0, 3, -1], [1, 3, -1], [0, 1, 3], [2, -1, 3]])  # of four experts, 0 and 1 one group
+    gates_TK = torch.full((4, 3), 0.1).masked_fill(chosen_TK < 0, 0)
+    states = LayerStates(x_TD, torch.zeros(4, 4), chosen_TK, gates_TK, torch.arange(4))
+    threshold_K, scale = load_thresholds(torch.eye(3), [(0, 1), (2,), (3,)], states)
+    p_TK = x_TD.exp() / x_TD.exp().sum(-1, keepdim=True)
+    taken_TK = p_TK >= threshold_K
+    assert taken_TK.sum(0).tolist() == [3, 1, 4]
+    assert taken_TK[:, 0].tolist() == [True, True, True, False]
+    assert threshold_K[0] == pytest.approx(float(p_TK[2, 0] + p_TK[3, 0]) / 2)
+    assert scale == pytest.approx(float((p_TK * taken_TK).sum() / gates_TK.sum()))
+
+
+def test_a_group_nobody_chose_takes_nothing():
+    states = LayerStates(
+        torch.randn(5, 2), torch.zeros(5, 2), torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1), torch.arange(5)
+    )
+    threshold_K, _ = load_thresholds(torch.eye(2), [(0,), (1,)], states)
+    p_TK = states.x_TD.softmax(-1)
+    assert (p_TK >= threshold_K).sum(0).tolist() == [5, 0]

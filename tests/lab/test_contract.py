@@ -10,8 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lab.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
+from moescope.glossary import METRICS, NOTES
 from moescope.lab.model import LabModel
 from moescope.lab.routers import ROUTERS
+from moescope.routing.notes import NoteTally
 from moescope.routing.tally import Tally
 from moescope.types import Tokens
 
@@ -28,6 +30,12 @@ LEARNING = pytest.mark.parametrize(
         if kind.learns_from_text and kind.fixed_top_k in (None, k)
     ],
 )
+NOTED = {
+    "expert_choice": {"tokens_without_expert", "experts_a_token", "experts_a_token_spread"},
+    "loss_free": {"bias_spread"},
+    "spectra": {"column_error", "direction_overlap"},
+    "some": {"key_cosine", "key_strength", "weakened_keys"},
+}
 MODELS: dict[str, LabModel] = {}
 
 
@@ -255,6 +263,28 @@ def test_a_training_step_never_waits_for_a_number_from_the_device(router):
 def test_evaluation_that_does_wait_shows_that_fake_tensors_tell():
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), pytest.raises(DataDependentOutputException):
         LabModel(tiny("expert_choice")).eval()(torch.zeros(6, 16, dtype=torch.long))
+
+
+@EVERY
+def test_notes_are_numbers_of_the_glossary_that_carry_no_gradient_and_are_added_up_without_a_wait(router):
+    with FakeTensorMode():
+        model, tally = LabModel(tiny(router)).train(), NoteTally()
+        layers = []
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(6, 16, dtype=torch.long), consume=layers.append)
+        for _ in range(2):
+            tally.add([(routing.layer, routing.notes) for routing in layers])
+    assert set(layers[0].notes) == NOTED.get(router, set())
+    for routing in layers:
+        for note in routing.notes.values():
+            told = [part for part in note if isinstance(part, torch.Tensor)]
+            assert all(part.shape == () and part.dtype == torch.float32 and not part.requires_grad for part in told)
+            assert any(part is note.value for part in told)
+
+
+def test_every_note_of_the_glossary_is_some_router_s_and_none_is_a_metric_of_all():
+    assert set().union(*NOTED.values()) == set(NOTES)
+    assert not set(NOTES) & set(METRICS)
 
 
 @EVERY

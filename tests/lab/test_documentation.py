@@ -7,20 +7,26 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
+from lab.tiny_lab import text, tiny
+from moescope.glossary import NOTES
 from moescope.lab.config import PRESETS, DataConfig, TrainConfig
-from moescope.lab.model import parameter_counts
+from moescope.lab.model import LabModel, parameter_counts
 from moescope.lab.routers import ROUTERS
 from moescope.lab.routers.spectra import ABLATIONS
+from moescope.lab.study_config import KEYS
+from moescope.types import Routing
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table under that heading, its head left out, without backticks."""
+def rows(heading: str, head: str = "|") -> list[list[str]]:
+    """The cells of the first table under that heading whose head begins so, its head left out, without backticks."""
     start = LINES.index(heading)
+    first = next(at for at, line in enumerate(LINES[start:]) if line.startswith(head))
     table = []
-    for line in LINES[start + 2 :]:
+    for line in LINES[start + first :]:
         if not line.startswith("|"):
             break
         table.append([cell.strip().replace("`", "") for cell in line.strip("|").split("|")])
@@ -43,6 +49,16 @@ def test_every_ablation_is_documented_as_it_is_written_in_a_config():
     assert said == ABLATIONS
 
 
+def test_every_note_is_documented_under_its_router():
+    said = [(row[0], row[1]) for row in rows("## What routers say of themselves")]
+    assert sorted(note for _, note in said) == sorted(NOTES)
+    for router in {router for router, _ in said}:
+        torch.manual_seed(0)
+        layers: list[Routing] = []
+        LabModel(tiny(router)).train()(text(2, 8), consume=layers.append)
+        assert set(layers[0].notes) == {note for of, note in said if of == router}
+
+
 def test_every_preset_is_documented_with_its_shape_and_parameters():
     said = {row[0]: row[1:] for row in rows("## Presets")}
     assert list(said) == list(PRESETS)
@@ -57,3 +73,7 @@ def test_every_preset_is_documented_with_its_shape_and_parameters():
 def test_every_key_of_data_and_training_is_documented_with_its_default(heading, part):
     said = {row[0]: row[1] for row in rows(heading)}
     assert said == {name: str(default or "none").lower() if isinstance(default, tuple | dict) else str(default).lower() for name, default in asdict(part).items()}  # fmt: skip
+
+
+def test_every_key_of_a_study_is_documented():
+    assert {row[0] for row in rows("## Studies", "| key |")} | {"base"} == set(KEYS)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from lab.tiny_lab import tiny, trained
 from lab.tiny_training import tiny_config
 from moescope.lab.model import LabModel
-from moescope.lab.routers import ROUTERS
+from moescope.lab.routers import ROUTERS, RouterInput
 from moescope.lab.saving import save_model
-from moescope.lab.tracing import TraceableVocabulary, load_traced
+from moescope.lab.tracing import Traceable, TraceableVocabulary, load_traced
 from moescope.lab.vocabulary import Bytes
+from moescope.routing.adapters import RouterReads, find_blocks
 from moescope.routing.documents import Document
 from moescope.routing.monitor import LoopMonitor
 from moescope.routing.trace import Traced, trace_model
@@ -97,3 +99,42 @@ def test_a_traced_lab_model_needs_no_transformers(tmp_path: Path, monkeypatch: p
     folder = saved("top2", tmp_path / "model")
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it now fails
     assert traced(folder).counts[0].counts_MBE.sum() > 0
+
+
+@pytest.mark.parametrize("router", list(ROUTERS))
+def test_a_router_built_anew_of_its_own_tensors_answers_alike_and_draws_no_random_number(router: str):
+    """In every layer, on whatever the layer is given: the state handed on and the token ids are part of it."""
+    model = trained(tiny(router, vocabulary=258)).eval()
+    blocks = {block.layer: block for block in find_blocks(Traceable(model, Bytes()))}
+    generator = torch.random.get_rng_state()
+    ids_T = torch.randint(0, 258, (30,), generator=torch.Generator().manual_seed(1))
+    carried_TR = None
+    for layer, own in enumerate(model.routers):
+        x_TD = torch.randn(30, 32, generator=torch.Generator().manual_seed(layer))
+        reads = RouterReads(x_TD, ids_T, carried_TR)
+        routed = own(RouterInput(x_TD, ids_T, torch.ones(30, dtype=torch.bool), layer, carried_TR))
+        n_experts = blocks[layer].n_experts
+        for ask in (blocks[layer].decide_alone, blocks[layer].with_router(own.state_dict(), n_experts, None)):
+            decision, logits_TE = ask(reads)
+            assert torch.equal(decision.chosen_TK, routed.chosen_TK)
+            assert torch.equal(decision.gates_TK, routed.gates_TK)
+            assert (logits_TE is None) == (routed.logits_TE is None)
+        carried_TR = routed.carried_TR
+    assert torch.equal(torch.random.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("router", ["some", "expert_choice"])
+def test_rows_of_a_linear_view_give_the_logits_and_are_stored_as_the_router_s_own(router: str):
+    model = trained(tiny(router, router_options={"published_temperature": True} if router == "some" else {})).eval()
+    own = model.routers[1]
+    if router == "some":
+        own.strength_E.copy_(torch.linspace(0.3, 1, 8))
+    view = own.linear_view()
+    x_TD = torch.randn(30, 32, generator=torch.Generator().manual_seed(0))
+    routed = own(RouterInput(x_TD, torch.zeros(30, dtype=torch.long), torch.ones(30, dtype=torch.bool), 1))
+    torch.testing.assert_close(view.reads(x_TD) @ view.rows_ED.T, routed.logits_TE)
+    stored = view.stored(view.rows_ED, own.threshold_E if view.thresholds else None)
+    assert view.thresholds == (router == "expert_choice")
+    assert view.rows_name in stored
+    for name, tensor in stored.items():
+        torch.testing.assert_close(tensor, own.state_dict()[name])

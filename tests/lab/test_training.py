@@ -14,14 +14,16 @@ import torch
 
 from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.errors import BadInput
+from moescope.glossary import NOTES
 from moescope.lab.batches import TokenRows
 from moescope.lab.divergence import Diverged, FiniteWatch
 from moescope.lab.model import LabModel
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
-from moescope.lab.routers import ROUTERS
+from moescope.lab.routers import ROUTERS, Routed
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
 from moescope.lab.vocabulary import Bytes
+from moescope.routing.alerts import Thresholds
 from moescope.routing.monitor import LoopMonitor
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
@@ -60,6 +62,7 @@ def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bi
     taken_up.restore(state)
     again = trained(taken_up, tmp_path)
     assert again.table("steps")[LOSSES].equals(run.table("steps")[LOSSES])
+    assert again.table("routing_layers").equals(run.table("routing_layers"))
     assert taken_up.evaluations == whole.evaluations
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, taken_up.model.state_dict()[name]), name
@@ -140,6 +143,43 @@ def test_the_tables_of_a_training_say_what_was_done(tmp_path: Path):
     load = run.table("load")
     assert load.groupby(["step", "layer"])["tokens"].sum().unique().tolist() == [4 * 256 * 2]  # two experts a token
     assert (run.table("router_gradients")["lm_gradient_norm"] > 0).all()
+
+
+@pytest.mark.parametrize("router", ["expert_choice", "loss_free", "spectra", "some"])
+def test_what_routers_say_of_themselves_is_the_mean_over_the_passes_of_a_window(router: str, tmp_path: Path):
+    """Twice a step in micro-batches, evaluations left out, each with references that a run of the same passes gives."""
+    training = tiny_training(tiny_config(router, micro_batches=2, steps=8))
+    heard: dict[tuple[int, int, str], list[list[float]]] = {}
+
+    def listen(module: torch.nn.Module, args: object, routed: Routed) -> None:
+        if module.training:
+            for name, note in routed.notes.items():
+                window = 4 * (training.step // 4) + 4
+                heard.setdefault((window, module.layer, name), []).append([float(part) for part in note])
+
+    for one in training.model.routers:
+        one.register_forward_hook(listen)
+    table = trained(training, tmp_path).table("routing_layers")
+    assert {step for step, _, _ in heard} == {4, 8}
+    rows = table.set_index(["step", "layer", "metric"])
+    for place, passes in heard.items():
+        assert len(passes) == 8
+        columns = rows.loc[place, ["value", "floor", "collapse"]].to_numpy(float)
+        np.testing.assert_allclose(columns, np.mean(passes, axis=0), rtol=1e-9)
+        assert rows.loc[place, "domain"] == ""
+    assert set(table["metric"]) & set(NOTES) == {name for _, _, name in heard}
+
+
+def test_a_router_built_to_be_sure_raises_no_alert_for_it_and_one_that_is_not_does(tmp_path: Path):
+    """The same bound for both: what differs is whether low entropy is what the router is for."""
+    alerts = {}
+    for router in ("spectra", "top2"):
+        limits = Thresholds(min_entropy=9.0)
+        run = trained(tiny_training(tiny_config(router, steps=4)), tmp_path / router, thresholds=limits)
+        alerts[router] = set(run.table("alerts")["kind"])
+        assert run.info["sure_by_design"] == ([0, 1] if router == "spectra" else [])
+    assert "entropy" in alerts["top2"]
+    assert "entropy" not in alerts["spectra"]
 
 
 def test_the_evaluation_is_the_mean_over_validation_targets(tmp_path: Path):

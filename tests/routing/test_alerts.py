@@ -66,6 +66,15 @@ def test_entropy_is_raised_below_its_limit_where_logits_were_looked_at():
     assert kinds(watch(), window(EVEN, entropy=0.09)) == [("entropy", None, pytest.approx(0.09))]
 
 
+def test_low_entropy_is_not_raised_where_the_router_is_built_to_be_sure_and_collapse_still_is():
+    sure = Watch.begin(Thresholds(), [7], [8], 0, sure=[7])
+    assert kinds(sure, window(EVEN, entropy=0.01)) == []
+    collapsed = window([800, 0, 0, 0, 0, 0, 0, 0], entropy=0.01)
+    assert {kind for kind, *_ in kinds(sure, collapsed, 2)} == {"max_load", "unused"}
+    other = Watch.begin(Thresholds(), [7], [8], 0, sure=[3])
+    assert [kind for kind, *_ in kinds(other, window(EVEN, entropy=0.01))] == ["entropy"]
+
+
 def test_gates_or_logits_that_are_no_numbers_are_raised():
     assert kinds(watch(), window(EVEN, nan=True)) == [("nan", None, None)]
     assert kinds(watch(), window(EVEN, entropy=float("nan"))) == [("nan", None, None)]

@@ -146,3 +146,15 @@ def test_a_domain_without_tokens_has_no_rows():
     corpus = Corpus(["a", "b"], [256, 0])
     assert {row["domain"] for row in load_rows(counts, corpus)} == {"a"}
     assert {row["domain"] for row in metric_rows(counts, corpus, decisions=False)} == {"", "a"}
+
+
+def test_empty_slots_are_dropped_ones_unless_every_expert_has_a_slot_of_its_own():
+    chosen, gates = random_routing(2000, 8, 2)
+    chosen[::4, 1] = -1
+    assert by_metric(counted(chosen, np.where(chosen < 0, 0, gates), 8))["dropped"]["value"] == pytest.approx(1 / 8)
+    taken = np.random.default_rng(0).random((2000, 8)) < 0.3  # experts that chose their tokens
+    rows = by_metric(counted(np.where(taken, np.arange(8), -1), taken * 0.2, 8))
+    assert "dropped" not in rows
+    assert rows["cv"]["value"] < 0.2
+    every = np.broadcast_to(np.arange(8), (2000, 8)).copy()
+    assert by_metric(counted(every, np.full((2000, 8), 0.1), 8))["dropped"]["value"] == 0

@@ -21,6 +21,7 @@ from moescope.lab.vocabulary import Bytes
 from moescope.routing.documents import Document
 from moescope.routing.models import TracedModel
 from moescope.run import Run
+from moescope.types import Routing
 from moescope.workflows import compress_loading
 from moescope.workflows.compress import compress
 
@@ -129,10 +130,11 @@ def test_damage_is_foretold_and_measured_in_every_layer(run: Run):
 @torch.no_grad()
 def test_measured_errors_are_those_of_both_models_blocks(place: Path):
     from moescope.compression.damage import block_outputs
+    from moescope.routing.adapters import RouterReads
 
     traced = compress_loading.load_to_compress(str(place / "small"), "auto", "cpu")
     x_TD = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
-    found = block_outputs(traced, {1: x_TD})
+    found = block_outputs(traced, {1: RouterReads(x_TD)})
     assert list(found) == [1]
     made_TD, routed = traced.model.model.blocks[1].mlp(x_TD, torch.zeros(20, dtype=torch.long), torch.ones(20, dtype=torch.bool))  # fmt: skip
     torch.testing.assert_close(found[1][0], made_TD, rtol=1e-4, atol=1e-6)
@@ -155,11 +157,106 @@ def test_experts_merged_on_text_run_in_the_lab(router: str, changes: dict, setti
     assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
 
 
+@pytest.mark.parametrize("router", ["some", "expert_choice", "hash", "spectra"])
+def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by_the_lab(router: str, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=2)
+    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True)  # fmt: skip
+    small, _ = load_model(tmp_path / "small")
+    assert small.config.experts == 4
+    whole = found.table("damage").query("method == 'reap' and layer.isna()").iloc[0]
+    assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
+    layers = found.table("damage").dropna(subset="layer")
+    assert len(layers) == 2 * 2
+    assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
+    assert layers["router_kl"].notna().all() == (router != "hash")
+    assert not any("not recognised" in said or "no measured error" in said for said in found.info["warnings"])
+
+
+def test_a_dense_model_has_nothing_to_take_away(tmp_path: Path):
+    model = saved(tmp_path / "model", "dense", layers=1)
+    for method in ("random", "weights"):
+        with pytest.raises(BadInput, match="one expert a layer, nothing to take away"):
+            compress(model, keep=1, method=method, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("router", "settings"),
+    [
+        ("hash", {"method": "hc_smoe"}),
+        ("spectra", {"method": "m_smoe_permuted"}),
+        ("some", {"method": "m_smoe"}),
+        ("expert_choice", {"method": "weights"}),
+    ],
+)
+def test_experts_of_other_routers_are_merged_and_judged_by_the_lab(router: str, settings: dict, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=2)
+    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True, **settings)  # fmt: skip
+    small, _ = load_model(tmp_path / "small")
+    assert small.config.experts == 4
+    assert found.table("clusters")["kept"].all()
+    whole = found.table("damage").query("layer.isna()").set_index("method")
+    assert whole["perplexity"].notna().all()
+    assert whole["perplexity"][settings["method"]] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
+    layers = found.table("damage").dropna(subset="layer")
+    assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
+    assert found.info["setup"]["router"] == ("join" if router in ("hash", "spectra") else "fold")
+
+
 @pytest.mark.parametrize("router", ["some", "expert_choice"])
-def test_routers_that_know_more_of_an_expert_than_a_row_are_refused_before_any_work(router: str, tmp_path: Path):
+def test_rows_fitted_for_other_routers_are_nearer_the_old_one_than_means_and_keep_loads(router: str, tmp_path: Path):
+    model = saved(tmp_path / "model", router, layers=2)
+    run = compress(model, method="weights", keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=0, judge=False, quiet=True)  # fmt: skip
+    settings = run.info["setup"]["plan_settings"]
+    assert settings["router_kl"] < settings["router_kl_of_mean_rows"]
+    layers = run.table("damage").query("layer.notna()")
+    assert layers["router_kl"].mean() == pytest.approx(settings["router_kl"], rel=1e-3)  # of the router that was asked
+    (original, _), (small, _) = load_model(model), load_model(tmp_path / "small")
+    plan, fits = read_plan(run.path)
+    for layer in plan.layers:
+        new = small.blocks[layer.layer].mlp.router.state_dict()
+        for name, tensor in fits[layer.layer].state.items():
+            torch.testing.assert_close(new[name], tensor)
+        assert fits[layer.layer].state.keys() == ({"strength_E"} if router == "some" else {"midpoints_E"})
+    if router == "some":
+        return
+    ids = torch.cat([torch.from_numpy(np.asarray(Bytes().encode(text))) for text in TEXTS])[None, :60]
+    before: list[Routing] = []
+    after: list[Routing] = []
+    with torch.no_grad():
+        original(ids, consume=before.append)
+        small(ids, consume=after.append)
+    groups = plan.layers[0].groups  # the first layer's states are the same in both models
+    for place, group in enumerate(groups):
+        took = torch.isin(before[0].chosen_TK, torch.tensor(group)).any(-1).float().mean()
+        takes = (after[0].chosen_TK == place).any(-1).float().mean()
+        assert abs(took - takes) < 0.15
+
+
+@pytest.mark.parametrize("router", ["some", "expert_choice"])
+def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(router: str, tmp_path: Path):
     model = saved(tmp_path / "model", router, layers=1)
-    with pytest.raises(BadInput, match=f"its router, {router}, keeps a state .*topk, loss_free can be compressed"):
-        compress(model, keep=0.5, method="random", out=tmp_path / "run")
+    run = compress(model, method="weights", keep=4, apply=tmp_path / "small", out=tmp_path / "run", quiet=True)
+    plan, _ = read_plan(run.path)
+    assert plan.router == "join"
+    leaders = list(plan.layers[0].dominants)
+    old, new = (load_model(place)[0].routers[0].state_dict() for place in (model, tmp_path / "small"))
+    for name in ("direction_ED", "strength_E", "usage_E") if router == "some" else ("weight", "midpoints_E"):
+        assert torch.equal(new[name], old[name][leaders])
+
+
+@pytest.mark.parametrize(
+    ("router", "settings", "line"),
+    [
+        ("hash", {"method": "m_smoe"}, "its router, hash, has no logits for m_smoe to go by; merge with hc_smoe or weights, or prune"),
+        ("hash", {"method": "weights", "keep": 1}, "a token goes to 2; nearest possible: 2"),
+        ("spectra", {"method": "hc_smoe", "sequential": True}, "not merged in sequence then; leave out --sequential"),
+    ],
+)  # fmt: skip
+def test_what_a_router_of_the_lab_cannot_become_is_refused_before_any_work(router: str, settings: dict, line: str, tmp_path: Path):  # fmt: skip
+    model = saved(tmp_path / "model", router, layers=1)
+    with pytest.raises(BadInput, match=line):
+        compress(model, text=written(tmp_path), out=tmp_path / "run", **{"keep": 4, **settings})
     assert not (tmp_path / "run").exists()
 
 

@@ -16,13 +16,14 @@ import pytest
 
 from lab.tiny_training import TOML
 from moescope.errors import BadInput
-from moescope.lab.config import DataConfig, LabConfig, ModelConfig
-from moescope.lab.corpus import Corpus
+from moescope.lab.config import DataConfig, LabConfig, ModelConfig, config_from
+from moescope.lab.corpus import EMBEDDED, Corpus
+from moescope.reporting.page import page_content
 from moescope.run import Run
 from moescope.workflows.report import report
-from moescope.workflows.train import train
+from moescope.workflows.train import held, train
 from moescope.workflows.train_settings import bytes_on_disk, settle
-from moescope.workflows.train_text import vocabulary_of
+from moescope.workflows.train_text import read_corpus, vocabulary_of
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -71,6 +72,24 @@ def test_the_same_command_again_computes_nothing(trained_run: Run):
     again = train(trained_run.path.parent / "tiny.toml", out=trained_run.path, device="cpu", quiet=True)
     assert isinstance(again, Run)
     assert (trained_run.path / "steps.parquet").stat().st_mtime_ns == before
+
+
+def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(trained_run: Run, tmp_path: Path):
+    """Its lock covers scan and trace after the last step too, and comes before anything is cleared."""
+    folder = shutil.copytree(trained_run.path, tmp_path / "copy")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    with held(folder), pytest.raises(BadInput, match="another moescope process is writing this run"):
+        train(config_file(tmp_path, steps=13), out=folder, device="cpu", overwrite=True, quiet=True)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_the_lock_of_a_training_is_gone_after_it(trained_run: Run):
+    assert not list(trained_run.path.glob(".*"))
+
+
+def test_a_small_limit_of_bytes_is_not_taken_for_none():
+    config = config_from({"data": {"max_bytes": 3}})
+    assert sum(len(texts) for texts in read_corpus(config).train.values()) <= len(EMBEDDED)
 
 
 def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):
@@ -131,9 +150,15 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     assert (run.path / "report.html").exists()
     assert (run.path / "trace").exists() == (router != "dense")
     assert ("keys" in run.info) == (router == "some")
-    rows = router == "some"  # its keys are read as router rows; the others have none
-    assert (run.path / "scan").exists() == rows
-    assert any("no row for each expert" in warning for warning in run.info["warnings"]) != rows
+    assert run.info["warnings"] == []
+    tables = {
+        "dense": {"spectra"},
+        "spectra": {"spectra", "similarity", "orthogonality"},
+    }  # SoME's keys are router rows
+    scanned = set(Run.load(run.path / "scan").tables)
+    assert scanned == tables[router] if router in tables else "alignment" in scanned
+    sections = page_content([run])["told"]
+    assert ("Load while it learned" in [section["title"] for section in sections]) == (router != "dense")
     if router == "some":
         page = (run.path / "report.html").read_text()
         assert "How the keys organised themselves" in page
@@ -142,10 +167,12 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_loss_curve_of_one(trained_run: Run, tmp_path: Path):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_give_the_loss_curve_of_one(parallel: str, trained_run: Run, tmp_path: Path):
+    config = config_file(tmp_path, more=f'parallel = "{parallel}"\n')
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
-        "train", str(config_file(tmp_path)), "--out", str(tmp_path / "run"), "--device", "cpu",
+        "train", str(config), "--out", str(tmp_path / "run"), "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,12 @@ def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -
         group[0] if len(group) == 1 else merged_lazily(weights, group, shares, fit)
         for group, shares in zip(layer.groups, layer.weights, strict=True)
     ]
-    if plan.router == "slice":
-        return NewLayer(experts)
-    return NewLayer(experts, fit.router_KD, fit.router_bias_K, fit.correction_bias_K)
+    alike = NewLayer(experts, groups=layer.groups, leaders=layer.dominants)
+    if plan.router in ("slice", "join"):
+        return alike
+    return replace(
+        alike, router_ED=fit.router_KD, router_bias_E=fit.router_bias_K, correction_bias_E=fit.correction_bias_K, state=fit.state
+    )  # fmt: skip
 
 
 def merged_lazily(weights: LayerWeights, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit) -> NewExpert:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from moescope.routing.scoring import Scoring
 
 READS_OTHERWISE = 0.02  # relative error up to which logits count as weight times state
 BALANCE_STEPS = 300
+STATES_AT_ONCE = 512
 BALANCE_RATE = 0.5  # first step of the bias, in units of score a share of all tokens; falls to nothing
 
 
@@ -64,6 +65,7 @@ def fold_router(
     The fit is no better than the states it was made on; `kl_held_out` tells how far it carries to others.
     """
     scoring = gating.scoring
+    assert states.logits_TE is not None
     x_TD, logits_TE = states.x_TD.to(device, torch.float64), states.logits_TE.to(device, torch.float64)
     whole = parts_in_fp64(router, device)
     check_reads_states(whole, x_TD, logits_TE, layer)
@@ -220,3 +222,31 @@ def gate_scale(gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating
         return 1.0
     _, after = gating.with_bias(bias_K).route(after_TK, top_k)
     return float(after.double().sum(-1).mean() / gates_TK.double().sum(-1).mean())
+
+
+# --- routers that go by something else than x, or by thresholds
+
+
+@torch.no_grad()
+def through(reads: Callable[[Tensor], Tensor], x_TD: Tensor, device: torch.device) -> Tensor:
+    """What a router makes of states, on the CPU, some at a time."""
+    return torch.cat([reads(part.to(device, torch.float32)).cpu() for part in torch.split(x_TD, STATES_AT_ONCE)])
+
+
+def load_thresholds(rows_KD: Tensor, groups: Sequence[Sequence[int]], states: LayerStates) -> tuple[Tensor, float]:
+    """A threshold a group, and the gates' sum after over before: each takes as many of the states as took any of its members.
+
+    With c of them it lies between the c-th and the next largest probability, as in training; below all where everybody is taken.
+    """
+    assert states.logits_TE is not None
+    p_TK = (states.x_TD.float() @ rows_KD.T).softmax(-1)
+    n_experts = states.logits_TE.shape[1]
+    member_KE = membership(groups, n_experts, "cpu")
+    slots_TK = torch.where(states.chosen_TK >= 0, states.chosen_TK, n_experts).long()
+    chosen_TE = torch.zeros(len(p_TK), n_experts + 1).scatter_(1, slots_TK, 1.0)[:, :n_experts]
+    wanted_K = (chosen_TE @ member_KE.float().T > 0).sum(0)
+    ranked = torch.nn.functional.pad(p_TK.sort(0, descending=True).values.T, (1, 1))  # nobody comes first, nobody last
+    ranked[:, 0] = 1.0
+    threshold_K = (ranked.gather(1, wanted_K[:, None]) + ranked.gather(1, wanted_K[:, None] + 1)).flatten() / 2
+    after = (p_TK * (p_TK >= threshold_K)).double().sum()
+    return threshold_K, float(after / states.gates_TK.double().sum().clamp(min=1e-30))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moescope.compression.folding import FoldedRouter, RouterParts
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
+    from moescope.routing.adapters import LinearView
 
 Array = npt.NDArray[np.float64]
 
@@ -46,10 +47,18 @@ class LayerEvidence:
     gating: Gating | None
     like: LayerPlan | None
     device: str = "cpu"  # where routers are fitted and neurons matched
+    linear: LinearView | None = (
+        None  # of a router that keeps more than rows, where rows for it can be fitted all the same
+    )
 
     @property
     def layer(self) -> int:
         return self.weights.layer
+
+    @property
+    def joins(self) -> bool:
+        """Whether a group takes over its dominant's part of the router: one that keeps more than rows, with nothing to fit them on."""
+        return self.linear is None and (self.weights.router_ED is None or bool(self.weights.router_state))
 
     @property
     def usage_E(self) -> Array | None:
@@ -85,7 +94,16 @@ def layer_evidence(given: Evidence, layer: int) -> LayerEvidence:
         given.moe.layers[layer], given.keep[layer], routing_groups(given.moe, layer), given.settings, top_k_after(given),
         own, given.states.get(layer), given.gating.get(layer), given.like.get(layer),
         given.traced().device if given.traced is not None and given.states else "cpu",
+        linear_view(given, layer),
     )  # fmt: skip
+
+
+def linear_view(given: Evidence, layer: int) -> LinearView | None:
+    if given.traced is None or layer not in given.states or not given.moe.layers[layer].router_state:
+        return None
+    from moescope.routing.adapters import find_blocks
+
+    return next(block.linear for block in find_blocks(given.traced().model) if block.layer == layer)
 
 
 def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
@@ -177,8 +195,11 @@ def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool
     shares = merge_weights(grouping, kind, own.usage_E, own.reap_E)
     plan = LayerPlan(own.layer, n_experts, grouping.groups, grouping.dominants, shares)
     orders, signs = neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
-    if own.settings.router == "tie":
+    if own.settings.router == "tie" or own.joins:
         return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
+    if own.linear is not None and len(plan.groups) < n_experts:
+        fitted, cost = folded_view(own, plan, own.linear)
+        return MergedLayer(plan, replace(fitted, orders=orders, signs=signs), grouping, cost)
     rows, folded = folded_router(own, plan)
     fit = LayerFit(rows.router_ED, rows.router_bias_E, rows.correction_bias_E, orders, signs)
     return MergedLayer(plan, fit, grouping, folded)
@@ -209,7 +230,10 @@ def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, Fol
 
     lazies = (own.weights.router_ED, own.weights.router_bias_E, own.weights.correction_bias_E)
     rows, *biases = (None if lazy is None else lazy.read().float() for lazy in lazies)
-    assert rows is not None
+    if rows is None:
+        raise BadInput(
+            f"{own.weights.layer_name}: its router has no row for each expert, so none can be fitted to a group; prune instead: --method frequency"
+        )
     router = RouterParts(rows, *biases)
     start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
     if len(plan.groups) == plan.n_experts:
@@ -219,6 +243,28 @@ def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, Fol
     top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
     folded = fold_router(router, plan.groups, start, own.states, own.gating, top_k, own.layer, own.device)
     return RouterParts(folded.router_KD, folded.router_bias_K, folded.correction_bias_K), folded
+
+
+def folded_view(own: LayerEvidence, plan: LayerPlan, view: LinearView) -> tuple[LayerFit, FoldedRouter]:
+    """Rows fitted where a router meets them with something else than x, or goes by thresholds, which then keep each group's load."""
+    from moescope.compression.folding import RouterParts, fold_router, load_thresholds, through
+
+    assert own.states is not None
+    assert own.gating is not None
+    states = replace(own.states, x_TD=through(view.reads, own.states.x_TD, view.rows_ED.device))
+    start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
+    top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
+    gating = replace(own.gating, normalised=own.gating.normalised or view.thresholds)  # whose gates are looked at below
+    folded = fold_router(
+        RouterParts(view.rows_ED), plan.groups, start, states, gating, top_k, own.layer, own.device
+    )  # fmt: skip
+    threshold_K = None
+    if view.thresholds:
+        threshold_K, scale = load_thresholds(folded.router_KD, plan.groups, states)
+        folded = replace(folded, gate_scale=scale)
+    stored = view.stored(folded.router_KD, threshold_K)
+    rows_KD = stored.pop(view.rows_name)
+    return LayerFit(rows_KD, state=stored), folded
 
 
 def as_grouping(plan: LayerPlan) -> Grouping:
@@ -246,12 +292,13 @@ def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch
     settings, top_k = given.settings, top_k_after(given)
     before = {weights.top_k for weights in given.moe.layers.values()}
     tied = settings.router == "tie"
+    joined = any(layer_evidence(given, layer).joins for layer in given.keep)
     matching = ("signed" if settings.signed else "unsigned") if matched else "none"
     return Decided(
         tuple(layer.plan for layer in layers),
         {layer.plan.layer: layer.fit for layer in layers},
         matching,
-        "tie" if tied else "fold",
+        "tie" if tied else "join" if joined else "fold",
         None if tied or {top_k} == before else top_k,
         notes(layers),
         tuple(said(given, layers, by_sketch)),
@@ -287,7 +334,7 @@ def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[st
         )
     merges = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
     unfitted = [layer.plan.layer for layer in merges if layer.folded is None]
-    if unfitted and given.settings.router == "fold":
+    if unfitted and given.settings.router == "fold" and not layer_evidence(given, unfitted[0]).joins:
         why = "no text was given to fit them on" if not usage else "the way of choosing was not recognised"
         listed = ", ".join(map(str, unfitted)) if len(unfitted) < len(merges) else "all layers"
         found.append(f"router rows of merged experts are their members' means in {listed}: {why}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 1
 MATCHINGS = ("signed", "unsigned", "none")
-ROUTERS = ("slice", "fold", "tie")
+ROUTERS = ("slice", "fold", "tie", "join")
 PLAN_FILE, ARRAYS_FILE = "plan.json", "plan.safetensors"
 WEIGHTS_SUM = 1e-6  # how far a group's weights may be from 1
 ROUTER_ARRAYS = ("router_KD", "router_bias_K", "correction_bias_K")
@@ -39,6 +39,7 @@ class LayerFit:
     correction_bias_K: Tensor | None = None
     orders: Mapping[int, Tensor] = field(default_factory=dict)
     signs: Mapping[int, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # what else the router keeps, by name within it
 
 
 Fits = dict[int, LayerFit]
@@ -107,6 +108,8 @@ def arrays_of(fits: Fits) -> dict[str, Tensor]:
         for name in ROUTER_ARRAYS:
             if (tensor := getattr(fit, name)) is not None:
                 found[f"layer.{layer}.{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
+        for name, tensor in fit.state.items():
+            found[f"layer.{layer}.state.{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
         for member, order_F in fit.orders.items():
             found[f"layer.{layer}.expert.{member}.order_F"] = order_F.detach().to("cpu", torch.int32).contiguous()
         for member, sign_F in fit.signs.items():
@@ -170,8 +173,10 @@ def read_arrays(path: Path, digest: str | None) -> Fits:
     found: dict[int, dict[str, Any]] = {}
     for name, tensor in load(content).items():
         _, layer, *rest = name.split(".")
-        own = found.setdefault(int(layer), {"orders": {}, "signs": {}})
-        if rest[0] == "expert":
+        own = found.setdefault(int(layer), {"state": {}, "orders": {}, "signs": {}})
+        if rest[0] == "state":
+            own["state"][".".join(rest[1:])] = tensor
+        elif rest[0] == "expert":
             own["orders" if rest[2] == "order_F" else "signs"][int(rest[1])] = tensor
         else:
             own[rest[0]] = tensor
@@ -219,6 +224,9 @@ def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
         rows = layer.n_experts if plan.router == "tie" else len(layer.groups)
         if tensor is not None and tensor.shape[0] != rows:
             return f"{name} has {tensor.shape[0]} rows for {rows} experts"
+    for name, tensor in fit.state.items():
+        if tensor.shape[0] != len(layer.groups):
+            return f"{name} is of {tensor.shape[0]} experts for {len(layer.groups)}"
     if plan.router == "fold" and fit.router_KD is None and len(layer.groups) < layer.n_experts:
         return "no fitted router rows in the arrays"
     for member, order_F in fit.orders.items():

@@ -26,6 +26,8 @@ def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> di
     Pruning must leave a token as many experts as it goes to; merging may lower that number.
     """
     share, count = read_keep(keep)
+    tables = any(state.kind == "table" for weights in moe.layers.values() for state in weights.router_state)
+    merges = merges and not tables  # a table holds as many experts for every token as before
     counts = {}
     for layer, weights in moe.layers.items():
         n = weights.n_experts
@@ -104,7 +106,7 @@ def gate_scales(
     scales = []
     for layer in layers:
         own, how = states.get(layer.layer), gating.get(layer.layer)
-        if own is None or how is None or not how.explains or not len(own):
+        if own is None or own.logits_TE is None or how is None or not how.explains or not len(own):
             continue
         kept = list(layer.dominants)
         bias_K = None if how.scoring.bias_E is None else how.scoring.bias_E[kept]

@@ -44,7 +44,12 @@ def shared_out(scores_TK: Tensor, normalised: bool) -> Tensor:
 
 
 def find_gating(states: LayerStates, scoring: Scoring) -> Gating:
-    """The gating that reproduces a sample's gates best. Of one that goes to a single expert with gate 1, renormalised is said."""
+    """The gating that reproduces a sample's gates best. Of one that goes to a single expert with gate 1, renormalised is said.
+
+    Experts that take tokens by a threshold, as many or as few as pass it, are no choice of the k best: nothing explains them here.
+    """
+    assert states.logits_TE is not None
+    by_threshold = states.chosen_TK.shape[1] == states.logits_TE.shape[1] and bool((states.chosen_TK < 0).any())
     whole_T = (states.chosen_TK >= 0).all(-1)
     logits_TE, chosen_TK = states.logits_TE[whole_T].float(), states.chosen_TK[whole_T].long()
     gates_TK = states.gates_TK[whole_T].float()
@@ -56,7 +61,7 @@ def find_gating(states: LayerStates, scoring: Scoring) -> Gating:
         error = float((scale * raw_TK - gates_TK).norm() / gates_TK.norm().clamp(min=1e-20))
         found.append((error, normalised, scale))
     error, normalised, scale = min(found)
-    explains = scoring.explains and len(logits_TE) > 0 and error <= GATES_FIT
+    explains = scoring.explains and len(logits_TE) > 0 and error <= GATES_FIT and not by_threshold
     return Gating(scoring, chosen_TK.shape[1], normalised, scale, explains)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, real_tokens
-from moescope.routing.adapters import Block
+from moescope.routing.adapters import Block, RouterReads
 from moescope.types import Routing, Tokens
 
 MOST_STATES = 4096  # tokens a layer
@@ -23,22 +23,37 @@ class LayerStates:
     """A layer's sample, on the CPU. The same tokens are sampled in every layer, whatever order documents come in."""
 
     x_TD: Tensor  # in the model's dtype
-    logits_TE: Tensor  # float32
+    logits_TE: Tensor | None  # float32; None where the router has none
     chosen_TK: Tensor
     gates_TK: Tensor
     draw_T: Tensor  # int64: the tokens with the smallest draws are the sample
+    ids_T: Tensor | None = None  # the tokens; None where nobody said which they are
+    carried_TR: Tensor | None = None  # what the router was handed by that of the layer before, where it reads that
 
     def __len__(self) -> int:
         return len(self.draw_T)
+
+    def parts(self) -> dict[str, Tensor]:
+        """What there is, by name."""
+        found = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> LayerStates:
+        """The same parts, each changed."""
+        return replace(self, **{name: change(name, tensor) for name, tensor in self.parts().items()})
 
     def smallest(self, most: int) -> LayerStates:
         if len(self) <= most:
             return self
         kept = self.draw_T.topk(most, largest=False).indices.sort().values
-        return LayerStates(*(getattr(self, part.name)[kept] for part in fields(self)))
+        return self.each(lambda name, tensor: tensor[kept])
 
     def joined(self, other: LayerStates) -> LayerStates:
-        return LayerStates(*(torch.cat([getattr(self, part.name), getattr(other, part.name)]) for part in fields(self)))
+        return self.each(lambda name, tensor: torch.cat([tensor, other.parts()[name]]))
+
+    def reads(self) -> RouterReads:
+        """What a router decides from."""
+        return RouterReads(self.x_TD, self.ids_T, self.carried_TR)
 
 
 class StateSample:
@@ -54,7 +69,6 @@ class StateSample:
 
     def consume(self, routing: Routing, block: Block) -> None:
         assert routing.x_TD is not None
-        assert routing.logits_TE is not None
         if self.limit is None:
             row = routing.x_TD.shape[1] * routing.x_TD.element_size() + 4 * routing.n_experts
             self.limit = min(self.most, max(FEWEST_STATES, MOST_BYTES // (row * self.layers)))
@@ -66,8 +80,11 @@ class StateSample:
         at = torch.where(wanted_T)[0]
         if len(at) > self.limit:
             at = at[draw_T[at].topk(self.limit, largest=False).indices]
-        parts = (routing.x_TD, routing.logits_TE, routing.chosen_TK, routing.gates_TK, draw_T)
-        new = LayerStates(*(part[at].cpu() for part in parts))
+        ids_T = None if routing.tokens is None else routing.tokens.ids_T
+        seen = LayerStates(
+            routing.x_TD, routing.logits_TE, routing.chosen_TK, routing.gates_TK, draw_T, ids_T, routing.carried_TR
+        )
+        new = seen.each(lambda name, tensor: tensor[at].cpu())
         self.found[routing.layer] = (new if held is None else held.joined(new)).smallest(self.limit)
 
     def sums(self) -> Sums:
@@ -104,15 +121,14 @@ def mixed(values: Tensor) -> Tensor:
 
 def as_arrays(states: Mapping[int, LayerStates]) -> dict[str, Tensor]:
     return {
-        f"layer.{layer}.states.{part.name}": getattr(own, part.name)
-        for layer, own in states.items()
-        for part in fields(own)
+        f"layer.{layer}.states.{name}": tensor for layer, own in states.items() for name, tensor in own.parts().items()
     }
 
 
 def from_arrays(arrays: Mapping[str, Tensor]) -> dict[int, LayerStates]:
-    layers = sorted({int(name.split(".")[1]) for name in arrays if ".states." in name})
-    return {
-        layer: LayerStates(*(arrays[f"layer.{layer}.states.{part.name}"] for part in fields(LayerStates)))
-        for layer in layers
-    }
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in arrays.items():
+        _, layer, *rest = name.split(".")
+        if rest[0] == "states":
+            found.setdefault(int(layer), {"logits_TE": None})[rest[1]] = tensor  # type: ignore[dict-item]
+    return {layer: LayerStates(**parts) for layer, parts in sorted(found.items())}

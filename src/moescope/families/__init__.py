@@ -11,15 +11,14 @@ from moescope.families.feed_forward import FEED_FORWARD
 from moescope.families.gpt_oss import GPT_OSS
 from moescope.families.granite import GRANITE, GRANITE_FUSED
 from moescope.families.hunyuan import HUNYUAN
-from moescope.families.lab import LAB, LAB_GELU, LAB_KEYS
-from moescope.families.lab_rowless import no_rows, read_rowless, rowless_router
+from moescope.families.lab import LAB, LAB_GELU, LAB_KEYS, LAB_LINEAR, LAB_LINEAR_GELU, LAB_ROWLESS, LAB_ROWLESS_GELU
 from moescope.families.layout import Family, Model
 from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
 from moescope.families.mlp_experts import MLP_EXPERTS
 from moescope.families.mlp_router import MLP_ROUTER
 from moescope.families.nllb import NLLB
-from moescope.families.reading import MoeCheckpoint, fits, known_kind, read_layout, routers
+from moescope.families.reading import MoeCheckpoint, fits, found_layers, known_kind, read_layout
 from moescope.families.router_gate import ROUTER_GATE
 from moescope.families.switch import SWITCH
 
@@ -41,11 +40,15 @@ FAMILIES: list[Family] = [
     LAB,
     LAB_GELU,
     LAB_KEYS,
+    LAB_LINEAR,
+    LAB_LINEAR_GELU,
+    LAB_ROWLESS,
+    LAB_ROWLESS_GELU,
 ]
 # A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
 
-__all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe", "read_rowless"]
+__all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe"]
 
 
 def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
@@ -53,21 +56,19 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
 
     A config whose model_type nobody claims still works when its tensors fit a layout; the coverage line names that layout.
     """
-    with_router = [family for family in FAMILIES if routers(family, checkpoint)]
-    if not with_router:
+    found = [family for family in FAMILIES if found_layers(family, checkpoint)]
+    if not found:
         if checkpoint.one_file and re.search(r"-of-\d+", checkpoint.name):
             raise BadInput(
                 f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder of the whole checkpoint"
             )
-        if (rowless := rowless_router(checkpoint)) is not None:
-            raise BadInput(f"{checkpoint.shown}: {no_rows(rowless)}")
-        looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES)
+        looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES if family.router)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
             f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model, "
             f"or a layout not known yet. Looked for: {looked_for}"
         )
-    fitting = [family for family in with_router if fits(family, checkpoint)] or with_router
+    fitting = [family for family in found if fits(family, checkpoint)] or found
     kind = known_kind(MODELS, checkpoint.config)
     named = [family for family in fitting if kind in family.models]
     return read_layout((named or fitting)[0], MODELS[kind] if kind else None, checkpoint)

@@ -1,15 +1,29 @@
-"""The router lab's own layout: fused experts under `mlp.experts`, a router row an expert, or SoME's keys in their place.
+"""The router lab's own layouts: fused experts under `mlp.experts`; a router row an expert, SoME's keys in their place, or neither.
 
-Routers without a row an expert (hash, SPECTRA, dense) lie in it too, but there is no router in them that a scan could read.
+Three routers have no row for each expert: hash is a table of token ids, SPECTRA a state that meets a projection, dense has nothing to choose. Of such checkpoints the experts are read.
 """
 
+from dataclasses import replace
+
 from moescope.families.experts import either, fused_gate_up
-from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape
+from moescope.families.lab_router_state import lab_router_state
+from moescope.families.layout import Config, Family, LayerTensors, Model, Stacks, check_shape
 from moescope.families.sparsity import every_layer
 from moescope.types import ExpertStack
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
 GATE_UP, UP, DOWN = "{L}.mlp.experts.gate_up", "{L}.mlp.experts.up", "{L}.mlp.experts.down"
+
+ROWLESS = ("hash", "spectra", "dense")  # the lab's routers without a row for each expert
+ROUTER_PARTS = (".mlp.router.", "shared_router.")
+
+
+def rowless_router(config: Config) -> str | None:
+    """The router's name in the config of a lab checkpoint that has no rows; None for every other config."""
+    said = config.get("moescope_lab")
+    if config.get("model_type") != "moescope_lab" or not isinstance(said, dict):
+        return None
+    return str(said["router"]) if said.get("router") in ROWLESS else None
 
 
 def up_and_down(tensors: LayerTensors) -> Stacks:
@@ -45,6 +59,7 @@ LAB = Family(
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.router.bias_E",),
+    router_state=lab_router_state,
 )
 LAB_GELU = Family(
     name="lab_gelu",
@@ -55,6 +70,7 @@ LAB_GELU = Family(
     block="{L}.mlp",
     norm=None,  # the norm stands behind the block before, and has a bias
     biases=gelu_biases,
+    router_state=lab_router_state,
 )
 LAB_KEYS = Family(
     name="lab_keys",
@@ -65,4 +81,15 @@ LAB_KEYS = Family(
     block="{L}.mlp",
     norm=None,
     biases=gelu_biases,
+    router_state=lab_router_state,
+)
+# SPECTRA with everything taken away is a plain linear router under a name of its own.
+LINEAR = "{L}.mlp.router.linear.weight"
+LAB_LINEAR = replace(LAB, name="lab_linear", models={}, router=LINEAR, correction_bias=())
+LAB_LINEAR_GELU = replace(LAB_GELU, name="lab_linear_gelu", router=LINEAR)
+LAB_ROWLESS = replace(
+    LAB, name="lab_rowless", models={}, router=None, correction_bias=(), rowless_router=rowless_router, router_parts=ROUTER_PARTS
+)  # fmt: skip
+LAB_ROWLESS_GELU = replace(
+    LAB_GELU, name="lab_rowless_gelu", router=None, rowless_router=rowless_router, router_parts=ROUTER_PARTS
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import Checkpoint, TensorInfo
 from moescope.errors import BadInput
-from moescope.types import ExpertStack, LazyTensor, SharedExpert, StoredParts
+from moescope.types import ExpertStack, LazyTensor, RouterState, SharedExpert, StoredParts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Family:
 
     name: str
     models: dict[str, Model]  # config.model_type -> what it says, of the models that transformers writes in this layout
-    router: str
+    router: str | None  # None where routers have no row for each expert
     markers: tuple[str, ...]  # of these one must be there: tells layouts apart whose routers have the same name
     experts: Callable[[LayerTensors], Stacks]
     block: str  # the block's own name, for `layer_name`
@@ -55,6 +55,16 @@ class Family:
     correction_bias: tuple[str, ...] = ()  # where the bias for choosing may lie
     shared: Callable[[LayerTensors], SharedExpert | None] = lambda tensors: None
     biases: Callable[[LayerTensors], dict[str, ExpertStack]] = lambda tensors: {}
+    router_state: Callable[[LayerTensors], tuple[RouterState, ...]] = lambda tensors: ()
+    rowless_router: Callable[[Config], str | None] = lambda config: (
+        None
+    )  # its name, where the config says it has no rows
+    router_parts: tuple[str, ...] = ()  # in the names of such a router's tensors, which are counted and not read
+
+    @property
+    def anchor(self) -> str:
+        """The tensor by which a layer is found: its router, or its experts where that has no rows. Its first side counts experts, its last is d_model."""
+        return self.router or self.markers[0]
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,14 @@ class LayerTensors:
         info = self.info(template)
         check_shape(info, shape)
         return LazyTensor(info.name, info.shape, info.dtype, info.file, lambda: self.checkpoint.read(info.name))
+
+    def state(self, template: str, kind: str) -> RouterState:
+        """A router's tensor of whatever dtype, as it is stored; it does not count as read, since nothing but rewriting looks at it."""
+        info = self.checkpoint.tensors[self.name(template)]
+        read = self.checkpoint.read_stored
+        return RouterState(
+            LazyTensor(info.name, info.shape, info.dtype, info.file, lambda: read(info.name, None)), kind
+        )
 
     def each(self, template: str, *sides: int | str) -> ExpertStack:
         """One tensor an expert; a side given by name is taken from expert 0."""

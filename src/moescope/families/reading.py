@@ -27,8 +27,8 @@ class MoeCheckpoint:
 
 
 @dataclass(frozen=True)
-class FoundRouter:
-    """A router tensor, and where its name says it stands."""
+class FoundLayer:
+    """The tensor by which a layer was found, its router in most layouts, and where its name says it stands."""
 
     prefix: str
     number: int
@@ -43,15 +43,20 @@ def pattern(template: str) -> re.Pattern[str]:
     return re.compile(rf"(?P<P>.*?)\.?{escaped}")
 
 
-def routers(family: Family, checkpoint: Checkpoint) -> list[FoundRouter]:
-    """Every router of that layout, multi-token-prediction layers left out."""
-    match_router = pattern(family.router)
-    ending = family.router.rsplit("}", 1)[1]  # the regex alone takes seconds for 60,000 names and all layouts
+def found_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
+    """Every layer of that layout, multi-token-prediction layers left out.
+
+    Experts alone do not make a layout without router rows: rows may have been lost. The config must say that there are none.
+    """
+    if family.router is None and family.rowless_router(text_config(checkpoint.config)) is None:
+        return []
+    match_anchor = pattern(family.anchor)
+    ending = family.anchor.rsplit("}", 1)[1]  # the regex alone takes seconds for 60,000 names and all layouts
     found = []
     for info in checkpoint.tensors.values():
         if not info.name.endswith(ending):
             continue
-        match = match_router.fullmatch(info.name)
+        match = match_anchor.fullmatch(info.name)
         if match and not is_mtp(info.name):
             groups = match.groupdict()
             if len(groups["L"]) > 9:
@@ -59,7 +64,7 @@ def routers(family: Family, checkpoint: Checkpoint) -> list[FoundRouter]:
                     f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(groups['L'])} digits; "
                     "download the file again"
                 )
-            found.append(FoundRouter(groups["P"], int(groups["L"]), groups.get("S") or "", info))
+            found.append(FoundLayer(groups["P"], int(groups["L"]), groups.get("S") or "", info))
     return found
 
 
@@ -70,8 +75,8 @@ def is_mtp(name: str) -> bool:
 
 def fits(family: Family, checkpoint: Checkpoint) -> bool:
     """Whether some router of the layout has experts of the layout beside it."""
-    for router in routers(family, checkpoint):
-        tensors = LayerTensors(checkpoint, router.prefix, router.number, router.sublayer, 0, 0)
+    for found in found_layers(family, checkpoint):
+        tensors = LayerTensors(checkpoint, found.prefix, found.number, found.sublayer, 0, 0)
         if any(tensors.has(marker, 0) for marker in family.markers):
             return True
     return False
@@ -119,20 +124,20 @@ def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> 
     config = text_config(checkpoint.config)
     expected = expected_layers(family, model, checkpoint)
     depth = config.get("num_hidden_layers")
-    found: dict[int, FoundRouter] = {}
+    found: dict[int, FoundLayer] = {}
     beyond: set[str] = set()
-    for router in routers(family, checkpoint):
-        layer = router.number + layers_before(router.prefix, config, checkpoint)
-        in_stack = not isinstance(depth, int) or router.number < depth or layer != router.number
+    for one in found_layers(family, checkpoint):
+        layer = one.number + layers_before(one.prefix, config, checkpoint)
+        in_stack = not isinstance(depth, int) or one.number < depth or layer != one.number
         if expected is not None and layer not in expected and not in_stack:
-            beyond.add(f"{router.prefix}.{router.number}.")  # DeepSeek and GLM store their MTP head as one layer more
+            beyond.add(f"{one.prefix}.{one.number}.")  # DeepSeek and GLM store their MTP head as one layer more
             continue
         if layer in found:
             raise BadInput(
-                f"{router.info.file}: two routers for layer {layer}: {found[layer].info.name} and {router.info.name}; "
+                f"{one.info.file}: two routers for layer {layer}: {found[layer].info.name} and {one.info.name}; "
                 "give a checkpoint with one stack of layers"
             )
-        found[layer] = router
+        found[layer] = one
     check_expected(family, checkpoint, expected, set(found))
     taken: set[str] = set()
     layers = {
@@ -178,7 +183,7 @@ def check_expected(family: Family, checkpoint: Checkpoint, expected: set[int] | 
     absent = sorted((expected or set()) - found)
     if absent:
         raise BadInput(
-            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but no tensor {family.router} for them; "
+            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but no tensor {family.anchor} for them; "
             "download the missing shards"
         )
 
@@ -189,49 +194,54 @@ def one_layer(
     checkpoint: Checkpoint,
     config: Config,
     layer: int,
-    router: FoundRouter,
+    found: FoundLayer,
     taken: set[str],
 ) -> LayerWeights:
-    shape = router.info.shape
-    if len(shape) != 2 or 0 in shape:
-        raise BadInput(
-            f"{router.info.file}: tensor {router.info.name} has shape {list(shape)}, expected [experts, d_model]; check how it was saved"
-        )
-    n_experts, d_model = shape
+    info = found.info
+    sides = ("experts", "d_model") if family.router else ("experts", "d_ff", "d_model")
+    check_shape(info, sides)
+    n_experts, d_model = info.shape[0], info.shape[-1]
     if model is not None:
         said = stated(config, model.experts, layer)
         if said is not None and said != n_experts:
-            raise BadInput(
-                f"{router.info.file}: router {router.info.name} has {n_experts} rows, but config.json says {said} experts; "
-                "check that they belong together"
+            holds = (
+                f"router {info.name} has {n_experts} rows"
+                if family.router
+                else f"{info.name} holds {n_experts} experts"
             )
-    tensors = LayerTensors(
-        checkpoint, router.prefix, router.number, router.sublayer, n_experts, d_model, router.info.name, taken
-    )
+            raise BadInput(
+                f"{info.file}: {holds}, but config.json says {said!r} experts; check that they belong together"
+            )
+    tensors = LayerTensors(checkpoint, found.prefix, found.number, found.sublayer, n_experts, d_model, info.name, taken)
     gate, up, down = family.experts(tensors)
     correction = next((name for name in family.correction_bias if tensors.has(name)), None)
     top_k: Any = (
         stated(config, model.top_k, layer) if model and not isinstance(model.top_k, int) else model and model.top_k
     )
+    if family.router is None and isinstance(top_k, int):
+        top_k = min(top_k, n_experts)  # a dense block stands for as many experts as a token would have met
     activation = model.activation if model else ("hidden_act",)
     norm = model.norm if model and model.norm != Model.norm else family.norm
     return LayerWeights(
         layer=layer,
         layer_name=tensors.name(family.block),
-        router_ED=tensors.lazy(family.router, (n_experts, d_model)),
+        router_ED=tensors.lazy(family.router, (n_experts, d_model)) if family.router else None,
         gate_EFD=gate,
         up_EFD=up,
         down_EDF=down,
         norm_D=tensors.lazy(norm, (d_model,)) if norm and tensors.has(norm) else None,
         norm_offset=model.norm_offset if model else 0.0,
         top_k=top_k if model else config.get("num_experts_per_tok"),
-        scoring=model.scoring if model else "unknown",
+        scoring=model.scoring
+        if model and family.router
+        else "unknown",  # without rows there are no logits that weights tell
         activation=activation if isinstance(activation, str) else stated(config, activation, layer),
         router_bias_E=tensors.lazy(family.router_bias, (n_experts,))
         if family.router_bias and tensors.has(family.router_bias)
         else None,
         correction_bias_E=one_row(tensors, correction) if correction else None,
         shared=family.shared(tensors),
+        router_state=family.router_state(tensors),
         **family.biases(tensors),
     )
 
@@ -257,9 +267,12 @@ def coverage(
     extra_heads: frozenset[str],
 ) -> Coverage:
     skipped: dict[str, int] = {}
+    rowless = family.rowless_router(text_config(checkpoint.config)) if family.router is None else None
     for name in checkpoint.tensors:
         if name not in understood:
             reason = "multi-token prediction" if name in extra_heads else "not part of an MoE block"
+            if rowless and any(part in name for part in family.router_parts):
+                reason = f"of the {rowless} router, which has no row for each expert"
             skipped[reason] = skipped.get(reason, 0) + 1
     model_type = (checkpoint.config or {}).get("model_type")
     layout = f"{family.name} layout" + ("" if model_type is None else f", model_type {model_type}")
@@ -271,4 +284,5 @@ def coverage(
         parameters_understood=sum(checkpoint.tensors[name].parameters for name in understood),
         parameters_total=sum(info.parameters for info in checkpoint.tensors.values()),
         skipped=skipped,
+        rowless_router=rowless,
     )

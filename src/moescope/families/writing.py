@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,14 +23,14 @@ from moescope.errors import BadInput
 from moescope.families.counts import changed_config, check_counts
 from moescope.families.layout import Config
 from moescope.families.reading import MoeCheckpoint
-from moescope.types import ExpertStack, LayerWeights, LazyTensor, StoredParts
+from moescope.families.router_rewriting import PER_ROUTER, NewRouter, new_rows, new_state, routers_of, state_shape
+from moescope.types import ExpertStack, LayerWeights, LazyTensor, RouterState, StoredParts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Given = Tensor | Callable[[], Tensor]
 PER_EXPERT = ("gate_EFD", "up_EFD", "down_EDF", "gate_bias_EF", "up_bias_EF", "down_bias_ED")
-PER_ROUTER = ("router_ED", "router_bias_E", "correction_bias_E")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,15 @@ class NewLayer:
     router_ED: Tensor | None = None
     router_bias_E: Tensor | None = None
     correction_bias_E: Tensor | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # what else the router keeps, by name within the router
+    groups: Sequence[Sequence[int]] | None = None  # the source's experts behind each one; None: those kept are alone
+    leaders: Sequence[int] | None = None  # whose part of the router each one takes over; None: its own
+
+    def router(self) -> NewRouter:
+        """What `changed_router` makes the router of; for new experts groups and leaders must be known."""
+        kept = [expert if isinstance(expert, int) else -1 for expert in self.experts]
+        given = {name: rows for name in PER_ROUTER if (rows := getattr(self, name)) is not None}
+        return NewRouter(self.groups or [(expert,) for expert in kept], self.leaders or kept, {**given, **self.state})
 
 
 @dataclass(frozen=True)
@@ -138,11 +147,6 @@ def stacks_of(weights: LayerWeights) -> dict[str, ExpertStack]:
     return {name: stack for name, stack in found.items() if stack is not None}
 
 
-def routers_of(weights: LayerWeights) -> dict[str, LazyTensor]:
-    found = {name: getattr(weights, name) for name in PER_ROUTER}
-    return {name: lazy for name, lazy in found.items() if lazy is not None}
-
-
 def stored_parts(weights: LayerWeights) -> dict[str, dict[str, StoredParts]]:
     """Stored tensor (or one for each expert) -> the stacks that lie in it, such as gate and up in gate_up_proj."""
     found: dict[str, dict[str, StoredParts]] = {}
@@ -156,7 +160,11 @@ def own_names(weights: LayerWeights) -> set[str]:
     """Names of all stored tensors that hold something of each expert."""
     parts = [stack.stored for stack in stacks_of(weights).values() if stack.stored]
     names = {part.tensor_name(expert) for part in parts for expert in range(weights.n_experts)}
-    return names | {lazy.name for lazy in routers_of(weights).values()}
+    return names | {lazy.name for lazy in routers_of(weights).values()} | state_names(weights)
+
+
+def state_names(weights: LayerWeights) -> set[str]:
+    return {state.tensor.name for state in weights.router_state}
 
 
 def layer_tensors(moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewLayer) -> Iterator[PlannedTensor]:
@@ -164,6 +172,8 @@ def layer_tensors(moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewL
     weights = moe.layers[layer]
     for name, lazy in routers_of(weights).items():
         yield router_tensor(moe, lazy, new, name)
+    for state in weights.router_state:
+        yield state_tensor(moe, weights, state, new)
     groups = stored_parts(weights)
     for together in groups.values():
         parts = next(iter(together.values()))
@@ -180,7 +190,7 @@ def layer_tensors(moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewL
                 yield source.copy(parts.tensor_name(expert), parts.tensor_name(place))
 
 
-def router_tensor(moe: MoeCheckpoint, lazy: LazyTensor, new: NewLayer, field: str) -> PlannedTensor:
+def router_tensor(moe: MoeCheckpoint, lazy: LazyTensor, new: NewLayer, field_name: str) -> PlannedTensor:
     """Rows of the router, or values of a bias: given, or picked from the source's."""
     info = moe.checkpoint.tensors[lazy.name]
     count = len(new.experts)
@@ -188,12 +198,26 @@ def router_tensor(moe: MoeCheckpoint, lazy: LazyTensor, new: NewLayer, field: st
     dtype = torch_dtypes()[info.dtype]
 
     def pieces() -> Iterator[memoryview]:
-        given = getattr(new, field)
-        rows = lazy.read()[list(new.experts)] if given is None else given
+        rows = new_rows(lazy, new.router(), field_name)
         moe.checkpoint.release()
-        yield bytes_of(finite(rows.detach().to(dtype), lazy.name))
+        yield bytes_of(finite(rows.to(dtype), lazy.name))
 
     return PlannedTensor(lazy.name, info.dtype, shape, math.prod(shape) * dtype.itemsize, pieces)
+
+
+def state_tensor(moe: MoeCheckpoint, weights: LayerWeights, state: RouterState, new: NewLayer) -> PlannedTensor:
+    """What else the router keeps, for the new experts."""
+    name, dtype = state.tensor.name, state.tensor.dtype
+    shape = state_shape(weights, state, len(new.experts))
+
+    def pieces() -> Iterator[memoryview]:
+        made = new_state(weights, state, new.router())
+        moe.checkpoint.release()
+        if tuple(made.shape) != shape:
+            raise ValueError(f"{name}: made in shape {list(made.shape)}, planned in {list(shape)}")
+        yield bytes_of(finite(made, name))
+
+    return PlannedTensor(name, dtype, shape, math.prod(shape) * torch_dtypes()[dtype].itemsize, pieces)
 
 
 def fused_tensor(
@@ -284,18 +308,26 @@ def check_given(moe: MoeCheckpoint, layer: int, place: int, stack: str, tensor: 
 
 def check_router(weights: LayerWeights, new: NewLayer) -> None:
     """Rows and biases given where there are new experts, in the right shape, and none that the source has no place for."""
+    moved = len(new.experts) != weights.n_experts or any(
+        expert != place for place, expert in enumerate(new.experts) if not isinstance(expert, NewExpert)
+    )
+    if weights.router_ED is None and not weights.router_state and moved:
+        raise BadInput(
+            f"{weights.layer_name}: its router has no row for each expert, so it cannot be told that they are others; "
+            "keep each where it is"
+        )
     lazies = routers_of(weights)
     made = any(isinstance(expert, NewExpert) for expert in new.experts)
-    for field in PER_ROUTER:
-        given = getattr(new, field)
-        if given is not None and field not in lazies:
-            raise BadInput(f"layer {weights.layer}: {field} is given, but the source has none; leave it out")
-        if given is None and field in lazies and made:
-            raise BadInput(f"layer {weights.layer}: new experts need {field}, one row or value an expert; give it")
-        wanted = (len(new.experts), *lazies[field].shape[1:]) if field in lazies else ()
+    for part in PER_ROUTER:
+        given = getattr(new, part)
+        if given is not None and part not in lazies:
+            raise BadInput(f"layer {weights.layer}: {part} is given, but the source has none; leave it out")
+        if given is None and part in lazies and made and new.leaders is None:
+            raise BadInput(f"layer {weights.layer}: new experts need {part}, one row or value an expert; give it")
+        wanted = (len(new.experts), *lazies[part].shape[1:]) if part in lazies else ()
         if given is not None and tuple(given.shape) != wanted:
             raise BadInput(
-                f"layer {weights.layer}: {field} has shape {list(given.shape)}, expected {list(wanted)}; give one row an expert"
+                f"layer {weights.layer}: {part} has shape {list(given.shape)}, expected {list(wanted)}; give one row an expert"
             )
 
 
@@ -306,7 +338,9 @@ def check_rewritable(moe: MoeCheckpoint, layer: int, recounted: bool) -> None:
     quantised = [name for name in ("quantization_config", "compression_config") if config.get(name)]
     unstored = [name for name, stack in stacks_of(weights).items() if stack.stored is None]
     own = own_names(weights)
-    packed = [name for name in sorted(own) if checkpoint.tensors[name].dtype not in READABLE_DTYPES]
+    packed = [
+        name for name in sorted(own - state_names(weights)) if checkpoint.tensors[name].dtype not in READABLE_DTYPES
+    ]
     if quantised or unstored or packed:
         raise BadInput(
             f"{checkpoint.shown}: layer {layer} is quantised ({(packed + quantised + unstored)[0]}) and cannot be rewritten; "

@@ -29,6 +29,7 @@ OPENING = {
     "max_violation": "The busiest expert's excess (max violation)",
     "load_entropy_share": "Load entropy over log n",
     "gini": "Unevenness of load (Gini)",
+    "dropped": "The share of slots that went empty",
     "router_similarity_abs": "Mean |cos| of router rows",
     "sequential_consistency": "The share of tokens that go where the one before went",
 }

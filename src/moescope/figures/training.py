@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.figures.routing_metrics import plain_log
-from moescope.figures.routing_steps import step_axis
+from moescope.figures.routing_steps import metric_by_step, step_axis
 from moescope.figures.style import (
     CATEGORICAL,
     Figure,
@@ -138,6 +138,7 @@ LOSSES = [
     FigureSpec("loss_by_step", ("steps",), loss_by_step, wide=True),
     FigureSpec("saved_by_domain", (), saved_by_domain, wide=True),
 ]
+DROPPED = metric_by_step("dropped_by_step", "dropped", "share of slots", "experts without a capacity")
 PULL = FigureSpec("pull_on_routers", ("router_gradients",), pull_on_routers, wide=True)
 COURSE = {  # by the column of steps that it cannot do without
     "gradient_norm": FigureSpec("gradient_by_step", ("steps",), gradient_by_step),

@@ -15,14 +15,19 @@ def router_drift(a: LayerWeights, b: LayerWeights, series: str, seed: int = 0) -
     """The rows of `geometry` and `geometry_layers` with matrix "router": row e of `a` against row e of `b`, as stored.
 
     Cosine 1 is unmoved, 0 what an unrelated row gives, sqrt 2 its relative L2. Rows have no singular vectors, so no R. A vector added to all rows turns
-    each of them, and a softmax does not see it.
+    each of them, and a softmax does not see it. Both routers must have rows.
     """
-    rows_a, rows_b = a.router_ED.read(), b.router_ED.read()
-    for layer, rows in ((a, rows_a), (b, rows_b)):
+    read = []
+    for layer in (a, b):
+        if layer.router_ED is None:
+            raise BadInput(f"{layer.layer_name}: its router has no row for each expert; leave router out of --matrix")
+        rows = layer.router_ED.read()
         if not bool(rows.isfinite().all()):
             raise BadInput(
                 f"{layer.router_ED.name}: holds NaN or infinity; leave layer {layer.layer} out with --layers"
             )
+        read.append(rows)
+    rows_a, rows_b = read
     table = []
     for expert in range(a.n_experts):
         apart = distance(rows_a[expert], rows_b[expert])

@@ -3,10 +3,12 @@
 from moescope.glossary.column import Column
 from moescope.glossary.experts import EXPERTS
 from moescope.glossary.metrics import METRICS
+from moescope.glossary.notes import NOTES
 from moescope.glossary.routing import ROUTING
+from moescope.glossary.study import STUDY
 from moescope.glossary.training import TRAINING
 from moescope.glossary.weights import WEIGHTS
 
-COLUMNS: dict[str, Column] = {**WEIGHTS, **EXPERTS, **ROUTING, **TRAINING}
+COLUMNS: dict[str, Column] = {**WEIGHTS, **EXPERTS, **ROUTING, **TRAINING, **STUDY}
 
-__all__ = ["COLUMNS", "METRICS", "Column"]
+__all__ = ["COLUMNS", "METRICS", "NOTES", "Column"]

@@ -24,7 +24,8 @@ TRAINING: dict[str, Column] = {
                                 "‖∂ (coefficient × aux_loss)/∂ W_router‖"),
     "alerts.expert": Column("int", "The expert, where the alert is about one; null where it is about its layer."),
     "kind": Column("text", "dead: an expert no token chose for that many steps. max_load: the busiest expert's load over the mean. unused: the share of "
-                           "experts without a token. entropy: the router has one answer to everything. nan: gates or logits are not numbers."),
+                           "experts without a token. entropy: the router is all but certain of every token, so its gates teach it little; not raised for "
+                           "routers that are built to be sure, such as SPECTRA. nan: gates or logits are not numbers."),
     "alerts.value": Column("float", "What was seen; null for nan."),
     "threshold": Column("float", "From where on it is an alert: a setting."),
     "message": Column("text", "The same in a sentence."),

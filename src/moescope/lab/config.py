@@ -23,6 +23,7 @@ BLOCKS = ("modern", "some")
 EXPERT_INITS = ("default", "orthogonal", "sparse", "zero")
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("packed", "documents")
+PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class TrainConfig:
     checkpoint_every: int = 100
     dtype: str = "float32"  # of the arithmetic; weights that are trained stay float32
     compile: bool = False
+    paired_weights: bool = False  # each part's first weights from a seed of its own: routers share what is not theirs
+    parallel: str = "ddp"  # every process has all weights; "fsdp": a part of them
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,8 @@ def check(config: LabConfig, where: str = "config") -> None:
     check_numbers("train", train, where)
     if train.dtype not in DTYPES:
         raise unknown_name("dtype", train.dtype, list(DTYPES))
+    if train.parallel not in PARALLEL:
+        raise unknown_name("parallel", train.parallel, list(PARALLEL))
     if train.sequence_length > model.max_positions:
         raise BadInput(
             f"{where}: [train] sequence_length {train.sequence_length} is more than [model] max_positions, {model.max_positions}"
@@ -241,10 +246,23 @@ def check(config: LabConfig, where: str = "config") -> None:
         raise BadInput(
             f"{where}: [train] batch_size {train.batch_size} must be a multiple of micro_batches, {train.micro_batches}"
         )
-    if config.data.layout not in LAYOUTS:
-        raise unknown_name("layout", config.data.layout, list(LAYOUTS))
-    if not 0 < config.data.validation_share < 1:
-        raise BadInput(f"{where}: [data] validation_share must lie between 0 and 1, not {config.data.validation_share}")
+    if train.seed >= 2**63:
+        raise BadInput(f"{where}: [train] seed must be less than 2**63, not {train.seed}")
+    check_data(config.data, where)
+
+
+def check_data(data: DataConfig, where: str) -> None:
+    if data.layout not in LAYOUTS:
+        raise unknown_name("layout", data.layout, list(LAYOUTS))
+    if not 0 < data.validation_share < 1:
+        raise BadInput(f"{where}: [data] validation_share must lie between 0 and 1, not {data.validation_share}")
+    if data.max_bytes < 0:
+        raise BadInput(f"{where}: [data] max_bytes must be 0 or more, not {data.max_bytes}")
+    if data.text and data.domains:
+        raise BadInput(f"{where}: [data] text and domains are both given; give text for one domain, or domains by name")
+    for name in data.domains:
+        if not name or name.startswith(".") or set(name) & set("/\\=\0"):  # a file of the run is named after it
+            raise BadInput(f"{where}: [data] domains: {name!r} cannot be a domain's name; use letters, digits, - and _")
 
 
 def check_model(model: ModelConfig, where: str = "config") -> None:

@@ -6,6 +6,7 @@ model never looks at it, so attention needs no mask, and routers are told which 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ from moescope.lab.routers import Routed, Router, RouterInput, router_class, to_r
 from moescope.types import Routing
 
 Consume = Callable[[Routing], None]
+BeforePart = Callable[[str], None]  # called with a part's name before its first weights are drawn
+
+
+def as_it_comes(part: str) -> None:
+    """Weights are drawn one part after the other, wherever the generator stands."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,25 @@ class Output:
     aux_loss: Tensor | None = None  # of all layers' routers, weighted
     token_losses_BL: Tensor | None = None  # detached; 0 where there is no target
     losses: dict[str, Tensor] = field(default_factory=dict)  # routers' losses by name, summed over layers
-    notes: dict[str, list[Tensor]] = field(default_factory=dict)  # routers' notes by name, layer after layer
 
 
 class MoE(nn.Module):
     """Router and experts. Returns what the experts add, and the decision itself, so that a hook sees both."""
 
-    def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None, elementwise: Elementwise = EAGER):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        shared: nn.Module | None,
+        elementwise: Elementwise = EAGER,
+        before: BeforePart = as_it_comes,
+    ):
         super().__init__()
         kind = router_class(config.router)
         self.layer, (self.n_experts, d_ff) = layer, kind.expert_shape(config)
+        before(f"layers.{layer}.router")
         self.router = kind(config, layer, shared)
+        before(f"layers.{layer}.experts")
         experts = SwiGLUExperts if config.block == "modern" else GELUExperts
         self.experts = experts(config, self.n_experts, d_ff, elementwise)
 
@@ -60,9 +74,17 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """modern: x + MHA(norm x), then x + MoE(norm x). some: LN1(x + MHA(x)), then LN2(x + MoE(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None, elementwise: Elementwise = EAGER):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        shared: nn.Module | None,
+        elementwise: Elementwise = EAGER,
+        before: BeforePart = as_it_comes,
+    ):
         super().__init__()
         self.pre_norm = config.block == "modern"
+        before(f"layers.{layer}.attention")
         self.self_attn = Attention(config, elementwise)
         if self.pre_norm:
             self.input_layernorm: nn.Module = RMSNorm(config.d_model, config.norm_epsilon, elementwise)
@@ -70,7 +92,7 @@ class Block(nn.Module):
         else:
             self.input_layernorm = nn.LayerNorm(config.d_model, config.norm_epsilon)
             self.post_attention_layernorm = nn.LayerNorm(config.d_model, config.norm_epsilon)
-        self.mlp = MoE(config, layer, shared, elementwise)
+        self.mlp = MoE(config, layer, shared, elementwise, before)
 
     def forward(
         self,
@@ -93,7 +115,7 @@ class Block(nn.Module):
 
 
 class LabModel(nn.Module):
-    """The model of a config, with weights drawn from torch's global generator.
+    """The model of a config, with weights drawn from torch's global generator, which `before` may seed for each part.
 
     `modern` ends in an RMSNorm and a head without bias, tied to the embedding if the config says so. `some` multiplies embeddings
     by sqrt D, adds sinusoids, and ends in an untied head with bias and no norm.
@@ -103,21 +125,24 @@ class LabModel(nn.Module):
     rotary_sin: Tensor
     sinusoids: Tensor
 
-    def __init__(self, config: ModelConfig, compile: bool = False):
+    def __init__(self, config: ModelConfig, compile: bool = False, before: BeforePart = as_it_comes):
         super().__init__()
         check_model(config)
         self.config = config
         self.elementwise = compiled() if compile else EAGER
         D, V = config.d_model, config.vocabulary
         modern = config.block == "modern"
+        before("embed_tokens")
         self.embed_tokens = nn.Embedding(V, D)
         # With sqrt D in front, as large as the sinusoids beside them.
         nn.init.normal_(self.embed_tokens.weight, std=0.02 if modern else 1 / math.sqrt(D))
+        before("shared_router")
         self.shared_router = router_class(config.router).shared_parts(config)
         self.layers = nn.ModuleList(
-            Block(config, layer, self.shared_router, self.elementwise) for layer in range(config.layers)
+            Block(config, layer, self.shared_router, self.elementwise, before) for layer in range(config.layers)
         )
         self.norm = RMSNorm(D, config.norm_epsilon, self.elementwise) if modern else nn.Identity()
+        before("lm_head")
         self.lm_head = nn.Linear(D, V, bias=not modern)
         if modern:
             nn.init.normal_(self.lm_head.weight, std=0.02)
@@ -157,7 +182,7 @@ class LabModel(nn.Module):
         x_BLD = self.norm(x_BLD)
         logits_BLV = self.lm_head(x_BLD)
         if targets_BL is None:
-            return Output(logits_BLV, notes=gathered_notes(decided))
+            return Output(logits_BLV)
         losses_T = self.elementwise.token_losses(logits_BLV.flatten(0, 1), targets_BL.flatten())
         lm_loss = losses_T.sum() / (targets_BL != -100).sum().clamp(min=1)
         losses: dict[str, Tensor] = {}
@@ -172,7 +197,6 @@ class LabModel(nn.Module):
             aux_loss,
             losses_T.detach().view_as(ids_BL),
             losses,
-            gathered_notes(decided),
         )
 
     def embedded(self, ids_BL: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -217,12 +241,14 @@ class LabModel(nn.Module):
         return self
 
 
-def gathered_notes(decided: list[Routed]) -> dict[str, list[Tensor]]:
-    notes: dict[str, list[Tensor]] = {}
-    for routed in decided:
-        for name, note in routed.notes.items():
-            notes.setdefault(name, []).append(note)
-    return notes
+def seeded_by_part(seed: int) -> BeforePart:
+    """Every part's first weights from a seed of its own: models of one seed share all parts of equal shape, whatever their routers draw."""
+
+    def before(part: str) -> None:
+        digest = hashlib.blake2b(f"{seed} {part}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+    return before
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from moescope.lab.model import Consume, LabModel, MoE
-from moescope.lab.routers import RouterInput
-from moescope.lab.saving import layout_of, load_model
+from moescope.lab.routers import Router, RouterInput
+from moescope.lab.saving import config_json, layout_of, load_model
 from moescope.lab.vocabulary import Vocabulary
-from moescope.routing.adapters import Decision
+from moescope.routing.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.routing.models import TracedModel
 from moescope.types import Routing
 
@@ -31,6 +31,10 @@ class TraceableConfig:
     max_position_embeddings: int
     pad_token_id: int
     is_encoder_decoder: bool = False
+    stored: dict[str, Any] = field(default_factory=dict)  # what config.json says
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.stored
 
     def get_text_config(self) -> TraceableConfig:
         return self
@@ -43,14 +47,22 @@ class Traceable(nn.Module):
         super().__init__()
         self.model = model
         shape = model.config
-        self.config = TraceableConfig(layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad)
+        self.config = TraceableConfig(
+            layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad, stored=config_json(shape)
+        )
 
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
         return self.model.routing_blocks()
 
-    def expert_blocks(self) -> dict[int, tuple[nn.Module, Callable[[Tensor], Decision]]]:
-        """Every layer's experts, and its router asked about states alone: for routers that look at nothing else."""
-        return {layer: (block.mlp.experts, partial(decide, block.mlp)) for layer, block in enumerate(self.model.blocks)}
+    def expert_blocks(self) -> dict[int, Apart]:
+        """Every layer's experts, its router to be asked about single tokens, and a router like it with other tensors."""
+        found = {}
+        for layer, block in enumerate(self.model.blocks):
+            router = block.mlp.router
+            found[layer] = Apart(
+                block.mlp.experts, partial(ask, router), partial(with_router, router), router.linear_view()
+            )
+        return found
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.lm_head
@@ -75,13 +87,14 @@ class Traceable(nn.Module):
 
 
 @contextmanager
-def experts_inputs(model: LabModel) -> Iterator[dict[int, Tensor]]:
-    """Layer -> what its experts were given in the pass under way, until it is taken."""
-    given: dict[int, Tensor] = {}
+def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
+    """Layer -> what its experts were given in the pass under way, and what its router was handed on, until it is taken."""
+    given: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def seen(module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, MoE)
-        given[module.layer] = args[0].detach()
+        x_TD, _, _, carried_TR = args
+        given[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
 
     hooks = [block.mlp.register_forward_pre_hook(seen) for block in model.blocks]
     try:
@@ -91,15 +104,29 @@ def experts_inputs(model: LabModel) -> Iterator[dict[int, Tensor]]:
             hook.remove()
 
 
-def with_inputs(consume: Consume, given: dict[int, Tensor], routing: Routing) -> None:
-    consume(replace(routing, x_TD=given.pop(routing.layer)))
+def with_inputs(consume: Consume, given: dict[int, tuple[Tensor, Tensor | None]], routing: Routing) -> None:
+    x_TD, carried_TR = given.pop(routing.layer)
+    consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
 
 
-def decide(mlp: MoE, x_TD: Tensor) -> Decision:
-    """The router's decision for states of no text: every token is real, and all have the id 0."""
-    ids_T = torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device)
-    routed = mlp.router(RouterInput(x_TD.float(), ids_T, torch.ones_like(ids_T, dtype=torch.bool), mlp.layer))
-    return Decision(x_TD, routed.chosen_TK, routed.gates_TK)
+@torch.no_grad()
+def ask(router: Router, reads: RouterReads) -> Asked:
+    """The router's answer for tokens of no text: all are real, and have the id 0 where none is known."""
+    x_TD = reads.x_TD
+    ids_T = torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device) if reads.ids_T is None else reads.ids_T
+    real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
+    routed = router(RouterInput(x_TD.float(), ids_T, real_T, router.layer, reads.carried_TR))
+    return Asked(Decision(x_TD, routed.chosen_TK, routed.gates_TK), routed.logits_TE)
+
+
+def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:
+    """A router of the same kind and options with these tensors, for so many experts; what all layers share it shares too."""
+    config = replace(router.config, experts=n_experts, top_k=top_k or router.config.top_k)
+    with torch.random.fork_rng(devices=[]):  # what it draws for its first weights is thrown away
+        changed = type(router)(config, router.layer, router.shared)
+    changed.load_state_dict(dict(tensors))
+    device = next((tensor.device for tensor in router.state_dict().values()), None)
+    return partial(ask, changed.to(device).eval())
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from moescope.lab.evaluation import Evaluation, evaluate
 from moescope.lab.model import LabModel
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
 from moescope.lab.ranks import Ranks
+from moescope.lab.sharding import average_whole, share_out, whole_model
 from moescope.lab.training_state import TrainingState, save_state
 from moescope.routing.monitor import LoopMonitor
 
@@ -50,14 +51,17 @@ class Training:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.sharing_out = self.config.train.parallel == "fsdp" and self.ranks.world > 1
+        if self.sharing_out:
+            share_out(self.model, self.device, self.ranks)
         self.optimiser = make_optimiser(self.model, self.config.train, self.device)
         self.logged: list[
             Tensor
         ] = []  # of each step since the last log: language-model loss, auxiliary loss, gradient norm
         self.whole: nn.Module = self.model
         for router in self.model.routers:
-            router.reduce = self.ranks.sum
-        if self.ranks.world > 1:
+            router.ranks = self.ranks
+        if self.ranks.world > 1 and not self.sharing_out:
             self.whole = shared_by_ranks(self.model, self.device)
 
     def restore(self, state: TrainingState) -> None:
@@ -88,8 +92,10 @@ class Training:
                 loss.backward()
             lm_loss += output.lm_loss.detach() * share
             aux_loss += output.aux_loss.detach() / (train.micro_batches * self.ranks.world)
+        if self.sharing_out:
+            average_whole(self.model, self.ranks)
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        norms_P = clip_gradients(gradients, train.clip)
+        norms_P = clip_gradients(gradients, train.clip, self.ranks)
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.model.after_step()
@@ -149,15 +155,16 @@ class Training:
                 advance(label, 1)
                 if saving:
                     monitor.flush()
-                    if monitor.run is not None:
-                        save(self.model, self.step)
+                    model = whole_model(self.model, self.ranks.first) if self.sharing_out else self.model
+                    if monitor.run is not None and model is not None:
+                        save(model, self.step)
                     save_state(folder, self.step, self.model, self.optimiser, self.evaluations, self.ranks)
         finally:
             watch.close()
 
     def evaluate(self, monitor: LoopMonitor) -> None:
-        """On the first rank, while the others wait; it does not count as time of the steps."""
-        if not self.ranks.first:
+        """On the first rank, while the others wait; it does not count as time of the steps. Where each has a part of the weights, all take part."""
+        if not self.ranks.first and not self.sharing_out:
             return
         began = time.perf_counter()
         size = max(self.config.train.batch_size // self.config.train.micro_batches, 1)

@@ -14,6 +14,7 @@ from moescope.disk import check_disk, replace_synced, sync_folder
 from moescope.errors import BadInput
 from moescope.lab.model import LabModel
 from moescope.lab.ranks import Ranks
+from moescope.lab.sharding import part_like, put_together
 
 FILE = "training_state.pt"
 
@@ -30,10 +31,24 @@ class TrainingState:
 
     def restore(self, model: LabModel, optimiser: torch.optim.Optimizer, ranks: Ranks) -> None:
         """Put everything back in place. Another number of ranks than before draws other random numbers, and nothing else."""
-        model.load_state_dict(self.model)
-        optimiser.load_state_dict(self.optimiser)
+        own = model.state_dict()
+        model.load_state_dict({name: part_like(tensor, own.get(name, tensor)) for name, tensor in self.model.items()})
+        optimiser.load_state_dict(parts_of(self.optimiser, optimiser))
         if len(self.generators) == ranks.world:
             set_generator(self.generators[ranks.rank])
+
+
+def parts_of(state: dict[str, Any], optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimiser's saved state, its moments shared out as their weights are."""
+    weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+    moments = {
+        number: {
+            name: part_like(value, weights[number]) if value.shape == weights[number].shape else value
+            for name, value in held.items()
+        }
+        for number, held in state["state"].items()
+    }
+    return {**state, "state": moments}
 
 
 def generator_state() -> Tensor:
@@ -57,12 +72,13 @@ def save_state(
     if ranks.world > 1:
         generators = [torch.empty(0)] * ranks.world
         torch.distributed.all_gather_object(generators, generator_state())
+    weights, moments = (put_together(part.state_dict(), ranks.first) for part in (model, optimiser))
     if not ranks.first:
         return
-    content = {
+    content: dict[str, Any] = {
         "step": step,
-        "model": model.state_dict(),
-        "optimiser": optimiser.state_dict(),
+        "model": weights,
+        "optimiser": moments,
         "generators": generators,
         "evaluations": evaluations,
     }

@@ -195,10 +195,13 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["clusters"]
     columns = ["layer", "expert", "kept", "cluster", "dominant", "weight"]
     router = {
-        "slice": "Router rows and biases of the experts that go are taken out.",
+        "slice": "What the router holds of the experts that go is taken out of it.",
         "fold": "Router rows are fitted anew, one for each merged expert.",
+        "join": join_words(facts.get("lab_router")),
         "tie": "Every old router row is kept and points at the merged expert: a plan to measure, which no file format holds.",
     }[facts["router"]]
+    if facts["router"] == "slice" and facts.get("lab_router") == "hash":
+        router += " Tokens of theirs are dealt to the others in turn, by token id."
     router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
     chosen = f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
@@ -219,6 +222,14 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
             *([table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")] if "merges" in tables else []),
         ],
     )
+
+
+def join_words(router: str | None) -> str:
+    if router == "hash":
+        return (
+            "A merged expert gets the tokens of all its members: the table is the old one with their numbers replaced."
+        )
+    return "A merged expert takes over its dominant member's part of the router, unchanged."
 
 
 def fold_words(settings: dict[str, Any]) -> str:

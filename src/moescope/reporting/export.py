@@ -69,11 +69,11 @@ def kind_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
 
 def weight_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
     for index, reading in enumerate(readings([run for run in runs if run.info["verb"] == "scan"])):
-        prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router']}"
-        for spec in ACROSS_LAYERS:
+        prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router'] or 'experts'}"
+        for spec in reading.drawable(ACROSS_LAYERS):
             yield f"{prefix}-{spec.name}", spec.draw(reading.tables)
         for layer, tables in reading.by_layer():
-            for spec in (*ONE_LAYER, *COMPLETE_VIEW):
+            for spec in reading.drawable((*ONE_LAYER, *COMPLETE_VIEW)):
                 yield f"{prefix}-layer{layer}-{spec.name}", spec.draw(tables)
 
 

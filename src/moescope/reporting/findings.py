@@ -11,6 +11,7 @@ from scipy.special import bdtrc
 from moescope.figures.identification import FEWEST_TESTED, verdict_sentence
 from moescope.figures.redundancy import share_above, width_of
 from moescope.figures.style import capital, listed, named_layers, number
+from moescope.reporting.experts_alone import rank_sentence, why_alone
 from moescope.reporting.readings import Reading, readings
 from moescope.run import Run
 from moescope.spectral.alignment import TIE
@@ -51,10 +52,11 @@ def summary(run: Run) -> dict[str, Any]:
 def headline(found: list[Reading]) -> list[str]:
     """The first reading's findings, and where another reading of the run comes to other verdicts."""
     sentences = findings(found[0])
-    if len(found) > 1:
+    rows = found[0].has_rows
+    if len(found) > 1 and rows:
         sentences[0] = f"Read from {found[0].label}: {sentences[0][:1].lower()}{sentences[0][1:]}"
     first = verdict_layers(found[0])
-    others = [reading for reading in found[1:] if verdict_layers(reading) != first]
+    others = [reading for reading in found[1:] if rows and verdict_layers(reading) != first]
     for other in others[:NAMED_AT_MOST]:
         words = verdict_sentence(other.tables)
         sentences.append(f"Read from {other.label}: {words[:1].lower()}{words[1:]}.")
@@ -62,9 +64,12 @@ def headline(found: list[Reading]) -> list[str]:
     for other in found[1:]:
         if other.keys["matrix"] not in seen:
             seen.add(other.keys["matrix"])
-            words = redundancy_finding(other)
-            sentences.append(f"Of the {other.keys['matrix']} matrices: {words[:1].lower()}{words[1:]}")
-    agreeing = [reading.label for reading in found[1:] if verdict_layers(reading) == first]
+            if "similarity" in other.tables:
+                words = redundancy_finding(other)
+                sentences.append(f"Of the {other.keys['matrix']} matrices: {words[:1].lower()}{words[1:]}")
+            else:
+                sentences.append(rank_sentence(other))
+    agreeing = [reading.label for reading in found[1:] if rows and verdict_layers(reading) == first]
     if agreeing:
         who = f"{len(agreeing)} other readings" if len(agreeing) > 1 else agreeing[0]
         sentences.append(f"Read from {who}: the same verdicts as from {found[0].label}.")
@@ -86,12 +91,17 @@ def where(run: Run, index: int) -> str:
 
 
 def verdict_layers(reading: Reading) -> dict[str, list[int]]:
+    if not reading.has_rows:
+        return {}
     tests = reading.tables["alignment_tests"]
     return {str(verdict): sorted(int(layer) for layer in rows["layer"]) for verdict, rows in tests.groupby("verdict")}
 
 
 def findings(reading: Reading) -> list[str]:
     """The reading's findings, most important first; each names its chance level."""
+    if not reading.has_rows:
+        alike = [redundancy_finding(reading)] if "similarity" in reading.tables else []
+        return [why_alone(reading), *alike, rank_sentence(reading), *rank_findings(reading)]
     return [
         verdict_finding(reading),
         *quiet_pairing_findings(reading),
@@ -208,6 +218,8 @@ def more(found: list[Any]) -> str:
 
 
 def collapsed_pairs(reading: Reading) -> list[dict[str, Any]]:
+    if "similarity" not in reading.tables:
+        return []
     pairs = reading.tables["similarity"]
     close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)]
     close = close.reindex(close["cosine"].abs().sort_values(ascending=False).index)
@@ -246,6 +258,8 @@ def redundancy_finding(reading: Reading) -> str:
 
 
 def most_ambiguous(reading: Reading) -> list[dict[str, Any]]:
+    if not reading.has_rows:
+        return []
     ranked = reading.tables["ambiguity"].sort_values("rank").head(3)
     return [
         {

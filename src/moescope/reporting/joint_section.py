@@ -31,7 +31,7 @@ def joint_tables(reading: Reading, view: View) -> Tables:
 def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[dict[str, Any]]:
     """One entry a reading and view of the same checkpoint: the answers in words, and figures where there are layers enough."""
     entries: list[dict[str, Any]] = []
-    for reading in found:
+    for reading in (reading for reading in found if reading.has_rows):
         for view in (view for view in views if view.main and same_checkpoint(reading, view)):
             tables = joint_tables(reading, view)
             number = len(entries)
@@ -58,6 +58,6 @@ def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[d
 
 def joint_missing(found: list[Reading], views: list[View]) -> str:
     """Why there is nothing to say together, where both kinds of run were given."""
-    if not found or not views:
-        return ""
+    if not any(reading.has_rows for reading in found) or not views:
+        return ""  # ambiguity is of router rows; that there are none is said where the weights are told
     return "Not available: no scan and trace here are of the same checkpoint."

@@ -9,9 +9,9 @@ import pandas as pd
 from moescope.figures import COMPLETE_VIEW, ONE_LAYER, FigureSpec
 from moescope.figures.identification import VERDICT_WORDS, told_verdict
 from moescope.figures.style import Tables, listed, number
+from moescope.reporting.experts_alone import alone_entry, close_pairs
 from moescope.reporting.pack import figure_payload, table_payload
 from moescope.reporting.readings import Reading
-from moescope.spectral.subspaces import COLLAPSED
 
 K_TABLE = [
     "k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std", "delta_vs_shuffle", "z_vs_shuffle",
@@ -46,6 +46,10 @@ def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
 
 def layer_entry(reading: Reading, layer: int, tables: Tables) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what the closed line says, the payload drawn when it is opened)."""
+    if not reading.has_rows:
+        entry, payload = alone_entry(reading, layer, tables)
+        figures = [drawn(spec, tables, f"layer {layer}, {reading.label}") for spec in reading.drawable(ONE_LAYER)]
+        return entry, {**payload, "setup": setup_rows(reading, layer, tables), "figures": figures, "complete": []}
     test = tables["alignment_tests"].iloc[0].to_dict()
     best = tables["alignment"][tables["alignment"]["k"] == test["best_k"]]
     where = f"layer {layer}, {reading.label}"
@@ -96,10 +100,7 @@ def verdict_words(reading: Reading, layer: int, test: dict[str, Any], tables: Ta
         words.append(
             f"They do fit in another order, at k = {order['k']} (router → expert, p ≤ {number(order['p'])}): {mapped}."
         )
-    pairs = tables["similarity"]
-    close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)]
-    if len(close):
-        named = [f"{row.expert_a} and {row.expert_b} ({number(abs(row.cosine))})" for row in close.head(8).itertuples()]
+    if named := close_pairs(tables):
         words.append(f"Collapsed pairs, by |cos| of their top directions: {listed(named)}.")
     return words
 
@@ -109,26 +110,36 @@ def setup_rows(reading: Reading, layer: int, tables: Tables) -> list[list[str]]:
     setup, info = reading.setup(layer), reading.run.info
     of_matrix = setup["matrices"][reading.keys["matrix"]]
     model = next(item for item in info["checkpoints"] if item["step"] == reading.keys["step"])
-    own = pd.Series(setup["centered_share"], dtype=float)
-    null = "closed form" if setup["null"] == "closed" else f"{setup['n_shuffles']} sampled shuffles"
+    folded = ", norm folded in" if reading.keys["fold_norm"] else ""
+    routed = pairing_rows(reading, layer, tables) if reading.has_rows else {}
+    router = f", {setup['router_dtype']} router" if reading.has_rows else ""
     rows = {
         "model": model["path"],
         "block": setup["layer_name"],
         "step": reading.keys["step"],
-        "matrix": reading.keys["matrix"],
-        "router reading": reading.keys["router"] + (", norm folded in" if reading.keys["fold_norm"] else ""),
-        "dtype": f"{setup['dtype']} experts, {setup['router_dtype']} router; fp64 from the Gram matrix on",
+        "matrix": reading.keys["matrix"] + ("" if reading.has_rows else folded),
+        **({"router reading": reading.keys["router"] + folded} if reading.has_rows else {}),
+        "dtype": f"{setup['dtype']} experts{router}; fp64 from the Gram matrix on",
         "d_model": setup["d_model"],
         "d_ff": setup["d_ff"],
         "experts (n)": setup["n_experts"],
         "top_k, scoring": f"{setup['top_k'] or 'not stated'}, {setup['scoring']}",
-        "k ladder": ", ".join(map(str, of_matrix["k"])),
-        "shuffle null": null,
-        "pairing null": f"{tables['alignment_tests']['n_pairings'].iloc[0]:,} pairings, {'all there are' if tables['alignment_tests']['exact'].iloc[0] else 'drawn'}",
+        **routed,
         "seed": setup["seed"],
         "precision": f"{info['arguments']['precision']}; {of_matrix['fallbacks']} of {setup['n_experts']} experts fell back to SVD",
-        "row share not common to all routers": f"{number(own.min())} to {number(own.max())} (‖rᵢ − mean‖/‖rᵢ‖)",
         "experts left out": ", ".join(map(str, of_matrix["experts_left_out"])) or "none",
         "time": f"{number(setup['seconds'])} s on {info['device']}",
     }
     return [[name, str(value)] for name, value in rows.items()]
+
+
+def pairing_rows(reading: Reading, layer: int, tables: Tables) -> dict[str, str]:
+    """What of a layer's setup is about router rows."""
+    setup, test = reading.setup(layer), tables["alignment_tests"].iloc[0]
+    own = pd.Series(setup["centered_share"], dtype=float)
+    return {
+        "k ladder": ", ".join(map(str, setup["matrices"][reading.keys["matrix"]]["k"])),
+        "shuffle null": "closed form" if setup["null"] == "closed" else f"{setup['n_shuffles']} sampled shuffles",
+        "pairing null": f"{test['n_pairings']:,} pairings, {'all there are' if test['exact'] else 'drawn'}",
+        "row share not common to all routers": f"{number(own.min())} to {number(own.max())} (‖rᵢ − mean‖/‖rᵢ‖)",
+    }

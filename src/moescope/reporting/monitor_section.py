@@ -5,12 +5,19 @@ from __future__ import annotations
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.figures import OVER_STEPS
 from moescope.figures.style import counted
 from moescope.figures.training import PULL
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
-from moescope.reporting.training_section import ALERT_COLUMNS, STEP_COLUMNS, TABLES, can_draw, load_findings
+from moescope.reporting.training_section import (
+    ALERT_COLUMNS,
+    STEP_COLUMNS,
+    TABLES,
+    load_figures,
+    load_findings,
+    load_words,
+    note_sections,
+)
 from moescope.run import Run
 
 READING = "Load and decisions are of the training's own passes, each point a stretch of steps; floors are those of random routing."
@@ -28,9 +35,10 @@ def sections(run: Run) -> list[Section]:
     alerts, steps, gradients = (rows_of(run, name) for name in ("alerts", "steps", "router_gradients"))
     told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
     told += [table_payload("steps", steps, STEP_COLUMNS, "Every point")] if len(steps) else []
-    words = "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
-    drawable = [(spec, watched) for spec in OVER_STEPS if can_draw(spec, watched)]
-    found = [Section("load", "Load while it learned", words, drawable, told)]
+    found = [
+        Section("load", "Load while it learned", load_words(run), load_figures(watched), told),
+        *note_sections(run),
+    ]
     if len(gradients) and gradients["lm_gradient_norm"].notna().any():
         words = "A router learns from the text through its gates alone; here is how strongly."
         found.append(Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})]))

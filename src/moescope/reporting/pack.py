@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.figures.style import Figure
+from moescope.glossary import COLUMNS
 from moescope.tables import table as table_spec
 
 SMALL = 64  # up to so many numbers are written out
@@ -89,6 +90,7 @@ def table_payload(name: str, frame: pd.DataFrame, columns: list[str], title: str
                 "name": column,
                 "title": spec.column(column).title or column.replace("_", " "),
                 "kind": spec.column(column).kind,
+                **({"entry": f"{name}.{column}"} if f"{name}.{column}" in COLUMNS else {}),  # where the glossary has it
             }
             for column in columns
         ],

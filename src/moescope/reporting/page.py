@@ -12,13 +12,14 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
 from moescope.figures.style import Tables, listed, number
-from moescope.glossary import COLUMNS, METRICS
+from moescope.glossary import COLUMNS, METRICS, NOTES
+from moescope.reporting.experts_alone import experts_glance
 from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.geometry_section import charts_together
 from moescope.reporting.joint_section import joint_entries, joint_missing
 from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
 from moescope.reporting.pack import plain, script_json, table_payload
-from moescope.reporting.readings import Reading, readings, run_names
+from moescope.reporting.readings import Reading, reading_words, readings, run_names
 from moescope.reporting.routing_section import (
     SECTIONS,
     step_sections,
@@ -59,10 +60,13 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
 
     across, layers, glance = [], [], []
     for index, reading in enumerate(found):
-        figures = [keep(f"r{index}-{spec.name}", drawn(spec, reading.tables, reading.label)) for spec in ACROSS_LAYERS]
-        tables = [keep(f"r{index}-t-{name}", whole_table(reading, name, title)) for name, title in WHOLE_TABLES.items()]
+        drawable = reading.drawable(ACROSS_LAYERS)
+        figures = [keep(f"r{index}-{spec.name}", drawn(spec, reading.tables, reading.label)) for spec in drawable]
+        whole = {name: title for name, title in WHOLE_TABLES.items() if name in reading.tables}
+        tables = [keep(f"r{index}-t-{name}", whole_table(reading, name, title)) for name, title in whole.items()]
         across.append({"figures": figures, "tables": tables})
-        glance.append(keep(f"r{index}-glance", glance_table(reading)))
+        at_a_glance = glance_table(reading) if reading.has_rows else experts_glance(reading)
+        glance.append(keep(f"r{index}-glance", at_a_glance))
         for layer, rows in reading.by_layer():
             entry, payload = layer_entry(reading, layer, rows)
             layers.append({"reading": index, **entry, "payload": keep(f"r{index}-l{layer}", payload)})
@@ -90,11 +94,13 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "readings": [{"label": reading.label, "findings": findings(reading)} for reading in found],
         "across": across,
         "glance": glance,
+        "with_rows": any(reading.has_rows for reading in found),
+        "with_pairs": any("similarity" in reading.tables for reading in found),
         "compare": [
-            keep(f"c-{spec.name}", drawn(spec, stacked(found, spec), "all readings")) for spec in ACROSS_READINGS
-        ]
-        if len(found) > 1
-        else [],
+            keep(f"c-{spec.name}", drawn(spec, stacked(alike, spec), "all readings"))
+            for spec in ACROSS_READINGS
+            if len(alike := [reading for reading in found if reading.drawable([spec])]) > 1
+        ],
         "steps": step_figures(found, keep),
         "layers": layers,
         "views": entries,
@@ -108,11 +114,11 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "glossary": glossary_sections(
             [
                 *dict.fromkeys(name for _, kind in others for name in kind.tables),
-                *(SCAN_TABLES if scans else ()),
+                *(name for name in SCAN_TABLES if any(name in reading.tables for reading in found)),
                 *(ROUTING_TABLES if traces else ()),
             ]
         ),
-        "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS).items()}),
+        "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS | NOTES).items()}),
         "payloads": payloads,
     }
 
@@ -175,9 +181,10 @@ def step_figures(found: list[Reading], keep: Any) -> list[dict[str, Any]]:
         groups.setdefault((reading.run.path, *(reading.keys[key] for key in READING)), []).append(reading)
     sections = []
     for number_, group in enumerate(group for group in groups.values() if len(group) > 1):
-        label = f"{group[0].run.name} · {group[0].keys['matrix']}, {group[0].keys['router']} router"
-        names = [keep(f"s{number_}-{spec.name}", drawn(spec, stacked(group, spec), label)) for spec in ACROSS_STEPS]
-        sections.append({"label": label, "figures": names})
+        label = f"{group[0].run.name} · {reading_words({**group[0].keys, 'fold_norm': False})}"
+        specs = group[0].drawable(ACROSS_STEPS)
+        names = [keep(f"s{number_}-{spec.name}", drawn(spec, stacked(group, spec), label)) for spec in specs]
+        sections += [{"label": label, "figures": names}] if names else []
     return sections
 
 
@@ -330,4 +337,8 @@ def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
         if name == "routing_layers":
             metrics = [{"key": metric, "name": metric, **asdict(column)} for metric, column in METRICS.items()]
             sections.append({"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics})
+            if "steps" in names:  # of a training
+                noted = [{"key": note, "name": note, **asdict(column)} for note, column in NOTES.items()]
+                meaning = "What single routers of the lab say of themselves in training."
+                sections.append({"table": "routing_layers.metric, of one router", "meaning": meaning, "entries": noted})
     return sections

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from moescope.errors import BadInput
+from moescope.figures.style import FigureSpec
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.tables import READING, SCAN_TABLES
@@ -43,8 +44,17 @@ class Reading:
         return found
 
     @property
+    def has_rows(self) -> bool:
+        """Whether there were router rows to hold against the experts."""
+        return "alignment_tests" in self.tables
+
+    @property
     def layers(self) -> list[int]:
-        return sorted(int(layer) for layer in self.tables["alignment_tests"]["layer"])
+        return sorted(int(layer) for layer in self.tables["spectra"]["layer"].unique())
+
+    def drawable(self, specs: Iterable[FigureSpec]) -> list[FigureSpec]:
+        """Those figures whose tables this reading has."""
+        return [spec for spec in specs if set(spec.needs) <= set(self.tables)]
 
     def one_layer(self, layer: int) -> dict[str, pd.DataFrame]:
         return {name: frame[frame["layer"] == layer] for name, frame in self.tables.items()}
@@ -67,17 +77,31 @@ def readings(runs: list[Run], named: bool | None = None) -> list[Reading]:
         tables = {name: run.table(name) for name in run.tables}
         if run.info["verb"] != "scan":
             raise BadInput(f"{run.path}: this run holds no scan; give a folder written by moescope scan")
-        if missing := [name for name in SCAN_TABLES if name not in tables]:
+        if missing := [name for name in expected_tables(run) if name not in tables]:
             raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; scan again with --overwrite")
-        keys = tables["alignment_tests"][list(KEYS)].drop_duplicates().to_dict("records")
         order = run.info["arguments"]
-        keys.sort(key=lambda k: (k["step"], order["matrix"].index(k["matrix"]), order["router"].index(k["router"])))
+        if "alignment_tests" in tables:
+            keys = tables["alignment_tests"][list(KEYS)].drop_duplicates().to_dict("records")
+            keys.sort(key=lambda k: (k["step"], order["matrix"].index(k["matrix"]), order["router"].index(k["router"])))
+        else:
+            keys = tables["spectra"][["step", "matrix"]].drop_duplicates().to_dict("records")
+            keys = [{**key, "router": None, "fold_norm": order["fold_norm"]} for key in keys]
+            keys.sort(key=lambda k: (k["step"], order["matrix"].index(k["matrix"])))
         found += [(run, key, {name: select(frame, key) for name, frame in tables.items()}) for key in keys]
     names = run_names(runs)
     several_steps = len({(run.path, keys["step"]) for run, keys, _ in found}) > len(runs)
     return [
         Reading(run, keys, label(names[run.path], keys, several, several_steps), tables) for run, keys, tables in found
     ]
+
+
+def expected_tables(run: Run) -> list[str]:
+    """What a scan must have: less where routers have no rows, and of one expert a layer its spectrum alone."""
+    coverage = run.info.get("coverage", [])
+    if not any(item.get("rowless_router") for item in coverage):
+        return list(SCAN_TABLES)
+    alone = all(item["experts_per_layer"] == [1] for item in coverage)
+    return ["spectra"] if alone else ["similarity", "orthogonality", "spectra"]
 
 
 def run_names(runs: list[Run]) -> dict[Any, str]:
@@ -100,5 +124,10 @@ def select(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
 def label(run_name: str, keys: dict[str, Any], several_runs: bool, several_steps: bool) -> str:
     parts = [plot_words(run_name)] if several_runs else []
     parts += [f"step {keys['step']}"] if several_steps else []
-    parts += [f"{keys['matrix']}, {keys['router']} router" + (", norm folded in" if keys["fold_norm"] else "")]
-    return " · ".join(parts)
+    return " · ".join([*parts, reading_words(keys)])
+
+
+def reading_words(keys: dict[str, Any]) -> str:
+    """Matrix and router; of a router without rows the matrix alone."""
+    words = f"{keys['matrix']}, {keys['router']} router" if keys["router"] else f"{keys['matrix']} matrices"
+    return words + (", norm folded in" if keys["fold_norm"] else "")

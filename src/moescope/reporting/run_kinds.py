@@ -4,6 +4,7 @@ from moescope.reporting.compression_section import COMPRESSION
 from moescope.reporting.geometry_section import COMPARE
 from moescope.reporting.monitor_section import WATCHED
 from moescope.reporting.run_kind import RunKind
+from moescope.reporting.study_section import STUDY
 from moescope.reporting.training_section import TRAINING
 from moescope.run import Run
 
@@ -11,6 +12,7 @@ KINDS: list[RunKind] = [
     COMPARE,
     COMPRESSION,
     TRAINING,
+    STUDY,
     WATCHED,
 ]
 

@@ -147,14 +147,16 @@
   function display(value, kind) {
     if (value === null) return "–";
     if (kind === "bool") return value ? "yes" : "no";
-    if (kind !== "float") return String(value);
+    if (kind !== "float" || typeof value === "string") return String(value);  // a cell may say why it has no number
     const size = Math.abs(value);
     if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(/e(.*)$/, (_, power) => " × 10" + power.replace("+", "").replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]));
     return size >= 1000 ? value.toFixed(0) : value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
   }
   function tableElement(table, folded, reading) {
-    const head = make("tr", {}, ...table.columns.map((column) =>
-      make("th", { class: column.kind === "text" ? "text" : "" }, glossary[column.name] ? make("a", { href: "#g-" + column.name, title: glossary[column.name].meaning }, column.title) : column.title)));
+    const head = make("tr", {}, ...table.columns.map((column) => {
+      const entry = column.entry ?? column.name;
+      return make("th", { class: column.kind === "text" ? "text" : "" }, glossary[entry] ? make("a", { href: "#g-" + entry, title: glossary[entry].meaning }, column.title) : column.title);
+    }));
     const rows = table.rows.map((row) => make("tr", {}, ...row.map((value, index) => {
       const kind = table.columns[index].kind;
       const cell = make("td", { class: (kind === "text" ? "text" : "") + (value === null ? " none" : "") });
@@ -200,7 +202,7 @@
       make("table", { class: "plain" }, make("tbody", {}, ...content.setup.map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, value)))))));
     body.append(make("div", { class: "grid" }, ...content.figures.map(slotFor)));
     body.append(...content.tables.map((table) => tableElement(table, true)));
-    body.append(make("h3", {}, "Complete view"), make("div", { class: "grid panels" }, ...content.complete.map(slotFor)));
+    if (content.complete.length) body.append(make("h3", {}, "Complete view"), make("div", { class: "grid panels" }, ...content.complete.map(slotFor)));
     watch(body);
   }
   document.querySelectorAll("details.layer:not(.routed)").forEach((details) => details.addEventListener("toggle", () => openLayer(details)));

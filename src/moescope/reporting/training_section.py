@@ -8,9 +8,10 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS
-from moescope.figures.keys import KEYS
+from moescope.figures.keys import KEYS, USAGE_BY_STEP
+from moescope.figures.notes import in_words, told_and_drawn
 from moescope.figures.style import FigureSpec, Tables, counted, listed, named_layers, number
-from moescope.figures.training import COURSE, LOSSES, PULL
+from moescope.figures.training import COURSE, DROPPED, LOSSES, PULL
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
@@ -40,13 +41,13 @@ def sections(run: Run) -> list[Section]:
             [table_payload("steps", steps, STEP_COLUMNS, "Every point")],
         )
     ]
-    if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")):
+    if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
         watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
-        drawable = [(spec, watched) for spec in OVER_STEPS if can_draw(spec, watched)]
+        drawable = load_figures(watched)
         alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()  # none yet in a training under way
         told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
-        words = "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
-        found.append(Section("load", "Load while it learned", words, drawable, told))
+        found.append(Section("load", "Load while it learned", load_words(run), drawable, told))
+        found += note_sections(run)
     gradients = run.table("router_gradients") if "router_gradients" in run.tables else pd.DataFrame()
     if len(gradients) and gradients["lm_gradient_norm"].notna().any():
         words = "A router learns from the text through its gates alone; here is how strongly."
@@ -58,6 +59,45 @@ def sections(run: Run) -> list[Section]:
     if course:
         found.append(Section("course", "How it went", words, course))
     return found
+
+
+def load_figures(watched: Tables) -> list[tuple[FigureSpec, Tables]]:
+    """Figures over steps that can be drawn; what capacity turned away only where it did."""
+    rows = watched["routing_layers"]
+    dropped = (rows["metric"] == "dropped") & (rows["value"] > 0)
+    specs = [*OVER_STEPS, *([DROPPED] if dropped.any() else [])]
+    return [(spec, watched) for spec in specs if can_draw(spec, watched)]
+
+
+def load_words(run: Run) -> str:
+    words = "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
+    if sure := run.info.get("sure_by_design"):
+        words += (
+            f" This router is built to be sure of every token, so low routing entropy in {named_layers(sure)} raises no alert; uneven load and "
+            "experts without a token do."
+        )
+    return words
+
+
+def note_sections(run: Run) -> list[Section]:
+    """What the router says of itself, where it does: notes that move in figures, the others in a sentence; SoME's usage beside them."""
+    rows = run.table("routing_layers")
+    tables: Tables = {"routing_layers": rows}
+    model = run.info["arguments"].get("model")
+    if model is not None:
+        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
+    still, moving = told_and_drawn(tables)
+    specs = [panel.spec() for panel in moving]
+    if (rows["metric"] == "key_cosine").any():
+        specs += [spec for spec in USAGE_BY_STEP if can_draw(spec, tables)]
+    if not specs and not still:
+        return []
+    words = "Numbers that only this kind of router has, from its training passes, each beside what chance, or nothing done, would give."
+    if still:
+        words += (
+            f" At their reference all the time, so not drawn: {listed([in_words(panel, tables) for panel in still])}."
+        )
+    return [Section("notes", "What the router says of itself", words, [(spec, tables) for spec in specs])]
 
 
 def key_section(run: Run) -> Section:
@@ -141,7 +181,7 @@ def findings(run: Run) -> list[str]:
 
 def load_findings(run: Run) -> list[str]:
     """The last stretch of training: how even the load was, and how that compares with random routing."""
-    if "routing_layers" not in run.tables:
+    if "routing_layers" not in run.tables or not is_routed(run):
         return []
     rows = run.table("routing_layers")
     rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
@@ -158,12 +198,20 @@ def load_findings(run: Run) -> list[str]:
     return found
 
 
+def is_routed(run: Run) -> bool:
+    """Whether there is anything to choose: of one block a layer every load is even, and says nothing."""
+    return bool(run.info["arguments"]["model"]["router"] != "dense")
+
+
 def coverage(run: Run) -> list[str]:
     info, model = run.info, run.info["arguments"]["model"]
     sizes = info["domains"]
     read = sum(size["train_bytes"] for size in sizes.values())
+    experts = (
+        f"{model['experts']} experts" if is_routed(run) else "one block each, as wide as the experts a token would meet"
+    )
     return [
-        f"{model['router']} router, {model['layers']} layers of {model['experts']} experts; {info['parameters_total']:,} parameters, "
+        f"{model['router']} router, {model['layers']} layers of {experts}; {info['parameters_total']:,} parameters, "
         f"{info['parameters_trainable']:,} of them trained",
         f"text: {listed(list(sizes))}, {number(read / 1e6)} MB to train on; {info['vocabulary_size']:,} tokens in the vocabulary; corpus {info['corpus']}",
     ]  # fmt: skip
@@ -171,6 +219,8 @@ def coverage(run: Run) -> list[str]:
 
 def command(run: Run) -> str:
     asked = run.info.get("asked", {})
+    if "study" in asked:
+        return shlex.join(["moescope", "study", "--resume", "--out", asked["study"]])
     words = ["moescope", "train", *([asked["config"]] if asked.get("config") else [])]
     for name in ("preset", "router", "from"):
         words += [f"--{name}", str(asked[name])] if asked.get(name) else []

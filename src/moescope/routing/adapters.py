@@ -7,7 +7,7 @@ carried out. `ADAPTERS` lists the classes that are called otherwise; a class tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,48 @@ class Decision(NamedTuple):
     x_TD: Tensor
     chosen_TK: Tensor
     gates_TK: Tensor
+
+
+@dataclass(frozen=True)
+class RouterReads:
+    """What a router decides from, of T tokens: their states and, where it looks at more, token ids and what the layer before handed on."""
+
+    x_TD: Tensor
+    ids_T: Tensor | None = None
+    carried_TR: Tensor | None = None
+
+
+class Asked(NamedTuple):
+    """A router's answer about tokens of no particular text: its decision, and its logits where it has any."""
+
+    decision: Decision
+    logits_TE: Tensor | None
+
+
+Ask = Callable[[RouterReads], Asked]
+
+
+@dataclass(frozen=True)
+class LinearView:
+    """A router whose logits are rows times something it makes of a state; `stored` says what it would hold with other rows.
+
+    With `thresholds` experts take the tokens whose probability reaches theirs, and `stored` wants one an expert beside the rows.
+    """
+
+    rows_ED: Tensor
+    reads: Callable[[Tensor], Tensor]
+    rows_name: str  # of the tensor within the router that holds rows, as LayerWeights reads them
+    stored: Callable[[Tensor, Tensor | None], dict[str, Tensor]]  # by name within the router
+    thresholds: bool = False
+
+
+class Apart(NamedTuple):
+    """The parts of a block that can be used one by one."""
+
+    experts: nn.Module  # called with (x, chosen, gates)
+    ask: Ask
+    with_router: Callable[[Mapping[str, Tensor], int, int | None], Ask]
+    linear: LinearView | None
 
 
 @dataclass
@@ -55,9 +97,10 @@ class Block:
     hands_out: bool = (
         False  # whether the model hands out this block's Routing itself, so that nothing need be found out
     )
-    decide_alone: Callable[[Tensor], Decision] | None = (
-        None  # what a block that hands out its routing decides for given states; None where it cannot be asked
-    )
+    decide_alone: Ask | None = None  # the router of a block that hands out its routing; None where it cannot be asked
+    # The same router with other tensors, by their names within it, for so many experts and so many a token (None: as before).
+    with_router: Callable[[Mapping[str, Tensor], int, int | None], Ask] | None = None
+    linear: LinearView | None = None
     beside: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # what the block's other parts were given and gave: shared experts, their gate, a norm at the end
@@ -70,7 +113,9 @@ class Block:
 
     @property
     def device(self) -> torch.device:
-        return next(self.router.parameters() if self.hands_out else iter([self.weight_ED])).device
+        if not self.hands_out:
+            return self.weight_ED.device
+        return next(self.experts.parameters()).device  # a router may have none
 
     @property
     def rows_ED(self) -> Tensor | None:
@@ -136,8 +181,8 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 def hands_out_routing(model: nn.Module) -> bool:
     """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its forward pass takes
-    `consume`, which is called with each Routing as it happens. One whose experts can be run apart says so by `expert_blocks()`:
-    layer -> its experts module, called with (x, chosen, gates), and a function from states to the block's decision."""
+    `consume`, which is called with each Routing as it happens. One whose parts can be run apart says so by `expert_blocks()`:
+    layer -> the parts."""
     return callable(getattr(model, "routing_blocks", None))
 
 
@@ -146,9 +191,11 @@ def handing_blocks(model: Any) -> list[Block]:
     apart = model.expert_blocks() if callable(getattr(model, "expert_blocks", None)) else {}
     found = []
     for layer, name, router, n_experts in model.routing_blocks():
-        experts, decide = apart.get(layer, (router, None))
+        parts: Apart | None = apart.get(layer)
+        experts = router if parts is None else parts.experts
         block = Block(layer, name, router, experts, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
-        block.decide_alone = decide
+        if parts is not None:
+            block.decide_alone, block.with_router, block.linear = parts.ask, parts.with_router, parts.linear
         found.append(block)
     return found
 

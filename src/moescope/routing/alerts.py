@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +44,16 @@ class Watch:
     layers: list[int]
     n_experts: list[int]
     last_used_LE: Integers
+    sure: set[int] = field(
+        default_factory=set
+    )  # layers whose routers are built to be sure: low entropy is no news there
     standing: set[Key] = field(default_factory=set)
 
     @classmethod
-    def begin(cls, thresholds: Thresholds, layers: list[int], n_experts: list[int], step: int) -> Watch:
-        return cls(thresholds, layers, n_experts, np.full((len(layers), max(n_experts)), step))
+    def begin(
+        cls, thresholds: Thresholds, layers: list[int], n_experts: list[int], step: int, sure: Iterable[int] = ()
+    ) -> Watch:
+        return cls(thresholds, layers, n_experts, np.full((len(layers), max(n_experts)), step), set(sure))
 
     def state(self) -> dict[str, Any]:
         standing = sorted(self.standing, key=lambda key: (key[0], -1 if key[1] is None else key[1], key[2]))
@@ -87,7 +92,7 @@ class Watch:
                 yield None, "unused", idle, limits.max_unused
         decided = int(window.decided_L[row])
         entropy = window.decisions_LM[row, ENTROPY] / decided if decided else np.nan
-        if entropy < limits.min_entropy:
+        if entropy < limits.min_entropy and self.layers[row] not in self.sure:
             yield None, "entropy", float(entropy), limits.min_entropy
         if np.isnan(window.mass_LE[row, :n]).any() or (decided and np.isnan(entropy)):
             yield None, "nan", None, None
@@ -101,7 +106,7 @@ def alert(
         "dead": f"no token has chosen expert {expert} for {value or 0:.0f} steps",
         "max_load": f"the busiest expert has {value or 0:.3g} times the mean load (limit {threshold})",
         "unused": f"{value or 0:.0%} of its experts have no token (limit {threshold or 0:.0%})",
-        "entropy": f"routing entropy is {value or 0:.3g} nats (limit {threshold}): the router has one answer to everything",
+        "entropy": f"routing entropy is {value or 0:.3g} nats (limit {threshold}): the router is all but certain of every token",
         "nan": "gates or logits are not numbers",
     }
     message = f"step {step}, layer {layer}: {sentences[kind]}"

@@ -98,7 +98,8 @@ class LoopMonitor:
         self.now = self.flushed = self.logged = step
         self.pulled = -1
         self.tokens, self.alerts = 0, 0
-        self.watcher = Watch.begin(self.thresholds, shape["layers"], shape["n_experts"], step)
+        sure = [block.layer for block in self.blocks if getattr(block.router, "sure_by_design", False)]
+        self.watcher = Watch.begin(self.thresholds, shape["layers"], shape["n_experts"], step, sure)
         if first_rank():
             kind = self.blocks[0].model_type
             settings = {name: getattr(self, name) for name in ("every", "decisions_every", "gradients_every", "scan_every", "coactivation")}  # fmt: skip
@@ -112,7 +113,7 @@ class LoopMonitor:
             warnings = [f"layers {capture.unchecked}: not checked, for dropout makes experts random"] if capture.unchecked else []  # fmt: skip
             if step and not self.run.state:
                 warnings.append(f"nothing is known of the steps up to {step}: no tables of them in {self.folder}")
-            self.run.writer.save_info(warnings=warnings)
+            self.run.writer.save_info(warnings=warnings, sure_by_design=sure)
         self.since_tables, self.since_log = self.window(), self.window()
         self.buffer: dict[str, list[Any]] = {}
         self.unmade: list[Callable[[], dict[str, list[Any]]]] = []  # tables that the writing thread is to make

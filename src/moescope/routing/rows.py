@@ -151,6 +151,8 @@ class Scope:
             yield self.mean(metric.name, metric.name, "tokens", metric.floor(setting), metric.collapse(setting))
 
     def dropped(self) -> Iterator[Row]:
+        if self.counts.k == self.counts.n_experts and self.total("dropped"):
+            return  # a slot for every expert: experts choose tokens, and an empty slot is nobody's loss
         parts = np.stack([self.sums("dropped"), self.sums("tokens") * self.counts.k], -1)
         yield row("dropped", ratio(parts.sum(0)), 0.0, np.nan, interval(parts, ratio, self.documents))
 

@@ -5,7 +5,7 @@ Counts are integers and are summed over micro-batches, steps and ranks before an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from moescope.routing.adapters import Block
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION
+from moescope.routing.notes import NoteSums, NoteTally
 from moescope.routing.tally import SUMS, LayerCounts
 
 MOST_HELD = 2**21  # expert slots kept for counting: 25 MB, and a few times that while they are counted
@@ -62,6 +63,7 @@ class Window:
     decisions_LM: Array
     losses: Array  # passes, loss, auxiliary loss: sums over passes
     pairs_LEE: Integers | None = None
+    notes: NoteSums = field(default_factory=NoteSums)
 
     @classmethod
     def empty(cls, n_layers: int, n_experts: int, pairs: bool = False) -> Window:
@@ -74,8 +76,8 @@ class Window:
         )  # fmt: skip
 
     def add(self, other: Window) -> None:
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if mine is not None:
                 mine += theirs
 
@@ -111,6 +113,7 @@ class StepTally:
         self.losses: list[tuple[Tensor, Tensor | None]] = []
         self.held: list[Held] = []
         self.slots = 0  # that these hold
+        self.notes = NoteTally()
 
     def start(self, device: torch.device) -> None:
         """Zeros on the device. The column past the last expert takes padding and empty slots, and is thrown away."""
@@ -212,6 +215,7 @@ class StepTally:
             self.start(device)
         with torch.no_grad():
             self.count()
+        assert self.device is not None
         n, e = self.n_layers, self.n_experts
         parts = [self.counts_LE[:, :e].reshape(-1), self.tokens_L, self.decided_L]
         if self.pairs_LEE is not None:
@@ -225,8 +229,8 @@ class StepTally:
             self.losses = []
         exact = torch.cat(parts)
         sums = torch.cat(
-            [self.mass_LE[:, :e].reshape(-1), self.squares_LS.view(-1), self.decisions_LM.view(-1), losses]
-        )
+            [self.mass_LE[:, :e].reshape(-1), self.squares_LS.view(-1), self.decisions_LM.view(-1), losses, self.notes.flat(self.device)]
+        )  # fmt: skip
         if distributed():
             torch.distributed.all_reduce(exact)
             torch.distributed.all_reduce(sums)
@@ -236,10 +240,11 @@ class StepTally:
         if self.pairs_LEE is not None:
             self.pairs_LEE.zero_()
         counts, tokens, decided, pairs = np.split(whole, np.cumsum([n * e, n, n]))
-        mass, squares, decisions, passes = np.split(real, np.cumsum([n * e, n * len(SQUARES), n * len(DECISION)]))
+        ends = np.cumsum([n * e, n * len(SQUARES), n * len(DECISION), 3])
+        mass, squares, decisions, passes, noted = np.split(real, ends)
         return Window(
             counts.reshape(n, e), mass.reshape(n, e), tokens, squares.reshape(n, -1), decided, decisions.reshape(n, -1),
-            passes, pairs.reshape(n, e, e) if self.pairs else None,
+            passes, pairs.reshape(n, e, e) if self.pairs else None, self.notes.moved(noted),
         )  # fmt: skip
 
 

@@ -75,16 +75,19 @@ def analyse_layer(
     timed: Callable[[str], AbstractContextManager[None]] | None = None,
     on_expert: Callable[[], None] = lambda: None,
 ) -> LayerResult:
-    """Every scan table's rows for one layer, and the setup they were made under."""
+    """Every scan table's rows for one layer, and the setup they were made under.
+
+    A router without a row for each expert leaves the tables that are of experts alone; one expert alone leaves its spectrum.
+    """
     from contextlib import nullcontext
 
     timed = timed or (lambda stage: nullcontext())
-    if weights.n_experts < 2 or weights.d_model < 2:
+    if (weights.n_experts < 2 and weights.router_ED is not None) or weights.d_model < 2:
         small = "one expert only" if weights.n_experts < 2 else "d_model is 1"
         raise BadInput(f"{weights.layer_name}: {small}; there is nothing to pair or compare, scan other layers")
     with timed("read"):
         rows_ED = readings.router_rows(weights, settings.fold_norm)
-    marked = readings.unusable_rows(weights, rows_ED)
+    marked = {} if rows_ED is None else readings.unusable_rows(weights, rows_ED)
     if marked and not keep_going:
         raise next(iter(marked.values()))
     left_out = dict(marked)
@@ -96,13 +99,13 @@ def analyse_layer(
         "d_model": weights.d_model,
         "d_ff": weights.d_ff,
         "dtype": weights.gate_EFD.dtype,
-        "router_dtype": weights.router_ED.dtype,
+        "router_dtype": weights.router_ED.dtype if weights.router_ED else None,
         "top_k": weights.top_k,
         "scoring": weights.scoring,
         "null": settings.null,
         "n_shuffles": settings.n_shuffles if settings.null == "shuffle" else None,
         "seed": settings.seed,
-        "centered_share": readings.centered_share(rows_ED, left_out),
+        "centered_share": {} if rows_ED is None else readings.centered_share(rows_ED, left_out),
         "matrices": {},
     }
     for matrix in settings.matrix:
@@ -117,7 +120,7 @@ def analyse_layer(
             frame.insert(1, "layer_name", weights.layer_name)
             collected.setdefault(name, []).append(frame)
         setup["matrices"][matrix] = {
-            "k": next(iter(decomposed.matrices.values())).ks,
+            "k": next((M.ks for M in decomposed.matrices.values()), []),
             "fallbacks": int(sum(decomposed.fallback)),
             "experts_left_out": sorted(unusable),
             "readings": {reading: reading_facts(test, decomposed.experts) for reading, test in tests.items()},
@@ -144,7 +147,7 @@ def reading_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
 def decompose_layer(
     weights: LayerWeights,
     matrix: str,
-    rows_ED: Tensor,
+    rows_ED: Tensor | None,
     marked: dict[int, UnusableExpert],
     settings: ScanSettings,
     device: str,
@@ -157,8 +160,11 @@ def decompose_layer(
 
     unusable = dict(marked)
     usable_rows = [expert for expert in range(weights.n_experts) if expert not in marked]
+    routers = () if rows_ED is None else settings.router
     unit_rows = torch.cat(
-        [readings.normalised_rows(weights, rows_ED[usable_rows], reading) for reading in settings.router]
+        [readings.stand_in_rows(weights)]
+        if rows_ED is None
+        else [readings.normalised_rows(weights, rows_ED[usable_rows], reading) for reading in routers]
     ).to(device)
     scale_D = readings.norm_scale(weights).to(device) if settings.fold_norm else None
     ladder = k_ladder(min(weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model), settings.k)
@@ -192,13 +198,13 @@ def decompose_layer(
         values.append(result.singular_values_R)
         fallback.append(result.fallback)
         on_expert()
-    if len(energies) < 2:
+    if len(energies) < (1 if rows_ED is None else 2):
         raise BadInput(
             f"{weights.layer_name}: fewer than two experts can be used ({len(unusable)} are marked); mend the checkpoint"
         )
     experts = list(energies)
     matrices = {}
-    for index, reading in enumerate(settings.router):
+    for index, reading in enumerate(routers):
         rows = [index * len(usable_rows) + usable_rows.index(expert) for expert in experts]
         matrices[reading] = alignment.cumulate(
             [energies[expert][rows] for expert in experts], ranks, weights.d_model, ladder
@@ -229,14 +235,12 @@ def matrix_frames(
         }.items():
             keys = {"matrix": matrix, "router": reading, "fold_norm": settings.fold_norm}
             frames.setdefault(name, []).append(frame.assign(**keys))
-    smallest_rank = min(len(values) for values in layer.singular_values)
-    similarity, statistics = similarity_frames(
-        layer, subspace_ladder(len(layer.experts), smallest_rank, d_model), d_model
-    )
-    frames["similarity"], frames["orthogonality"] = (
-        [similarity.assign(matrix=matrix)],
-        [statistics.assign(matrix=matrix)],
-    )
+    if len(layer.experts) > 1:
+        smallest_rank = min(len(values) for values in layer.singular_values)
+        ks = subspace_ladder(len(layer.experts), smallest_rank, d_model)
+        similarity, statistics = similarity_frames(layer, ks, d_model)
+        frames["similarity"] = [similarity.assign(matrix=matrix)]
+        frames["orthogonality"] = [statistics.assign(matrix=matrix)]
     frames["spectra"] = [spectra_frame(layer, unusable).assign(matrix=matrix)]
     return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
 

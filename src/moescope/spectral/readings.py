@@ -27,18 +27,33 @@ def norm_scale(weights: LayerWeights) -> Tensor:
     return weights.norm_D.read().to(torch.float64) + weights.norm_offset
 
 
-def router_rows(weights: LayerWeights, fold_norm: bool) -> Tensor:
-    """[E, D] the router's rows in fp64, the norm's weight multiplied in where asked."""
+def router_rows(weights: LayerWeights, fold_norm: bool) -> Tensor | None:
+    """[E, D] the router's rows in fp64, the norm's weight multiplied in where asked; None where the router has none."""
     import torch
 
+    scale_D = norm_scale(weights) if fold_norm else None
+    if weights.router_ED is None:
+        return None
     rows = weights.router_ED.read().to(torch.float64)
-    if fold_norm:
-        rows = rows * norm_scale(weights)
-    return rows
+    return rows if scale_D is None else rows * scale_D
+
+
+def stand_in_rows(weights: LayerWeights) -> Tensor:
+    """[E, D] random directions, always the same, for a layer whose router has no rows.
+
+    A decomposition is trusted by how exactly it places directions, and does its work on as many of them as there are experts; of these
+    nothing is kept.
+    """
+    import torch
+
+    drawn = torch.Generator().manual_seed(0)
+    rows = torch.randn(weights.n_experts, weights.d_model, generator=drawn, dtype=torch.float64)
+    return rows / rows.norm(dim=1, keepdim=True)
 
 
 def unusable_rows(weights: LayerWeights, rows_ED: Tensor) -> dict[int, UnusableExpert]:
     """Expert -> why its router row cannot be normalised."""
+    assert weights.router_ED is not None
     found = {}
     for expert, row in enumerate(rows_ED):
         reason = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ def compare(
     opened = read_moe(open_checkpoint(a)), read_moe(open_checkpoint(b))
     check_same_architecture(*opened)
     chosen = choose_layers(layers, opened[0])
-    settings = settings_for(opened[0], chosen, settings, named=matrix != MATRICES)
+    settings = settings_for(opened, chosen, settings, named=matrix != MATRICES)
     on_device = device_warnings(device)
     place = choose_device(device)
     identity = {
@@ -212,6 +212,11 @@ def scan_both(
     quiet: bool,
 ) -> list[str]:
     """Scan both checkpoints into the run folder, for the change in alignment and ambiguity; what to say if that cannot be done."""
+    if (rowless := without_rows(opened)) is not None:
+        router = rowless.coverage.rowless_router
+        return [
+            f"router drift, and the change in alignment and ambiguity, left out: router {router} has no row for each expert"
+        ]
     if "scan" in settings.skip:
         return []
     matrix = next((name for name in settings.matrix if name != "router"), "gate")
@@ -250,14 +255,24 @@ def series_name(series: str) -> str:
     return series
 
 
-def settings_for(moe: MoeCheckpoint, layers: list[int], settings: CompareSettings, named: bool) -> CompareSettings:
-    """The settings without what these experts do not have; refused where the user named it."""
-    gated = all(moe.layers[layer].up_EFD is not None for layer in layers)
-    if gated or "up" not in settings.matrix:
-        return settings
-    if named:
-        raise BadInput(f"{moe.checkpoint.shown}: its experts have no up matrix; leave it out of --matrix")
-    return CompareSettings(**{**asdict(settings), "matrix": tuple(name for name in settings.matrix if name != "up")})
+def settings_for(
+    opened: tuple[MoeCheckpoint, MoeCheckpoint], layers: list[int], settings: CompareSettings, named: bool
+) -> CompareSettings:
+    """The settings without what these layers do not have; refused where the user named it."""
+    lacking = {}
+    if any(opened[0].layers[layer].up_EFD is None for layer in layers):
+        lacking["up"] = f"{opened[0].checkpoint.shown}: its experts have no up matrix"
+    if rowless := without_rows(opened):
+        lacking["router"] = f"{rowless.checkpoint.shown}: its router has no row for each expert"
+    for name, why in lacking.items():
+        if named and name in settings.matrix:
+            raise BadInput(f"{why}; leave {name} out of --matrix")
+    return replace(settings, matrix=tuple(name for name in settings.matrix if name not in lacking))
+
+
+def without_rows(opened: tuple[MoeCheckpoint, MoeCheckpoint]) -> MoeCheckpoint | None:
+    """The first of the two whose router has no row for each expert."""
+    return next((moe for moe in opened if moe.coverage.rowless_router is not None), None)
 
 
 def check_same_architecture(a: MoeCheckpoint, b: MoeCheckpoint) -> None:

@@ -105,6 +105,7 @@ def compress(
     moe = read_moe(open_checkpoint(model))
     check_lab_router(moe)
     work = planned_work(moe, method, keep, plan, apply, settings, judge and with_text, controls)
+    check_lab_router(moe, work.method, sequential)
     work = replace(work, earlier=earlier_sums(moe, add, work.method, with_text))
     if work.method.needs_text and not with_text and not work.earlier and plan is None:
         raise BadInput(
@@ -297,6 +298,7 @@ def make_plan(
 ) -> None:
     """Decide, foretell the damage of the plan and of its controls, and write plan.json."""
     from moescope.compression.applying import planned_bytes
+    from moescope.compression.method import rescaling_words
     from moescope.compression.plan import write_plan
     from moescope.workflows.compress_clusters import cluster_geometry, merge_rows
 
@@ -318,9 +320,10 @@ def make_plan(
     predicted: dict[str, Any] = {}
     if calibration is not None and reader is not None:
         with writer.timed("predict"):
-            predicted[plan.method] = foretold(plan, fits, calibration, reader)
+            predicted[plan.method], scales = foretold(work, plan, fits, calibration, reader)
+            warnings += rescaling_words("merging" if work.method.merges else "pruning", scales)
             for name, seed in work.controlled():
-                predicted[name] = foretold(*control(seed, plan), calibration, reader)
+                predicted[name], _ = foretold(work, *control(seed, plan), calibration, reader)
     bytes_: tuple[int | None, int | None] = (None, None)
     if plan.router != "tie":
         try:
@@ -359,13 +362,22 @@ def control_plan(work: Work, evidence: Evidence, seed: int, plan: Plan) -> tuple
     return as_plan(work, method, method.decide(given), {"seed": seed})
 
 
-def foretold(plan: Plan, fits: Fits, calibration: Calibration, reader: TextReader) -> dict[str, list[float | None]]:
+def foretold(
+    work: Work, plan: Plan, fits: Fits, calibration: Calibration, reader: TextReader
+) -> tuple[dict[str, list[float | None]], list[float]]:
+    """Layer -> error and router KL; and the change of the gates' sum in layers whose way of choosing only the model itself knows."""
     from moescope.compression.damage import predict
     from moescope.routing.adapters import find_blocks
 
     blocks = {block.layer: block for block in find_blocks(reader.traced.model)}
-    found = predict(reader.traced, plan, fits, calibration.states, calibration.gating, blocks)
-    return {str(layer): [damage.error, damage.router_kl] for layer, damage in found.items()}
+    found = predict(reader.traced, plan, fits, calibration.states, calibration.gating, blocks, work.moe)
+    gating = calibration.gating
+    scales = [
+        damage.gate_scale
+        for layer, damage in found.items()
+        if damage.gate_scale is not None and not (layer in gating and gating[layer].explains)
+    ]
+    return {str(layer): [damage.error, damage.router_kl] for layer, damage in found.items()}, scales
 
 
 def apply_to(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool) -> None:

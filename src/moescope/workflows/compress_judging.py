@@ -53,7 +53,7 @@ def judge_models(
                 results[name] = judged(name, scratch / "model")
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    unmeasured = sorted(set(sample.states()) - set(held_out.x))
+    unmeasured = sorted(set(sample.states()) - set(held_out.reads))
     warnings = [] if not unmeasured else [
         f"no measured error in layers {', '.join(map(str, unmeasured))}: their blocks read more than the experts' input"
     ]  # fmt: skip

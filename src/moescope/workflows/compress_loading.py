@@ -8,6 +8,7 @@ from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 
 if TYPE_CHECKING:
+    from moescope.compression.method import Method
     from moescope.routing.models import TracedModel
 
 
@@ -20,17 +21,26 @@ def load_to_compress(name: str, dtype: str, device: str) -> TracedModel:
     return (load_traced if is_own_layout(name) else load_model)(name, dtype, device)
 
 
-def check_lab_router(moe: MoeCheckpoint) -> None:
-    """Refuse lab checkpoints whose router keeps more of an expert than a row and a bias: the rest could not be told without training."""
+def lab_router(moe: MoeCheckpoint) -> str | None:
+    """The router of a lab checkpoint; None for every other model."""
     lab = (moe.checkpoint.config or {}).get("moescope_lab")
-    if not isinstance(lab, dict):
-        return
-    from moescope.lab.routers import ROUTERS, router_class
+    return str(lab.get("router")) if isinstance(lab, dict) else None
 
-    router = str(lab.get("router"))
-    if not router_class(router).rows_alone:
-        possible = ", ".join(name for name, kind in ROUTERS.items() if kind.rows_alone)
+
+def check_lab_router(moe: MoeCheckpoint, method: Method | None = None, sequential: bool = False) -> None:
+    """Refuse what a lab checkpoint cannot become: a model of one expert, or experts merged by what its router does not have."""
+    router = lab_router(moe)
+    if router == "dense":
+        raise BadInput(f"{moe.checkpoint.shown}: a dense model of the lab has one expert a layer, nothing to take away")
+    if method is None or not method.merges:
+        return
+    if router == "hash" and method.adapts:  # those are the methods that go by router logits
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {router}, keeps a state of each expert beside its row, so experts cannot be taken "
-            f"from it; of the lab's, {possible} can be compressed"
+            f"{moe.checkpoint.shown}: its router, hash, has no logits for {method.name} to go by; merge with hc_smoe or weights, or "
+            "prune with reap"
+        )
+    if sequential and any(weights.router_state for weights in moe.layers.values()):
+        raise BadInput(
+            f"{moe.checkpoint.shown}: its router, {router}, keeps more of each expert than a row, and layers are not merged in sequence "
+            "then; leave out --sequential"
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.run import Run, RunWriter
 from moescope.tables import GEOMETRY_TABLES
+from moescope.workflows.compress_loading import lab_router
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +41,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         "gating": {},
         "plan_settings": plan.settings,
         "router": plan.router,
+        "lab_router": lab_router(work.moe),
         "matching": plan.matching,
     }
     facts |= {"top_k": plan.top_k, "top_k_before": next(iter(work.moe.layers.values())).top_k, **setup.get("facts", {})}
@@ -49,7 +51,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
             writer.path / CALIBRATION_FILE, calibration.sums, own
         )  # this text's alone, or adding would count one twice
         facts |= {
-            "gating": {layer: gating.words() for layer, gating in calibration.gating.items()},
+            "gating": ways_of_choosing(calibration, lab_router(work.moe)),
             **calibration.facts(),
         }
     if sums := all_sums(calibration, work.earlier):
@@ -65,6 +67,17 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         warnings.append("the plan was calibrated on all of its text: what it is judged on here may have been seen then")
     writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)), applied=setup.get("folder"))
     return writer.finish(frames)
+
+
+def ways_of_choosing(calibration: Calibration, router: str | None) -> dict[int, str]:
+    """Layer -> how its router was seen to choose; where nothing general explains that, the name of the lab's router that did."""
+    found = {layer: gating.words() for layer, gating in calibration.gating.items()}
+    strange = [
+        layer
+        for layer in calibration.asked
+        if layer not in calibration.gating or not calibration.gating[layer].explains
+    ]
+    return found | dict.fromkeys(strange, f"as the lab's {router} router does")
 
 
 def cluster_rows(plan: Plan, layer_names: dict[int, str]) -> pd.DataFrame:

@@ -105,6 +105,7 @@ class Calibration:
     documents: int
     tokens: int
     held_out: str
+    asked: tuple[int, ...] = ()  # layers whose own router tells what it would do with other experts
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -124,7 +125,7 @@ class Calibration:
             found.append(
                 f"no intervals of ranks: {FEWEST_DOCUMENTS} documents to calibrate on are needed, {documents} given"
             )
-        strange = [layer for layer, gating in self.gating.items() if not gating.explains]
+        strange = [layer for layer, gating in self.gating.items() if not gating.explains and layer not in self.asked]
         if strange:
             found.append(
                 f"no predicted damage in layers {', '.join(map(str, strange))}: the way of choosing was not recognised"
@@ -199,12 +200,16 @@ def calibrate_text(
     scoring = {}
     biases = {}
     for layer, block in found.blocks.items():
-        assert block.scoring is not None
         how = block.scoring
+        if how is None:  # a router without logits, such as a table of token ids
+            continue
         scoring[layer] = {"function": how.function, "groups": how.groups, "group_score": how.group_score, "explains": how.explains}  # fmt: skip
         if how.bias_E is not None:
             biases[f"layer.{layer}.choice_bias_E"] = how.bias_E
-    facts = {"documents": found.documents, "tokens": found.tokens, "held_out": reader.split(), "scoring": scoring}
+    asked = [layer for layer, block in found.blocks.items() if block.with_router is not None]
+    facts = {
+        "documents": found.documents, "tokens": found.tokens, "held_out": reader.split(), "scoring": scoring, "asked": asked,
+    }  # fmt: skip
     save_sums(file, sums | as_arrays(sample.states()) | biases, facts)
 
 
@@ -219,9 +224,12 @@ def load_calibration(file: Path) -> Calibration:
     states = from_arrays(arrays)
     gating = {}
     for layer, own in states.items():
-        how = said["scoring"][str(layer)]
+        how = said["scoring"].get(str(layer))
+        if how is None:
+            continue
         bias_E = arrays.get(f"layer.{layer}.choice_bias_E")
         scoring = Scoring(how["function"], bias_E, tuple(how["groups"]), how["group_score"], how["explains"])
         gating[layer] = find_gating(own, scoring)
     sums = {name: tensor for name, tensor in arrays.items() if ".states." not in name and "choice_bias" not in name}
-    return Calibration(sums, states, gating, said["documents"], said["tokens"], said["held_out"])
+    asked = tuple(said.get("asked", ()))
+    return Calibration(sums, states, gating, said["documents"], said["tokens"], said["held_out"], asked)

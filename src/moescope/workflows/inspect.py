@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.source import Checkpoint
-from moescope.families import MoeCheckpoint, read_moe, read_rowless
-from moescope.families.lab_rowless import RowlessLab
-from moescope.types import Coverage, ExpertStack, LayerWeights
+from moescope.families import MoeCheckpoint, read_moe
+from moescope.types import LayerWeights
 
 FP64_FLOPS = 40e9  # what two modest processor cores sustain: the estimate is of the order of magnitude only
 # A stored number, its share of a scale included where that counts: MXFP4 has one byte for 32, INT4 commonly two.
@@ -24,19 +22,20 @@ READ_BYTES = 500e6  # a second, from a plain disk
 
 
 def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Family, shape, parameters, bytes, coverage, and about what a gate scan will cost, or why there can be none."""
-    checkpoint = open_checkpoint(model, revision)
-    rowless = read_rowless(checkpoint)
-    return rowless_facts(rowless) if rowless is not None else moe_facts(read_moe(checkpoint))
-
-
-def moe_facts(moe: MoeCheckpoint) -> dict[str, Any]:
-    layers = list(moe.layers.values())
+    """Family, shape, parameters, bytes, coverage, about what a gate scan will cost, and what it cannot tell."""
+    moe = read_moe(open_checkpoint(model, revision))
+    checkpoint, layers = moe.checkpoint, list(moe.layers.values())
     first = layers[0]
-    parameters = count_parameters(moe)
+    config = checkpoint.config or {}
+    lab = config.get("moescope_lab")
     return {
-        **whole_facts(moe.checkpoint, moe.coverage, list(moe.layers)),
+        "model": checkpoint.shown,
+        "revision": checkpoint.revision,
+        "family": moe.coverage.family,
         "layout": moe.family.name,
+        "lab_router": lab.get("router") if isinstance(lab, dict) else None,
+        "moe_layers": list(moe.layers),
+        "layers": config.get("num_hidden_layers"),
         "experts": one_or_all([weights.n_experts for weights in layers]),
         "top_k": one_or_all([weights.top_k for weights in layers]),
         "scoring": first.scoring,
@@ -44,59 +43,16 @@ def moe_facts(moe: MoeCheckpoint) -> dict[str, Any]:
         "d_model": first.d_model,
         "d_ff": one_or_all([weights.d_ff for weights in layers]),
         "shared_d_ff": one_or_all([shared_width(weights) for weights in layers]),
-        "parameters": parameters,
-        "scan_estimate": scan_estimate(moe),
-        "no_scan": None,
-    }
-
-
-def rowless_facts(lab: RowlessLab) -> dict[str, Any]:
-    """The same facts of a lab checkpoint whose router has no rows; there is no scan of it to estimate."""
-    stacks = list(lab.experts.values())
-    gates = [gate for gate, _, _ in stacks]
-    routed = sum(elements(stack) for layer in stacks for stack in layer if stack is not None)
-    used = sum(
-        elements(stack) * (lab.top_k or 0) // stack.shape[0] for layer in stacks for stack in layer if stack is not None
-    )
-    total = lab.coverage.parameters_total
-    return {
-        **whole_facts(lab.checkpoint, lab.coverage, list(lab.experts)),
-        "layout": "lab",
-        "experts": one_or_all([gate.shape[0] for gate in gates]),
-        "top_k": lab.top_k,
-        "scoring": "not told by weights",
-        "activation": (lab.checkpoint.config or {}).get("hidden_act"),
-        "d_model": gates[0].shape[2],
-        "d_ff": one_or_all([gate.shape[1] for gate in gates]),
-        "shared_d_ff": None,
-        "parameters": {"total": total, "routed": routed, "shared": 0, "active": total - routed + used},
-        "scan_estimate": None,
-        "no_scan": lab.why_no_scan(),
-    }
-
-
-def whole_facts(checkpoint: Checkpoint, coverage: Coverage, layers: list[int]) -> dict[str, Any]:
-    """What does not depend on how routers and experts lie."""
-    config = checkpoint.config or {}
-    lab = config.get("moescope_lab")
-    return {
-        "model": checkpoint.shown,
-        "revision": checkpoint.revision,
-        "family": coverage.family,
-        "lab_router": lab.get("router") if isinstance(lab, dict) else None,
-        "moe_layers": sorted(layers),
-        "layers": config.get("num_hidden_layers"),
         "dtypes": dict(Counter(info.dtype for info in checkpoint.tensors.values()).most_common()),
         "quantisation": quantisation(checkpoint),
         "bytes": checkpoint.bytes(),
         "files": len(checkpoint.file_names()),
-        "coverage": asdict(coverage),
-        "coverage_line": coverage.line(),
+        "parameters": count_parameters(moe),
+        "coverage": asdict(moe.coverage),
+        "coverage_line": moe.coverage.line(),
+        "scan_estimate": scan_estimate(moe),
+        "scan_lacks": moe.coverage.without_rows(),
     }
-
-
-def elements(stack: ExpertStack) -> int:
-    return math.prod(stack.shape)
 
 
 def quantisation(checkpoint: Checkpoint) -> str | None:
@@ -158,10 +114,6 @@ def lines(facts: dict[str, Any]) -> list[str]:
     )
     shared = f", {short(parameters['shared'])} in shared experts" if parameters["shared"] else ""
     router = f", lab router {facts['lab_router']}" if facts["lab_router"] else ""
-    scan = f"not possible: {facts['no_scan']}" if facts["no_scan"] else (
-        f"about {duration(estimate['seconds'])} on two processor cores, {size(estimate['memory_bytes'])} of memory beside the program, "
-        f"{size(estimate['read_bytes'])} read"
-    )  # fmt: skip
     return [
         facts["model"] + (f", commit {facts['revision']}" if facts["revision"] else ""),
         f"  family       {facts['family']} ({facts['layout']} layout){router}, scoring {facts['scoring']}, activation {facts['activation'] or 'not stated'}",
@@ -172,7 +124,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"  on disk      {size(facts['bytes'])} in {facts['files']} files, {', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
         + (f"; {facts['quantisation']}" if facts["quantisation"] else ""),
         f"  coverage     {facts['coverage_line']}",
-        f"  a gate scan  {scan}",
+        f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, {size(estimate['memory_bytes'])} of memory beside the program, "
+        f"{size(estimate['read_bytes'])} read" + (f"; {facts['scan_lacks']}" if facts["scan_lacks"] else ""),
     ]  # fmt: skip
 
 

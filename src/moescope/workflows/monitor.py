@@ -71,8 +71,9 @@ def scan_model(model: nn.Module, step: int, settings: ScanSettings) -> dict[str,
             weights, settings, str(device) if device.type == "cuda" else "cpu", keep_going=True
         ).frames
         for name, kept in parts.items():
-            kept.append(frames[name])
-    joined = {name: pd.concat(kept, ignore_index=True).assign(step=step) for name, kept in parts.items()}
-    joined["alignment_tests"]["q_value"] = q_values(joined["alignment_tests"])
-    joined["ambiguity"] = rank_layers(joined["alignment_layers"], settings)
+            kept += [frames[name]] if name in frames else []  # a router without rows leaves those of experts alone
+    joined = {name: pd.concat(kept, ignore_index=True).assign(step=step) for name, kept in parts.items() if kept}
+    if "alignment_tests" in joined:
+        joined["alignment_tests"]["q_value"] = q_values(joined["alignment_tests"])
+        joined["ambiguity"] = rank_layers(joined["alignment_layers"], settings)
     return joined

@@ -124,12 +124,16 @@ def scan(
         writer.save_info(keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
         scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
-            frames = {name: writer.joined(name) for name in LAYER_TABLES}
-            frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
-            frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
+            frames = {name: writer.joined(name) for name in LAYER_TABLES if writer.has(name)}
+            if "alignment_tests" in frames:
+                frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
+                frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
-        warnings = unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
-        warnings += undefined_ambiguity(frames["ambiguity"]) + on_device
+        warnings: list[str] = []
+        if "ambiguity" in frames:
+            warnings += unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
+            warnings += undefined_ambiguity(frames["ambiguity"])
+        warnings += on_device
         warnings += [warning for setup in setups for warning in setup.pop("warnings")]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
@@ -243,7 +247,8 @@ def open_steps(
 
 def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
     """What all steps of one run have in common."""
-    return moe.coverage.family, tuple((number, weights.gate_EFD.shape) for number, weights in moe.layers.items())
+    kind = moe.coverage.family, moe.coverage.rowless_router
+    return *kind, tuple((number, weights.gate_EFD.shape) for number, weights in moe.layers.items())
 
 
 def step_numbers(model_names: list[str]) -> list[int]:
@@ -278,6 +283,10 @@ def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) ->
             for matrix in settings.matrix:
                 check_matrix(weights, matrix)
             rows = router_rows(weights, settings.fold_norm)
+            if rows is None:
+                if settings.router != ("raw",):
+                    raise BadInput(f"{weights.layer_name}: its router has no row for each expert, so none can be centered; leave --router out")  # fmt: skip
+                continue
             bad = unusable_rows(weights, rows)
             if bad and not keep_going:
                 raise next(iter(bad.values()))

@@ -83,6 +83,8 @@ def trace(
     if format is not None or experts is not None:
         raise BadInput("--format and --experts belong to --import FILE; without it leave them out")
     named = step_names(models, revisions)
+    for name in named:
+        check_routed(name)
     reading = sources(
         [text] if isinstance(text, str | Path) else text, [domain] if isinstance(domain, str) else domain, token_ids
     )
@@ -258,6 +260,21 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
         if not Path(name).is_dir():
             find_place(name)  # refuses in a second what transformers would look for for half a minute
     return given
+
+
+def check_routed(name: str) -> None:
+    """Refuse a dense model of the lab before anything is loaded."""
+    from moescope.lab.routers import router_class
+    from moescope.lab.saving import is_lab_checkpoint, load_config
+
+    if not is_lab_checkpoint(name):
+        return
+    config = load_config(Path(name))
+    if router_class(config.router).expert_shape(config)[0] == 1:
+        raise BadInput(
+            f"{name}: nothing is routed in it (router {config.router}, one block a layer), so there is nothing to trace; "
+            "moescope scan shows its spectra"
+        )
 
 
 def short_name(name: str) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.disk import check_disk
+from moescope.disk import check_disk, only_writer
 from moescope.errors import BadInput
-from moescope.run import Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
+from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
@@ -74,16 +76,24 @@ def train(
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
         vocabulary = vocabulary_of(settled, corpus, origin)
         job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
-        done = None if overwrite else finished_run(chosen, identity)
-        if not ranks.told(done is not None):
-            path = str(config) if isinstance(config, str | Path) else None
-            asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
-            done = train_in(job, asked, overwrite)
-        if ranks.first:
-            assert done is not None
-            complete(done, job)
+        with held(chosen) if ranks.first else nullcontext():
+            done = None if overwrite else finished_run(chosen, identity)
+            if not ranks.told(done is not None):
+                path = str(config) if isinstance(config, str | Path) else None
+                asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+                done = train_in(job, asked, overwrite)
+            if ranks.first:
+                assert done is not None
+                complete(done, job)
         ranks.told(None)  # the others wait for scan and trace
     return Run.load(chosen)
+
+
+def held(folder: Path) -> AbstractContextManager[None]:
+    """One training at a time, from before anything is cleared until scan and trace are done: the run's own lock covers its tables alone."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder}: a file is in the way; give another --out")
+    return only_writer(folder, folder / TRAIN_LOCK, "this run", "give another --out")
 
 
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
@@ -108,15 +118,16 @@ class Job:
     device: str
     ranks: Ranks
     quiet: bool
+    data: Data | None = None  # the corpus in rows, where somebody has made them already
+    on_step: Callable[[], None] = lambda: None  # called after every step, those of an earlier attempt included
 
 
 def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
-    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank.
+    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank, not yet `complete`d.
 
     `asked` are the user's words; None where a run is resumed, which must then have a state.
     """
-    from moescope.lab.batches import TokenRows
-    from moescope.lab.training import Data, Training
+    from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
     from moescope.routing.monitor import LoopMonitor
 
@@ -131,8 +142,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
-    rows = {side: TokenRows.of(texts, job.vocabulary, config.train.sequence_length, config.data.layout) for side, texts in (("train", corpus.train), ("validation", corpus.validation))}  # fmt: skip
-    data = Data(rows["train"], rows["validation"].sample(config.train.evaluation_rows))
+    data = job.data or data_of(config, corpus, job.vocabulary)
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
@@ -145,7 +155,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
             words = {} if asked is None else {"asked": asked}
             monitor.run.writer.save_info(**about(job, data), **words, checkpoints=saved_checkpoints(states))
             keep_validation(job.folder / "validation", corpus)
-        steps_through(training, monitor, states, job.vocabulary, job.quiet or not ranks.first)
+        steps_through(training, monitor, states, job)
         if monitor.run is not None:
             monitor.run.writer.info["checkpoints"] = saved_checkpoints(states)
             monitor.run.writer.info["finished"] = now()
@@ -155,6 +165,16 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         raise
     finally:
         monitor.stop()
+
+
+def data_of(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
+    """The corpus in rows: all of the training's, and those of validation that evaluations read."""
+    from moescope.lab.batches import TokenRows
+    from moescope.lab.training import Data
+
+    length, layout = config.train.sequence_length, config.data.layout
+    held = TokenRows.of(corpus.validation, vocabulary, length, layout).sample(config.train.evaluation_rows)
+    return Data(TokenRows.of(corpus.train, vocabulary, length, layout), held)
 
 
 def check_room(states: Path, config: LabConfig) -> None:
@@ -181,36 +201,45 @@ def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
     """The model as it is before its first step: of the seed, or of a checkpoint."""
     import torch
 
-    from moescope.lab.model import LabModel
+    from moescope.lab.model import LabModel, as_it_comes, seeded_by_part
     from moescope.lab.saving import load_model
 
     torch.manual_seed(config.train.seed)
     if origin is not None:
         return load_model(origin, device, config.train.compile)[0]
+    paired = config.train.paired_weights
+    before = seeded_by_part(config.train.seed) if paired else as_it_comes
     with torch.device(device):
-        return LabModel(config.model, compile=config.train.compile)
+        model = LabModel(config.model, compile=config.train.compile, before=before)
+    if paired:  # what is drawn in training must not depend on what was drawn for the weights either
+        torch.manual_seed(config.train.seed)
+    return model
 
 
-def steps_through(training: Training, monitor: LoopMonitor, states: Path, vocabulary: Vocabulary, quiet: bool) -> None:
+def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: Job) -> None:
     from moescope.lab.saving import save_model
 
     began, said = time.perf_counter(), "first steps"
 
     def save(model: LabModel, step: int) -> None:
         nonlocal began
-        save_model(model, vocabulary, states / f"step-{step}")
+        save_model(model, job.vocabulary, states / f"step-{step}")
         assert monitor.run is not None
         timings = monitor.run.writer.timings  # nobody writes now: tables were brought to disk just before
         timings["train"] = timings.get("train", 0.0) + time.perf_counter() - began
         began = time.perf_counter()
         monitor.run.writer.save_info(checkpoints=saved_checkpoints(states))
 
+    for _ in range(training.step):
+        job.on_step()
+    quiet = job.quiet or not job.ranks.first
     with progress(training.config.train.steps, training.step, "steps", quiet) as advance:
 
         def tell(label: str, amount: int) -> None:
             nonlocal said
             said = label or said
             advance(said, amount)
+            job.on_step()
 
         training.run(monitor, states, save, tell)
 

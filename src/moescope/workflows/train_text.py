@@ -22,9 +22,10 @@ def read_corpus(config: LabConfig) -> Corpus:
 
     data = config.data
     if not data.text and not data.domains:
-        return embedded_corpus(data.max_bytes // len(EMBEDDED) or BYTES_A_DOMAIN, data.validation_share)
+        share = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_A_DOMAIN
+        return embedded_corpus(share, data.validation_share)
     reading = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
-    most = data.max_bytes // len(reading) if data.max_bytes else None
+    most = max(data.max_bytes // len(reading), 1) if data.max_bytes else None
     return corpus_of({source.domain: texts_of(source, most) for source in reading}, data.validation_share)
 
 

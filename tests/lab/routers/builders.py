@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moescope.lab.config import ModelConfig
+from moescope.lab.ranks import Ranks
 from moescope.lab.routers import Router, RouterInput, router_class
 
 
@@ -32,3 +34,19 @@ def tokens(x_TD: Tensor, mask_T: Tensor | None = None, carried_TR: Tensor | None
 
 def noise(n_tokens: int, width: int = 16, seed: int = 1) -> Tensor:
     return torch.randn(n_tokens, width, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class SecondRank(Ranks):
+    """The first of two ranks, the second of which sees the same tokens."""
+
+    world: int = 2
+
+    def sum(self, amount: Tensor) -> Tensor:
+        return amount.detach() * 2
+
+    def sum_with_gradients(self, amount: Tensor) -> Tensor:
+        return amount * 2
+
+    def gathered(self, rows_T: Tensor) -> Tensor:
+        return torch.cat([rows_T.detach()] * 2)

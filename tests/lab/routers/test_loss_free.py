@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lab.tiny_lab import tiny
+from moescope.lab.ranks import Ranks
 from moescope.lab.routers import RouterInput
 from moescope.lab.routers.loss_free import LossFree
 
@@ -32,14 +34,20 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing_from_the_mean():
     torch.testing.assert_close(router.bias_E, torch.tensor([-0.002, 0.001, 0.001]))
 
 
+class AnotherRank(Ranks):
+    """Beside one that chose expert 1 four times."""
+
+    def sum(self, amount: torch.Tensor) -> torch.Tensor:
+        return amount + torch.tensor([0.0, 4.0, 0.0])
+
+
 def test_counts_of_micro_batches_and_ranks_are_added_before_the_sign_is_taken():
     router = router_for(1)
-    router.reduce = lambda counts: counts + torch.tensor([0.0, 4.0, 0.0])  # another rank
+    router.ranks = AnotherRank()
     router(given(torch.eye(3)[[0, 0]]))
     router(given(torch.eye(3)[[0, 2]]))
     router.after_step()  # 3, 4, 1: mean 8/3
     assert torch.equal(router.bias_E, torch.tensor([-0.001, -0.001, 0.001]))
-    router.reduce = lambda counts: counts
     router.after_step()  # nothing was read in between, so nothing moves
     assert torch.equal(router.bias_E, torch.tensor([-0.001, -0.001, 0.001]))
 
@@ -76,3 +84,13 @@ def test_it_evens_out_a_router_that_wants_one_expert_only():
         router.after_step()
     assert loads[0].max() > 500
     assert loads[-1].max() < 220
+
+
+def test_the_spread_of_the_bias_is_noted_beside_that_of_a_token_s_own_scores():
+    router, logits = router_for(1), torch.tensor([[2.0, 1.0, 0.9], [0.0, 0.5, -3.0], [9.0, 9.0, 9.0]])
+    router.bias_E.copy_(torch.tensor([0.1, -0.2, 0.1]))
+    note = router(given(logits, [True, True, False])).notes["bias_spread"]
+    assert float(note.value) == pytest.approx(0.02**0.5)
+    assert note.floor == 0.0
+    scores = logits[:2].double().sigmoid().numpy()
+    assert float(note.collapse) == pytest.approx(scores.std(1).mean(), rel=1e-5)

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed
 from torch.nn.functional import normalize
 
-from lab.routers.builders import noise, small_router, tokens
+from lab.routers.builders import SecondRank, noise, small_router, tokens
 from moescope.lab.key_metrics import key_cosine
-from moescope.lab.routers.some import SoME
+from moescope.lab.routers.some import SoME, quantile_of_used
 
 
 def made(seed: int = 0, **changes: Any) -> SoME:
@@ -109,7 +108,7 @@ def test_usage_is_an_average_of_counts_and_bias_corrected_it_starts_at_them():
 
 def test_counts_of_micro_batches_and_ranks_are_one_steps_counts():
     router = flat()
-    router.reduce = lambda amount: amount * 2  # a second rank that saw the same
+    router.ranks = SecondRank()
     router.remember(torch.tensor([DIAGONAL]), torch.tensor([[0, 1]]))
     step(router, [DIAGONAL], [[0, 2]])
     torch.testing.assert_close(router.corrected_usage(), torch.tensor([4.0, 2, 2]))
@@ -278,7 +277,34 @@ def test_the_mean_cosine_of_keys_is_noted_whatever_their_strength():
     router = made(experts=6)
     router.strength_E[3] = 0.2
     note = router(tokens(noise(4))).notes["key_cosine"]
-    assert float(note) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
+    assert float(note.value) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
+    assert note[1:] == (0.0, 1.0)
+
+
+def test_strengths_are_noted_and_the_share_of_weak_keys_beside_what_the_percentile_takes():
+    router = made(experts=8, decay_after=5, decay_percentile=20.0)
+    router.strength_E[2:4] = torch.tensor([0.5, 0.9])
+    notes = router(tokens(noise(4))).notes
+    assert float(notes["key_strength"].value) == pytest.approx((6 + 0.5 + 0.9) / 8)
+    assert float(notes["weakened_keys"].value) == 0.25
+    assert float(notes["weakened_keys"].floor) == 0, "the decay has not begun"
+    router.steps.fill_(6)
+    usage = torch.rand(8) + 0.1
+    below = (usage < torch.quantile(usage, 0.2)).float().mean()
+    assert float(below) == 0.25
+    assert float(router(tokens(noise(4))).notes["weakened_keys"].floor) == float(below)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 513])
+@pytest.mark.parametrize("unused", [0.0, 0.4, 1.0])
+def test_the_quantile_of_used_keys_is_torch_s_own_bit_for_bit(n: int, unused: float):
+    generator = torch.Generator().manual_seed(n)
+    usage = torch.rand(n, generator=generator) * 100
+    usage[torch.rand(n, generator=generator) < unused] = 0
+    for share in (0.0, 0.05, 0.37, 1.0):
+        expected = torch.nanquantile(torch.where(usage > 0, usage, torch.nan), share)
+        found = quantile_of_used(usage, share)
+        assert torch.equal(found, expected) or (found.isnan() and expected.isnan())
 
 
 # --- padding, evaluation
@@ -337,34 +363,3 @@ def test_state_that_was_saved_goes_on_as_if_nothing_had_happened():
             one.after_step()
     for name, value in router.state_dict().items():
         assert torch.equal(value, twin.state_dict()[name])
-
-
-# --- several ranks
-
-
-def one_rank(rank: int, folder: str) -> None:
-    """What a rank of two does: a step on tokens of its own, one key too weak."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-
-    def over_ranks(amount: torch.Tensor) -> torch.Tensor:
-        distributed.all_reduce(amount)
-        return amount
-
-    router = made(respawn=True)
-    router.reduce = over_ranks
-    router.strength_E[2] = 0.05
-    router(tokens(noise(30, seed=rank)))
-    router.after_step()
-    torch.save(router.state_dict(), f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
-def test_keys_stay_the_same_on_all_ranks_respawned_ones_too(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-    assert first["strength_E"][2] == 1
-    asked = made().query(noise(30, seed=0)) @ first["direction_ED"][2]
-    assert asked.max() > 1 - 1e-5, "the first rank's query"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import entropy
 
-from lab.routers.builders import noise, small_config, small_router, tokens
+from lab.routers.builders import SecondRank, noise, small_config, small_router, tokens
 from moescope.lab.routers import spectra
 from moescope.lab.routers.spectra import Spectra
 
@@ -296,7 +296,7 @@ def test_evaluation_moves_no_average_and_training_moves_them_by_hand_worked_amou
 
 def test_averages_are_made_of_sums_over_ranks():
     router = made()
-    router.reduce = lambda amount: amount * 2  # a second rank that saw the same
+    router.ranks = SecondRank()
     twin = made()
     for one in (router, twin):
         one(tokens(noise(20)))
@@ -325,3 +325,33 @@ def test_the_text_teaches_every_part():
     for parameter in [*router.parameters(), *cell.parameters()]:
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0
+
+
+def test_the_column_error_is_noted_beside_what_the_costs_alone_would_leave():
+    router, mask = travelled(), torch.arange(60) % 4 > 0
+    routed = router(tokens(noise(60), mask))
+    note, real = routed.notes["column_error"], int(mask.sum())
+    sums = routed.logits_TE.detach()[mask].double().softmax(-1).sum(0).numpy()
+    assert float(note.floor) == pytest.approx(np.abs(sums * 4 / real - 1).max(), rel=1e-4)
+    left = routed.selection_TE[mask].double().exp().sum(0).numpy()
+    assert float(note.value) == pytest.approx(np.abs(left * 4 / real - 1).max(), rel=1e-3)
+    assert float(note.value) < float(note.floor)
+    assert note.collapse == 3.0
+    assert "column_error" not in router.eval()(tokens(noise(60), mask)).notes, "nothing was balanced"
+
+
+def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
+    router = travelled().eval()
+    directions = router.direction_ER.numpy() / np.linalg.norm(router.direction_ER.numpy(), axis=1, keepdims=True)
+    squares = (directions @ directions.T) ** 2
+    note = router(tokens(noise(5))).notes["direction_overlap"]
+    assert float(note.value) == pytest.approx((squares.sum() - 4) / 12, rel=1e-4)
+    assert note[1:] == (1 / 64, 1.0)
+    random = np.random.default_rng(0).standard_normal((400, 64))
+    random /= np.linalg.norm(random, axis=1, keepdims=True)
+    assert (((random @ random.T) ** 2).sum() - 400) / (400 * 399) == pytest.approx(note.floor, rel=0.02)
+
+
+def test_only_the_plain_ablation_is_not_built_to_be_sure():
+    assert made().sure_by_design
+    assert not made(plain=True).sure_by_design

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 
-from moescope.lab.routers.spectra_sinkhorn import balance
+from moescope.lab.routers.spectra_sinkhorn import balance, column_error
 
 N, E = 40, 5
 EVERYONE = torch.ones(N, dtype=torch.bool)
@@ -100,3 +100,11 @@ def test_a_batch_of_pads_keeps_the_start_and_makes_no_nan(logits_TE):
 def test_one_token_alone_is_spread_evenly_which_is_why_evaluation_cannot_use_it():
     found = balance(torch.tensor([[5.0, 1, 0, -2]]), torch.ones(1, dtype=torch.bool), torch.zeros(4), 3)
     torch.testing.assert_close(found.log_plan_TE.exp(), torch.full((1, 4), 0.25))
+
+
+def test_columns_of_one_expert_alone_are_off_by_all_the_others_and_even_ones_by_nothing():
+    mask = torch.arange(N) % 3 > 0
+    alone = torch.zeros(N, E)
+    alone[:, 2] = 1
+    assert float(column_error(alone, mask)) == pytest.approx(E - 1)
+    assert float(column_error(torch.full((N, E), 1 / E), mask)) == pytest.approx(0, abs=1e-6)

@@ -44,22 +44,6 @@ def test_the_switch_loss_is_transformers_own_over_k_layer_by_layer(router, padde
         torch.testing.assert_close(ours * k, theirs, rtol=1e-6, atol=0)
 
 
-def test_the_mean_over_ranks_of_the_switch_loss_is_that_of_the_whole_batch():
-    torch.manual_seed(0)
-    logits = torch.randn(40, 4)
-    logits[:20] += torch.tensor([3.0, 0, 0, 0])  # the ranks' tokens are not alike
-    whole = router_with("top2", logits, z=0.0)[0].train()(given(logits)).losses["balance"]
-    counts = [torch.bincount(half.topk(2).indices.flatten(), minlength=4) for half in logits.chunk(2)]
-    ranks = []
-    for half, elsewhere in zip(logits.chunk(2), reversed(counts), strict=True):
-        router, inputs = router_with("top2", half, z=0.0)
-        alone = router.train()(inputs).losses["balance"]
-        router.reduce = lambda own, elsewhere=elsewhere: own + elsewhere
-        ranks.append(router(inputs).losses["balance"])
-        assert not torch.allclose(alone, ranks[-1], rtol=0.01)
-    torch.testing.assert_close(sum(ranks) / 2, whole)
-
-
 def test_the_switch_loss_is_one_when_balanced_and_n_at_collapse():
     even = torch.eye(4).repeat(2, 1)
     everyone = torch.ones(8, dtype=torch.bool)

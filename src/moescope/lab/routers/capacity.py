@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moescope.lab.ranks import ALONE, Ranks
 
-def capacity_of(mask_T: Tensor, factor: float, top_k: int, n_experts: int) -> Tensor:
-    """ceil(factor N k / n), N the real tokens; at least 1. A tensor, so that the device is not waited for."""
+
+def capacity_of(mask_T: Tensor, factor: float, top_k: int, n_experts: int, ranks: Ranks = ALONE) -> Tensor:
+    """ceil(factor N k / n), N the real tokens of all ranks; at least 1. A tensor, so that the device is not waited for."""
     # In float64: in float32, 1.25 x 24,576 x 4 / 64 and its like may come out just above a whole number.
-    real = mask_T.sum().double()
+    real = ranks.sum(mask_T.sum()).double()
     return torch.ceil(real * (factor * top_k / n_experts) - 1e-9).clamp(min=1).long()
 
 
@@ -31,6 +33,10 @@ def place_in_line(chosen_TK: Tensor, priority_TK: Tensor) -> Tensor:
     return line_S.view_as(chosen_TK)
 
 
-def within_capacity(chosen_TK: Tensor, priority_TK: Tensor, capacity: Tensor | int) -> Tensor:
-    """True where a slot is filled and its expert keeps it: each expert keeps its `capacity` slots of highest priority. bool [T, K]."""
-    return (chosen_TK >= 0) & (place_in_line(chosen_TK, priority_TK) < capacity)
+def within_capacity(chosen_TK: Tensor, priority_TK: Tensor, capacity: Tensor | int, ranks: Ranks = ALONE) -> Tensor:
+    """True where a slot is filled and its expert keeps it: each expert keeps its `capacity` slots of highest priority. bool [T, K].
+
+    The slots of all ranks stand in one line.
+    """
+    line_TK = place_in_line(ranks.gathered(chosen_TK), ranks.gathered(priority_TK))
+    return (chosen_TK >= 0) & (ranks.own(line_TK) < capacity)

@@ -8,14 +8,15 @@ evaluation loss only. `tests/lab/test_contract.py` holds all of ROUTERS to this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from moescope.errors import BadInput
-from moescope.types import Routing, Tokens
+from moescope.lab.ranks import ALONE, Ranks
+from moescope.routing.adapters import LinearView
+from moescope.types import Note, Routing, Tokens
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -47,7 +48,7 @@ class Routed:
     losses: dict[str, Tensor] = field(default_factory=dict)  # weighted already; the model adds them up
     dropped_T: Tensor | None = None  # slots a token lost to capacity
     carried_TR: Tensor | None = None  # for the router of the next MoE layer
-    notes: dict[str, Tensor] = field(default_factory=dict)  # detached scalars for tables
+    notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, for tables
     filled_at_most: int | None = None  # how many slots can be filled where that is far below T K; None: T K
 
 
@@ -61,9 +62,6 @@ class Router(nn.Module, ABC):
     causal_in_training: ClassVar[bool] = True
     plain_top_k: ClassVar[bool] = False  # a linear map without bias, softmax, top-k: other tools know it
     learns_from_text: ClassVar[bool] = True  # whether the language-model loss has a gradient into it
-    rows_alone: ClassVar[bool] = (
-        False  # whether all it knows of an expert is a row and a bias: then experts can be taken away
-    )
     fixed_top_k: ClassVar[int | None] = None
     OPTIONS: ClassVar[dict[str, Option]] = {}
 
@@ -75,11 +73,21 @@ class Router(nn.Module, ABC):
             shared,
         )  # in a tuple, so that parts shared by all layers are not counted and saved with each of them
         self.accumulated: dict[str, Tensor] = {}  # no buffers: DDP would overwrite one rank's with another's
-        self.reduce: Callable[[Tensor], Tensor] = unchanged  # the trainer puts the sum over ranks here
+        self.ranks = ALONE  # the trainer says which ranks share the batch
 
     @property
     def shared(self) -> nn.Module | None:
         return self.held[0]
+
+    @property
+    def sharing(self) -> Ranks:
+        """The ranks that share this pass's batch. Evaluation is the first rank's alone: it asks nobody."""
+        return self.ranks if self.training else ALONE
+
+    @property
+    def sure_by_design(self) -> bool:
+        """Whether the router is built to be all but certain of every token, so that low entropy is no sign of trouble."""
+        return False
 
     @abstractmethod
     def forward(self, given: RouterInput) -> Routed: ...
@@ -97,7 +105,11 @@ class Router(nn.Module, ABC):
     def total(self, name: str) -> Tensor | None:
         """This step's sum over micro-batches and ranks, which is thereby spent; None where there was no training pass."""
         amount = self.accumulated.pop(name, None)
-        return None if amount is None else self.reduce(amount)
+        return None if amount is None else self.ranks.sum(amount)
+
+    def linear_view(self) -> LinearView | None:
+        """How its logits are rows times what it makes of x, where it keeps more than rows and is that; None otherwise."""
+        return None
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:
@@ -134,10 +146,6 @@ class Router(nn.Module, ABC):
         """Refuses values that make no sense; for routers to extend."""
 
 
-def unchanged(amount: Tensor) -> Tensor:
-    return amount
-
-
 def to_routing(
     routed: Routed,
     layer: int,
@@ -161,4 +169,5 @@ def to_routing(
         auxiliary_loss=sum(losses[1:], losses[0]).detach() if losses else None,
         x_TD=None if x_TD is None else x_TD.detach(),
         dropped_T=routed.dropped_T,
+        notes=routed.notes,
     )

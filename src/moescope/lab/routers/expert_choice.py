@@ -12,6 +12,8 @@ from torch.nn import functional
 from moescope.errors import BadInput
 from moescope.lab.routers.capacity import capacity_of
 from moescope.lab.routers.contract import Routed, Router, RouterInput
+from moescope.routing.adapters import LinearView
+from moescope.types import Note
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -23,8 +25,8 @@ class ExpertChoice(Router):
     Which tokens are in the batch decides who is taken, later tokens included. In evaluation expert i takes token t iff
     p[t, i] >= theta_i instead, theta_i the moving average over training batches of the midpoint of the c-th and (c+1)-th largest
     probability: about the same share of tokens on text like the training's, token by token, as long as the average keeps up with the
-    router: with a slow one (`decay` near 1) experts get half or twice their share while the learning rate is high. Before any training theta is 1/n. A token that
-    nobody takes passes through; `notes` has the share of such tokens.
+    router: with a slow one (`decay` near 1) experts get half or twice their share while the learning rate is high. Before any training
+    theta is 1/n. A token that nobody takes passes through; `notes` has the share of such tokens, and how unevenly experts fall to tokens.
     """
 
     name = "expert_choice"
@@ -60,7 +62,9 @@ class ExpertChoice(Router):
         logits_TE = functional.linear(given.x_TD, self.weight)
         scores_TE = logits_TE.softmax(-1)
         if self.training:
-            taken_TE, at_most = self.best_tokens(scores_TE.detach(), given.mask_T)
+            ranks = self.sharing
+            everybody_TE, most = self.best_tokens(ranks.gathered(scores_TE.detach()), ranks.gathered(given.mask_T))
+            taken_TE, at_most = ranks.own(everybody_TE), min(most, len(scores_TE)) * self.config.experts
             selection_TE = scores_TE
         else:
             selection_TE = scores_TE - self.threshold_E
@@ -68,12 +72,30 @@ class ExpertChoice(Router):
             at_most = max(int(taken_TE.sum()), 1)  # waits for the device, which evaluation can afford
         chosen_TE = torch.where(taken_TE, torch.arange(self.config.experts, device=taken_TE.device), -1)
         gates_TE = torch.where(taken_TE, scores_TE, 0)
-        nobody_T = given.mask_T & ~taken_TE.any(-1)
-        notes = {"tokens_without_expert": nobody_T.sum() / given.mask_T.sum().clamp(min=1)}
+        notes = self.experts_by_token(taken_TE, given.mask_T)
         return Routed(chosen_TE, gates_TE, logits_TE, scores_TE, selection_TE, notes=notes, filled_at_most=at_most)
 
+    def experts_by_token(self, taken_TE: Tensor, mask_T: Tensor) -> dict[str, Note]:
+        """How many experts a token has: the share of tokens with none, mean and spread over tokens.
+
+        Beside them experts that take a share p = factor k / n each, independently of each other (binomial), and at the worst all of
+        them the same tokens.
+        """
+        n = self.config.experts
+        p = min(self.options["capacity_factor"] * self.config.top_k / n, 1.0)
+        tokens = mask_T.sum().clamp(min=1)
+        count_T = taken_TE.sum(-1).float()  # 0 for pads
+        mean = count_T.sum() / tokens
+        variance = (count_T.square().sum() / tokens - mean.square()).clamp(min=0)
+        without = ((count_T == 0) & mask_T).sum() / tokens
+        return {
+            "tokens_without_expert": Note(without, (1 - p) ** n, 1 - p),
+            "experts_a_token": Note(mean, n * p),
+            "experts_a_token_spread": Note(variance.sqrt(), math.sqrt(n * p * (1 - p)), n * math.sqrt(p * (1 - p))),
+        }
+
     def best_tokens(self, scores_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, int]:
-        """Which tokens each expert takes, bool [T, E], and how many that can be at most. Remembers the midpoints."""
+        """Which tokens of the whole batch each expert takes, bool [T, E], and how many it can at most. Remembers the midpoints."""
         tokens, n_experts = scores_TE.shape
         factor, top_k = self.options["capacity_factor"], self.config.top_k
         most = max(min(math.ceil(tokens * (factor * top_k / n_experts) - 1e-9), tokens), 1)
@@ -89,7 +111,16 @@ class ExpertChoice(Router):
         best_CE = functional.pad(best_CE, (0, 0, 0, 1)).clamp(min=0)
         last_and_next_2E = best_CE[torch.stack(((capacity - 1).clamp(min=0), capacity))]
         self.accumulate("midpoints", torch.cat((last_and_next_2E.mean(0), torch.ones_like(best_CE[0, :1]))))
-        return taken_TE, most * n_experts  # never padding: there are real tokens for every place, and they rank first
+        return taken_TE, most  # never padding: there are real tokens for every place, and they rank first
+
+    def linear_view(self) -> LinearView:
+        """Rows times x. Thresholds are stored as the average they are made from; one that never moved has none to set."""
+
+        def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
+            assert threshold_K is not None
+            return {"weight": rows_KD, "midpoints_E": threshold_K * (1 - self.options["decay"] ** self.steps.cpu())}
+
+        return LinearView(self.weight.detach(), lambda x_TD: x_TD, "weight", stored, thresholds=True)
 
     def after_step(self) -> None:
         total = self.total("midpoints")

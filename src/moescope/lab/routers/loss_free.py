@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from moescope.errors import BadInput
 from moescope.lab.routers.contract import Routed, Router, RouterInput
-from moescope.lab.routers.topk import choice_counts
+from moescope.lab.routers.topk import choice_counts, masked_mean
+from moescope.types import Note
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -24,7 +25,6 @@ class LossFree(Router):
     """
 
     name = "loss_free"
-    rows_alone = True
     OPTIONS: ClassVar[dict[str, Option]] = {"rate": 0.001}
     bias_E: Tensor
 
@@ -54,7 +54,14 @@ class LossFree(Router):
         gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)
         self.accumulate("counts", choice_counts(chosen_TK, self.config.experts))
         scores_TE = sigmoids_TE / sigmoids_TE.sum(-1, keepdim=True)
-        return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE)
+        notes = {"bias_spread": self.bias_spread(sigmoids_TE.detach(), given.mask_T)}
+        return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE, notes=notes)
+
+    def bias_spread(self, sigmoids_TE: Tensor, mask_T: Tensor) -> Note:
+        """The standard deviation of b over experts; at the worst as large as that of a token's own scores: then b chooses, not the text."""
+        # torch's own std takes several times as long along short rows on a CPU
+        spread_T = (sigmoids_TE - sigmoids_TE.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+        return Note(self.bias_E.std(correction=0), 0.0, masked_mean(spread_T, mask_T))
 
     def after_step(self) -> None:
         counts_E = self.total("counts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,12 +11,26 @@ from torch.nn import functional
 
 from moescope.errors import BadInput
 from moescope.lab.routers.contract import Routed, Router, RouterInput
+from moescope.routing.adapters import LinearView
+from moescope.types import Note
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
 
 PUBLISHED_EVALUATION_TEMPERATURE = 0.5
 RESPAWN_BELOW = 0.1  # of a key's strength
+
+# What SoME is compared with, as changes to [model] of the whole: one thing taken away, or held fixed, at a time.
+CONTROLS: dict[str, dict[str, Any]] = {
+    "-PeerPull": {"router_options": {"peer_pull": 0.0}},
+    "-MovingKeys": {"router_options": {"frozen_keys": True}},
+    "-Experts": {"expert_init": "zero"},
+    "+TrainedExperts": {"frozen_experts": False},  # the same blocks, so the same operations a token
+    "+Orthogonal": {"expert_init": "orthogonal"},
+    "+OrthogonalMatched": {"expert_init": "orthogonal", "match_expert_scale": True},
+    "+Sparse": {"expert_init": "sparse"},
+    "+SparseMatched": {"expert_init": "sparse", "match_expert_scale": True},
+}
 
 
 class SoME(Router):
@@ -108,13 +123,31 @@ class SoME(Router):
             logits_TE=logits_TE,
             scores_TE=logits_TE.softmax(-1),
             selection_TE=scores_TE.detach(),
-            notes={"key_cosine": self.key_cosine()},
+            notes=self.of_keys(),
         )
 
-    def key_cosine(self) -> Tensor:
-        """The mean cosine between two keys: 0 for random ones, 1 when all are one. `lab/key_metrics.py` says more."""
-        n = self.config.experts
-        return (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
+    def of_keys(self) -> dict[str, Note]:
+        """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says more), their mean
+        strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used keys lie below their
+        percentile q, ceil(q (n - 1))/n."""
+        n, options = self.config.experts, self.options
+        cosine = (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
+        begun = (self.steps > options["decay_after"]).float()
+        below = math.ceil(options["decay_percentile"] / 100 * (n - 1) - 1e-9) / n
+        return {
+            "key_cosine": Note(cosine, 0.0, 1.0),
+            "key_strength": Note(self.strength_E.mean(), 1.0, 0.0),
+            "weakened_keys": Note((self.strength_E < 1).float().mean(), begun * below, 1.0),
+        }
+
+    def linear_view(self) -> LinearView:
+        """Keys divided by the temperature, times queries. Strengths above 1, which fitted keys may have, training would bring down."""
+
+        def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
+            keys_KD = rows_KD * self.temperature()
+            return {"direction_ED": functional.normalize(keys_KD, dim=-1), "strength_E": keys_KD.norm(dim=-1)}
+
+        return LinearView(self.keys_ED / self.temperature(), self.query, "direction_ED", stored)
 
     def temperature(self) -> float:
         published = self.options["published_temperature"] and not self.training
@@ -149,10 +182,10 @@ class SoME(Router):
         self.accumulate("queries", member_TE.T @ q_TD)
         self.accumulate("pairs", (member_TE.T @ member_TE).fill_diagonal_(0))
         if self.options["respawn"]:
-            real_T = (chosen_TK[:, 0] >= 0).double()
+            real_T = self.ranks.gathered((chosen_TK[:, 0] >= 0).double())
             # all weights 0 cannot be drawn from; then nothing counts anyway
             picked_E = torch.multinomial(real_T + (real_T.sum() == 0), n, replacement=True)
-            self.accumulated["candidates"] = q_TD[picked_E].detach()
+            self.accumulated["candidates"] = self.ranks.picked(q_TD, self.ranks.of_first(picked_E))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -195,15 +228,24 @@ class SoME(Router):
     def weaken(self, usage_E: Tensor) -> None:
         """Shrinks the strength of hardly used keys and lets that of the others grow back; nothing before `decay_after` steps."""
         keep = 1 - self.options["decay"]
-        used_E = torch.where(usage_E > 0, usage_E, torch.nan)
-        idle_E = usage_E < torch.nanquantile(used_E, self.options["decay_percentile"] / 100)
+        idle_E = usage_E < quantile_of_used(usage_E, self.options["decay_percentile"] / 100)
         changed_E = torch.where(idle_E, self.strength_E * keep, (self.strength_E / keep).clamp(max=1))
         self.strength_E.copy_(torch.where(self.steps > self.options["decay_after"], changed_E, self.strength_E))
 
     def revive(self, candidates_ED: Tensor) -> None:
         """Keys too weak to be chosen begin anew, at full strength, each where some token of this step asked."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.broadcast(candidates_ED, 0)  # ranks saw other tokens; their keys must stay the same
         weak_E = self.strength_E < RESPAWN_BELOW
         self.direction_ED.copy_(torch.where(weak_E[:, None], candidates_ED, self.direction_ED))
         self.strength_E.masked_fill_(weak_E, 1)
+
+
+def quantile_of_used(usage_E: Tensor, share: float) -> Tensor:
+    """The quantile of the values above 0, between two of them in a line; NaN where there are none.
+
+    The bits of torch.nanquantile, which in some versions looks into its tensors, put together from parts that never do.
+    """
+    used = (usage_E > 0).sum()
+    ascending_E = torch.where(usage_E > 0, usage_E, torch.inf).sort().values
+    rank = (share * (used - 1)).clamp(min=0)
+    below, above = (ascending_E.gather(0, at.long()[None])[0] for at in (rank.floor(), rank.ceil()))
+    return torch.where(used > 0, torch.lerp(below, above, rank - rank.floor()), torch.nan)

@@ -15,8 +15,9 @@ from torch.nn import functional
 from moescope.errors import BadInput, unknown_name
 from moescope.lab.routers.capacity import capacity_of, within_capacity
 from moescope.lab.routers.contract import Routed, Router, RouterInput
-from moescope.lab.routers.spectra_sinkhorn import balance
+from moescope.lab.routers.spectra_sinkhorn import balance, column_error
 from moescope.lab.routers.topk import choice_counts
+from moescope.types import Note
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -138,6 +139,11 @@ class Spectra(Router):
             return None
         return nn.GRUCell(config.d_model, options["router_dim"])
 
+    @property
+    def sure_by_design(self) -> bool:
+        """Cosines divided by a small epsilon, and an entropy that is made small."""
+        return not self.options["plain"]
+
     def forward(self, given: RouterInput) -> Routed:
         if self.options["plain"]:
             return self.plain(given)
@@ -146,9 +152,12 @@ class Spectra(Router):
         s_TE = self.similarity(h_TER, v_TER)
         gram_EE = self.gram(v_TER, given.mask_T)
         logits_TE = self.logits(s_TE, gram_EE)
-        notes: dict[str, Tensor] = {}
+        scores_TE = logits_TE.softmax(-1)
+        notes = {"direction_overlap": self.direction_overlap(gram_EE.detach())}
         if self.training or self.options["evaluation"] == "published":
-            selection_TE, notes["column_error"] = self.balanced(logits_TE.detach(), given.mask_T)
+            selection_TE, left = self.balanced(logits_TE.detach(), given.mask_T)
+            untreated = column_error(scores_TE.detach(), given.mask_T)
+            notes["column_error"] = Note(left, untreated, float(self.config.experts - 1))
         else:
             selection_TE = logits_TE.detach() + self.potential_E
         chosen_TK = self.choose(selection_TE, given.mask_T)
@@ -161,7 +170,7 @@ class Spectra(Router):
             chosen_TK=chosen_TK,
             gates_TK=self.gates(logits_TE, chosen_TK),
             logits_TE=logits_TE,
-            scores_TE=logits_TE.softmax(-1),
+            scores_TE=scores_TE,
             selection_TE=selection_TE,
             losses=self.losses(logits_TE, gram_EE, v_TER, given.mask_T) if self.training else {},
             dropped_T=dropped_T,
@@ -208,10 +217,16 @@ class Spectra(Router):
             sum_ER = torch.where(mask_T[:, None, None], v_TER, 0).sum(0)
             self.accumulate("directions", sum_ER)
             self.accumulate("tokens", mask_T.sum())
-            decay = self.options["direction_decay"]
-            m_ER = decay * self.direction_ER + (1 - decay) * sum_ER / mask_T.sum().clamp(min=1)
+            decay, ranks = self.options["direction_decay"], self.sharing
+            tokens = ranks.sum(mask_T.sum()).clamp(min=1)
+            m_ER = decay * self.direction_ER + (1 - decay) * ranks.sum_with_gradients(sum_ER) / tokens
         m_ER = functional.normalize(m_ER, dim=-1)
         return m_ER @ m_ER.T
+
+    def direction_overlap(self, gram_EE: Tensor) -> Note:
+        """The mean squared cosine of two experts' directions: 1/R for random ones, 1 when all are one."""
+        n = self.config.experts
+        return Note(gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1), 1 / self.options["router_dim"], 1.0)
 
     def logits(self, s_TE: Tensor, gram_EE: Tensor) -> Tensor:
         """-C/eps, [T, n]."""
@@ -229,10 +244,11 @@ class Spectra(Router):
 
     def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
         """Sinkhorn's log plan [T, n], from the moving average of the potentials on, and the column error that is left."""
-        plan = balance(logits_TE, mask_T, self.potential_E, self.options["iterations"])
+        ranks = self.sharing
+        plan = balance(ranks.gathered(logits_TE), ranks.gathered(mask_T), self.potential_E, self.options["iterations"])
         self.accumulate("potentials", plan.potential_E)
         self.accumulate("batches", torch.ones_like(plan.column_error))
-        return plan.log_plan_TE, plan.column_error
+        return ranks.own(plan.log_plan_TE), plan.column_error
 
     def choose(self, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
         """The k best of each real token, -1 for pads."""
@@ -240,10 +256,10 @@ class Spectra(Router):
 
     def admit(self, chosen_TK: Tensor, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
         """Which choices the quota ceil(cf N k / n) admits, by Sinkhorn's plan; that no expert exceeds it is asserted, without a wait."""
-        n, k = self.config.experts, self.config.top_k
-        capacity = capacity_of(mask_T, self.options["capacity_factor"], k, n)
-        kept_TK = within_capacity(chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity)
-        load_E = choice_counts(chosen_TK.masked_fill(~kept_TK, -1), n)
+        n, k, ranks = self.config.experts, self.config.top_k, self.sharing
+        capacity = capacity_of(mask_T, self.options["capacity_factor"], k, n, ranks)
+        kept_TK = within_capacity(chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity, ranks)
+        load_E = ranks.sum(choice_counts(chosen_TK.masked_fill(~kept_TK, -1), n))
         torch._assert_async((load_E <= capacity).all(), "spectra: an expert got more tokens than its quota")
         return kept_TK
 
@@ -264,7 +280,7 @@ class Spectra(Router):
         """
         n = self.config.experts
         pairs = max(n * (n - 1), 1)
-        real_T = mask_T / mask_T.sum().clamp(min=1)
+        real_T = mask_T / self.sharing.tokens_a_rank(mask_T)
         found: dict[str, Tensor] = {}
         if weight := self.options["orthogonality_weight"]:
             found["orthogonality"] = weight * gram_EE.square().fill_diagonal_(0).sum() / pairs

@@ -34,5 +34,11 @@ def balance(logits_TE: Tensor, mask_T: Tensor, start_E: Tensor, iterations: int)
         potential_E = torch.where(columns_E.isfinite(), even.log() - columns_E, start_E)
     potential_E = potential_E - potential_E.mean()  # a constant for all experts is undone by the rows
     log_plan_TE = (logits_TE + potential_E).log_softmax(-1)
-    taken_E = log_plan_TE.exp().masked_fill(~real_T1, 0).sum(0)
-    return Balanced(log_plan_TE, potential_E, (taken_E - even).abs().max() / even)
+    return Balanced(log_plan_TE, potential_E, column_error(log_plan_TE.exp(), mask_T))
+
+
+def column_error(plan_TE: Tensor, mask_T: Tensor) -> Tensor:
+    """How far the columns of a plan are from even: max_i |sum_t P_ti - N/n| / (N/n); n - 1 where one expert has all."""
+    even = mask_T.sum().clamp(min=1) / plan_TE.shape[1]
+    taken_E = plan_TE.masked_fill(~mask_T[:, None], 0).sum(0)
+    return (taken_E - even).abs().max() / even

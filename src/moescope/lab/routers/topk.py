@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moescope.errors import BadInput
+from moescope.lab.ranks import ALONE, Ranks
 from moescope.lab.routers.capacity import capacity_of, within_capacity
-from moescope.lab.routers.contract import Routed, Router, RouterInput, unchanged
+from moescope.lab.routers.contract import Routed, Router, RouterInput
 
 if TYPE_CHECKING:
     from moescope.lab.config import ModelConfig, Option
@@ -24,31 +24,29 @@ def choice_counts(chosen_TK: Tensor, n_experts: int) -> Tensor:
     return counts.index_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))[:-1]
 
 
-def masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The mean over real tokens (dim 0); 0 where there are none."""
+def masked_mean(values_T: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """The mean over real tokens (dim 0), of several ranks this one's part of it; 0 where there are none."""
     weights_T = mask_T.to(values_T.dtype)
     weighted = values_T * weights_T.view(-1, *[1] * (values_T.dim() - 1))
-    return weighted.sum(0) / weights_T.sum().clamp(min=1)
+    return weighted.sum(0) / ranks.tokens_a_rank(mask_T)
 
 
-def switch_loss(
-    scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, reduce: Callable[[Tensor], Tensor] = unchanged
-) -> Tensor:
+def switch_loss(scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
     """n sum_i f_i P_i: f_i the share of slots that chose expert i, P_i its mean probability. 1 when either is uniform, n at collapse.
 
     Fedus, Zoph, Shazeer 2022, equations 4 to 6, with f over N k slots; transformers' load_balancing_loss_func is k times this. It
-    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only. `reduce` sums f's counts over
-    ranks: since the loss is linear in P, its mean over ranks is then that of the whole batch (Qiu et al. 2025 on global balance).
+    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only. f is of all ranks'
+    slots, and the loss linear in P, so its mean over ranks is that of the whole batch (Qiu et al. 2025 on global balance).
     """
     n_experts = scores_TE.shape[1]
-    counts_E = reduce(choice_counts(chosen_TK, n_experts))
+    counts_E = ranks.sum(choice_counts(chosen_TK, n_experts))
     share_E = counts_E / counts_E.sum().clamp(min=1)
-    return n_experts * (share_E * masked_mean(scores_TE, mask_T)).sum()
+    return n_experts * (share_E * masked_mean(scores_TE, mask_T, ranks)).sum()
 
 
-def z_loss(logits_TE: Tensor, mask_T: Tensor) -> Tensor:
+def z_loss(logits_TE: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
     """Mean over real tokens of logsumexp(logits)^2, which keeps logits small. Zoph et al. 2022 (ST-MoE), equation 5."""
-    return masked_mean(torch.logsumexp(logits_TE, -1).square(), mask_T)
+    return masked_mean(torch.logsumexp(logits_TE, -1).square(), mask_T, ranks)
 
 
 class TopK(Router):
@@ -61,7 +59,6 @@ class TopK(Router):
 
     name = "topk"
     plain_top_k = True
-    rows_alone = True
     OPTIONS: ClassVar[dict[str, Option]] = {
         "balance": 0.01,  # weight of the Switch loss
         "z": 1e-3,  # weight of the z-loss
@@ -84,7 +81,7 @@ class TopK(Router):
         return config.top_k > 1 and bool(cls.checked_options(config)["renormalise"])
 
     def forward(self, given: RouterInput) -> Routed:
-        config, options = self.config, self.options
+        config, options, ranks = self.config, self.options, self.sharing
         real_T1 = given.mask_T[:, None]
         logits_TE = functional.linear(given.x_TD, self.weight)
         scores_TE = logits_TE.softmax(-1)
@@ -94,14 +91,14 @@ class TopK(Router):
         chosen_TK = chosen_TK.masked_fill(~real_T1, -1)
         losses = {}
         if self.training and options["balance"]:
-            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, given.mask_T, self.reduce)
+            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, given.mask_T, ranks)
         if self.training and options["z"]:
-            losses["z"] = options["z"] * z_loss(logits_TE, given.mask_T)
+            losses["z"] = options["z"] * z_loss(logits_TE, given.mask_T, ranks)
         dropped_T = None
         if self.training and options["capacity_factor"]:
-            capacity = capacity_of(given.mask_T, options["capacity_factor"], config.top_k, config.experts)
+            capacity = capacity_of(given.mask_T, options["capacity_factor"], config.top_k, config.experts, ranks)
             priority_TK = scores_TE.gather(1, chosen_TK.clamp(min=0))
-            kept_TK = within_capacity(chosen_TK, priority_TK, capacity)
+            kept_TK = within_capacity(chosen_TK, priority_TK, capacity, ranks)
             dropped_T = ((chosen_TK >= 0) & ~kept_TK).sum(-1)
             chosen_TK = chosen_TK.masked_fill(~kept_TK, -1)
         gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)

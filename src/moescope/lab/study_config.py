@@ -1,0 +1,380 @@
+"""What a study is: arms to be trained under the same seeds, read from TOML, and all of them checked before anything is trained."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moescope.errors import BadInput, unknown_name
+from moescope.lab.attention import uses_qk_norm
+from moescope.lab.config import LabConfig, as_dict, config_from, preset, unknown_key
+from moescope.lab.routers import ROUTERS
+from moescope.lab.routers.some import CONTROLS
+from moescope.lab.routers.spectra import ABLATIONS
+from moescope.lab.vocabulary import check_vocabulary
+
+KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
+ARM_KEYS = ("model", "data", "train", "question", "axes")
+QUESTIONS = ("main", "ablation", "sweep", "scaling")
+KEEP = ("last", "all", "none")
+SEEDS = 5
+FEWEST_FOR_CLAIMS = 5  # seeds below which no significance is claimed
+SIZES = ("experts", "d_model", "layers", "heads", "d_ff", "top_k")  # of [model]: an axis over one asks how things scale
+
+# What all arms must have in common for their losses to be of the same text, told by the same tokens.
+SHARED: dict[str, Callable[[LabConfig], Any]] = {
+    "[data]": lambda config: config.data,
+    "[model] vocabulary": lambda config: config.model.vocabulary,
+    "[train] sequence_length": lambda config: config.train.sequence_length,
+    "[train] evaluation_rows": lambda config: config.train.evaluation_rows,
+}
+
+Overrides = dict[str, Any]  # as a training's config has them: {"model": {...}, "train": {...}}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training, under every seed. `axes` says where on a grid it lies, by the axes' names."""
+
+    name: str
+    question: str
+    overrides: Overrides
+    config: LabConfig  # of the first seed
+    axes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._=+-]+", "_", self.name)
+
+    def of_seed(self, seed: int) -> LabConfig:
+        return replace(self.config, train=replace(self.config.train, seed=seed))
+
+    def training_name(self, seed: int) -> str:
+        return f"{self.folder}-seed-{seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Arms, the one they are compared with, and seeds that every arm is trained under."""
+
+    arms: tuple[Arm, ...]
+    reference: str
+    seeds: tuple[int, ...]
+    base: LabConfig
+    references: dict[str, str] = field(default_factory=dict)  # of single questions, where it is another arm
+    keep: str = "last"  # which checkpoints of a training stay when it has been measured
+
+    @property
+    def trainings(self) -> list[tuple[Arm, int]]:
+        """Seed by seed, so that whatever is there when a study is stopped is balanced over the arms."""
+        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    @property
+    def claims(self) -> bool:
+        """Whether there are seeds enough to speak of significance."""
+        return len(self.seeds) >= FEWEST_FOR_CLAIMS
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, fit for JSON: `study_from` makes the same study of it again."""
+        return {
+            "reference": self.reference,
+            "references": self.references,
+            "seeds": list(self.seeds),
+            "keep": self.keep,
+            "base": as_dict(self.base),
+            "arms": {arm.name: {"question": arm.question, "axes": arm.axes, **arm.overrides} for arm in self.arms},
+        }
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An arm as it was asked for."""
+
+    name: str
+    overrides: Overrides
+    question: str | None = None
+    axes: dict[str, Any] = field(default_factory=dict)
+
+
+def read_study(path: str | Path) -> Study:
+    """The study in a TOML file."""
+    try:
+        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not valid TOML: {error}") from None
+    return study_from(given, str(path))
+
+
+def study_from(given: dict[str, Any], where: str = "study") -> Study:
+    """The checked study of a dictionary such as a TOML file holds: every arm can be built, and differs from every other."""
+    for key in given:
+        if key not in KEYS:
+            raise unknown_key(f"{where}: unknown key", key, list(KEYS))
+    base = base_config(given, where)
+    drafts = [
+        *written_arms(given.get("arms", {}), where),
+        *grid(given.get("axes", {}), base, where),
+        *ablated(given.get("ablations"), where),
+    ]
+    arms = unlike(settled(drafts, base, where), where)
+    if len(arms) < 2:
+        raise BadInput(f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations")
+    reference = chosen_reference(given.get("reference"), arms, where)
+    references = question_references(given, arms, where)
+    arms = with_one_attention(arms, drafts, base, reference, where)
+    check_shared(arms, where)
+    keep = given.get("keep", "last")
+    if keep not in KEEP:
+        raise unknown_name("keep", str(keep), list(KEEP))
+    return Study(tuple(arms), reference, seeds_of(given.get("seeds", SEEDS), where), base, references, keep)
+
+
+def base_config(given: dict[str, Any], where: str) -> LabConfig:
+    named = given.get("preset", "nano")
+    if not isinstance(named, str):
+        raise BadInput(f"{where}: preset must be text, not {named!r}")
+    base = given.get("base", {})
+    if not isinstance(base, dict):
+        raise BadInput(f"{where}: [base] must be a table, not {base!r}")
+    if "seed" in (base["train"] if isinstance(base.get("train"), dict) else {}) and not whole_config(base):
+        raise BadInput(f"{where}: [base.train] seed: a study has seeds of its own; give seeds = [{base['train']['seed']}, ...]")  # fmt: skip
+    if "preset" in base:
+        raise BadInput(f"{where}: [base] preset: write preset at the top of the file")
+    config = config_from(base, preset(named), f"{where}: base")
+    check_vocabulary(config.data.vocabulary, config.model.vocabulary)
+    return replace(config, train=replace(config.train, seed=0, paired_weights=True))
+
+
+def whole_config(base: dict[str, Any]) -> bool:
+    """Whether it is what a run wrote, every key in it, rather than what a person did."""
+    return "paired_weights" in base.get("train", {})
+
+
+def seeds_of(given: Any, where: str) -> tuple[int, ...]:
+    number = isinstance(given, int) and not isinstance(given, bool)
+    seeds = list(range(max(given, 0))) if number else given
+    whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
+    if not whole or len(set(seeds)) != len(seeds) or len(seeds) < 2:
+        raise BadInput(
+            f"{where}: seeds must be a number from 2, or a list of at least two different whole numbers, not {given!r}"
+        )
+    return tuple(seeds)
+
+
+# --- the arms
+
+
+def written_arms(given: Any, where: str) -> Iterator[Draft]:
+    """The arms of [arms], each with its changes to the base."""
+    if not isinstance(given, dict):
+        raise BadInput(f"{where}: [arms] must be a table of arms, not {given!r}")
+    for name, changes in given.items():
+        if not isinstance(changes, dict):
+            raise BadInput(f"{where}: [arms.{name}] must be a table, not {changes!r}")
+        for key in changes:
+            if key not in ARM_KEYS:
+                raise unknown_key(f"{where}: [arms.{name}]: unknown key", key, list(ARM_KEYS))
+        question = changes.get("question")
+        if question is not None and question not in QUESTIONS:
+            raise unknown_name("question", str(question), list(QUESTIONS))
+        axes = changes.get("axes", {})
+        if not isinstance(axes, dict):
+            raise BadInput(f"{where}: [arms.{name}] axes must be a table of values, not {axes!r}")
+        overrides = {key: value for key, value in changes.items() if key not in ("question", "axes")}
+        yield Draft(name, overrides, question or "main", axes)
+
+
+def grid(given: Any, base: LabConfig, where: str) -> Iterator[Draft]:
+    """An arm for every combination of the axes' values.
+
+    An axis is a dotted key with a list of values, or a name with a table of named changes: [axes.size] S = {model = {...}}.
+    """
+    if not isinstance(given, dict):
+        raise BadInput(f"{where}: [axes] must be a table of lists, not {given!r}")
+    if not given:
+        return
+    axes = [axis(key, values, where) for key, values in given.items()]
+    last = [key.split(".")[-1] for key in given]
+    short = {key: word if last.count(word) == 1 else key for key, word in zip(given, last, strict=True)}
+    for point in itertools.product(*axes):
+        overrides: Overrides = {}
+        for changes in sorted((change.overrides for change in point), key=names_router, reverse=True):
+            overrides = merged(overrides, changes)
+        words = [str(at.value) if at.key == "model.router" or at.named else f"{short[at.key]}={at.value}" for at in point]  # fmt: skip
+        yield Draft(" ".join(words), overrides, question_of(point), {short[at.key]: at.value for at in point if at.key})
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of one axis, and what it changes."""
+
+    key: str
+    value: Any
+    overrides: Overrides
+    named: bool = False
+
+
+def axis(key: str, values: Any, where: str) -> list[Value]:
+    if isinstance(values, dict) and values:
+        for name, changes in values.items():
+            if not isinstance(changes, dict) or not set(changes) <= {"model", "train"}:
+                raise BadInput(f"{where}: [axes.{key}] {name} must be a table of changes to model and train, not {changes!r}")  # fmt: skip
+        return [Value(key, name, changes, named=True) for name, changes in values.items()]
+    if not isinstance(values, list) or not values:
+        raise BadInput(f"{where}: [axes] {key} must be a list of values, not {values!r}")
+    parts = key.split(".")
+    if parts[0] not in ("model", "data", "train") or len(parts) < 2:
+        raise BadInput(f"{where}: [axes] {key!r}: write the table too, such as \"model.router\" or \"train.learning_rate\"")  # fmt: skip
+    if len({repr(value) for value in values}) < len(values):
+        raise BadInput(f"{where}: [axes] {key}: a value is given twice")
+    return [Value(key, value, nested(parts, value)) for value in values]
+
+
+def nested(parts: list[str], value: Any) -> Overrides:
+    for part in reversed(parts):
+        value = {part: value}
+    made: Overrides = value
+    return made
+
+
+def names_router(overrides: Overrides) -> bool:
+    return "router" in overrides.get("model", {})
+
+
+def merged(one: Overrides, other: Overrides) -> Overrides:
+    both = dict(one)
+    for key, value in other.items():
+        both[key] = merged(both[key], value) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
+    return both
+
+
+def question_of(point: tuple[Value, ...]) -> str:
+    """scaling where a size varies, sweep where an option or another number does, main where routers alone do."""
+    changed = [(table, key) for at in point for table, changes in at.overrides.items() for key in changes]
+    if any(table == "model" and key in SIZES for table, key in changed):
+        return "scaling"
+    return "sweep" if any((table, key) != ("model", "router") for table, key in changed) else "main"
+
+
+def ablated(given: Any, where: str) -> Iterator[Draft]:
+    """A router whole, and with one part of it taken away at a time."""
+    if given is None:
+        return
+    if not isinstance(given, str) or given not in ABLATED:
+        raise BadInput(
+            f"{where}: ablations = {given!r}: known are those of {' and '.join(ABLATED)}, one router a study"
+        )
+    for name, model in ABLATED[given].items():
+        yield Draft(f"{given}{name}", {"model": {"router": given, **model}}, "ablation")
+
+
+SOME_BLOCK = {"block": "some", "frozen_experts": True}
+ABLATED: dict[str, dict[str, dict[str, Any]]] = {
+    "spectra": {"": {}, **{name: {"router_options": options} for name, options in ABLATIONS.items()}},
+    "some": {"": SOME_BLOCK, **{name: {**SOME_BLOCK, **changes} for name, changes in CONTROLS.items()}},
+}
+assert set(ABLATED) <= set(ROUTERS)
+
+
+# --- the arms together
+
+
+def settled(drafts: list[Draft], base: LabConfig, where: str) -> list[Arm]:
+    """Every arm with its config, checked as any training's is."""
+    made = []
+    for draft in drafts:
+        config = config_of(draft, base, where)
+        made.append(Arm(draft.name, draft.question or "main", draft.overrides, config, draft.axes))
+    return made
+
+
+def config_of(draft: Draft, base: LabConfig, where: str) -> LabConfig:
+    place = f"{where}: arm {draft.name!r}"
+    if not draft.name.strip() or "/" in draft.name or "\n" in draft.name:
+        raise BadInput(f"{place}: give it a name of letters and figures")
+    train = draft.overrides.get("train", {})
+    if isinstance(train, dict) and "seed" in train:
+        raise BadInput(f"{place}: [train] seed: all arms are trained under the study's seeds; leave it out")
+    try:
+        config = config_from(draft.overrides, base, place)
+    except BadInput as error:  # routers and names are refused without the place
+        raise error if str(error).startswith(place) else BadInput(f"{place}: {error}") from None
+    check_vocabulary(config.data.vocabulary, config.model.vocabulary)
+    return config
+
+
+def unlike(arms: list[Arm], where: str) -> list[Arm]:
+    """The arms without those that were asked for twice; refuses one name for two things, and two names for one."""
+    kept: dict[str, Arm] = {}
+    for arm in arms:
+        if arm.name in kept:
+            if kept[arm.name].config != arm.config:
+                raise BadInput(f"{where}: two different arms are called {arm.name!r}; rename one")
+            continue
+        same = [other for other in kept.values() if other.config == arm.config]
+        if same:
+            raise BadInput(f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; take one away")
+        clash = [other for other in kept.values() if other.folder.lower() == arm.folder.lower()]
+        if clash:
+            raise BadInput(f"{where}: arms {clash[0].name!r} and {arm.name!r} would share a folder; rename one")
+        kept[arm.name] = arm
+    return list(kept.values())
+
+
+def chosen_reference(given: Any, arms: list[Arm], where: str) -> str:
+    names = [arm.name for arm in arms]
+    if given is None:
+        raise BadInput(f"{where}: no reference; say which arm the others are compared with: reference = {names[0]!r}")
+    if given not in names:
+        raise unknown_name("reference", str(given), names)
+    return str(given)
+
+
+def question_references(given: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
+    """Arms that single questions are compared with instead: of ablations the whole router, unless the study names another."""
+    named = given.get("references", {})
+    if not isinstance(named, dict):
+        raise BadInput(f'{where}: references must be a table such as {{ablation = "spectra"}}, not {named!r}')
+    whole = {"ablation": given["ablations"]} if given.get("ablations") else {}
+    for question, name in {**whole, **named}.items():
+        if question not in QUESTIONS:
+            raise unknown_name("question", question, list(QUESTIONS))
+        if name not in [arm.name for arm in arms]:
+            raise unknown_name(f"reference of {question}", str(name), [arm.name for arm in arms])
+    return {**whole, **named}
+
+
+def with_one_attention(arms: list[Arm], drafts: list[Draft], base: LabConfig, reference: str, where: str) -> list[Arm]:
+    """The arms with the reference's norms of queries and keys, which otherwise follow the layout a router is saved in.
+
+    Where the base or any arm speaks of qk_norm, all are left as they are.
+    """
+    said = base.model.qk_norm is not None or any("qk_norm" in draft.overrides.get("model", {}) for draft in drafts)
+    if said:
+        return arms
+    norms = next(uses_qk_norm(arm.config.model) for arm in arms if arm.name == reference)
+    made = []
+    for arm in arms:
+        model = arm.config.model
+        if model.block == "modern":
+            model = replace(model, qk_norm=norms)
+        overrides = merged(arm.overrides, {"model": {"qk_norm": norms}}) if model.block == "modern" else arm.overrides
+        made.append(replace(arm, overrides=overrides, config=replace(arm.config, model=model)))
+    return unlike(made, where)
+
+
+def check_shared(arms: list[Arm], where: str) -> None:
+    first = arms[0]
+    for what, of in SHARED.items():
+        for arm in arms[1:]:
+            if of(arm.config) != of(first.config):
+                raise BadInput(
+                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their losses are not of the same text; set it in [base]"
+                )

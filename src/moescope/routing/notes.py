@@ -1,0 +1,86 @@
+"""What routers say of themselves in training: means over the passes of some steps, added up on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moescope.routing.arrays import Array
+from moescope.routing.rows import Row, row
+from moescope.types import Note
+
+Cell = tuple[int, str]  # a layer's row, a note's name
+Slot = tuple[int, str, int]  # the same, and which part of the note: value, floor, collapse
+PARTS = len(Note._fields)
+
+
+@dataclass
+class NoteSums:
+    """Notes over some steps, off the device: cell -> passes, then sums over passes and ranks of value, floor and collapse."""
+
+    sums: dict[Cell, Array] = field(default_factory=dict)
+
+    def __iadd__(self, other: NoteSums) -> NoteSums:
+        for cell, more in other.sums.items():
+            self.sums[cell] = self.sums[cell] + more if cell in self.sums else more
+        return self
+
+    def rows(self, layer_row: int) -> Iterator[Row]:
+        """A layer's rows of routing_layers: every pass counts alike."""
+        for (at, name), sums in self.sums.items():
+            if at == layer_row:
+                yield {"phase": "prefill", "domain": "", **row(name, *(sums[1:] / sums[0]).tolist())}
+
+
+class NoteTally:
+    """The notes of all layers since they were last moved, on their device: two kernels a pass, whatever there is to note."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[Slot, ...], Tensor] = {}
+        self.passes: dict[tuple[Slot, ...], int] = {}
+        self.fixed: dict[Slot, float] = {}  # references that are the same in every pass never go to the device
+
+    def add(self, noted: list[tuple[int, dict[str, Note]]]) -> None:
+        """Add what the layers of one pass noted: (a layer's row, its notes)."""
+        slots: list[Slot] = []
+        numbers: list[Tensor] = []
+        for layer_row, notes in noted:
+            for name, note in notes.items():
+                for part, number in enumerate(note):
+                    slot = (layer_row, name, part)
+                    if isinstance(number, Tensor):
+                        slots.append(slot)
+                        numbers.append(number)
+                    else:
+                        self.fixed[slot] = number
+        if not slots:
+            return
+        key = tuple(slots)
+        if key not in self.sums:
+            self.sums[key], self.passes[key] = torch.zeros(len(key), dtype=torch.float64, device=numbers[0].device), 0
+        self.sums[key] += torch.stack(numbers)
+        self.passes[key] += 1
+
+    def flat(self, device: torch.device) -> Tensor:
+        """Passes and sums in one row, to be added up over ranks: all of them note the same."""
+        parts = [torch.full((1,), float(self.passes[key]), dtype=torch.float64, device=device) for key in self.sums]
+        return torch.cat([*parts, *(sums.to(device) for sums in self.sums.values()), torch.zeros(0, device=device)])
+
+    def moved(self, flat: Array) -> NoteSums:
+        """What `flat` gave, added up, with names to it; the device starts again at 0."""
+        found = NoteSums()
+        passes, values = flat[: len(self.sums)], flat[len(self.sums) :]
+        for key, count in zip(self.sums, passes, strict=True):
+            mine, values = values[: len(key)], values[len(key) :]
+            told = dict(zip(key, mine.tolist(), strict=True))
+            for cell in dict.fromkeys(slot[:2] for slot in key):
+                parts = [
+                    told.get((*cell, part), count * self.fixed.get((*cell, part), np.nan)) for part in range(PARTS)
+                ]
+                found += NoteSums({cell: np.array([count, *parts])})
+        self.sums, self.passes = {}, {}
+        return found

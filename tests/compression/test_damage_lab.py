@@ -1,0 +1,112 @@
+"""The same for the lab's routers, which are asked themselves what they would do: foretold equals measured, written file or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compression.tiny_plans import documents, pruning_plan
+from families.test_router_rewriting import saved
+from moescope.checkpoint import open_checkpoint
+from moescope.compression.applying import apply_plan
+from moescope.compression.calibration import calibrate
+from moescope.compression.damage import Predicted, measured_errors, original_outputs, predict
+from moescope.compression.rerouting import find_gating
+from moescope.compression.states import LayerStates, StateSample, as_arrays, from_arrays
+from moescope.families import MoeCheckpoint, read_moe
+from moescope.lab.tracing import load_traced
+from moescope.routing.models import TracedModel
+from moescope.types import Plan
+
+ROUTERS: list[tuple[str, dict[str, Any]]] = [
+    ("loss_free", {}),
+    ("expert_choice", {}),
+    ("some", {}),
+    ("hash", {}),
+    ("spectra", {}),
+    ("spectra", {"router_options": {"plain": True}}),
+]
+
+
+def calibrated(model: TracedModel) -> tuple[dict[int, LayerStates], dict[int, Any], dict[int, Any]]:
+    sample = StateSample(most=200)
+    found = calibrate(model, documents(20), [sample])
+    states = sample.states()
+    gating = {
+        layer: find_gating(own, found.block(layer).scoring)
+        for layer, own in states.items()
+        if found.block(layer).scoring is not None
+    }
+    return states, gating, found.blocks
+
+
+def foretold(folder: Path, router: str, changes: dict[str, Any], keep: int = 4) -> tuple[Any, ...]:
+    moe = read_moe(open_checkpoint(saved(folder / "source", router, **changes)[0]))
+    model = load_traced(folder / "source", "auto", "cpu")
+    states, gating, blocks = calibrated(model)
+    plan = pruning_plan(moe, keep)
+    return predict(model, plan, {}, states, gating, blocks, moe), model, states, moe, plan
+
+
+@pytest.mark.parametrize(("router", "changes"), ROUTERS)
+def test_damage_foretold_by_asking_the_router_is_what_the_written_checkpoint_does(
+    tmp_path: Path, router: str, changes: dict[str, Any]
+):
+    predicted: dict[int, Predicted]
+    model: TracedModel
+    moe: MoeCheckpoint
+    plan: Plan
+    predicted, model, states, moe, plan = foretold(tmp_path, router, changes)
+    held_out = original_outputs(model, states)
+    assert set(held_out.reads) == set(states) == {0, 1, 2}
+    apply_plan(moe, plan, {}, tmp_path / "small")
+    measured = measured_errors(load_traced(tmp_path / "small", "auto", "cpu"), held_out)
+    for layer, error in measured.items():
+        assert predicted[layer].error == pytest.approx(error, rel=1e-4)
+        kl = predicted[layer].router_kl
+        assert kl is None if router == "hash" else kl > 0
+    assert max(measured.values()) > 0.05
+
+
+@pytest.mark.parametrize(("router", "changes"), ROUTERS)
+def test_keeping_every_expert_costs_nothing(tmp_path: Path, router: str, changes: dict[str, Any]):
+    for found in foretold(tmp_path, router, changes, keep=8)[0].values():
+        assert found.error == pytest.approx(0, abs=1e-6)
+        assert found.router_kl is None or found.router_kl == pytest.approx(0, abs=1e-6)
+        assert found.gate_scale == pytest.approx(1, abs=1e-6)
+
+
+def test_gates_that_are_probabilities_grow_by_what_the_kept_experts_take_over(tmp_path: Path):
+    """Expert choice: the new gates' sum by hand, from the router's rows and thresholds alone."""
+    found, model, states, _, plan = foretold(tmp_path, "expert_choice", {})
+    for layer in plan.layers:
+        router, own = model.model.model.blocks[layer.layer].mlp.router, states[layer.layer]
+        kept = list(layer.dominants)
+        p_TK = (own.x_TD @ router.weight.detach()[kept].T).softmax(-1)
+        new = (p_TK * (p_TK >= router.threshold_E[kept])).sum()
+        assert found[layer.layer].gate_scale == pytest.approx(float(new / own.gates_TK.sum()), rel=1e-4)
+        assert found[layer.layer].gate_scale > 1.02
+
+
+def test_a_router_that_looks_at_the_whole_batch_is_neither_foretold_nor_measured(tmp_path: Path):
+    """SPECTRA's published evaluation runs Sinkhorn over whatever is evaluated together: single tokens tell nothing of it."""
+    changes = {"router_options": {"evaluation": "published"}}
+    found, model, states, _, _ = foretold(tmp_path, "spectra", changes)
+    assert all(damage == Predicted(None, None) for damage in found.values())
+    assert original_outputs(model, states).reads == {}
+
+
+@pytest.mark.parametrize("router", ["expert_choice", "spectra", "hash"])
+def test_states_survive_their_file_whatever_they_hold(tmp_path: Path, router: str):
+    states = foretold(tmp_path, router, {})[2]
+    again = from_arrays(as_arrays(states))
+    assert again.keys() == states.keys()
+    for layer, own in states.items():
+        assert own.ids_T is not None
+        assert (own.logits_TE is None) == (again[layer].logits_TE is None) == (router == "hash")
+        assert (own.carried_TR is None) == (again[layer].carried_TR is None) == (router != "spectra" or layer == 0)
+        assert again[layer].parts().keys() == own.parts().keys()
+        assert all(torch.equal(again[layer].parts()[name], tensor) for name, tensor in own.parts().items())

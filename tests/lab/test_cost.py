@@ -1,0 +1,63 @@
+"""Parameters and operations a token, against counts of models that were really built and run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lab.tiny_lab import text, tiny
+from moescope.lab.cost import active_parameters, flops_per_token, router_flops
+from moescope.lab.experts import product_in_a_loop
+from moescope.lab.model import LabModel
+from moescope.lab.routers import ROUTERS
+
+LENGTH = 32
+
+
+@pytest.mark.parametrize("router", ["top2", "switch_top1", "hash", "some", "dense"])
+def test_active_parameters_are_all_but_those_of_experts_not_met(router):
+    config = tiny(router)
+    model = LabModel(config)
+    experts = [parameter for block in model.blocks for parameter in block.mlp.experts.parameters()]
+    others = sum(parameter.numel() for parameter in model.parameters()) - sum(p.numel() for p in experts)
+    met = {"switch_top1": 1, "dense": 1}.get(router, 2)
+    assert active_parameters(config) == others + sum(met * parameter[0].numel() for parameter in experts)
+
+
+def test_expert_choice_meets_as_many_experts_as_its_capacity_lets_it_on_average():
+    wide, narrow = (tiny("expert_choice", router_options={"capacity_factor": factor}) for factor in (2.0, 1.0))
+    expert = 3 * narrow.d_model * narrow.d_ff
+    assert active_parameters(wide) - active_parameters(narrow) == 2 * expert * narrow.layers
+    assert active_parameters(narrow) == active_parameters(tiny("top2"))
+
+
+@pytest.mark.parametrize("router", ["top2", "dense", "loss_free"])
+def test_operations_are_those_that_torch_counts_in_the_matrix_products_of_a_real_pass(router):
+    """Its counter takes attention over the whole row, of which a causal one needs half; routers' small change is left aside."""
+    config = tiny(router)
+    model = LabModel(config)
+    for block in model.blocks:
+        block.mlp.experts.product = product_in_a_loop  # whose products the counter knows
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(text(4, LENGTH), targets_BL=text(4, LENGTH))
+    whole_rows = config.layers * 4 * config.d_model * (LENGTH - (LENGTH + 1) / 2)
+    router_alone = config.layers * (router_flops(config) - (0 if router == "dense" else 2 * config.experts * config.d_model))  # fmt: skip
+    expected = counter.get_total_flops() / (4 * LENGTH)
+    assert flops_per_token(config, LENGTH) + whole_rows - router_alone == pytest.approx(expected)
+
+
+def test_half_as_many_experts_twice_as_wide_cost_the_same():
+    assert flops_per_token(tiny("switch_top1", d_ff=32, experts=4), LENGTH) == pytest.approx(flops_per_token(tiny("top2"), LENGTH), rel=0.02)  # fmt: skip
+    assert flops_per_token(tiny("dense"), LENGTH) < flops_per_token(tiny("top2"), LENGTH)
+
+
+@pytest.mark.parametrize("router", list(ROUTERS))
+def test_counting_a_router_leaves_torch_s_random_numbers_alone(router):
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    counted = router_flops(tiny(router))
+    assert torch.equal(torch.rand(3), wanted)
+    assert (counted > 3) == (router not in ("dense", "hash"))

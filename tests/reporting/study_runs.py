@@ -1,0 +1,146 @@
+"""A study's run folder without trainings: tables with planted differences, run.json as the verb writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moescope.lab.study_statistics import compare
+from moescope.run import Run, write_json, write_table
+
+ROUTERS = ["top2", "loss_free", "spectra", "hash", "switch_top1"]
+SHIFT = {"top2": 0.0, "loss_free": -0.04, "spectra": 0.001, "hash": 0.09, "switch_top1": 0.03, "dense": 0.05}
+COMPONENTS = {"spectra": ["gru", "similarity", "sinkhorn", "rest"]}
+BASE = {
+    "model": {"router": "top2", "experts": 8, "top_k": 2, "layers": 2, "d_model": 16, "router_options": {}},
+    "train": {"steps": 300, "batch_size": 16, "sequence_length": 128},
+}
+
+Arm = dict[str, Any]
+
+
+def router_arms(names: list[str] | None = None) -> list[Arm]:
+    return [
+        {"name": name, "question": "main", "overrides": {"model": {"router": name}}, "axes": {}, "shift": SHIFT.get(name, 0.002 * index)}
+        for index, name in enumerate(names or ROUTERS)
+    ]  # fmt: skip
+
+
+def more_arms() -> list[Arm]:
+    """Ablations of spectra, a sweep of one option, and two routers at several numbers of experts."""
+    ablations = [
+        {"name": f"spectra{part}", "question": "ablation", "overrides": {"model": {"router": "spectra"}}, "axes": {}, "shift": shift}
+        for part, shift in (("-GRU", 0.02), ("-Quota", 0.002))
+    ]  # fmt: skip
+    sweep = [
+        {
+            "name": f"spectra epsilon={value}",
+            "question": "sweep",
+            "overrides": {"model": {"router": "spectra", "router_options": {"epsilon": value}}},
+            "axes": {"router": "spectra", "epsilon": value},
+            "shift": 0.01 * abs(np.log(value / 0.05)),
+            "cv": value,
+        }
+        for value in (0.02, 0.051, 0.2, 0.5)
+    ]
+    scaling = [
+        {
+            "name": f"{router} experts={experts}",
+            "question": "scaling",
+            "overrides": {"model": {"router": router, "experts": experts}},
+            "axes": {"router": router, "experts": experts},
+            "shift": SHIFT[router] - 0.03 * np.log2(experts / 8),
+        }
+        for router in ("top2", "spectra")
+        for experts in (4, 16, 32)
+    ]
+    return [*ablations, *sweep, *scaling]
+
+
+def study_run(
+    folder: Path,
+    arms: list[Arm] | None = None,
+    seeds: int = 5,
+    failed: tuple[tuple[str, int], ...] = (),
+    not_run: tuple[str, ...] = (),
+    references: dict[str, str] | None = None,
+    spread: float = 0.004,
+    seed: int = 0,
+) -> Run:
+    """The run of a study that was carried out, as far as its tables go."""
+    generator = np.random.default_rng(seed)
+    arms = router_arms() if arms is None else arms
+    of_seed = 0.03 * generator.standard_normal(seeds)
+    runs, curves, documents = [], [], []
+    for arm in arms:
+        cv = arm.get("cv", 0.06 + 0.1 * abs(arm["shift"]) / 0.05)
+        for number in range(seeds):
+            keys = {"arm": arm["name"], "seed": number}
+            known = {"question": arm["question"], "parameters_total": 200_000, "parameters_trainable": 200_000, "parameters_active": 90_000, "flops_per_token": 250_000}  # fmt: skip
+            if arm["name"] in not_run:
+                runs.append({**keys, **known, "status": "not run"})
+                continue
+            if (arm["name"], number) in failed:
+                runs.append({**keys, **known, "status": "failed", "message": "loss is not a number at step 40, layer 1"})  # fmt: skip
+                continue
+            loss = 2.4 + arm["shift"] + of_seed[number] + arm.get("spread", spread) * generator.standard_normal()
+            runs.append(
+                {
+                    **keys,
+                    **known,
+                    "status": "done",
+                    "validation_loss": loss,
+                    "noise_low": loss - 0.05,
+                    "noise_high": loss + 0.05,
+                    "load_cv": cv * (1 + 0.1 * generator.uniform()),
+                    "max_over_mean": 1.2,
+                    "routing_entropy": 1.5,
+                    "unused_share": 0.0,
+                    "dropped_share": 0.0,
+                    "consistency": 0.8,
+                    "usage_sigma": 0.01,
+                    "kendall_tau": 0.5,
+                    "tokens_per_second": 20_000.0,
+                    "seconds": 60.0,
+                }
+            )
+            for step in range(0, 301, 50):
+                gone = np.exp(-step / 80)
+                judged = loss + 3.1 * gone
+                curves.append(
+                    {
+                        **keys,
+                        "step": step,
+                        "train_loss": judged + 0.02 if step else None,
+                        "validation_loss": judged,
+                        "routing_entropy": 2.0 - 0.5 * (1 - gone) if step else None,
+                        "load_cv": cv + 0.4 * gone if step else None,
+                        "unused_share": 0.05 * gone if step else None,
+                    }
+                )
+            documents += [{**keys, "document": place, "domain": "code", "tokens": 100, "loss": loss} for place in range(3)]  # fmt: skip
+    routers = list(dict.fromkeys(arm["overrides"]["model"]["router"] for arm in arms))
+    overhead = []
+    for router in routers:
+        parts = COMPONENTS.get(router, ["routing"])
+        cost = {"experts": 2.0, **dict.fromkeys(parts, 0.2)}
+        overhead += [{"router": router, "component": part, "milliseconds": ms, "flops": 1000, "share": ms / sum(cost.values())} for part, ms in cost.items()]  # fmt: skip
+    folder.mkdir(parents=True)
+    frame = pd.DataFrame(runs)
+    write_table("study_runs", frame, folder / "study_runs.parquet")
+    if documents:
+        write_table("study_documents", pd.DataFrame(documents), folder / "study_documents.parquet")
+        write_table("study_curves", pd.DataFrame(curves), folder / "study_curves.parquet")
+    write_table("overhead", pd.DataFrame(overhead), folder / "overhead.parquet")
+    write_table("study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet")
+    told = [{key: arm[key] for key in ("name", "question", "overrides", "axes")} for arm in arms]
+    info = {
+        "schema_version": 1, "verb": "study", "status": "done", "arguments": {}, "corpus": "0123abcd", "checkpoints": [], "timings": {"train": 100.0},
+        "versions": {}, "started": "2026-01-01T00:00:00+0000", "finished": "2026-01-01T01:00:00+0000", "git_commit": None, "warnings": [],
+        "reference": arms[0]["name"], "references": references or {}, "seeds": list(range(seeds)), "base": BASE, "arms": told, "asked": {"config": "routers.toml"},
+    }  # fmt: skip
+    write_json(folder / "run.json", info)
+    return Run.load(folder)
