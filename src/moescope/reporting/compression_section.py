@@ -192,7 +192,7 @@ def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
 
 
 # What becomes of routers of the lab that hold more of an expert than a row: (the plan's word, the router) -> a sentence.
-MORE_OF_THE_LAB = {
+MORE_OF_THE_LAB: dict[tuple[str, str | None], str] = {
     ("slice", "hash"): " Tokens of theirs are dealt to the others in turn, by token id.",
     ("slice", "expert_choice"): " Thresholds of the others stay, and their probabilities grow: they take more tokens.",
     ("fold", "expert_choice"): " Each takes as many tokens as took any of its members: thresholds are set so.",
