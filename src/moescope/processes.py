@@ -101,9 +101,16 @@ def die_with_parent() -> None:
 
 
 def attempt(work: Work[Piece, Result], piece: Piece, at: int) -> Result:
+    """Do one piece, counting its ticks; a pool hands out pieces ahead of time, so one may come when nothing is wanted any more."""
+    unless_stopped()
+
     def tick() -> None:
         WORKER.counts[at] += 1
-        if WORKER.stop is not None and WORKER.stop.is_set():
-            raise Stopped
+        unless_stopped()
 
     return work(piece, tick)
+
+
+def unless_stopped() -> None:
+    if WORKER.stop is not None and WORKER.stop.is_set():
+        raise Stopped

@@ -10,7 +10,17 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.figures.study import differences, losses, noise_and_spread, paired
+from moescope.figures.study import (
+    BY_DOMAIN,
+    NOISE,
+    by_domain,
+    can_show,
+    difference_by_domain,
+    differences,
+    losses,
+    noise_and_spread,
+    paired,
+)
 from moescope.figures.study_axes import load_by_value, loss_by_value, overhead_shares
 from moescope.figures.study_curves import COURSE, can_draw, curves, difference_by_step
 from moescope.figures.style import GREY, Figure, Tables
@@ -62,6 +72,14 @@ def test_the_reference_is_the_grey_line_at_zero_and_arms_are_called_by_their_ver
     assert figure.title.endswith("would have been seen with probability 80 %")
 
 
+def test_one_arm_alone_has_a_line_to_stand_beside(tmp_path: Path):
+    tables = of_question(tables_of(study_run(tmp_path / "run", arms=router_arms(["top2", "hash"]))), "main")
+    figure = checked(differences(tables))
+    (shape,) = figure.layout["shapes"]
+    assert (shape["x0"], shape["x1"], shape["y0"], shape["y1"], shape["yref"]) == (0, 0, 0, 1, "paper")
+    assert named(figure, "worse")["y"] == ["hash"]
+
+
 def test_intervals_are_those_of_the_table(main: Tables):
     row = main["study_comparisons"].set_index("arm").loc["loss_free"]
     bar = named(differences(main), "better")
@@ -108,7 +126,7 @@ def test_losses_connect_seeds_and_show_the_references_mean(main: Tables):
     for seed, line in enumerate(lines):
         assert list(line["x"]) == pytest.approx([runs[arm, seed] for arm in line["y"]])
     assert lines[0]["y"][0] == "loss_free"  # the best on top
-    assert figure.title.startswith(f"loss_free has the lowest mean loss, {runs['loss_free'].mean():.3f} nats")
+    assert figure.title.startswith(f"loss_free has the lowest mean loss, {runs['loss_free'].mean():.4f} nats")
 
 
 def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: Tables):
@@ -124,7 +142,38 @@ def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: T
 
 def test_noise_that_was_not_measured_is_left_out_of_the_title(main: Tables):
     runs = main["study_runs"].assign(noise_low=np.nan, noise_high=np.nan)
-    assert "documents" not in checked(noise_and_spread({**main, "study_runs": runs})).title
+    figure = checked(noise_and_spread({**main, "study_runs": runs}))
+    assert "documents" not in figure.title
+    assert "over documents" not in [trace["name"] for trace in figure.data]
+    assert figure.caption.endswith("there are too few of them.")
+
+
+def test_domains_show_where_a_difference_comes_from(main: Tables):
+    figure = checked(difference_by_domain(main))
+    (trace,) = figure.data
+    runs = main["study_runs"].set_index(["arm", "seed"])["validation_loss"]
+    apart = np.mean([runs["hash", seed] - runs["top2", seed] for seed in range(5)])
+    row = dict(zip(trace["x"], trace["z"][trace["y"].index("hash")], strict=True))
+    assert row == pytest.approx({"code": apart + 0.09, "prose": apart - 0.09})  # as planted
+    assert trace["zmin"] == -trace["zmax"]
+    assert figure.title.startswith("The largest difference from top2 in a domain is hash's in code, +0.18")
+
+
+def test_documents_weigh_by_their_tokens(main: Tables):
+    rows = main["study_documents"].copy()
+    first = (rows["arm"] == "hash") & (rows["document"] == 0)
+    rows.loc[first, "loss"] += 4.0  # 100 of the domain's 400 tokens
+    before, after = by_domain(main), by_domain({**main, "study_documents": rows})
+    assert after.loc["hash", "code"] - before.loc["hash", "code"] == pytest.approx(1.0)
+
+
+def test_one_domain_or_one_seed_is_not_drawn(main: Tables, tmp_path: Path):
+    rows = main["study_documents"]
+    assert can_show(BY_DOMAIN, main)
+    assert not can_show(BY_DOMAIN, {**main, "study_documents": rows[rows["domain"] == "code"]})
+    assert not can_show(BY_DOMAIN, {**main, "study_documents": rows[rows["arm"] != "top2"]})
+    assert can_show(NOISE, main)
+    assert not can_show(NOISE, of_question(tables_of(study_run(tmp_path / "run", seeds=1)), "main"))
 
 
 # --- over the steps
@@ -157,6 +206,14 @@ def test_differences_over_steps_are_within_seeds_and_around_zero(main: Tables):
     expected = np.mean([rows["hash", seed, 300] - rows["top2", seed, 300] for seed in range(5)])
     assert named(figure, "hash")["y"][-1] == pytest.approx(expected)
     assert grey(figure)["top2 (reference)"]["y"] == [0.0, 0.0]
+
+
+def test_a_seed_that_the_reference_lacks_is_left_out_of_differences_over_steps(main: Tables):
+    rows = main["study_curves"]
+    without = rows[(rows["arm"] != "top2") | (rows["seed"] != 0)]
+    losses_of = rows.set_index(["arm", "seed", "step"])["validation_loss"]
+    expected = np.mean([losses_of["hash", seed, 300] - losses_of["top2", seed, 300] for seed in range(1, 5)])
+    assert named(difference_by_step({**main, "study_curves": without}), "hash")["y"][-1] == pytest.approx(expected)
 
 
 def test_a_training_that_failed_is_not_in_the_mean(main: Tables):
@@ -240,6 +297,16 @@ def test_overhead_is_stacked_to_the_whole_with_the_references_experts_beside(mai
     assert bars[0]["name"] == "experts"
     assert grey(figure)["experts' share under top2"]["x"][0] == pytest.approx(2 / 2.2)
     assert figure.title == "spectra spends most on routing: 28.6 % of a block's time goes elsewhere than to experts, under top2 9.09 %"  # fmt: skip
+
+
+def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
+    shares = {"experts": 0.4, **{f"part{index}": 0.02 * (index + 1) for index in range(7)}, "rest": 0.04}
+    rows = pd.DataFrame([{"router": "spectra", "component": name, "milliseconds": share, "flops": 1, "share": share} for name, share in shares.items()])  # fmt: skip
+    figure = checked(overhead_shares({**main, "overhead": rows}))
+    assert [trace["name"] for trace in figure.data] == ["experts", "part6", "part5", "part4", "part3", "part2", "part1", "other parts"]  # fmt: skip
+    assert sum(trace["x"][0] for trace in figure.data) == pytest.approx(1.0)
+    assert figure.data[-1]["x"][0] == pytest.approx(0.02 + 0.04)
+    assert len({trace["marker"]["color"] for trace in figure.data}) == 8
 
 
 def test_every_glossary_entry_of_the_figures_exists(main: Tables, whole):

@@ -121,7 +121,10 @@ def study_run(
                         "unused_share": 0.05 * gone if step else None,
                     }
                 )
-            documents += [{**keys, "document": place, "domain": "code", "tokens": 100, "loss": loss} for place in range(3)]  # fmt: skip
+            documents += [
+                {**keys, "document": place, "domain": domain, "tokens": tokens, "loss": loss + more * arm["shift"]}
+                for place, (domain, tokens, more) in enumerate([("code", 100, 1), ("code", 300, 1), ("prose", 200, -1)])
+            ]
     routers = list(dict.fromkeys(arm["overrides"]["model"]["router"] for arm in arms))
     overhead = []
     for router in routers:

@@ -20,7 +20,7 @@ from moescope.reporting.study_tables import (
     cost_table,
     stability_table,
 )
-from moescope.run import Run
+from moescope.run import Run, write_table
 from moescope.workflows.report import report
 from reporting.study_runs import more_arms, router_arms, study_run
 from reporting.test_browser import scroll_through
@@ -59,7 +59,12 @@ def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_be
 def test_no_arm_is_said_where_none_differs(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     (said,) = findings(study_run(tmp_path / "run", arms=arms, seed=3))
-    assert said.startswith("no arm can be told from top2 with 5 seeds; a difference of 0.0")
+    assert said.startswith("No arm can be told from top2 with 5 seeds; a difference of 0.0")
+
+
+def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(tmp_path: Path):
+    arms = [{**arm, "shift": 0.0, "spread": 0.0} for arm in router_arms(["top2", "no router"])]
+    assert findings(study_run(tmp_path / "run", arms=arms)) == ["No arm can be told from top2 with 5 seeds."]
 
 
 def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
@@ -98,13 +103,17 @@ def test_one_seed_is_told_without_an_interval(tmp_path: Path):
 
 def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
     run = study_run(tmp_path / "run", not_run=tuple(arm["name"] for arm in router_arms()))
-    assert findings(run) == ["nothing can be compared with top2 yet.", "25 of 25 trainings were not run."]
+    assert findings(run) == ["Nothing can be compared with top2 yet.", "25 of 25 trainings were not run."]
     assert [len(section.figures) for section in sections(run)][:2] == [0, 0]
 
 
 def test_arms_that_scatter_differently_are_said_to(tmp_path: Path):
     run = study_run(tmp_path / "run", arms=[{**arm, "spread": 0.2 if arm["name"] == "hash" else 0.004} for arm in router_arms()])  # fmt: skip
     assert "Arms scatter differently within seeds (p" in sections(run)[0].words
+
+
+def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
+    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith("This study is running: what is said here is of the trainings so far.")  # fmt: skip
 
 
 # --- sections
@@ -115,7 +124,7 @@ def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     questions = ["question-main", "question-ablation", "question-sweep", "question-scaling"]
     assert [section.anchor for section in found] == [*questions, "course", "balance", "cost"]
     figures = {section.anchor: [spec.name for spec, _ in section.figures] for section in found}
-    assert figures["question-main"] == ["differences", "losses", "noise_and_spread"]
+    assert figures["question-main"] == ["differences", "losses", "noise_and_spread", "difference_by_domain"]
     assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
     assert figures["cost"] == ["overhead_shares"]
     assert len(figures["course"]) == 5
@@ -159,6 +168,12 @@ def test_routers_that_fix_their_number_of_experts_are_known_to_the_report():
     assert set(WITHOUT_CHOICE) <= set(ROUTERS)
 
 
+def test_speed_and_overhead_stand_beside_the_studys_own_reference_though_ablations_have_another(run: Run):
+    tables = tables_of(run)
+    assert tables["study_comparisons"]["reference"].iloc[0] == "top2"
+    assert "spectra" in set(tables["study_comparisons"]["reference"])
+
+
 def test_sizes_with_names_lie_at_their_active_parameters(tmp_path: Path):
     arms = [
         {"name": name, "question": "scaling", "overrides": {"model": {"router": "top2"}}, "axes": {"size": name, "router": "top2"}, "shift": shift}
@@ -174,10 +189,12 @@ def test_sizes_with_names_lie_at_their_active_parameters(tmp_path: Path):
     ]
 
 
-def test_names_of_arms_do_not_act_in_figures(tmp_path: Path):
+def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
     evil = "<b>%{x}"
     arms = [*router_arms(["top2", "hash"]), {**router_arms(["x"])[0], "name": evil}]
     run = study_run(tmp_path / "run", arms=arms)
+    documents = run.table("study_documents").replace({"domain": {"prose": evil}})
+    write_table("study_documents", documents, run.path / "study_documents.parquet")
     for section in sections(run):
         for spec, tables in section.figures:
             figure = spec.draw(tables)
@@ -219,7 +236,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_p
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(path.as_uri())
     scroll_through(page)
-    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(3 + 4 + 5 + 1)
+    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(4 + 4 + 5 + 1)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     expect(page.locator("table", has_text="random routing").first).to_contain_text("not run")
     head = page.locator("th a", has_text="verdict").first

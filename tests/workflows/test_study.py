@@ -206,7 +206,7 @@ def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
     ready = "import signal, sys, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = sys.argv[1:]; runpy.run_module('moescope', run_name='__main__')"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", ready, *command[2:]], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
     until = time.monotonic() + 200
-    while not list(out.glob("parts/*-seed-*")) and process.poll() is None and time.monotonic() < until:
+    while not list(out.glob("parts/*-seed-?")) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) == 2

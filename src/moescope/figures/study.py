@@ -12,6 +12,7 @@ import pandas as pd
 
 from moescope.figures.style import (
     CATEGORICAL,
+    GREY,
     Figure,
     FigureSpec,
     Tables,
@@ -20,6 +21,7 @@ from moescope.figures.style import (
     category_style,
     counted,
     grey_line,
+    heatmap,
     listed,
     number,
 )
@@ -35,8 +37,8 @@ NOT_RUN, REFERENCE = "not run", "reference"
 
 
 def loss_words(value: float) -> str:
-    """A loss in nats, to the third decimal: what studies differ in."""
-    return f"{value:.3f}" if math.isfinite(value) else "undefined"
+    """A loss in nats, to the fourth decimal: what studies differ in."""
+    return f"{value:.4f}" if math.isfinite(value) else "undefined"
 
 
 def ordered_arms(comparisons: pd.DataFrame) -> list[str]:
@@ -60,6 +62,12 @@ def upright(x: float, arms: list[str], name: str, dash: str = "dash") -> Trace:
     """A grey line from the first arm to the last."""
     line = grey_line([x] * len(arms), arms, name, dash)
     return {**line, "hovertemplate": f"{name}: %{{x:.4g}}<extra></extra>"}
+
+
+def reference_shape(x: float) -> list[dict[str, object]]:
+    """The same line from edge to edge, faint: between categories alone it would be a point where there is one arm."""
+    edge = {"type": "line", "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "layer": "below"}
+    return [{**edge, "line": {"color": GREY, "width": 1}, "opacity": 0.5}] if math.isfinite(x) else []
 
 
 def told(comparisons: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +127,7 @@ def differences(tables: Tables) -> Figure:
         f"Validation loss less that of {reference} with the same seed, in nats a token: left of the grey line the arm is better. Dots are seeds; bars are 95 % "
         "intervals of the mean over seeds, each of one arm by itself. Better and worse are said where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
     )
-    layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms))
+    layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
     return Figure("differences", difference_title(comparisons), caption, columns, data, layout, height=arm_height(len(arms)))  # fmt: skip
 
@@ -254,10 +262,9 @@ def noise_and_spread(tables: Tables) -> Figure:
     left = left - left.mean(axis=0)
     degrees = (wide.shape[0] - 1) * (wide.shape[1] - 1)
     within = float(np.sqrt((left.to_numpy() ** 2).sum() / degrees)) if degrees > 0 else math.nan
-    data = [
-        dots(own["spread"], "over seeds", CATEGORICAL[0], "circle"),
-        dots(own["noise"], "over documents", CATEGORICAL[4], "diamond"),
-    ]
+    data = [dots(own["spread"], "over seeds", CATEGORICAL[0], "circle")]
+    if own["noise"].notna().any():
+        data.append(dots(own["noise"], "over documents", CATEGORICAL[4], "diamond"))
     if math.isfinite(within):
         data.append(upright(within, arms, "within seeds, all arms"))
     title = f"Another seed moves the loss by {number(own['spread'].median())} nats"
@@ -266,6 +273,7 @@ def noise_and_spread(tables: Tables) -> Figure:
     caption = (
         "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of one trained model's loss if other validation documents of the kind had been "
         "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part in any test. Dashed: what is left when arm and seed are taken out, which is what tests go by."
+        + ("" if own["noise"].notna().any() else " Noise over documents was not measured: there are too few of them.")
     )
     columns = ("study_runs.validation_loss", "noise_low")
     return Figure("noise_and_spread", title, caption, columns, data, base_layout("spread (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)), height=arm_height(len(arms)))  # fmt: skip
@@ -283,8 +291,48 @@ def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
     }
 
 
+def by_domain(tables: Tables) -> pd.DataFrame:
+    """arm by domain: mean over seeds of the domain's loss less the reference's with the same seed; documents weigh by their tokens."""
+    reference = reference_of(tables["study_comparisons"])
+    rows = tables["study_documents"].assign(nats=lambda frame: frame["loss"] * frame["tokens"])
+    sums = rows.groupby(["arm", "seed", "domain"])[["nats", "tokens"]].sum()
+    loss = (sums["nats"] / sums["tokens"]).unstack("domain")
+    if reference not in loss.index.get_level_values("arm"):
+        return pd.DataFrame()
+    beside = loss.xs(reference, level="arm")
+    others = loss.drop(reference, level="arm")
+    pairs = others - beside.reindex(others.index.get_level_values("seed")).to_numpy()
+    return pairs.groupby(level="arm").mean().dropna(how="all")
+
+
+def difference_by_domain(tables: Tables) -> Figure:
+    """Where a difference comes from: arms by domains, white where an arm is as good as the reference."""
+    reference, found = reference_of(tables["study_comparisons"]), by_domain(tables)
+    arms = [arm for arm in ordered_arms(tables["study_comparisons"]) if arm in found.index]
+    found = found.reindex(arms)
+    trace = heatmap(found.to_numpy(float), list(found.columns), arms, diverging=True, label="nats a token", axes=("domain", "arm"))  # fmt: skip
+    arm, domain = found.stack().abs().idxmax()
+    title = f"The largest difference from {reference} in a domain is {arm}'s in {domain}, {signed(found.loc[arm, domain])} nats a token; 0 is as good as {reference}"
+    caption = "Mean over seeds of the domain's validation loss less the reference's with the same seed. Blue: better, red: worse, white: alike. Nothing is tested here: the one endpoint is the loss over all domains."  # fmt: skip
+    layout = base_layout("domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"})
+    return Figure("difference_by_domain", title, caption, ("study_documents.loss", "difference"), [trace], layout, height=arm_height(len(arms)))  # fmt: skip
+
+
+def can_show(spec: FigureSpec, tables: Tables) -> bool:
+    """Noise needs two seeds of some arm; domains, at least two of them and an arm beside the reference."""
+    if spec is NOISE:
+        runs = tables["study_runs"]
+        done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
+        return bool((done.groupby("arm")["seed"].nunique() > 1).any())
+    rows = tables.get("study_documents", pd.DataFrame({"domain": []}))
+    return rows["domain"].nunique() > 1 and not by_domain(tables).empty
+
+
 ARMS = [
     FigureSpec("differences", ("study_runs", "study_comparisons"), differences, wide=True),
     FigureSpec("losses", ("study_runs", "study_comparisons"), losses, wide=True),
 ]
 NOISE = FigureSpec("noise_and_spread", ("study_runs", "study_comparisons"), noise_and_spread, wide=True)
+BY_DOMAIN = FigureSpec(
+    "difference_by_domain", ("study_documents", "study_comparisons"), difference_by_domain, wide=True
+)

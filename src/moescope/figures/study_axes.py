@@ -21,6 +21,7 @@ from moescope.figures.style import (
 )
 
 TARGET_CV = 0.1
+PARTS_NAMED, OTHER_PARTS = 6, "other parts"  # of routers: the costliest have names, all stand in the table
 WIDE = 8.0  # largest over smallest value from which an axis is logarithmic
 
 
@@ -136,10 +137,18 @@ def overhead_shares(tables: Tables) -> Figure:
     experts = rows[rows["component"] == "experts"].set_index("router")["share"]
     whole = rows.groupby("router")["milliseconds"].sum()
     routers = list(experts.reindex(whole.index).fillna(0.0).sort_values(ascending=False).index)
-    components = ["experts", *(name for name in dict.fromkeys(rows["component"]) if name != "experts")]
+    named = (
+        rows[rows["component"] != "experts"]
+        .groupby("component")["share"]
+        .max()
+        .sort_values(ascending=False, kind="stable")
+    )
+    few = list(named.index[: PARTS_NAMED if len(named) > PARTS_NAMED + 1 else PARTS_NAMED + 1])
+    parts = rows.assign(component=rows["component"].where(rows["component"].isin(["experts", *few]), OTHER_PARTS))
+    parts = parts.groupby(["router", "component"])[["share", "milliseconds", "flops"]].sum()
     data: list[Trace] = []
-    for index, component in enumerate(components):
-        own = rows[rows["component"] == component].set_index("router").reindex(routers)
+    for index, component in enumerate(["experts", *few, *([OTHER_PARTS] if len(few) < len(named) else [])]):
+        own = parts.xs(component, level="component").reindex(routers)
         data.append(
             {
                 "type": "bar",
@@ -148,18 +157,18 @@ def overhead_shares(tables: Tables) -> Figure:
                 "x": own["share"].to_numpy(float),
                 "y": routers,
                 "customdata": own[["milliseconds", "flops"]].to_numpy(float),
-                "marker": {"color": CATEGORICAL[index % len(CATEGORICAL)], "opacity": 1.0 if index < len(CATEGORICAL) else 0.55},
+                "marker": {"color": CATEGORICAL[index]},
                 "hovertemplate": f"%{{y}}: {component}<br>%{{x:.1%}} of the block<br>%{{customdata[0]:.3g}} ms, %{{customdata[1]:.3g}} FLOPs<extra></extra>",
             }
-        )  # fmt: skip
+        )
     if reference in experts.index:
         data.append(upright(float(experts[reference]), routers, f"experts' share under {reference}"))
     costly = routers[-1]
     title = f"{costly} spends most on routing: {number(100 * (1 - experts.get(costly, 0.0)))} % of a block's time goes elsewhere than to experts"
     title += f", under {reference} {number(100 * (1 - experts[reference]))} %" if reference in experts.index and reference != costly else ""  # fmt: skip
-    caption = "Forward passes of one block in training mode, medians; experts, then what each router does besides. Where only routers differ, a longer bar of experts is a cheaper router."
+    caption = "Forward passes of one block in training mode, medians; experts, then what each router does besides, its lesser parts together. Where only routers differ, a longer bar of experts is a cheaper router."
     layout = base_layout("share of the block's time", "", barmode="stack", legend={"traceorder": "normal"}, xaxis={"range": [0, 1], "tickformat": ".0%"}, yaxis=arm_axis(routers))  # fmt: skip
-    return Figure("overhead_shares", title, caption, ("component", "milliseconds", "overhead.share"), data, layout, height=arm_height(len(routers)) + 30)  # fmt: skip
+    return Figure("overhead_shares", title, caption, ("component", "milliseconds", "overhead.share"), data, layout, height=arm_height(len(routers)) + 80)  # fmt: skip
 
 
 ALONG = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 
-from moescope.figures.study import ordered_arms, reference_of
+from moescope.figures.study import loss_words, ordered_arms, reference_of
 from moescope.figures.style import (
     CATEGORICAL,
     GREY,
@@ -80,12 +81,12 @@ def mean_lines(
     return data, ends
 
 
-def between(what: str, ends: dict[str, float]) -> str:
+def between(what: str, ends: dict[str, float], words: Callable[[float], str] = number) -> str:
     """ "What ends between 0.1 (this) and 0.3 (that)"."""
     low, high = min(ends, key=lambda arm: ends[arm]), max(ends, key=lambda arm: ends[arm])
-    if number(ends[low]) == number(ends[high]):
-        return f"{what} ends at {number(ends[low])} in all arms"
-    return f"{what} ends between {number(ends[low])} ({low}) and {number(ends[high])} ({high})"
+    if words(ends[low]) == words(ends[high]):
+        return f"{what} ends at {words(ends[low])} in all arms"
+    return f"{what} ends between {words(ends[low])} ({low}) and {words(ends[high])} ({high})"
 
 
 def shading(arms: list[str]) -> str:
@@ -106,11 +107,12 @@ def curves(tables: Tables, column: str) -> Figure:
         grey_line(steps.to_numpy(), values.to_numpy(float), f"{beside}{suffix}", "dot")
         for suffix, (steps, values) in floor.items()
     ]
-    title = between(capital(axis.split(" (")[0]), ends)
+    words = loss_words if column == "validation_loss" else number
+    title = between(capital(axis.split(" (")[0]), ends, words)
     if column == "validation_loss":
-        title += f"; at {number(ends[reference])} for {reference}, the reference" if reference in ends else ""
+        title += f"; at {words(ends[reference])} for {reference}, the reference" if reference in ends else ""
     elif floor:
-        last = sorted(float(values.iloc[-1]) for _, values in floor.values())
+        last = sorted(round(float(values.iloc[-1]), 6) for _, values in floor.values())
         span = number(last[0]) if number(last[0]) == number(last[-1]) else f"{number(last[0])} to {number(last[-1])}"
         title += f"; {span} for {'a router that knows nothing' if column == 'routing_entropy' else 'random routing'}"
     caption = f"{shading(arms)} Grey: the reference arm" + ("." if column == "validation_loss" else ", and dotted what routing gives that looks at nothing.")  # fmt: skip

@@ -218,9 +218,9 @@ def equal_variances_p(losses_RS: Array) -> float:
     seeds too. Residuals are free of arms and seeds, and any function of them that does not depend on their scale has one distribution under
     the hypothesis, whatever arms and seeds do: it is drawn, so p is exact for normal residuals, though those of a seed sum to 0. The function is
     Cochran's C, the noisiest arm's share of all squares: a noisy arm is what makes one s² too small for its own comparison, or for all where it is
-    the reference. In simulations C finds it more often than Bartlett's or John's function. With five seeds it finds 8 in 10 of
-    arms that scatter four times as much as the eight others, one in two that scatter twice as much. For two arms residuals are mirror images,
-    and the blocked test is the paired t.
+    the reference. In simulations C finds it more often than Bartlett's or John's function. With five seeds and level 0.1 it finds 9 in 10 of
+    arms that scatter four times as much as the eight others, 4 in 10 that scatter twice as much. For two arms residuals are mirror images, and the
+    blocked test is the paired t.
     """
     arms, seeds = losses_RS.shape
     if arms < 3 or seeds < 2:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.figures.study import ARMS, NOISE, reference_of, told
+from moescope.figures.study import ARMS, BY_DOMAIN, NOISE, can_show, reference_of, told
 from moescope.figures.study_axes import ALONG, OVERHEAD, TARGET_CV
 from moescope.figures.study_curves import COURSE, can_draw
 from moescope.figures.style import FigureSpec, Tables, capital, counted, listed, number
@@ -54,11 +54,13 @@ def tables_of(run: Run) -> Tables:
         raise BadInput(f"{run.path}: nothing has been compared in this study yet; give its command again to finish it")
     found = {name: run.table(name) for name in (*STUDY_TABLES, *LAB_TABLES) if name in run.tables}
     for frame in found.values():
-        for column in ("arm", "reference", "router"):
+        for column in ("arm", "reference", "router", "domain"):
             if column in frame:
-                frame[column] = frame[column].map(plot_words)
+                frame[column] = frame[column].map(plot_words, na_action="ignore")
     found["study_arms"] = arms_frame(run)
-    return found
+    named = found["study_comparisons"]["reference"] == plot_words(run.info["reference"])
+    found["study_comparisons"] = pd.concat([found["study_comparisons"][rows] for rows in (named, ~named)])
+    return found  # the study's own reference first: what is not of one question is told beside it
 
 
 def questions_of(tables: Tables) -> list[str]:
@@ -116,7 +118,7 @@ def question_section(run: Run, tables: Tables, question: str, first: bool) -> Se
     figures: list[tuple[FigureSpec, Tables]] = []
     if len(known) or comparisons["mean"].notna().any():
         figures = [(spec, tables) for spec in ARMS]
-        figures += [(NOISE, tables)] if first else []
+        figures += [(spec, tables) for spec in (NOISE, BY_DOMAIN) if first and can_show(spec, tables)]
         for places in axes_frames(run, tables, question):
             along = {**tables, "study_axes": places}
             figures += [(spec, along) for spec, column in zip(ALONG, ("validation_loss", "load_cv"), strict=True) if measured(along, column)]  # fmt: skip
@@ -147,6 +149,8 @@ def how_tested(comparisons: pd.DataFrame) -> str:
             f"All arms share one residual variance within seeds ({number(known['degrees_of_freedom'].max())} degrees of freedom); the hypothesis that they scatter alike "
             f"has p {number(equal.iloc[0])}, and would be given up below 0.1."
         )
+    if (known["test"] == "paired t, shared seeds").all():
+        return "No arm has all of the reference's seeds, so each is compared by a paired t on those it shares."
     if len(equal):
         return f"Arms scatter differently within seeds (p {number(equal.iloc[0])}), so each is compared with the reference by a paired t of its own."
     return "With two arms the test is a paired t."
@@ -166,6 +170,10 @@ def findings(run: Run) -> list[str]:
     """What may be said of the arms, and what may not."""
     tables = tables_of(run)
     found = []
+    if run.info["status"] != "done":
+        found.append(
+            f"This study is {run.info['status']}: what is said here is of the trainings so far. Stopping a study where it looks best makes false claims; judge it by its end."
+        )
     for question in questions_of(tables):
         own = of_question(tables, question)
         if len(own["study_comparisons"]) > 1:
@@ -180,7 +188,7 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     reference, known = reference_of(comparisons), told(comparisons)
     label, most = "" if question == "main" else f"{capital(question)}: ", CLAIMS_NAMED.get(question, OTHERS_NAMED)
     if known.empty:
-        return [f"{label}nothing can be compared with {reference} yet."]
+        return [f"{label}Nothing can be compared with {reference} yet."]
     found = []
     claimed = known[known["verdict"].isin(["better", "worse"])].sort_values("difference", key=abs, ascending=False)
     for row in claimed.head(most).sort_values("difference").to_dict("records"):
@@ -195,15 +203,19 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
         )
     alike = known[known["verdict"] == "not distinguishable"]
     if len(alike):
+        several = len(alike) > 1 or not len(claimed)
         who = (
-            f"no {'other ' if len(claimed) else ''}arm"
-            if len(alike) > 1 or not len(claimed)
-            else str(alike["arm"].iloc[0])
+            f"{'no' if label else 'No'} {'other ' if len(claimed) else ''}arm can"
+            if several
+            else f"{alike['arm'].iloc[0]} cannot"
         )
-        found.append(
-            f"{label}{who} {'can' if who.startswith('no ') else 'cannot'} be told from {reference} with {seeds_words(alike)}; a difference of "
-            f"{number(alike['detectable_difference'].max())} nats would have been seen with probability 80 %."
+        seen = alike["detectable_difference"].max()
+        power = (
+            f"; a difference of {number(seen)} nats would have been seen with probability 80 %"
+            if math.isfinite(seen)
+            else ""
         )
+        found.append(f"{label}{who} be told from {reference} with {seeds_words(alike)}{power}.")
     few = known[known["verdict"] == "too few seeds to say"]
     if len(few):
         near = few.loc[few["difference"].abs().idxmax()]

@@ -19,6 +19,7 @@ from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
 from moescope.workflows.study_piece import NOT_RUN, TRAININGS, TrainingPiece, costs, prune, train_piece
 from moescope.workflows.study_text import FOLDER, keep_text
+from moescope.workflows.train_settings import bytes_on_disk
 from moescope.workflows.train_text import read_corpus, vocabulary_of
 
 if TYPE_CHECKING:
@@ -183,11 +184,7 @@ def bytes_kept(settled: Study) -> int:
 
 def check_room(folder: Path, settled: Study, jobs: int) -> None:
     """Refuse before anything is trained what the disk cannot hold: what stays, and what trainings under way need besides."""
-    largest = 0
-    for arm in settled.arms:
-        train = arm.config.train
-        saved = -(-train.steps // train.checkpoint_every)
-        largest = max(largest, 4 * costs(arm.config)["parameters_total"] * (saved + 6))
+    largest = max(bytes_on_disk(arm.config) for arm in settled.arms)
     there = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     check_disk(folder, max(bytes_kept(settled) + jobs * largest - there, 0), "free some space, or set keep = \"none\" or a larger checkpoint_every")  # fmt: skip
 
@@ -284,7 +281,7 @@ def joined(writer: RunWriter, table: str) -> pd.DataFrame:
     """One table from all trainings so far, without rows where none has written any."""
     import pandas as pd
 
-    if any((writer.path / "parts").glob(f"*/{table}.parquet")):
+    if writer.has(table):
         return writer.joined(table)
     return pd.DataFrame(columns=list(TABLES[table].columns))
 

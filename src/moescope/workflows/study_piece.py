@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.run import Run, jsonable, read_run_json, write_json
 from moescope.workflows.scan import finished_run
 from moescope.workflows.study_text import StudyText, study_text
-from moescope.workflows.train import STATE, Job, saved_checkpoints, train_in
+from moescope.workflows.train import STATE, Job, held, saved_checkpoints, train_in
 from moescope.workflows.train_settings import as_plain
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
         torch.cuda.reset_peak_memory_stats()
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
-        with unsaid_alerts():
+        with unsaid_alerts(), held(piece.folder):
             run = run or train_in(job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False)
         assert run is not None
         more, documents = measures(run, piece, text, device)
@@ -158,6 +158,10 @@ def load_over_steps(run: Run) -> pd.DataFrame:
     rows = run.table("routing_layers")
     names = {metric: column for column, metric in LOAD.items()}
     rows = rows[rows["metric"].isin(list(names)) & (rows["domain"] == "")]
+    if (
+        run.info["arguments"]["model"]["router"] == "expert_choice"
+    ):  # it has a slot for every expert, and nobody asked for most of them
+        rows = rows[rows["metric"] != "dropped"]
     wide = rows.pivot_table(index="step", columns="metric", values="value", aggfunc="mean")
     return wide.rename(columns=names).reset_index().rename_axis(None, axis=1)
 

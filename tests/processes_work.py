@@ -1,0 +1,36 @@
+"""Work for worker processes to do in tests; a module, so that they can import it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moescope.errors import BadInput
+
+
+def squared(piece: int, tick: Callable[[], None]) -> tuple[int, int]:
+    for _ in range(piece):
+        tick()
+    return piece * piece, os.getpid()
+
+
+def refusing(piece: int, tick: Callable[[], None]) -> int:
+    raise BadInput(f"piece {piece} cannot be done; leave it out")
+
+
+def dying(piece: int, tick: Callable[[], None]) -> int:
+    os._exit(9)
+
+
+def endless(folder: Path, piece: int, tick: Callable[[], None]) -> None:
+    """Never ends by itself; says when it began and why it stopped."""
+    (folder / f"began-{piece}").touch()
+    try:
+        while True:
+            tick()
+            time.sleep(0.01)
+    except BaseException as error:
+        (folder / f"stopped-{piece}").write_text(type(error).__name__)
+        raise
