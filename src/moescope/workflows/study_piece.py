@@ -110,18 +110,24 @@ def unsaid_alerts() -> Iterator[None]:
         logger.setLevel(before)
 
 
+_COSTS: dict[str, dict[str, int]] = {}  # counted once: every row of a table that is written again and again has them
+
+
 def costs(config: LabConfig) -> dict[str, int]:
     """Parameters and operations, which are known before anything is trained."""
     from moescope.lab.cost import active_parameters, flops_per_token
     from moescope.lab.model import parameter_counts
 
-    counts = parameter_counts(config.model)
-    return {
-        "parameters_total": counts.total,
-        "parameters_trainable": counts.trainable,
-        "parameters_active": active_parameters(config.model),
-        "flops_per_token": round(flops_per_token(config.model, config.train.sequence_length)),
-    }
+    key = repr((config.model, config.train.sequence_length))
+    if key not in _COSTS:
+        counts = parameter_counts(config.model)
+        _COSTS[key] = {
+            "parameters_total": counts.total,
+            "parameters_trainable": counts.trainable,
+            "parameters_active": active_parameters(config.model),
+            "flops_per_token": round(flops_per_token(config.model, config.train.sequence_length)),
+        }
+    return _COSTS[key]
 
 
 def measures(
