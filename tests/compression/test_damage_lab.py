@@ -19,6 +19,7 @@ from moescope.compression.states import LayerStates, StateSample, as_arrays, fro
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.lab.tracing import load_traced
 from moescope.routing.models import TracedModel
+from moescope.routing.scoring import Scoring
 from moescope.types import Plan
 
 ROUTERS: list[tuple[str, dict[str, Any]]] = [
@@ -110,3 +111,14 @@ def test_states_survive_their_file_whatever_they_hold(tmp_path: Path, router: st
         assert (own.carried_TR is None) == (again[layer].carried_TR is None) == (router != "spectra" or layer == 0)
         assert again[layer].parts().keys() == own.parts().keys()
         assert all(torch.equal(again[layer].parts()[name], tensor) for name, tensor in own.parts().items())
+
+
+def test_experts_that_take_tokens_by_a_threshold_are_no_choice_of_the_k_best():
+    """Even where the few tokens whose slots are all filled would look like one."""
+    logits_TE = torch.tensor([[0.1, 0.2, 0.3], [2.0, 0.0, 0.0]])
+    p_TE = logits_TE.softmax(-1)
+    chosen_TK = torch.tensor([[0, 1, 2], [0, -1, -1]])
+    states = LayerStates(torch.zeros(2, 1), logits_TE, chosen_TK, p_TE.masked_fill(chosen_TK < 0, 0), torch.arange(2))
+    assert not find_gating(states, Scoring("softmax")).explains
+    whole = LayerStates(torch.zeros(2, 1), logits_TE, torch.tensor([[0, 1, 2]] * 2), p_TE, torch.arange(2))
+    assert find_gating(whole, Scoring("softmax")).explains

@@ -20,6 +20,7 @@ from moescope.figures.study import (
     losses,
     noise_and_spread,
     paired,
+    power_words,
 )
 from moescope.figures.study_axes import load_by_value, loss_by_value, overhead_shares
 from moescope.figures.study_curves import COURSE, can_draw, curves, difference_by_step
@@ -70,6 +71,30 @@ def test_the_reference_is_the_grey_line_at_zero_and_arms_are_called_by_their_ver
     assert "*" not in str(figure.data)
     assert figure.title.startswith("loss_free is better than top2; hash and switch_top1 are worse than top2; spectra cannot be told from it; a difference of 0.0")  # fmt: skip
     assert figure.title.endswith("would have been seen with probability 80 %")
+
+
+def test_each_arm_that_cannot_be_told_has_a_difference_of_its_own_that_would_have_been_seen():
+    arms = pd.DataFrame({"arm": ["topk", "spectra"], "detectable_difference": [0.0187, 0.275]})
+    assert (
+        power_words(arms) == "; 0.0187 nats (topk) to 0.275 nats (spectra) would have been seen with probability 80 %"
+    )
+    assert power_words(arms.head(1)) == "; a difference of 0.0187 nats would have been seen with probability 80 %"
+    assert power_words(arms.assign(detectable_difference=math.nan)) == ""
+
+
+def test_an_arm_has_one_colour_in_every_figure_even_where_others_have_no_number(main: Tables):
+    first = main["study_comparisons"].set_index("arm")["mean"].idxmin()
+    rows = main["study_curves"]
+    lacking = {**main, "study_curves": rows.assign(load_cv=rows["load_cv"].where(rows["arm"] != first))}
+    found = [
+        {trace["name"]: trace["line"]["color"] for trace in figure.data if trace.get("showlegend", True)}
+        for figure in (curves(main, "validation_loss"), curves(lacking, "load_cv"), difference_by_step(main))
+    ]
+    assert first not in found[1]
+    for others in found[1:]:
+        shared = [arm for arm in others if arm in found[0]]
+        assert len(shared) >= 3
+        assert {arm: others[arm] for arm in shared} == {arm: found[0][arm] for arm in shared}
 
 
 def test_one_arm_alone_has_a_line_to_stand_beside(tmp_path: Path):

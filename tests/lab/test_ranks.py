@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lab.routers.builders import SecondRank, noise, small_router, tokens
-from moescope.lab.ranks import ALONE, Ranks
+from moescope.errors import BadInput
+from moescope.lab.ranks import ALONE, Ranks, check_gpus
 from moescope.lab.routers import ROUTERS
 
 WHOLE_BATCH = [
@@ -34,6 +35,14 @@ def test_alone_every_answer_is_what_was_given():
     assert torch.equal(ALONE.picked(rows, torch.tensor([4, 1])), rows[[4, 1]])
     assert ALONE.tokens_a_rank(torch.tensor([True, True, False])) == 2
     assert ALONE.tokens_a_rank(torch.tensor([False])) == 1
+
+
+def test_more_processes_than_gpus_are_refused_with_the_number_that_would_do():
+    check_gpus(1, 2)
+    with pytest.raises(
+        BadInput, match=r"more processes than this machine's 1 GPU; give --nproc-per-node 1, or --device cpu"
+    ):
+        check_gpus(1, 1)
 
 
 def test_tokens_a_rank_are_of_all_ranks_and_never_0():

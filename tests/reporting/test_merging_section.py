@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import moescope
 from families.tiny_models import tiny_model
-from moescope.reporting.compression_section import compression_command, compression_sections
+from moescope.reporting.compression_section import cluster_section, compression_command, compression_sections
 from moescope.run import Run
 from moescope.tables import TABLES
 from report_payloads import payloads
@@ -65,3 +66,22 @@ def test_a_plan_without_steps_has_no_dendrogram(merged_run, tmp_path):
     drawn = [spec.name for section in compression_sections(run) for spec, _ in section.figures]
     assert "dendrogram" not in drawn
     assert "group_sizes" in drawn
+
+
+@pytest.mark.parametrize(
+    ("router", "lab", "said"),
+    [
+        ("slice", None, "is taken out of it."),
+        ("slice", "hash", "dealt to the others in turn, by token id."),
+        ("slice", "expert_choice", "they take more tokens."),
+        ("join", "hash", "gets the tokens of all its members"),
+        ("join", "spectra", "takes over its dominant member's part of the router"),
+        ("fold", "some", "fitted on the queries they meet."),
+    ],
+)
+def test_what_becomes_of_the_router_is_said_for_each_kind(router: str, lab: str | None, said: str):
+    clusters = pd.DataFrame(
+        {"layer": 0, "expert": [0, 1], "kept": True, "cluster": [0, 1], "dominant": True, "weight": 1.0}
+    )
+    section = cluster_section({"clusters": clusters}, {"router": router, "lab_router": lab})
+    assert said in section.words

@@ -16,14 +16,14 @@ import pytest
 
 from lab.tiny_training import TOML
 from moescope.errors import BadInput
-from moescope.lab.config import config_from
-from moescope.lab.corpus import EMBEDDED
+from moescope.lab.config import DataConfig, LabConfig, ModelConfig, config_from
+from moescope.lab.corpus import EMBEDDED, Corpus
 from moescope.reporting.page import page_content
 from moescope.run import Run
 from moescope.workflows.report import report
 from moescope.workflows.train import held, train
 from moescope.workflows.train_settings import bytes_on_disk, settle
-from moescope.workflows.train_text import read_corpus
+from moescope.workflows.train_text import read_corpus, vocabulary_of
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -249,6 +249,13 @@ def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_config_and_th
     assert json.loads(kept.read_text()) == json.loads((origin / "tokenizer.json").read_text())
     assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
     assert run.info["vocabulary_size"] > 258
+
+
+def test_pairs_are_learned_from_training_texts_alone():
+    corpus = Corpus(("a",), {"a": ["the cat sat\n" * 50]}, {"a": ["qxqxqxqx\n" * 50]}, identity="")
+    vocabulary = vocabulary_of(LabConfig(ModelConfig(vocabulary=300), DataConfig(vocabulary="bpe")), corpus)
+    assert len(vocabulary.encode("the cat")) < 4
+    assert len(vocabulary.encode("qxqxqxqx")) == 8
 
 
 def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: Run, tmp_path: Path):

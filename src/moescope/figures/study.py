@@ -174,19 +174,25 @@ def difference_title(comparisons: pd.DataFrame) -> str:
         if len(own := judged[judged["verdict"] == verdict])
     ]
     alike = judged[judged["verdict"] == "not distinguishable"]
-    seen = alike["detectable_difference"].max()
     if len(alike) == len(judged):
         words.append(f"No arm can be told from {reference}")
     elif len(alike):
         words.append(
             f"{listed(list(alike['arm'])) if len(alike) <= 3 else f'{len(alike)} others'} cannot be told from it"
         )
-    power = (
-        f"; a difference of {number(seen)} nats would have been seen with probability 80 %"
-        if len(alike) and math.isfinite(seen)
-        else ""
-    )
-    return "; ".join(words) + power
+    return "; ".join(words) + power_words(alike)
+
+
+def power_words(alike: pd.DataFrame) -> str:
+    """How large a difference would have shown in arms that cannot be told from the reference; "" where that is not known."""
+    known = alike[np.isfinite(alike["detectable_difference"].astype(float))].sort_values("detectable_difference")
+    if known.empty:
+        return ""
+    low, high = (number(known["detectable_difference"].iloc[place]) for place in (0, -1))
+    if low == high:
+        return f"; a difference of {high} nats would have been seen with probability 80 %"
+    first, last = (known["arm"].iloc[place] for place in (0, -1))
+    return f"; {low} nats ({first}) to {high} nats ({last}) would have been seen with probability 80 %"
 
 
 def signed(value: float) -> str:

@@ -56,12 +56,14 @@ def mean_lines(
     """(one line an arm, its mean over seeds, with a band from the lowest seed to the highest where arms are few; where each line ends)."""
     ends: dict[str, float] = {}
     data: list[Trace] = []
+    # An arm has one colour in all figures, whether or not the others have this number.
+    colours = {arm: category_style(place) for place, arm in enumerate(arm for arm in arms if arm != reference)}
     arms = [arm for arm in arms if arm in set(rows["arm"])]
     plain = [arm for arm in arms[BEST:-WORST] if arm != reference] if len(arms) > NAMED_UP_TO else []
-    for index, arm in enumerate([*plain, *(arm for arm in arms if arm not in plain)]):  # those without names lie below
+    for arm in [*plain, *(arm for arm in arms if arm not in plain)]:  # those without names lie below
         own = rows[rows["arm"] == arm].groupby("step")[column].agg(["mean", "min", "max"])
         ends[arm] = float(own["mean"].iloc[-1])
-        style = {"color": GREY, "dash": "dash"} if arm == reference else category_style(index - len(plain))
+        style = {"color": GREY, "dash": "dash"} if arm == reference else colours[arm]
         style = {"color": CATEGORICAL[5]} if arm in plain else style
         if len(arms) <= BANDS_UP_TO:
             data += band(own, style["color"])

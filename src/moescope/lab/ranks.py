@@ -115,6 +115,14 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def check_gpus(local: int, there: int) -> None:
+    """Every process has a GPU of its own: NCCL takes no two on one."""
+    if local >= there:
+        raise BadInput(
+            f"torchrun started more processes than this machine's {there} GPU{'s' * (there != 1)}; give --nproc-per-node {there}, or --device cpu"
+        )
+
+
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """The process group while it is open: NCCL on GPUs, gloo elsewhere."""
@@ -127,6 +135,7 @@ def joined(device: str) -> Iterator[Ranks]:
         raise BadInput("WORLD_SIZE is set but RANK is not; start several processes with torchrun") from None
     on_gpu = device.startswith("cuda")
     if on_gpu:
+        check_gpus(ranks.local, torch.cuda.device_count())
         torch.cuda.set_device(ranks.local)
     ours = not dist.is_initialized()
     if ours:

@@ -191,6 +191,15 @@ def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     )
 
 
+# What becomes of routers of the lab that hold more of an expert than a row: (the plan's word, the router) -> a sentence.
+MORE_OF_THE_LAB: dict[tuple[str, str | None], str] = {
+    ("slice", "hash"): " Tokens of theirs are dealt to the others in turn, by token id.",
+    ("slice", "expert_choice"): " Thresholds of the others stay, and their probabilities grow: they take more tokens.",
+    ("fold", "expert_choice"): " Each takes as many tokens as took any of its members: thresholds are set so.",
+    ("fold", "some"): " They are keys, fitted on the queries they meet.",
+}
+
+
 def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["clusters"]
     columns = ["layer", "expert", "kept", "cluster", "dominant", "weight"]
@@ -200,8 +209,7 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
         "join": join_words(facts.get("lab_router")),
         "tie": "Every old router row is kept and points at the merged expert: a plan to measure, which no file format holds.",
     }[facts["router"]]
-    if facts["router"] == "slice" and facts.get("lab_router") == "hash":
-        router += " Tokens of theirs are dealt to the others in turn, by token id."
+    router += MORE_OF_THE_LAB.get((facts["router"], facts.get("lab_router")), "")
     router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
     chosen = f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""

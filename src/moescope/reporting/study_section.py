@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.figures.study import ARMS, BY_DOMAIN, NOISE, can_show, reference_of, told
+from moescope.figures.study import ARMS, BY_DOMAIN, NOISE, can_show, power_words, reference_of, told
 from moescope.figures.study_axes import ALONG, OVERHEAD, TARGET_CV
 from moescope.figures.study_curves import COURSE, can_draw
 from moescope.figures.style import FigureSpec, Tables, capital, counted, listed, number
@@ -209,13 +209,7 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
             if several
             else f"{alike['arm'].iloc[0]} cannot"
         )
-        seen = alike["detectable_difference"].max()
-        power = (
-            f"; a difference of {number(seen)} nats would have been seen with probability 80 %"
-            if math.isfinite(seen)
-            else ""
-        )
-        found.append(f"{label}{who} be told from {reference} with {seeds_words(alike)}{power}.")
+        found.append(f"{label}{who} be told from {reference} with {seeds_words(alike)}{power_words(alike)}.")
     few = known[known["verdict"] == "too few seeds to say"]
     if len(few):
         near = few.loc[few["difference"].abs().idxmax()]

@@ -321,7 +321,8 @@ def make_plan(
     if calibration is not None and reader is not None:
         with writer.timed("predict"):
             predicted[plan.method], scales = foretold(work, plan, fits, calibration, reader)
-            warnings += rescaling_words("merging" if work.method.merges else "pruning", scales)
+            if plan.router != "fold":  # folding has told already
+                warnings += rescaling_words("merging" if work.method.merges else "pruning", scales)
             for name, seed in work.controlled():
                 predicted[name], _ = foretold(work, *control(seed, plan), calibration, reader)
     bytes_: tuple[int | None, int | None] = (None, None)

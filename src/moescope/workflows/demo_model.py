@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from moescope.errors import BadInput
 from moescope.run import Run, write_json, write_table
 from moescope.workflows.demo import SHIPPED
 from moescope.workflows.train import train
@@ -45,4 +46,7 @@ def keep_model(checkpoint: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_demo_model(sys.argv[1] if len(sys.argv) > 1 else "runs/demo-model")
+    try:
+        make_demo_model(sys.argv[1] if len(sys.argv) > 1 else "runs/demo-model")
+    except BadInput as error:  # a folder of an earlier recipe, for one
+        sys.exit(f"moescope: {error}")
