@@ -24,6 +24,7 @@ from moescope.workflows.report import report
 from moescope.workflows.train import held, train
 from moescope.workflows.train_settings import bytes_on_disk, settle
 from moescope.workflows.train_text import read_corpus
+from workflows.test_train_parts import damage
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -95,6 +96,39 @@ def test_a_small_limit_of_bytes_is_not_taken_for_none():
 def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):
     with pytest.raises(BadInput, match="other arguments"):
         train(config_file(tmp_path, steps=13), out=trained_run.path, device="cpu", quiet=True)
+
+
+def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run: Run, tmp_path: Path):
+    folder = shutil.copytree(trained_run.path, tmp_path / "run")
+    damage(folder / "scan", "other arguments")
+    damage(folder / "trace", "older version")
+    page = (folder / "report.html").stat().st_mtime_ns
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["warnings"] == []
+    for part, table in (("scan", "alignment"), ("trace", "load")):
+        made, first = Run.load(folder / part), Run.load(trained_run.path / part)
+        assert made.info["status"] == "done"
+        assert made.table(table).equals(first.table(table))
+        assert made.info["checkpoints"][-1]["path"] == str(folder / "checkpoints" / "step-12")  # where the run is now
+    assert (folder / "report.html").stat().st_mtime_ns > page
+
+
+@pytest.mark.slow
+def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_with_them(
+    trained_run: Run, tmp_path: Path
+):
+    folder = shutil.copytree(trained_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("scan"))
+    (folder / "scan").mkdir()
+    (folder / "scan" / "mine.txt").write_text("kept")
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert [said.split(": ")[0] for said in run.info["warnings"]] == ["the trained weights were not scanned"]
+    (folder / "scan" / "mine.txt").unlink()
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["warnings"] == []
+    assert "alignment" in Run.load(folder / "scan").tables
 
 
 def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
