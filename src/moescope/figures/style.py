@@ -113,9 +113,6 @@ def k_axis(ks: Iterable[int]) -> dict[str, Any]:
     return {"type": "log", "tickvals": shown, "ticktext": [f"{k:,}" for k in shown]}
 
 
-LOG = {"type": "log", "dtick": "D2", "exponentformat": "power"}
-
-
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
     return {
         "type": "scatter",
@@ -179,9 +176,22 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
             "cmax": float(max(layers)),
             "color": [float(min(layers))],
             "showscale": True,
-            "colorbar": {"title": {"text": "layer", "side": "right"}, "thickness": 12, "outlinewidth": 0},
+            "colorbar": {
+                "title": {"text": "layer", "side": "top"},
+                "thickness": 12,
+                "outlinewidth": 0,
+                "tickvals": some_of(layers),
+            },
         },
     }
+
+
+def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
+    """Layers to be named on a scale: all, or evenly chosen ones with the first and the last."""
+    ordered = sorted(int(layer) for layer in layers)
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[round(place)] for place in np.linspace(0, len(ordered) - 1, most)]
 
 
 def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
@@ -308,6 +318,14 @@ def number(value: float) -> str:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa} × 10{str(int(exponent)).translate(SUPERSCRIPT)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def byte_size(count: float) -> str:
+    """ "830 bytes", "1.2 kB", "3.4 GB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{number(count / unit)} {name}"
+    return counted(int(count), "byte")
 
 
 def reference_k(ks: Iterable[int]) -> int:
