@@ -15,12 +15,12 @@ from moescope.disk import check_disk, only_writer
 from moescope.errors import BadInput
 from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json
 from moescope.workflows.arguments import choose_device
-from moescope.workflows.progress import progress
+from moescope.workflows.progress import progress, unsaid_alerts
 from moescope.workflows.scan import finished_run
 from moescope.workflows.trace import checkpoint_identity
 from moescope.workflows.train_parts import complete
-from moescope.workflows.train_settings import as_plain, bytes_on_disk, facts_of, settle, unfinished
-from moescope.workflows.train_text import keep_validation, read_corpus, vocabulary_of
+from moescope.workflows.train_settings import as_plain, bytes_on_disk, facts_of, settings_warnings, settle, unfinished
+from moescope.workflows.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 
 if TYPE_CHECKING:
     from moescope.lab.config import LabConfig, TrainConfig
@@ -61,7 +61,8 @@ def train(
     else:
         settled, origin = settle(config, preset, router, from_, seed), None if from_ is None else str(Path(from_).resolve())  # fmt: skip
     if dry_run:
-        return facts_of(settled)
+        check_texts(settled)
+        return facts_of(settled, origin)
     place = choose_device(device)
     with joined(place) as ranks:
         if place == "cuda":
@@ -73,7 +74,7 @@ def train(
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
         vocabulary = vocabulary_of(settled, corpus, origin)
         job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
-        with held(chosen) if ranks.first else nullcontext():
+        with held(chosen) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             done = None if overwrite else finished_run(chosen, identity)
             if not ranks.told(done is not None):
                 path = str(config) if isinstance(config, str | Path) else None
@@ -150,7 +151,9 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     try:
         if monitor.run is not None:
             words = {} if asked is None else {"asked": asked}
-            monitor.run.writer.save_info(**about(job, data), **words, checkpoints=saved_checkpoints(states))
+            said = [*monitor.run.writer.info.get("warnings", []), *settings_warnings(config), *text_warnings(config, corpus, job.vocabulary)]  # fmt: skip
+            facts = {**about(job, data), "warnings": said, "checkpoints": saved_checkpoints(states)}
+            monitor.run.writer.save_info(**facts, **words)
             keep_validation(job.folder / "validation", corpus)
         steps_through(training, monitor, states, job)
         if monitor.run is not None:
@@ -242,19 +245,23 @@ def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: J
 
 
 def about(job: Job, data: Data) -> dict[str, Any]:
-    """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose."""
+    """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose.
+
+    Uniform is over all entries that the model's head has, used or not: over them an untrained model spreads.
+    """
     from moescope.lab.batches import unigram_loss
 
-    counts, size = facts_of(job.config), job.vocabulary.size
+    counts, size, entries = facts_of(job.config), job.vocabulary.size, job.config.model.vocabulary
     return {
         "device": job.device,
         "processes": job.ranks.world,
         "parameters_total": counts["parameters_total"],
         "parameters_trainable": counts["parameters_trainable"],
         "layout": counts["layout"],
+        "frozen": counts["frozen"],
         "vocabulary_size": size,
         "domains": job.corpus.sizes(),
-        "references": {"uniform": math.log(size), "unigram": unigram_loss(data.train, data.validation, size)},
+        "references": {"uniform": math.log(entries), "unigram": unigram_loss(data.train, data.validation, size)},
     }
 
 
