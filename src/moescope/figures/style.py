@@ -161,8 +161,14 @@ def layer_lines(
 
 
 def layer_colorbar(layers: Sequence[int]) -> Trace:
-    """An invisible trace whose colour bar says which colour is which layer."""
-    scale = [[position / 5, color] for position, color in enumerate(SEQUENTIAL)]
+    """An invisible trace whose colour bar says which colour is which layer.
+
+    The bar is half a layer longer at both ends, so that the last layer's name stays clear of the title above it.
+    """
+    first, last = float(min(layers)), float(max(layers))
+    end = 0.5 / (last - first + 1)
+    inner = [[end + (1 - 2 * end) * position / 5, color] for position, color in enumerate(SEQUENTIAL)]
+    scale = [[0.0, SEQUENTIAL[0]], *inner, [1.0, SEQUENTIAL[-1]]]
     return {
         "type": "scatter",
         "mode": "markers",
@@ -172,9 +178,9 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
         "hoverinfo": "skip",
         "marker": {
             "colorscale": scale,
-            "cmin": float(min(layers)),
-            "cmax": float(max(layers)),
-            "color": [float(min(layers))],
+            "cmin": first - 0.5,
+            "cmax": last + 0.5,
+            "color": [first],
             "showscale": True,
             "colorbar": {
                 "title": {"text": "layer", "side": "top"},
@@ -187,11 +193,9 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
 
 
 def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
-    """Layers to be named on a scale: all, or evenly chosen ones with the first and the last."""
+    """Layers to be named on a scale: all, or every second, third, ... from the first."""
     ordered = sorted(int(layer) for layer in layers)
-    if len(ordered) <= most:
-        return ordered
-    return [ordered[round(place)] for place in np.linspace(0, len(ordered) - 1, most)]
+    return ordered[:: -(-len(ordered) // most)]
 
 
 def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
