@@ -477,6 +477,8 @@ def test_train_prints_counts_without_training_and_what_came_of_a_training(traine
     counted = CliRunner().invoke(app, ["train", "--dry-run"])
     assert counted.exit_code == 0
     assert "parameters: 887,872 in total, 887,872 of them trained" in counted.output
+    assert CliRunner().invoke(app, ["train", "--dry-run", "--quiet"]).output == ""
+    assert json.loads(CliRunner().invoke(app, ["train", "--dry-run", "--quiet", "--json"]).output)["steps"] == 300
     config = trained_run.path.parent / "tiny.toml"
     again = CliRunner().invoke(app, ["train", str(config), "--router", "top2", "--out", str(trained_run.path), "--device", "cpu"])  # fmt: skip
     assert again.exit_code == 0, again.output

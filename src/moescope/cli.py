@@ -250,7 +250,8 @@ def train(
     if int(os.environ.get("RANK", "0")):
         return  # the first process speaks for all
     if isinstance(made, dict):
-        typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
+        if as_json or not quiet:
+            typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
     else:
         show_run(made, as_json, quiet)
         if not quiet and not as_json and (made.path / "report.html").exists():

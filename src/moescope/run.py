@@ -47,6 +47,10 @@ class DamagedRun(BadInput):
     """A run.json that cannot be parsed; `--overwrite` may replace it."""
 
 
+class OtherRun(BadInput):
+    """A folder that holds a run of other arguments, or of another version; `--overwrite` may replace it."""
+
+
 @dataclass
 class Run:
     """A finished run folder, to be read: `run.table("alignment")` is a pandas frame, `run.info` is run.json."""
@@ -257,7 +261,7 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
     different = [key for key in identity if info.get(key) != jsonable(identity[key])]
     if different or info.get("schema_version") != SCHEMA_VERSION:
         what = difference(info, jsonable(identity), different)
-        raise BadInput(f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it")
+        raise OtherRun(f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it")
     return False
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, COMPLETE_VIEW, ONE_LAYER
@@ -19,6 +20,9 @@ from moescope.workflows.scan import scan
 D, N = 256, 8  # of the planted checkpoint
 KS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256])
 RAMP, FLAT = KS / D, np.zeros(9)
+SPREAD = np.array(
+    [stats.beta(k / 2, (D - k) / 2).std() if k < D else 0.0 for k in KS]
+)  # of a random direction's alignment
 
 
 def grey(figure) -> dict[str, np.ndarray]:
@@ -37,6 +41,8 @@ ACROSS = {
     "delta_by_k": {"chance": FLAT},
     "cos_squared_by_layer": {"chance 1/d": np.full(5, 1 / D)},
     "shuffle_mean_by_k": {"random direction": RAMP},
+    "shuffle_std_by_k": {"random directions": SPREAD},
+    "shuffle_log_std_by_k": {"random directions": SPREAD[:-1]},
     "overlap_by_k": {"chance k/d": np.ones(7)},
     "orthogonality_by_layer": {
         "chance √(2/(πd))": np.full(5, math.sqrt(2 / (math.pi * D))),

@@ -9,7 +9,7 @@ from moescope.figures import OVER_STEPS, ROUTING, TOGETHER
 from moescope.figures.expert_maps import company, plane_by_chance, with_own_company
 from moescope.figures.plane import Cloud, principal_plane
 from moescope.figures.routing_load import fold_of, load_heatmap, ratio_heatmap, tokens_by_layer, usage_by_rank, usages
-from moescope.figures.routing_metrics import can_draw, plain_log, values_of
+from moescope.figures.routing_metrics import can_draw, values_of
 from moescope.figures.routing_separation import (
     company_order,
     expected_together,
@@ -236,15 +236,6 @@ def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
         == "Half of the load goes to 1 of 4 experts (layer 0) at least; even loads would need 2. 2 experts got no token"
     )
     assert np.isnan(figure.data[0]["y"][2:]).all()
-
-
-def test_a_logarithmic_axis_names_its_ticks_and_is_refused_to_zeros():
-    axis = plain_log([{"y": [0.01, 0.5]}])
-    assert axis["ticktext"][:4] == ["0.005", "0.01", "0.02", "0.05"]
-    assert plain_log([{"y": [0.0, 0.5]}]) is None
-    assert plain_log([{"y": [1e-6, 10.0]}])["ticktext"][-1] == "10"
-    assert plain_log([{"y": [660, 850]}])["ticktext"] == ["700", "750", "800", "850"]
-    assert plain_log([{"y": [3.0, 3.0]}])["ticktext"] == ["2", "5"]
 
 
 def test_areas_over_steps_hold_the_whole_load(trace):

@@ -59,8 +59,22 @@ def test_the_published_loss_is_drawn_where_there_is_one_and_called_by_its_name(t
 def test_domains_are_told_by_what_they_save_over_frequencies(tables: Tables):
     figure = checked(saved_by_domain(tables))
     assert list(figure.data[0]["y"]) == [-2.5, 1.0]
-    assert figure.title == "Code is learned best, 1 nats a token below frequencies alone; prose least, −0.2"
+    assert figure.title == (
+        "Code is learned best, 1 nat a token below frequencies alone; prose least, 0.2 nats a token above frequencies alone"
+    )
     assert grey(figure) == {"frequencies alone": [0, 0]}
+
+
+def test_what_is_worse_than_frequencies_is_not_called_learned(tables: Tables):
+    tables["domain_losses"]["unigram"] = 1.5
+    title = saved_by_domain(tables).title
+    assert title == (
+        "No domain is learned yet: nearest comes code, 0.5 nats a token above frequencies alone; "
+        "farthest is prose, 2.1 nats a token above frequencies alone"
+    )
+    alone = tables["domain_losses"][lambda rows: rows["domain"] == "code"]
+    title = saved_by_domain({**tables, "domain_losses": alone}).title
+    assert title == "Code is not learned yet: 0.5 nats a token above frequencies alone"
 
 
 def test_the_weakest_pull_is_named_beside_the_auxiliary_one(tables: Tables):

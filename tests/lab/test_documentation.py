@@ -11,7 +11,7 @@ import torch
 
 from lab.tiny_lab import text, tiny
 from moescope.glossary import NOTES
-from moescope.lab.config import PRESETS, DataConfig, TrainConfig
+from moescope.lab.config import PRESETS, DataConfig, ModelConfig, TrainConfig
 from moescope.lab.model import LabModel, parameter_counts
 from moescope.lab.routers import ROUTERS
 from moescope.lab.routers.spectra import ABLATIONS
@@ -69,8 +69,10 @@ def test_every_preset_is_documented_with_its_shape_and_parameters():
         assert said[name] == [model.block, *map(str, shape), model.router, *parameters]
 
 
-@pytest.mark.parametrize(("heading", "part"), [("## Data", DataConfig()), ("## Training", TrainConfig())])
-def test_every_key_of_data_and_training_is_documented_with_its_default(heading, part):
+@pytest.mark.parametrize(
+    ("heading", "part"), [("## Model", ModelConfig()), ("## Data", DataConfig()), ("## Training", TrainConfig())]
+)
+def test_every_key_of_model_data_and_training_is_documented_with_its_default(heading, part):
     said = {row[0]: row[1] for row in rows(heading)}
     assert said == {name: str(default or "none").lower() if isinstance(default, tuple | dict) else str(default).lower() for name, default in asdict(part).items()}  # fmt: skip
 

@@ -8,13 +8,13 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
+from moescope.figures.style import byte_size
 from moescope.reporting.compression_section import (
     COMPRESSION,
     compression_command,
     compression_findings,
     compression_sections,
     rank_finding,
-    size,
     spread,
     tables_of,
 )
@@ -138,7 +138,13 @@ def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(b
 def test_sizes_and_spreads_are_said_as_people_say_them():
     import pandas as pd
 
-    assert [size(count) for count in (12, 45_888, 7.5e7, 9.3e10)] == ["12 bytes", "45.9 kB", "75 MB", "93 GB"]
+    assert [byte_size(count) for count in (1, 12, 45_888, 7.5e7, 9.3e10)] == [
+        "1 byte",
+        "12 bytes",
+        "45.9 kB",
+        "75 MB",
+        "93 GB",
+    ]
     assert spread(pd.Series([2.0, 1.0])) == "1 to 2"
     assert spread(pd.Series([2.0])) == "2"
     assert spread(pd.Series([None], dtype=float)) == ""

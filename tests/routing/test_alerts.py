@@ -66,6 +66,12 @@ def test_entropy_is_raised_below_its_limit_where_logits_were_looked_at():
     assert kinds(watch(), window(EVEN, entropy=0.09)) == [("entropy", None, pytest.approx(0.09))]
 
 
+def test_one_expert_is_certain_of_every_token_and_that_is_no_news():
+    alone = Watch.begin(Thresholds(), [7], [1], 0)
+    assert kinds(alone, window([800], entropy=0.0)) == []
+    assert kinds(Watch.begin(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [("entropy", None, 0.0)]
+
+
 def test_low_entropy_is_not_raised_where_the_router_is_built_to_be_sure_and_collapse_still_is():
     sure = Watch.begin(Thresholds(), [7], [8], 0, sure=[7])
     assert kinds(sure, window(EVEN, entropy=0.01)) == []

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,15 @@ import pytest
 
 from lab.tiny_training import TOML
 from moescope.errors import BadInput
-from moescope.lab.config import DataConfig, LabConfig, ModelConfig, config_from
+from moescope.lab.config import DataConfig, LabConfig, ModelConfig, config_from, preset
 from moescope.lab.corpus import EMBEDDED, Corpus
 from moescope.reporting.page import page_content
 from moescope.run import Run
 from moescope.workflows.report import report
 from moescope.workflows.train import held, train
-from moescope.workflows.train_settings import bytes_on_disk, settle
+from moescope.workflows.train_settings import bytes_on_disk, fact_lines, settle
 from moescope.workflows.train_text import read_corpus, vocabulary_of
+from workflows.test_train_parts import damage
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 
@@ -47,7 +49,8 @@ def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(trained_run:
 
 def test_references_stand_beside_the_losses(trained_run: Run):
     told = trained_run.info["references"]
-    assert told["uniform"] == pytest.approx(np.log(258))
+    assert told["uniform"] == pytest.approx(np.log(260))  # of all entries that an untrained model spreads over
+    assert trained_run.info["evaluations"][0]["loss"] == pytest.approx(told["uniform"], abs=0.1)
     assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
     assert 2 < told["unigram"][""] < told["uniform"]
 
@@ -97,6 +100,39 @@ def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_pa
         train(config_file(tmp_path, steps=13), out=trained_run.path, device="cpu", quiet=True)
 
 
+def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run: Run, tmp_path: Path):
+    folder = shutil.copytree(trained_run.path, tmp_path / "run")
+    damage(folder / "scan", "other arguments")
+    damage(folder / "trace", "older version")
+    page = (folder / "report.html").stat().st_mtime_ns
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["warnings"] == trained_run.info["warnings"]
+    for part, table in (("scan", "alignment"), ("trace", "load")):
+        made, first = Run.load(folder / part), Run.load(trained_run.path / part)
+        assert made.info["status"] == "done"
+        assert made.table(table).equals(first.table(table))
+        assert made.info["checkpoints"][-1]["path"] == str(folder / "checkpoints" / "step-12")  # where the run is now
+    assert (folder / "report.html").stat().st_mtime_ns > page
+
+
+@pytest.mark.slow
+def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_with_them(
+    trained_run: Run, tmp_path: Path
+):
+    folder = shutil.copytree(trained_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("scan"))
+    (folder / "scan").mkdir()
+    (folder / "scan" / "mine.txt").write_text("kept")
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert sum(said.startswith("the trained weights were not scanned: ") for said in run.info["warnings"]) == 1
+    (folder / "scan" / "mine.txt").unlink()
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["warnings"] == trained_run.info["warnings"]
+    assert "alignment" in Run.load(folder / "scan").tables
+
+
 def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
     config = config_file(tmp_path)
     command = [
@@ -144,13 +180,20 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, 
 )
 def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     model = {"d_model": 16, "layers": 2, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 64, "router": router}
-    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 1}
+    settings = {
+        "steps": 2,
+        "batch_size": 4,
+        "sequence_length": 16,
+        "evaluate_every": 1,
+        "checkpoint_every": 1,
+        "warmup": 1,
+    }
     run = train({"model": model, "data": {"max_bytes": 20_000}, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)  # fmt: skip
     assert isinstance(run, Run)
     assert (run.path / "report.html").exists()
     assert (run.path / "trace").exists() == (router != "dense")
     assert ("keys" in run.info) == (router == "some")
-    assert run.info["warnings"] == []
+    assert not [said for said in run.info["warnings"] if "one document" not in said]
     tables = {
         "dense": {"spectra"},
         "spectra": {"spectra", "similarity", "orthogonality"},
@@ -186,7 +229,9 @@ def test_two_processes_give_the_loss_curve_of_one(parallel: str, trained_run: Ru
     assert counted[0].equals(counted[1])  # every token of both processes
 
 
-def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(tmp_path: Path):
+def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     config = config_file(tmp_path, 40, "clip = 0.0\n")
     config.write_text(config.read_text().replace("learning_rate = 0.01", "learning_rate = 1e30"))
     with pytest.raises(BadInput, match=r"step \d+: the .* is not finite; training stopped"):
@@ -195,6 +240,7 @@ def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(tmp
     assert run.info["status"] == "failed"
     assert "is not finite" in run.info["error"]
     assert len(run.table("alerts"))
+    assert not caplog.records  # alerts are printed unless one asked for quiet
     assert "This training is failed" in report(run, quiet=True).read_text()
 
 
@@ -223,6 +269,9 @@ def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypat
         ({"from_": "nowhere"}, "nowhere: not a checkpoint of the lab"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
+        ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}, "dry_run": True}, r"nowhere\.txt: no such file"),
+        ({"config": {"data": {"text": ["nowhere.txt"]}}, "dry_run": True}, r"nowhere\.txt: no such file"),
+        ({"seed": -1}, "^--seed -1: must be 0 or more"),
         ({"config": {"model": {"vocabulary": 100}}}, "bytes needs at least 258 entries"),
     ],
 )
@@ -235,7 +284,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_config_and_the_new_text_say(tmp_path: Path):
+def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_new_text_says(tmp_path: Path):
     settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 2, "checkpoint_every": 2}
     shape = {"vocabulary": 300, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 32}
     for name, line in (("old", "{} green bottles"), ("new", "there are {} more rows here")):
@@ -249,6 +298,90 @@ def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_config_and_th
     assert json.loads(kept.read_text()) == json.loads((origin / "tokenizer.json").read_text())
     assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
     assert run.info["vocabulary_size"] > 258
+    with pytest.raises(BadInput, match=r"config: \[data\] vocabulary is bytes, but .*step-2 has bpe; leave it out"):
+        train({"data": {**further, "vocabulary": "bytes"}}, from_=origin, dry_run=True)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("row of many\n" * 100)
+    shape = {"vocabulary": 4096, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 1, "top_k": 1, "router": "topk"}  # fmt: skip
+    settings = {"steps": 2, "batch_size": 2, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
+    data = {"text": [str(tmp_path / "a.txt")], "vocabulary": "bpe"}
+    run = train({"model": shape, "data": data, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    warmup, entries, cut, scanned = run.info["warnings"]
+    assert warmup.startswith(
+        "[train] warmup is 20 steps, more than the 2 there are: the learning rate ends at 10% of 0.003"
+    )
+    assert entries.startswith(f"the vocabulary has {run.info['vocabulary_size']} entries, not the 4,096 of [model] vocabulary")  # fmt: skip
+    assert run.info["vocabulary_size"] < 300
+    assert cut.startswith("domain text is one document")
+    assert run.info["references"]["uniform"] == pytest.approx(np.log(4096))
+    assert run.info["evaluations"][0]["loss"] == pytest.approx(np.log(4096), abs=0.2)
+    assert not len(run.table("alerts"))  # one expert is sure of every token
+    assert not (run.path / "trace").exists()
+    assert "one expert only" in scanned
+    assert (run.path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"experts": 8},
+            r"\[model\] experts is 8, but .*step-12 has 4; leave it out, or train from the start without --from",
+        ),
+        ({"router": "spectra"}, r"\[model\] router is spectra, but .*step-12 has top2"),
+        ({"router_options": {"balance": 0.5}}, r"\[model\] router_options.balance is 0.5, but .*step-12 has 0.01"),
+        ({"vocabulary": 300}, r"\[model\] vocabulary is 300, but .*step-12 has 260"),
+        ({"qk_norm": True}, r"\[model\] qk_norm is true, but .*step-12 has false"),
+    ],
+)
+def test_a_config_that_contradicts_the_checkpoint_it_begins_with_is_refused_by_key(
+    model: dict[str, object], message: str, trained_run: Run, tmp_path: Path
+):
+    origin = trained_run.path / "checkpoints" / "step-12"
+    with pytest.raises(BadInput, match=message):
+        train({"model": model}, from_=origin, dry_run=True)
+
+
+def test_what_a_config_repeats_of_its_checkpoint_or_leaves_to_a_preset_is_no_contradiction(trained_run: Run):
+    origin, said = trained_run.path / "checkpoints" / "step-12", trained_run.info["arguments"]["model"]
+    for config in (said, {"experts": 4, "qk_norm": False, "router_options": {"balance": 0.01}}, {}):
+        facts = train({"model": config, "train": {"sequence_length": 32}}, preset="small", from_=origin, dry_run=True)
+        assert isinstance(facts, dict)
+        assert facts["parameters_total"] == trained_run.info["parameters_total"]
+        assert (
+            fact_lines(facts)[1] == f"begins with {origin}: model and vocabulary are its own, whatever the preset has"
+        )
+    other = replace(preset("nano"), model=replace(preset("nano").model, layers=3))
+    with pytest.raises(BadInput, match=r"config: \[model\] layers is 3, but"):
+        train(other, from_=origin, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"router": "some"}, "frozen: nothing; the experts are trained too"),
+        (
+            {"config": {"model": {"router": "some", "frozen_experts": True}}},
+            "frozen: the experts stay as they were drawn",
+        ),
+        ({"preset": "some_a4"}, "frozen: the experts stay as they were drawn"),
+        ({}, "300 steps"),
+    ],
+)
+def test_dry_run_says_what_is_frozen(words: dict[str, object], line: str):
+    facts = train(dry_run=True, **words)  # type: ignore[arg-type]
+    assert isinstance(facts, dict)
+    assert fact_lines(facts)[2].startswith(line)
+
+
+def test_a_warm_up_longer_than_the_training_is_said_before_it_begins():
+    for steps, said in ((20, 0), (19, 1)):
+        facts = train({"train": {"steps": steps}}, dry_run=True)
+        assert isinstance(facts, dict)
+        assert sum(line.startswith("warning: [train] warmup is 20 steps") for line in fact_lines(facts)) == said
 
 
 def test_pairs_are_learned_from_training_texts_alone():

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.figures.style import (
+    LEGEND_UP_TO,
     Figure,
     Tables,
     Trace,
@@ -247,20 +248,23 @@ def align_against_delta(tables: Tables) -> Figure:
     better = here[here["align"] > here["align"].median()]
     below = int((better["delta_vs_shuffle"] <= 0).sum())
     title = f"Of the {counted(len(better), 'expert')} aligned best at k = {at}, {below if below else 'none'} fit no better than their layer's average"
-    data = [
+    data: list[Trace] = [
         {
             "type": "scatter",
             "mode": "markers",
-            "x": here["align"].to_numpy(),
-            "y": here["delta_vs_shuffle"].to_numpy(),
-            "showlegend": False,
-            "marker": {"color": [colors[layer] for layer in here["layer"]], "size": 7, "opacity": 0.8},
-            "customdata": here[["layer", "expert"]].to_numpy().tolist(),
+            "name": f"layer {layer}",
+            "x": rows["align"].to_numpy(),
+            "y": rows["delta_vs_shuffle"].to_numpy(),
+            "showlegend": len(colors) <= LEGEND_UP_TO,
+            "marker": {"color": colors[layer], "size": 7, "opacity": 0.8},
+            "customdata": rows[["layer", "expert"]].to_numpy().tolist(),
             "hovertemplate": "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta %{y:.4g}<extra></extra>",
-        },
-        grey_line([float(here["align"].min()), float(here["align"].max())], [0.0, 0.0], "chance"),
-        layer_colorbar(sorted(here["layer"].unique())),
+        }
+        for layer, rows in here.groupby("layer", sort=True)
     ]
+    data.append(grey_line([float(here["align"].min()), float(here["align"].max())], [0.0, 0.0], "chance"))
+    if len(colors) > LEGEND_UP_TO:
+        data.append(layer_colorbar(list(colors)))
     return Figure(
         "align_against_delta",
         capital(title),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moescope.figures.routing_metrics import between, plain_log
+from moescope.figures.log_axis import plain_log
+from moescope.figures.routing_metrics import between
 from moescope.figures.routing_steps import step_axis
 from moescope.figures.style import Figure, FigureSpec, Tables, base_layout, grey_line, layer_lines, number
 from moescope.glossary import NOTES

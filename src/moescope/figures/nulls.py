@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
 from moescope.figures.alignment import peak, usable
+from moescope.figures.log_axis import plain_log
 from moescope.figures.style import (
     GREY,
-    LOG,
     Figure,
     Slider,
     Tables,
@@ -48,9 +49,9 @@ def shuffle_std_by_k(tables: Tables) -> Figure:
     return Figure(
         "shuffle_std_by_k",
         title,
-        "Spread of alignment over all router-expert pairs: the unit of z.",
-        ("shuffle_std",),
-        layer_lines(frame, "k", "shuffle_std"),
+        f"Spread of alignment over all router-expert pairs: the unit of z. {DASHED}",
+        ("shuffle_std", "random_expectation"),
+        [*layer_lines(frame, "k", "shuffle_std"), random_spread(frame)],
         base_layout("k", "shuffle std", xaxis=k_axis(frame["k"])),
     )
 
@@ -62,15 +63,29 @@ def shuffle_log_std_by_k(tables: Tables) -> Figure:
     title = f"At one k the null's width differs between layers by up to {number(spread.max())} times (k = {spread.idxmax()})"
     if frame["layer"].nunique() == 1:
         title = f"The null's width grows {number(frame['shuffle_std'].max() / frame['shuffle_std'].min())}-fold over k"
-    layout = base_layout("k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=LOG)
+    lines, chance = layer_lines(frame, "k", "shuffle_std"), random_spread(frame)
+    shown = [trace for trace in [*lines, chance] if trace["x"][0] is not None]  # a colour bar is a trace without points
+    layout = base_layout("k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(shown) or {})
     return Figure(
         "shuffle_log_std_by_k",
         title,
-        "The same on a logarithmic scale, where small k can be read. Degenerate ks have no width.",
-        ("shuffle_std",),
-        layer_lines(frame, "k", "shuffle_std"),
+        f"The same on a logarithmic scale, where small k can be read. Degenerate ks have no width. {DASHED}",
+        ("shuffle_std", "random_expectation"),
+        [*lines, chance],
         layout,
     )
+
+
+DASHED = "Dashed: the spread of directions drawn at random."
+
+
+def random_spread(frame: pd.DataFrame) -> Trace:
+    """Standard deviation over random directions: align is Beta(k/2, (d - k)/2), of variance 2 m (1 - m)/(d + 2) about its mean m = k/d."""
+    mean = frame.groupby("k")["random_expectation"].mean()
+    ks = mean.index.to_numpy(float)
+    m = mean.to_numpy(float)
+    d = np.min(ks / m)  # above a rank k/m is more than d
+    return grey_line(mean.index.to_numpy(), np.sqrt(2 * m * np.maximum(1 - m, 0) / (d + 2)), "random directions")
 
 
 def z_decomposed(tables: Tables) -> Figure:

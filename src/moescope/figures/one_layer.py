@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from moescope.figures.alignment import usable
+from moescope.figures.log_axis import log_axis
 from moescope.figures.redundancy import overlaps, sampled_ranks
 from moescope.figures.style import (
     CATEGORICAL,
-    LOG,
     Figure,
     FigureSpec,
     Slider,
@@ -203,7 +203,7 @@ def expert_spectra(tables: Tables) -> Figure:
     values = np.stack([np.asarray(row[:length], float)[places - 1] for row in rows["singular_values"]])
     low, high = rows.loc[rows["spectral_norm"].idxmin()], rows.loc[rows["spectral_norm"].idxmax()]
     title = f"The largest singular value {from_to(low['spectral_norm'], f'expert {low.expert}', high['spectral_norm'], f'expert {high.expert}')}"
-    layout = base_layout("place", "singular value", xaxis=LOG, yaxis=LOG)
+    layout = base_layout("place", "singular value", xaxis=log_axis(places) or {}, yaxis=log_axis(values.ravel()) or {})
     traces = [
         {**trace, "mode": "lines"}
         for trace in expert_lines(list(places), values, [int(e) for e in rows["expert"]], "place")

@@ -9,9 +9,9 @@ from scipy.spatial.distance import squareform
 from scipy.special import betainc, betaincinv
 
 from moescope.figures.alignment import layer_axis
+from moescope.figures.log_axis import log_axis
 from moescope.figures.style import (
     CATEGORICAL,
-    LOG,
     Figure,
     Slider,
     Tables,
@@ -187,12 +187,18 @@ def spectra_by_layer(tables: Tables) -> Figure:
         medians.append(
             pd.DataFrame({"layer": layer, "place": places, "share": np.median(normalised, axis=0)[places - 1]})
         )
-    data = layer_lines(pd.concat(medians), "place", "share", hover="%{y:.3g} of the largest", mode="lines")
+    drawn = pd.concat(medians)
+    data = layer_lines(drawn, "place", "share", hover="%{y:.3g} of the largest", mode="lines")
     half = (
         spectra.assign(share=spectra["stable_rank"] / spectra["rank"].astype(float)).groupby("layer")["share"].median()
     )
     title = f"Stable rank, in % of full rank, {from_to(100 * half.min(), f'layer {half.idxmin()}', 100 * half.max(), f'layer {half.idxmax()}')}"
-    layout = base_layout("place of the singular value", "share of the largest", xaxis=LOG, yaxis=LOG)
+    layout = base_layout(
+        "place of the singular value",
+        "share of the largest",
+        xaxis=log_axis(drawn["place"]) or {},
+        yaxis=log_axis(drawn["share"]) or {},
+    )
     return Figure(
         "spectra_by_layer",
         title,

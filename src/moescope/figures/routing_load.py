@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from moescope.figures.routing_metrics import RANDOM, by_domain, by_layer, plain_log, values_of
+from moescope.figures.log_axis import plain_log
+from moescope.figures.routing_metrics import RANDOM, by_domain, by_layer, values_of
 from moescope.figures.style import (
     CATEGORICAL,
     DIVERGING,
@@ -27,6 +28,7 @@ from moescope.figures.style import (
 )
 
 DOMAINS_STACKED = len(CATEGORICAL)
+WHOLE_UP_TO = 10  # experts, each with a tick of its own
 CATEGORIES: dict[str, object] = {"type": "category", "nticks": 20, "tickangle": 0}
 EXACT_CELLS = 64 * 64
 FOLD = 8.0  # how far a colour scale of ratios reaches, either way
@@ -224,7 +226,12 @@ def usage_by_rank(tables: Tables) -> Figure:
         "Loads of each layer from the busiest to the idlest expert, as multiples of an even share; logarithmic. Experts without tokens have no point.",
         ("tokens", "cv", "unused"),
         data,
-        base_layout("expert, by load", "times an even share", yaxis=plain_log([{"y": frame["times"].to_numpy(float)}])),
+        base_layout(
+            "expert, by load",
+            "times an even share",
+            xaxis={"dtick": 1} if longest <= WHOLE_UP_TO else {},  # no half experts
+            yaxis=plain_log([{"y": frame["times"].to_numpy(float)}]),
+        ),
     )
 
 

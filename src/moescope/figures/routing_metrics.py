@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.figures.alignment import layer_axis
+from moescope.figures.log_axis import cut_whiskers, cut_words, plain_log
 from moescope.figures.style import (
     Figure,
     FigureSpec,
@@ -158,36 +159,16 @@ def by_layer(
             data += [{**line, "showlegend": False} for line in lines] if drawn else lines
             drawn.append(floor)
         stated = "" if draw_collapse else f" At collapse: {between(first['collapse'])}."
-        caption = f"{METRICS[metrics[0]].meaning} Dashed: {floor_name}{'; dotted: collapse' if draw_collapse else ''}.{stated} {interval_words(first)}"
+        data, cut = cut_whiskers(data) if log else (data, None)
+        caption = (
+            f"{METRICS[metrics[0]].meaning} Dashed: {floor_name}{'; dotted: collapse' if draw_collapse else ''}.{stated} "
+            f"{interval_words(first)}{cut_words(cut)}"
+        )
         yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
         layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(first["layer"])), yaxis=yaxis)
         return Figure(name, title, caption, (*found, "floor", "collapse"), data, layout)
 
     return FigureSpec(name, ("routing_layers",), draw, metrics=(metrics[0],))
-
-
-def plain_log(data: list[Trace]) -> dict[str, object] | None:
-    """A logarithmic axis over all that is drawn, with ticks at 1, 2 and 5 (over four decades: at 1) written out, at even steps
-    where fewer than two of those lie among what is drawn; None where something is not positive."""
-    drawn = np.concatenate([np.asarray(trace["y"], float) for trace in data])
-    drawn = drawn[np.isfinite(drawn)]
-    if not drawn.size or drawn.min() <= 0:
-        return None
-    low, high = np.log10(drawn.min()), np.log10(drawn.max())
-    steps = (1, 2, 5) if high - low <= 3 else (1,)
-    exponents = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 2)
-    ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
-    ticks = [tick for tick in ticks if low - 0.35 <= np.log10(tick) <= high + 0.35]
-    if sum(low <= np.log10(tick) <= high for tick in ticks) < 2 and high > low:
-        ticks = even_ticks(float(drawn.min()), float(drawn.max()))
-    return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
-
-
-def even_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, three to eight of them from low to high."""
-    power = 10.0 ** np.floor(np.log10((high - low) / 3))
-    step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 3)
-    return [multiple * step for multiple in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
 
 
 def by_domain(name: str, metric: str, axis: str, *, floor_name: str = RANDOM, log: bool = False) -> FigureSpec:
@@ -207,7 +188,8 @@ def by_domain(name: str, metric: str, axis: str, *, floor_name: str = RANDOM, lo
             f"{subject(metric)}, mean over layers, {from_to(means.min(), str(means.idxmin()), means.max(), str(means.idxmax()))}; "
             f"{references(rows, floor_name)}"
         )
-        caption = f"{METRICS[metric].meaning} Of each domain alone. {interval_words(rows)}"
+        data, cut = cut_whiskers(data) if log else (data, None)
+        caption = f"{METRICS[metric].meaning} Of each domain alone. {interval_words(rows)}{cut_words(cut)}"
         yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero"}
         layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(floors["layer"])), yaxis=yaxis)
         return Figure(name, title, caption, (metric, "domain", "floor", "collapse"), data, layout)

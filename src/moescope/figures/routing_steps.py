@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from moescope.figures.log_axis import plain_log
 from moescope.figures.routing_load import CATEGORIES, fold_of, ratio_heatmap
-from moescope.figures.routing_metrics import IN_LEGENDS, KNOWS_NOTHING, RANDOM, between, plain_log, subject
+from moescope.figures.routing_metrics import IN_LEGENDS, KNOWS_NOTHING, RANDOM, between, subject
 from moescope.figures.style import (
     CATEGORICAL,
     Figure,

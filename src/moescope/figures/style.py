@@ -113,9 +113,6 @@ def k_axis(ks: Iterable[int]) -> dict[str, Any]:
     return {"type": "log", "tickvals": shown, "ticktext": [f"{k:,}" for k in shown]}
 
 
-LOG = {"type": "log", "dtick": "D2", "exponentformat": "power"}
-
-
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
     return {
         "type": "scatter",
@@ -164,8 +161,14 @@ def layer_lines(
 
 
 def layer_colorbar(layers: Sequence[int]) -> Trace:
-    """An invisible trace whose colour bar says which colour is which layer."""
-    scale = [[position / 5, color] for position, color in enumerate(SEQUENTIAL)]
+    """An invisible trace whose colour bar says which colour is which layer.
+
+    The bar is half a layer longer at both ends, so that the last layer's name stays clear of the title above it.
+    """
+    first, last = float(min(layers)), float(max(layers))
+    end = 0.5 / (last - first + 1)
+    inner = [[end + (1 - 2 * end) * position / 5, color] for position, color in enumerate(SEQUENTIAL)]
+    scale = [[0.0, SEQUENTIAL[0]], *inner, [1.0, SEQUENTIAL[-1]]]
     return {
         "type": "scatter",
         "mode": "markers",
@@ -175,13 +178,24 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
         "hoverinfo": "skip",
         "marker": {
             "colorscale": scale,
-            "cmin": float(min(layers)),
-            "cmax": float(max(layers)),
-            "color": [float(min(layers))],
+            "cmin": first - 0.5,
+            "cmax": last + 0.5,
+            "color": [first],
             "showscale": True,
-            "colorbar": {"title": {"text": "layer", "side": "right"}, "thickness": 12, "outlinewidth": 0},
+            "colorbar": {
+                "title": {"text": "layer", "side": "top"},
+                "thickness": 12,
+                "outlinewidth": 0,
+                "tickvals": some_of(layers),
+            },
         },
     }
+
+
+def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
+    """Layers to be named on a scale: all, or every second, third, ... from the first."""
+    ordered = sorted(int(layer) for layer in layers)
+    return ordered[:: -(-len(ordered) // most)]
 
 
 def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
@@ -308,6 +322,14 @@ def number(value: float) -> str:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa} × 10{str(int(exponent)).translate(SUPERSCRIPT)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def byte_size(count: float) -> str:
+    """ "830 bytes", "1.2 kB", "3.4 GB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{number(count / unit)} {name}"
+    return counted(int(count), "byte")
 
 
 def reference_k(ks: Iterable[int]) -> int:

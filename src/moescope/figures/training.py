@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from moescope.figures.routing_metrics import plain_log
+from moescope.figures.log_axis import plain_log
 from moescope.figures.routing_steps import metric_by_step, step_axis
 from moescope.figures.style import (
     CATEGORICAL,
@@ -67,6 +67,14 @@ def loss_by_step(tables: Tables) -> Figure:
     return Figure("loss_by_step", title, caption, ("lm_loss", "validation_loss"), data, layout, height=400)
 
 
+def beside_unigram(saved: float) -> str:
+    """How far a loss lies from the unigram model's, in words."""
+    if saved == 0:
+        return f"at the loss of {UNIGRAM}"
+    far = number(abs(saved))
+    return f"{far} {'nat' if far == '1' else 'nats'} a token {'below' if saved > 0 else 'above'} {UNIGRAM}"
+
+
 def saved_by_domain(tables: Tables) -> Figure:
     """How far below the unigram model's loss each domain's validation loss lies."""
     rows = tables["domain_losses"]
@@ -79,9 +87,13 @@ def saved_by_domain(tables: Tables) -> Figure:
     data.append(grey_line([steps[0], steps[-1]], [0, 0], UNIGRAM))
     last = rows[rows["step"] == steps[-1]].assign(saved=lambda frame: frame["unigram"] - frame["loss"]).sort_values("saved")  # fmt: skip
     worst, best = last.iloc[0], last.iloc[-1]
-    title = f"{capital(str(best['domain']))} is learned best, {number(best['saved'])} nats a token below {UNIGRAM}"
-    if len(last) > 1:
-        title += f"; {worst['domain']} least, {number(worst['saved'])}"
+    title = f"{capital(str(best['domain']))} is learned best, {beside_unigram(best['saved'])}"
+    least = f"; {worst['domain']} least, {beside_unigram(worst['saved'])}"
+    if best["saved"] <= 0:
+        nearest = str(best["domain"])
+        title = f"No domain is learned yet: nearest comes {nearest}, {beside_unigram(best['saved'])}" if len(last) > 1 else f"{capital(nearest)} is not learned yet: {beside_unigram(best['saved'])}"  # fmt: skip
+        least = f"; farthest is {worst['domain']}, {beside_unigram(worst['saved'])}"
+    title += least if len(last) > 1 else ""
     caption = "Unigram model's loss minus validation loss, by domain: 0 is a model that knows frequencies alone, below it one that does not even know those."
     return Figure("saved_by_domain", title, caption, ("validation_loss",), data, base_layout("step", "nats a token below frequencies alone"), height=400)  # fmt: skip
 

@@ -142,13 +142,16 @@ def with_router(config: LabConfig, router: str) -> LabConfig:
 
 def read_config(path: str | Path, base: LabConfig | None = None) -> LabConfig:
     """The config in a TOML file with the tables [model], [data] and [train] over `base`, or over the preset the file names."""
+    return config_from(read_toml(path), base, where=str(path))
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}; give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid TOML: {error}") from None
-    return config_from(given, base, where=str(path))
 
 
 def config_from(given: dict[str, Any], base: LabConfig | None = None, where: str = "config") -> LabConfig:

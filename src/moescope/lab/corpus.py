@@ -43,6 +43,7 @@ class Corpus:
     train: dict[str, list[str]]
     validation: dict[str, list[str]]
     identity: str  # hash of all texts, their domains and sides
+    cut: tuple[str, ...] = ()  # domains of one document, whose end is their validation text
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """Documents and bytes of every domain, for run.json."""
@@ -88,12 +89,15 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
     domains = tuple(dict.fromkeys(document.domain for document in documents))
     train: dict[str, list[str]] = {}
     validation: dict[str, list[str]] = {}
+    cut: list[str] = []
     for domain in domains:
         own = sorted((place(d.group), d.text) for d in documents if d.domain == domain)
         held = [text for at, text in own if at < validation_share]
         kept = [text for at, text in own if at >= validation_share]
         if not held or not kept:
             held, kept = few_documents(domain, own, validation_share)
+        if len({at for at, _ in own}) == 1:
+            cut.append(domain)
         train[domain], validation[domain] = kept, held
     digest = hashlib.blake2b(digest_size=16)
     for side in (train, validation):
@@ -101,7 +105,7 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
             for text in side[domain]:
                 digest.update(f"{domain}\0{len(text)}\0{text}\0".encode())
         digest.update(b"\1")
-    return Corpus(domains, train, validation, digest.hexdigest())
+    return Corpus(domains, train, validation, digest.hexdigest(), tuple(cut))
 
 
 def few_documents(domain: str, own: list[tuple[float, str]], share: float) -> tuple[list[str], list[str]]:

@@ -20,7 +20,7 @@ from moescope.figures.compression import (
     whole_rows,
 )
 from moescope.figures.dendrogram import GROUPS
-from moescope.figures.style import Tables, counted, number
+from moescope.figures.style import Tables, byte_size, counted, number
 from moescope.reporting.geometry_section import chart_section
 from moescope.reporting.pack import table_payload
 from moescope.reporting.routing_section import paths_of
@@ -57,7 +57,7 @@ def compression_findings(run: Run) -> list[str]:
     if pd.notna(own["bytes"]):
         saved = 1 - own["bytes"] / own["bytes_original"]
         word = "is" if run.info.get("applied") else "would be"
-        found.append(f"The checkpoint {word} {size(own['bytes'])}, {number(100 * saved)} % less than the original's {size(own['bytes_original'])}")  # fmt: skip
+        found.append(f"The checkpoint {word} {byte_size(own['bytes'])}, {number(100 * saved)} % less than the original's {byte_size(own['bytes_original'])}")  # fmt: skip
     if pd.notna(own["perplexity"]):
         at_random = spread(others["perplexity"])
         found.append(
@@ -113,13 +113,6 @@ def spread(values: pd.Series) -> str:
         return ""
     low, high = number(known.min()), number(known.max())
     return low if low == high else f"{low} to {high}"
-
-
-def size(count: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{number(count / unit)} {name}"
-    return f"{int(count)} bytes"
 
 
 def rank_finding(tables: Tables) -> str | None:

@@ -289,7 +289,7 @@ def coverage(run: Run) -> list[str]:
     if base:
         model, train = base["model"], base["train"]
         lines.append(
-            f"unless an arm says otherwise: {model['layers']} layers of {model['experts']} experts, width {model['d_model']}, {train['steps']:,} steps of "
+            f"unless an arm says otherwise: {counted(model['layers'], 'layer')} of {counted(model['experts'], 'expert')}, width {model['d_model']}, {train['steps']:,} steps of "
             f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus {run.info.get('corpus', 'unknown')}"
         )
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import pandas as pd
 
@@ -10,7 +11,7 @@ from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS
 from moescope.figures.keys import KEYS, USAGE_BY_STEP
 from moescope.figures.notes import in_words, told_and_drawn
-from moescope.figures.style import FigureSpec, Tables, counted, listed, named_layers, number
+from moescope.figures.style import FigureSpec, Tables, byte_size, counted, listed, named_layers, number
 from moescope.figures.training import COURSE, DROPPED, LOSSES, PULL
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
@@ -189,6 +190,9 @@ def load_findings(run: Run) -> list[str]:
     if not len(even) or not even["value"].notna().any():
         return []
     worst = even.loc[even["value"].idxmax()]
+    if worst["value"] == 0:
+        why = " by construction: experts choose the tokens, each as many" if router_of(run) == "expert_choice" else ""
+        return [f"At the end of training load is even in every layer{why}; random routing gives a CV of {number(worst['floor'])}."]  # fmt: skip
     found = [
         f"At the end of training load is least even in {named_layers([worst['layer']])}: CV {number(worst['value'])}, random routing gives {number(worst['floor'])}."
     ]
@@ -200,21 +204,34 @@ def load_findings(run: Run) -> list[str]:
 
 def is_routed(run: Run) -> bool:
     """Whether there is anything to choose: of one block a layer every load is even, and says nothing."""
-    return bool(run.info["arguments"]["model"]["router"] != "dense")
+    return router_of(run) != "dense" and int(run.info["arguments"]["model"]["experts"]) > 1
+
+
+def router_of(run: Run) -> str:
+    return str(run.info["arguments"]["model"]["router"])
 
 
 def coverage(run: Run) -> list[str]:
     info, model = run.info, run.info["arguments"]["model"]
     sizes = info["domains"]
     read = sum(size["train_bytes"] for size in sizes.values())
-    experts = (
-        f"{model['experts']} experts" if is_routed(run) else "one block each, as wide as the experts a token would meet"
-    )
+    entries = f"{info['vocabulary_size']:,} tokens in the vocabulary"
+    if info["vocabulary_size"] < model["vocabulary"]:
+        entries += f", {model['vocabulary']:,} entries in the model's head"
+    begins = f"begins with {info['arguments']['from']}: model and vocabulary are its own"
     return [
-        f"{model['router']} router, {model['layers']} layers of {experts}; {info['parameters_total']:,} parameters, "
+        f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts_in_words(model)}; {info['parameters_total']:,} parameters, "
         f"{info['parameters_trainable']:,} of them trained",
-        f"text: {listed(list(sizes))}, {number(read / 1e6)} MB to train on; {info['vocabulary_size']:,} tokens in the vocabulary; corpus {info['corpus']}",
+        *([begins] if info["arguments"].get("from") else []),
+        *([info["frozen"]] if info.get("frozen") else []),
+        f"text: {listed(list(sizes))}, {byte_size(read)} to train on; {entries}; corpus {info['corpus']}",
     ]  # fmt: skip
+
+
+def experts_in_words(model: dict[str, Any]) -> str:
+    if model["router"] != "dense":
+        return counted(model["experts"], "expert")
+    return f"one block, as wide as the {counted(model['top_k'], 'expert')} that a token would meet"
 
 
 def command(run: Run) -> str:

@@ -92,7 +92,8 @@ class Watch:
                 yield None, "unused", idle, limits.max_unused
         decided = int(window.decided_L[row])
         entropy = window.decisions_LM[row, ENTROPY] / decided if decided else np.nan
-        if entropy < limits.min_entropy and self.layers[row] not in self.sure:
+        # of one expert there is nothing to be unsure about
+        if entropy < limits.min_entropy and n > 1 and self.layers[row] not in self.sure:
             yield None, "entropy", float(entropy), limits.min_entropy
         if np.isnan(window.mass_LE[row, :n]).any() or (decided and np.isnan(entropy)):
             yield None, "nan", None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,3 +40,16 @@ def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[C
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total, completed=done)
         yield lambda label, amount=1: bar.update(task, advance=amount, description=label)
+
+
+@contextmanager
+def unsaid_alerts(unsaid: bool = True) -> Iterator[None]:
+    """The Monitor's alerts are kept in its tables alone, and not printed."""
+    logger = logging.getLogger("moescope")
+    before = logger.level
+    if unsaid:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

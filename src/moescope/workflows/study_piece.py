@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.run import Run, jsonable, read_run_json, write_json
+from moescope.workflows.progress import unsaid_alerts
 from moescope.workflows.scan import finished_run
 from moescope.workflows.study_text import StudyText, study_text
 from moescope.workflows.train import STATE, Job, held, saved_checkpoints, train_in
@@ -80,6 +79,7 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
         torch.cuda.reset_peak_memory_stats()
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
+        # Alerts are kept in each training's table; printed, nobody could tell whose they are.
         with unsaid_alerts(), held(piece.folder):
             run = run or train_in(job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False)
         assert run is not None
@@ -96,18 +96,6 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
             "study_curves": curves_of(run, piece),
         }
     )
-
-
-@contextmanager
-def unsaid_alerts() -> Iterator[None]:
-    """The Monitor's alerts are kept in each training's table, and not printed: nobody could tell whose they are."""
-    logger = logging.getLogger("moescope")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 _COSTS: dict[str, dict[str, int]] = {}  # counted once: every row of a table that is written again and again has them

@@ -68,7 +68,7 @@ def read_text(folder: Path, config: LabConfig) -> StudyText:
     from moescope.lab.vocabulary import load_vocabulary
 
     content = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    corpus = Corpus(**{**content, "domains": tuple(content["domains"])})
+    corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
     vocabulary = load_vocabulary(folder)
     windows = 1 if config.data.layout == "documents" else WINDOWS
     documents = DocumentSample.of(corpus.validation, vocabulary, config.train.sequence_length, windows)

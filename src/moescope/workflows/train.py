@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.disk import check_disk, only_writer
 from moescope.errors import BadInput
-from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json, write_json
+from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json
 from moescope.workflows.arguments import choose_device
-from moescope.workflows.progress import progress
+from moescope.workflows.progress import progress, unsaid_alerts
 from moescope.workflows.scan import finished_run
 from moescope.workflows.trace import checkpoint_identity
-from moescope.workflows.train_settings import as_plain, bytes_on_disk, facts_of, settle, unfinished
-from moescope.workflows.train_text import keep_validation, read_corpus, vocabulary_of
+from moescope.workflows.train_parts import complete
+from moescope.workflows.train_settings import as_plain, bytes_on_disk, facts_of, settings_warnings, settle, unfinished
+from moescope.workflows.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 
 if TYPE_CHECKING:
     from moescope.lab.config import LabConfig, TrainConfig
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from moescope.lab.vocabulary import Vocabulary
     from moescope.routing.monitor import LoopMonitor
 
-SMALL = 20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
-MOST_STEPS_SHOWN = 4
-TRACED_TOKENS = 40_000
 PARTS = ("scan", "trace", "validation")  # folders of a training's run, beside its checkpoints
 STATE = "training_state.pt"
 WINDOWS = 20  # of the Monitor in a training, about
@@ -64,7 +61,8 @@ def train(
     else:
         settled, origin = settle(config, preset, router, from_, seed), None if from_ is None else str(Path(from_).resolve())  # fmt: skip
     if dry_run:
-        return facts_of(settled)
+        check_texts(settled)
+        return facts_of(settled, origin)
     place = choose_device(device)
     with joined(place) as ranks:
         if place == "cuda":
@@ -76,7 +74,7 @@ def train(
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
         vocabulary = vocabulary_of(settled, corpus, origin)
         job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
-        with held(chosen) if ranks.first else nullcontext():
+        with held(chosen) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             done = None if overwrite else finished_run(chosen, identity)
             if not ranks.told(done is not None):
                 path = str(config) if isinstance(config, str | Path) else None
@@ -84,7 +82,7 @@ def train(
                 done = train_in(job, asked, overwrite)
             if ranks.first:
                 assert done is not None
-                complete(done, job)
+                complete(done, settled, corpus.domains, place, quiet)
         ranks.told(None)  # the others wait for scan and trace
     return Run.load(chosen)
 
@@ -153,7 +151,9 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     try:
         if monitor.run is not None:
             words = {} if asked is None else {"asked": asked}
-            monitor.run.writer.save_info(**about(job, data), **words, checkpoints=saved_checkpoints(states))
+            said = [*monitor.run.writer.info.get("warnings", []), *settings_warnings(config), *text_warnings(config, corpus, job.vocabulary)]  # fmt: skip
+            facts = {**about(job, data), "warnings": said, "checkpoints": saved_checkpoints(states)}
+            monitor.run.writer.save_info(**facts, **words)
             keep_validation(job.folder / "validation", corpus)
         steps_through(training, monitor, states, job)
         if monitor.run is not None:
@@ -245,93 +245,29 @@ def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: J
 
 
 def about(job: Job, data: Data) -> dict[str, Any]:
-    """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose."""
+    """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose.
+
+    Uniform is over all entries that the model's head has, used or not: over them an untrained model spreads.
+    """
     from moescope.lab.batches import unigram_loss
 
-    counts, size = facts_of(job.config), job.vocabulary.size
+    counts, size, entries = facts_of(job.config), job.vocabulary.size, job.config.model.vocabulary
     return {
         "device": job.device,
         "processes": job.ranks.world,
         "parameters_total": counts["parameters_total"],
         "parameters_trainable": counts["parameters_trainable"],
         "layout": counts["layout"],
+        "frozen": counts["frozen"],
         "vocabulary_size": size,
         "domains": job.corpus.sizes(),
-        "references": {"uniform": math.log(size), "unigram": unigram_loss(data.train, data.validation, size)},
+        "references": {"uniform": math.log(entries), "unigram": unigram_loss(data.train, data.validation, size)},
     }
 
 
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
     found = [(int(path.name.removeprefix("step-")), path) for path in states.glob("step-*") if path.name.removeprefix("step-").isdigit()]  # fmt: skip
     return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in sorted(found)]
-
-
-# --- when it is done
-
-
-def complete(run: Run, job: Job) -> None:
-    """Scan and trace what was trained, and build the report; each is skipped where it is there already."""
-    from moescope.workflows.report import report
-    from moescope.workflows.scan import scan
-    from moescope.workflows.trace import trace
-
-    shown = [item["path"] for item in chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])]
-    can_report = find_spec("plotly") is not None  # a machine that only computes need not have it
-    warnings = (
-        []
-        if can_report
-        else [f"no report: plotly is not installed here; make it elsewhere with moescope report {run.path}"]
-    )
-    try:
-        scan(shown[-1], out=run.path / "scan", device=job.device, quiet=job.quiet)
-    except BadInput as error:
-        warnings.append(f"the trained weights were not scanned: {error}")
-    texts = [f"{domain}={run.path / 'validation' / f'{domain}.jsonl'}" for domain in job.corpus.domains]
-    if job.config.model.router != "dense":
-        trace(
-            *shown, domain=texts, out=run.path / "trace", max_tokens=TRACED_TOKENS, device=job.device, quiet=job.quiet
-        )
-    keys = {"keys": key_facts(run, job.config, shown[-1])} if job.config.model.router == "some" else {}
-    info = {**run.info, **keys, "warnings": [*dict.fromkeys([*run.info.get("warnings", []), *warnings])]}
-    if info != run.info:
-        write_json(run.path / "run.json", info)
-    if can_report and not (run.path / "report.html").exists():
-        report(Run.load(run.path), quiet=job.quiet)
-
-
-def key_facts(run: Run, config: LabConfig, checkpoint: str) -> dict[str, Any]:
-    """What SoME's keys came to in the middle layer: usage in the last stretch of training, and where keys lie."""
-    from moescope.lab.key_metrics import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
-    from moescope.lab.routers.some import SoME
-    from moescope.lab.saving import load_model
-
-    layer = middle_layer(config.model.layers)
-    load = run.table("load")
-    counts_E = load[(load["step"] == load["step"].max()) & (load["layer"] == layer)].sort_values("expert")["tokens"].to_numpy(float)  # fmt: skip
-    tokens, k = round(counts_E.sum() / config.model.top_k), config.model.top_k
-    router = load_model(checkpoint)[0].routers[layer]
-    assert isinstance(router, SoME)
-    keys_ED = router.keys_ED.double().numpy()
-    places, shown, by_chance = key_map(keys_ED, counts_E)
-    cosine, spread = key_cosine(keys_ED)
-    return jsonable(
-        {
-            "layer": layer,
-            "metrics": usage_metrics(counts_E, tokens, k).to_dict("records"),
-            "histogram": usage_histogram(counts_E, tokens, k).to_dict("records"),
-            "map": places.to_dict("records"),
-            "shares": {"shown": shown, "by_chance": by_chance},
-            "cosine": {"mean": cosine, "random_spread": spread},
-        }
-    )
-
-
-def chosen_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:
-    """The last one; of a small model some before it too, evenly spread, so that one sees how routing came about."""
-    if parameters > SMALL or len(saved) <= MOST_STEPS_SHOWN:
-        return saved if parameters <= SMALL else saved[-1:]
-    apart = (len(saved) - 1) / (MOST_STEPS_SHOWN - 1)
-    return [saved[round(at * apart)] for at in range(MOST_STEPS_SHOWN)]
 
 
 def window_of(train: TrainConfig) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moescope.workflows.texts import Source, sources
+from moescope.workflows.hub_texts import is_hub_text
+from moescope.workflows.texts import STDIN, Source, existing, sources
 
 if TYPE_CHECKING:
     from moescope.lab.config import LabConfig
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from moescope.lab.vocabulary import Vocabulary
 
 VALIDATION_BYTES = 60_000  # of each domain, kept beside the run for tracing
+FEW_UNUSED = 20  # entries of a vocabulary of which one may be unused without a word: a size may be rounded up
 
 
 def read_corpus(config: LabConfig) -> Corpus:
@@ -27,6 +29,30 @@ def read_corpus(config: LabConfig) -> Corpus:
     reading = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
     most = max(data.max_bytes // len(reading), 1) if data.max_bytes else None
     return corpus_of({source.domain: texts_of(source, most) for source in reading}, data.validation_share)
+
+
+def check_texts(config: LabConfig) -> None:
+    """Refuse files that are not there, reading none; standard input and datasets of the hub are not looked at."""
+    for path in [*config.data.text, *config.data.domains.values()]:
+        if path != STDIN and not is_hub_text(path):
+            existing(path)
+
+
+def text_warnings(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> list[str]:
+    """What of the text is not as one would think."""
+    found = []
+    entries, size = config.model.vocabulary, vocabulary.size
+    if (entries - size) * FEW_UNUSED > entries:
+        remedy = "give more text" if config.data.vocabulary == "bpe" else 'set vocabulary = "bpe" in [data]'
+        found.append(
+            f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary: the others never occur; lower it, or {remedy}"
+        )
+    if corpus.cut:
+        which = f"domain {corpus.cut[0]} is" if len(corpus.cut) == 1 else f"domains {', '.join(corpus.cut)} are each"
+        found.append(
+            f"{which} one document: it is trained on up to near its end, and validated on the rest, which may be easier than another document"
+        )
+    return found
 
 
 def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
