@@ -50,20 +50,3 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(router):
         found.append([loss.detach(), *(weight.grad for weight in model.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_gradients_into_routers_can_be_taken_apart_in_a_compiled_model():
-    torch.manual_seed(0)
-    ids = text(6, 17)
-    model = LabModel(tiny("top2"), compile=True).train()
-    output = model(ids[:, :-1], targets_BL=ids[:, 1:])
-    weights = [router.weight for router in model.routers]
-    parts = [
-        torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
-        for loss in (output.lm_loss, output.aux_loss)
-    ]
-    output.loss.backward()
-    for weight, of_text, of_balance in zip(weights, *parts, strict=True):
-        torch.testing.assert_close(weight.grad, of_text + of_balance)

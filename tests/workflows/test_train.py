@@ -405,3 +405,25 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: R
     assert set(run.info["domains"]) == {"a", "b"}
     assert run.info["evaluations"][0]["loss"] < 4.5  # not that of an untrained model, 5.6
     assert run.info["parameters_total"] == trained_run.info["parameters_total"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_training_says_nothing_of_gradients_instead_of_failing_at_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shape = {"vocabulary": 258, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 2, "router": "top2"}
+    settings = {
+        "steps": 2,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "warmup": 1,
+        "evaluate_every": 1,
+        "checkpoint_every": 2,
+    }
+    for compile in (False, True):
+        config = {"model": shape, "data": {"max_bytes": 50_000}, "train": {**settings, "compile": compile}}
+        run = train(config, out=tmp_path / str(compile), device="cpu")
+        assert isinstance(run, Run)
+        assert (len(run.table("router_gradients")) > 0) == (not compile)
+    assert "cannot be taken" not in caplog.text

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +53,5 @@ EAGER = Elementwise()
 @cache
 def compiled() -> Elementwise:
     """The same functions through torch.compile, made once a process; compiling itself happens at their first use."""
-    # A compiled backward pass may otherwise reuse what the forward pass kept, and then no graph can be gone through twice, as measuring
-    # the gradients into routers apart from each other does.
-    config: Any = import_module("torch._functorch.config")
-    config.donated_buffer = False
     made = {name: torch.compile(function) for name, function in vars(EAGER).items()}
     return Elementwise(**made)

@@ -144,9 +144,9 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
-    monitor = LoopMonitor(
-        job.folder, window_of(config.train), gradients_every=config.train.evaluate_every, overwrite=state is None
-    )
+    # Measuring the pull on routers goes through a graph twice; compiled backward passes reuse what they are given, and allow one.
+    probed = 0 if config.train.compile else config.train.evaluate_every
+    monitor = LoopMonitor(job.folder, window_of(config.train), gradients_every=probed, overwrite=state is None)
     monitor.watch(training.model, training.step, verb="train", identity=job.identity)
     try:
         if monitor.run is not None:
