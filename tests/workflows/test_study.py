@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lab.tiny_study import SEEDS, write_study
+from moescope.disk import only_writer
 from moescope.errors import BadInput
 from moescope.lab.document_losses import mean_loss
 from moescope.lab.saving import load_model
@@ -324,6 +325,26 @@ def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(whole: R
     dense = run.table("study_runs").query("arm == 'dense'")
     assert dense[["load_cv", "consistency", "kendall_tau"]].isna().all(axis=None), "nothing is routed"
     assert dense["validation_loss"].notna().all()
+
+
+def test_a_study_that_another_process_writes_loses_nothing_to_overwrite(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    before = sorted(out.rglob("*"))
+    with only_writer(out, out / ".lock", "this run", ""), pytest.raises(BadInput, match="another moescope process"):
+        study(config, out=out, device="cpu", quiet=True, overwrite=True)
+    assert sorted(out.rglob("*")) == before
+
+
+def test_overwrite_replaces_a_study_whose_run_json_is_damaged(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    (out / "run.json").write_text("{")
+    (out / "trainings" / "old-seed-0").mkdir()
+    shutil.copy(training(whole, "top2", SEEDS[0]).path / "run.json", out / "trainings" / "old-seed-0" / "run.json")
+    few = {**tomlized(config), "arms": {name: {"model": {"router": name}} for name in ("top2", "dense")}}
+    study(few, out=out, device="cpu", quiet=True, overwrite=True)
+    assert not (out / "trainings" / "old-seed-0").exists()
 
 
 def test_torchrun_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch):

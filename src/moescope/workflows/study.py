@@ -12,7 +12,7 @@ from moescope.disk import check_disk
 from moescope.engine import LocalEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.processes import ProcessEngine
-from moescope.run import Run, RunWriter, default_folder, jsonable, open_run, read_run_json, write_table
+from moescope.run import DamagedRun, Run, RunWriter, default_folder, jsonable, open_run, read_run_json, write_table
 from moescope.tables import TABLES
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
@@ -66,9 +66,10 @@ def study(
     if not overwrite and (done := finished_run(chosen, identity)):
         return done
     vocabulary = vocabulary_of(settled.base, corpus)
-    if overwrite:
-        clear_study(chosen)
+    replaced = overwrite and holds_study(chosen)
     with open_run(chosen, "study", identity, overwrite) as writer:
+        if replaced:  # under the lock: another process may still be writing it
+            clear_study(chosen)
         check_room(chosen, settled, jobs)
         begin(writer, settled, None if resume else config)
         keep_text(chosen, corpus, vocabulary)
@@ -215,10 +216,16 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
         writer.flush_piece("study", {}, {})
 
 
+def holds_study(folder: Path) -> bool:
+    """Whether an earlier study is in the folder; one whose run.json is damaged is told by its trainings."""
+    try:
+        return (read_run_json(folder) or {}).get("verb") == "study"
+    except DamagedRun:
+        return (folder / TRAININGS).is_dir()
+
+
 def clear_study(folder: Path) -> None:
     """Remove the trainings and the text of an earlier study in the folder, and nothing that somebody else put there."""
-    if (read_run_json(folder) or {}).get("verb") != "study":
-        return
     for run in (folder / TRAININGS).glob("*-seed-*/run.json"):
         if (read_run_json(run.parent) or {}).get("verb") == "train":
             shutil.rmtree(run.parent)
