@@ -25,6 +25,7 @@ from moescope.workflows.train_text import read_corpus, vocabulary_of
 if TYPE_CHECKING:
     import pandas as pd
 
+    from moescope.lab.config import ModelConfig
     from moescope.lab.study_config import Study
 
 PIECES = ("study_runs", "study_documents", "study_curves")  # tables that single trainings write
@@ -318,18 +319,25 @@ def take_overhead(writer: RunWriter, settled: Study, device: str) -> None:
     if "overhead" in writer.done_pieces():
         return
     place = device if device != "auto" else choose_device("auto")
+    train = settled.base.train
+    most = TIMED_TOKENS if place.startswith("cuda") else TIMED_TOKENS_ON_CPU
+    tokens = min(train.batch_size // train.micro_batches * train.sequence_length, most)
+    found = overhead(
+        one_arm_a_router(settled), tokens, place, torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+    )
+    writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
+
+
+def one_arm_a_router(settled: Study) -> dict[str, ModelConfig]:
+    """The arms whose parts are timed: one a router, and every ablation; the reference, which the others are read beside, for its own."""
     configs, seen = {}, set()
-    for arm in settled.arms:
+    for arm in sorted(settled.arms, key=lambda arm: arm.name != settled.reference):
         model = arm.config.model
         kind = (model.router, repr(sorted(model.router_options.items())) if arm.question == "ablation" else "")
         if kind not in seen:
             seen.add(kind)
             configs[arm.name] = model
-    train = settled.base.train
-    most = TIMED_TOKENS if place.startswith("cuda") else TIMED_TOKENS_ON_CPU
-    tokens = min(train.batch_size // train.micro_batches * train.sequence_length, most)
-    found = overhead(configs, tokens, place, torch.bfloat16 if train.dtype == "bfloat16" else torch.float32)
-    writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
+    return configs
 
 
 def warnings_of(settled: Study, runs: pd.DataFrame) -> list[str]:
