@@ -15,7 +15,7 @@ from moescope.lab.config import PRESETS, DataConfig, ModelConfig, TrainConfig
 from moescope.lab.model import LabModel, parameter_counts
 from moescope.lab.routers import ROUTERS
 from moescope.lab.routers.spectra import ABLATIONS
-from moescope.lab.study_config import KEYS
+from moescope.lab.study_config import KEYS, study_from
 from moescope.types import Routing
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
@@ -79,3 +79,9 @@ def test_every_key_of_model_data_and_training_is_documented_with_its_default(hea
 
 def test_every_key_of_a_study_is_documented():
     assert {row[0] for row in rows("## Studies", "| key |")} | {"base"} == set(KEYS)
+
+
+def test_the_study_that_is_shown_can_be_studied():
+    start = LINES.index("```toml")
+    shown = "\n".join(LINES[start + 1 : LINES.index("```", start)])
+    assert len(study_from(tomllib.loads(shown)).arms) == 9

@@ -319,15 +319,27 @@ def test_a_seed_that_the_reference_lacks_is_left_out_of_every_difference_but_not
     assert list(frame["seeds"]) == [6, 6, 6]
 
 
-def test_an_arm_without_a_result_is_not_run_and_pays_for_nothing():
+def test_an_arm_without_a_result_pays_for_nothing():
     losses = study(4, 5, np.random.default_rng(9), shift=2.0)
     losses[3] = np.nan
     frame = compare(runs_of(losses), "ref")
     row = row_of(frame, "arm3")
-    assert row["verdict"] == "not run"
+    assert row["verdict"] == "failed"
     assert row[["mean", "difference", "p_value", "p_adjusted", "test", "rank_p"]].isna().all()
     assert row["seeds"] == 0
     assert row_of(frame, "arm1")["p_adjusted"] == row_of(compare(runs_of(losses[:3]), "ref"), "arm1")["p_adjusted"]
+
+
+@pytest.mark.parametrize("arm", ["ref", "arm2"])
+def test_an_arm_that_was_tried_and_gave_no_result_has_failed(arm: str):
+    runs = runs_of(study(3, 5, np.random.default_rng(9)))
+    runs.loc[runs["arm"] == arm, ["status", "validation_loss"]] = ["not run", np.nan]
+    runs.loc[(runs["arm"] == arm) & (runs["seed"] == 0), "status"] = "failed"
+    assert row_of(compare(runs, "ref"), arm)["verdict"] == "failed"
+    untried = runs.assign(status=runs["status"].replace("failed", "not run"))
+    assert row_of(compare(untried, "ref"), arm)["verdict"] == "not run"
+    runs.loc[(runs["arm"] == "arm1") & (runs["seed"] == 0), "status"] = "failed"
+    assert row_of(compare(runs, "ref"), "arm1")["verdict"] == "too few seeds to say"
 
 
 def test_a_loss_that_is_not_finite_counts_as_no_result_even_where_the_training_is_done():
@@ -341,7 +353,7 @@ def test_without_a_reference_nothing_is_compared():
     losses = study(3, 5, np.random.default_rng(0))
     losses[0] = np.nan
     frame = compare(runs_of(losses), "ref")
-    assert list(frame["verdict"]) == ["not run", "too few seeds to say", "too few seeds to say"]
+    assert list(frame["verdict"]) == ["failed", "too few seeds to say", "too few seeds to say"]
     assert frame["difference"].isna().all()
     assert row_of(frame, "arm1")["mean"] == pytest.approx(losses[1].mean())
 

@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from lab.tiny_lab import tiny
 from moescope.cli import app
 from moescope.errors import BadInput
+from moescope.figures.style import number
 from moescope.lab.model import LabModel
 from moescope.lab.saving import save_model
 from moescope.lab.vocabulary import Bytes
 from moescope.reporting.findings import summary
 from moescope.reporting.page import page_content
+from moescope.reporting.routing_section import trace_coverage
 from moescope.run import Run
 from moescope.workflows.compare import compare
 from moescope.workflows.report import report
@@ -211,3 +213,19 @@ def test_tracing_a_dense_model_is_refused_before_any_work(places, tmp_path):
     with pytest.raises(BadInput, match=r"nothing is routed in it \(router dense.*moescope scan shows its spectra"):
         trace(places["dense"], text=text, out=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_where_experts_choose_a_trace_says_how_many_a_token_has_on_average(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words that experts may choose or leave, as they like")
+    run = trace(
+        saved(model("expert_choice"), tmp_path / "chosen"), text=text, out=tmp_path / "run", device="cpu", quiet=True
+    )
+    load = run.table("load")
+    (line,) = trace_coverage(run)
+    tokens = sum(run.info["coverage"][0]["tokens"].values()) * load["layer"].nunique()
+    assert (
+        f"up to {run.info['coverage'][0]['k'][0]} a token, {number(load['tokens'].sum() / tokens)} on average" in line
+    )
+    plain = trace(saved(model("top2"), tmp_path / "plain"), text=text, out=tmp_path / "run2", device="cpu", quiet=True)
+    assert ", 2 a token; " in trace_coverage(plain)[0]

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from lab.tiny_study import SEEDS, write_study
+from moescope.disk import only_writer
 from moescope.errors import BadInput
 from moescope.lab.document_losses import mean_loss
 from moescope.lab.saving import load_model
-from moescope.lab.study_config import read_study
+from moescope.lab.study_config import read_study, study_from
 from moescope.run import Run
 from moescope.workflows.report import report
-from moescope.workflows.study import fact_lines, study
+from moescope.workflows.study import fact_lines, one_arm_a_router, study
 from moescope.workflows.study_piece import prune
 from moescope.workflows.train import data_of, first_model, train
 from moescope.workflows.train_text import read_corpus, vocabulary_of
@@ -164,6 +165,7 @@ def test_the_study_says_what_it_compared(whole: Run):
     assert set(whole.table("overhead")["router"]) == {"top2", "broken"}, "one arm a router"
     verdicts = whole.table("study_comparisons").set_index("arm")["verdict"]
     assert verdicts["unbalanced"] == "too few seeds to say"
+    assert verdicts["broken"] == "failed"
 
 
 def test_the_same_command_again_computes_nothing(whole: Run, config: Path):
@@ -325,6 +327,31 @@ def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(whole: R
     dense = run.table("study_runs").query("arm == 'dense'")
     assert dense[["load_cv", "consistency", "kendall_tau"]].isna().all(axis=None), "nothing is routed"
     assert dense["validation_loss"].notna().all()
+
+
+def test_a_study_that_another_process_writes_loses_nothing_to_overwrite(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    before = sorted(out.rglob("*"))
+    with only_writer(out, out / ".lock", "this run", ""), pytest.raises(BadInput, match="another moescope process"):
+        study(config, out=out, device="cpu", quiet=True, overwrite=True)
+    assert sorted(out.rglob("*")) == before
+
+
+def test_overwrite_replaces_a_study_whose_run_json_is_damaged(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    (out / "run.json").write_text("{")
+    (out / "trainings" / "old-seed-0").mkdir()
+    shutil.copy(training(whole, "top2", SEEDS[0]).path / "run.json", out / "trainings" / "old-seed-0" / "run.json")
+    few = {**tomlized(config), "arms": {name: {"model": {"router": name}} for name in ("top2", "dense")}}
+    study(few, out=out, device="cpu", quiet=True, overwrite=True)
+    assert not (out / "trainings" / "old-seed-0").exists()
+
+
+def test_the_reference_is_timed_for_its_router_wherever_it_stands():
+    arms = {name: {"model": {"router": router, "layers": layers}} for name, router, layers in (("thin", "top2", 1), ("hash", "hash", 2), ("plain", "top2", 2))}  # fmt: skip
+    assert set(one_arm_a_router(study_from({"reference": "plain", "arms": arms}))) == {"plain", "hash"}
 
 
 def test_torchrun_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch):

@@ -33,7 +33,7 @@ VERDICTS = {  # colour and shape: a picture in grey must say as much
     "too few seeds to say": (CATEGORICAL[6], "x"),
     "no spread over seeds": (CATEGORICAL[3], "cross"),
 }
-NOT_RUN, REFERENCE = "not run", "reference"
+REFERENCE = "reference"
 
 
 def loss_words(value: float) -> str:
@@ -118,7 +118,7 @@ def differences(tables: Tables) -> Figure:
                 "mode": "text",
                 "x": [0.0] * len(missing),
                 "y": missing,
-                "text": [NOT_RUN] * len(missing),
+                "text": comparisons.set_index("arm")["verdict"].loc[missing].tolist(),
                 "showlegend": False,
                 "hoverinfo": "skip",
             }

@@ -72,5 +72,5 @@ STUDY: dict[str, Column] = {
                      title="rank p, Holm"),
     "detectable_difference": Column("float", "The difference that a study like this would find in 80 of 100 cases.", "noncentral t with the same standard error and df, at level 0.05/arms", title="detectable"),
     "study_comparisons.verdict": Column("text", "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too few seeds to say: fewer than five shared ones. no spread over seeds: every "
-                                                "seed gave the same difference, so there is nothing to test with. not run: no result. reference: what the others are compared with."),
+                                                "seed gave the same difference, so there is nothing to test with. failed: no seed gave a result, and some were tried. not run: no result yet. reference: what the others are compared with."),
 }  # fmt: skip

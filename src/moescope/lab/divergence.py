@@ -60,7 +60,7 @@ class FiniteWatch:
         else:
             # gradients flow from the last layer to the first, so the last bad one is where it began
             where = f"the gradient of {self.parameters[int((~gradients).nonzero()[-1])]} is not finite"
-        raise Diverged(f"step {number}: {where}; training stopped. Lower learning_rate, or raise warmup; checkpoints are from before it")  # fmt: skip
+        raise Diverged(f"step {number}: {where}; training stopped. Lower learning_rate, or raise warmup; whatever was saved is from before it")  # fmt: skip
 
     def close(self) -> None:
         for hook in self.hooks:

@@ -23,6 +23,8 @@ ARM_KEYS = ("model", "data", "train", "question", "axes")
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
 SEEDS = 5
+LONGEST_NAME = 200  # of an arm: folders are called by it, and file systems allow 255 bytes
+PAIRED = "all arms of a seed begin with the same weights, or seeds would not be blocks; leave it out"
 FEWEST_FOR_CLAIMS = 5  # seeds below which no significance is claimed
 SIZES = ("experts", "d_model", "layers", "heads", "d_ff", "top_k")  # of [model]: an axis over one asks how things scale
 
@@ -148,6 +150,8 @@ def base_config(given: dict[str, Any], where: str) -> LabConfig:
     if "preset" in base:
         raise BadInput(f"{where}: [base] preset: write preset at the top of the file")
     config = config_from(base, preset(named), f"{where}: base")
+    if isinstance(base.get("train"), dict) and base["train"].get("paired_weights") is False:
+        raise BadInput(f"{where}: [base.train] paired_weights: {PAIRED}")
     check_vocabulary(config.data.vocabulary, config.model.vocabulary)
     return replace(config, train=replace(config.train, seed=0, paired_weights=True))
 
@@ -160,7 +164,9 @@ def whole_config(base: dict[str, Any]) -> bool:
 def seeds_of(given: Any, where: str) -> tuple[int, ...]:
     number = isinstance(given, int) and not isinstance(given, bool)
     seeds = list(range(max(given, 0))) if number else given
-    whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
+    whole = isinstance(seeds, list) and all(
+        isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 2**63 for s in seeds
+    )
     if not whole or len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise BadInput(
             f"{where}: seeds must be a number from 2, or a list of at least two different whole numbers, not {given!r}"
@@ -224,7 +230,8 @@ class Value:
 def axis(key: str, values: Any, where: str) -> list[Value]:
     if isinstance(values, dict) and values:
         for name, changes in values.items():
-            if not isinstance(changes, dict) or not set(changes) <= {"model", "train"}:
+            tables = isinstance(changes, dict) and all(isinstance(table, dict) for table in changes.values())
+            if not tables or not set(changes) <= {"model", "train"}:
                 raise BadInput(f"{where}: [axes.{key}] {name} must be a table of changes to model and train, not {changes!r}")  # fmt: skip
         return [Value(key, name, changes, named=True) for name, changes in values.items()]
     if not isinstance(values, list) or not values:
@@ -299,9 +306,13 @@ def config_of(draft: Draft, base: LabConfig, where: str) -> LabConfig:
     place = f"{where}: arm {draft.name!r}"
     if not draft.name.strip() or "/" in draft.name or "\n" in draft.name:
         raise BadInput(f"{place}: give it a name of letters and figures")
+    if len(draft.name) > LONGEST_NAME:
+        raise BadInput(f"{place}: its name has {len(draft.name)} letters; give it one of at most {LONGEST_NAME}")
     train = draft.overrides.get("train", {})
     if isinstance(train, dict) and "seed" in train:
         raise BadInput(f"{place}: [train] seed: all arms are trained under the study's seeds; leave it out")
+    if isinstance(train, dict) and train.get("paired_weights") is False:
+        raise BadInput(f"{place}: [train] paired_weights: {PAIRED}")
     try:
         config = config_from(draft.overrides, base, place)
     except BadInput as error:  # routers and names are refused without the place

@@ -34,6 +34,7 @@ ROUNDING = 1e-12  # of the losses' size: spread below it is that of floating-poi
 BLOCKED, PAIRED, SHARED = "blocked", "paired t", "paired t, shared seeds"
 BETTER, WORSE, ALIKE = "better", "worse", "not distinguishable"
 TOO_FEW, NO_SPREAD, NOT_RUN, REFERENCE = "too few seeds to say", "no spread over seeds", "not run", "reference"
+FAILED = "failed"  # no result, though it was tried
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
     if runs.duplicated(["arm", "seed"]).any():
         raise BadInput("study_runs: two rows of one arm and seed; give each arm another name")
     losses = loss_table(runs)
+    failed = set(runs.loc[runs["status"] == "failed", "arm"])
     rows: list[dict[str, Any]] = []
     for question, named in chosen.items():
         arms = [arm for arm in dict.fromkeys(runs.loc[runs["question"] == question, "arm"]) if arm != named]
-        rows += question_rows(question, named, arms, losses)
+        rows += question_rows(question, named, arms, losses, failed)
     frame = pd.DataFrame(rows)
     return frame.astype({"seeds": "int64", "degrees_of_freedom": "Int64"})
 
@@ -108,15 +110,15 @@ def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
     return counted.pivot(index="arm", columns="seed", values="validation_loss")
 
 
-def question_rows(question: str, reference: str, arms: list[str], losses: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of one family of comparisons, the reference first."""
+def question_rows(question: str, reference: str, arms: list[str], losses: pd.DataFrame, failed: set[str]) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of one family of comparisons, the reference first; `failed` are arms of which some training failed."""
     losses_RS = losses.loc[[reference, *arms]].to_numpy(float)
     found, equal_p = differences(losses_RS)
     p_R = holm(np.array([one.p_value for one in found]))
     rank_R = holm(np.array([signed_rank_p(row - losses_RS[0]) for row in losses_RS[1:]]))
     tests = int(np.isfinite([one.p_value for one in found]).sum())
     rows = [
-        {**means(question, reference, reference, losses_RS[0]), "verdict": REFERENCE if there(losses_RS[0]) else NOT_RUN, "seeds": there(losses_RS[0])}
+        {**means(question, reference, reference, losses_RS[0]), "verdict": REFERENCE if there(losses_RS[0]) else without_result(reference, failed), "seeds": there(losses_RS[0])}
     ]  # fmt: skip
     for arm, one, adjusted, rank_p, own in zip(arms, found, p_R, rank_R, losses_RS[1:], strict=True):
         low, high = one.interval()
@@ -136,7 +138,7 @@ def question_rows(question: str, reference: str, arms: list[str], losses: pd.Dat
                 "hedges_g": one.hedges_g,
                 "rank_p": rank_p,
                 "detectable_difference": detectable(one.degrees, max(tests, 1)) * one.error if one.degrees > 0 and not one.flat else np.nan,
-                "verdict": verdict(one, adjusted) if there(own) else NOT_RUN,
+                "verdict": verdict(one, adjusted) if there(own) else without_result(arm, failed),
             }
         )  # fmt: skip
     return rows
@@ -152,6 +154,10 @@ def means(question: str, arm: str, reference: str, own_S: Array) -> dict[str, An
 
 def there(losses_S: Array) -> int:
     return int(np.isfinite(losses_S).sum())
+
+
+def without_result(arm: str, failed: set[str]) -> str:
+    return FAILED if arm in failed else NOT_RUN
 
 
 def verdict(one: Difference, adjusted: float) -> str:

@@ -28,7 +28,7 @@ def routing_findings(view: View) -> list[str]:
     tables = view.tables
     found = [*load_findings(view)]
     if len(rows := values_of(tables, "routing_entropy")):
-        line = f"Routing entropy {span(rows)} nats; {references(rows, KNOWS_NOTHING)}."
+        line = f"Routing entropy in nats {span(rows)}; {references(rows, KNOWS_NOTHING)}."
         if len(sure := values_of(tables, "confidence")):
             line += f" The first choice has probability {between(sure['value'])} on average ({between(sure['floor'])} for {KNOWS_NOTHING})."
         found.append(line)

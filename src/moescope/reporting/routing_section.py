@@ -12,7 +12,7 @@ import pandas as pd
 from moescope.figures import DECISIONS, DOMAINS, LOAD, MAPS, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
 from moescope.figures.expert_maps import drawable_maps
 from moescope.figures.routing_metrics import can_draw, values_of
-from moescope.figures.style import Tables
+from moescope.figures.style import Tables, number
 from moescope.reporting.layer_section import drawn
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.routing_experts import layer_payloads
@@ -199,8 +199,9 @@ def coverage_line(item: dict[str, Any]) -> str:
     experts, k = ("/".join(map(str, item[key])) for key in ("experts_per_layer", "k"))
     tokens, documents = sum(item["tokens"].values()), sum(item["domains"].values())
     by_domain = ", ".join(f"{name} {count:,}" for name, count in item["tokens"].items())
+    chosen = f"up to {k} a token, {number(item['mean_k'])} on average" if "mean_k" in item else f"{k} a token"
     return (
-        f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {k} a token; {tokens:,} tokens in {documents:,} documents"
+        f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen}; {tokens:,} tokens in {documents:,} documents"
         + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")
     )
 

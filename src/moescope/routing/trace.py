@@ -110,6 +110,12 @@ class Traced:
             frames["pieces"] = pd.DataFrame({"token_id": self.seen, "token": words})
         return frames
 
+    def unfilled(self, main: list[LayerCounts]) -> dict[str, float]:
+        """`mean_k`, experts a token on average, where tokens have fewer than k: experts choose, or capacity turns some away."""
+        chosen = sum(int(counts.counts_MBE.sum()) for counts in main)
+        tokens = sum(int(counts.sums("tokens").sum()) for counts in main)
+        return {"mean_k": chosen / tokens} if chosen < tokens * min((counts.k for counts in main), default=0) else {}
+
     def facts(self) -> dict[str, Any]:
         """What run.json says of this step."""
         main = self.main()
@@ -119,6 +125,7 @@ class Traced:
                 "layers": len(main),
                 "experts_per_layer": sorted({counts.n_experts for counts in main}),
                 "k": sorted({counts.k for counts in main}),
+                **self.unfilled(main),
                 "domains": dict(zip(self.corpus.domains, self.corpus.documents, strict=True)),
                 "tokens": {
                     name: int(main[0].sums("tokens")[index].sum()) if main else 0

@@ -12,7 +12,7 @@ from moescope.disk import check_disk
 from moescope.engine import LocalEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.processes import ProcessEngine
-from moescope.run import Run, RunWriter, default_folder, jsonable, open_run, read_run_json, write_table
+from moescope.run import DamagedRun, Run, RunWriter, default_folder, jsonable, open_run, read_run_json, write_table
 from moescope.tables import TABLES
 from moescope.workflows.arguments import choose_device
 from moescope.workflows.progress import progress
@@ -25,6 +25,7 @@ from moescope.workflows.train_text import read_corpus, vocabulary_of
 if TYPE_CHECKING:
     import pandas as pd
 
+    from moescope.lab.config import ModelConfig
     from moescope.lab.study_config import Study
 
 PIECES = ("study_runs", "study_documents", "study_curves")  # tables that single trainings write
@@ -66,9 +67,10 @@ def study(
     if not overwrite and (done := finished_run(chosen, identity)):
         return done
     vocabulary = vocabulary_of(settled.base, corpus)
-    if overwrite:
-        clear_study(chosen)
+    replaced = overwrite and holds_study(chosen)
     with open_run(chosen, "study", identity, overwrite) as writer:
+        if replaced:  # under the lock: another process may still be writing it
+            clear_study(chosen)
         check_room(chosen, settled, jobs)
         begin(writer, settled, None if resume else config)
         keep_text(chosen, corpus, vocabulary)
@@ -215,10 +217,16 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
         writer.flush_piece("study", {}, {})
 
 
+def holds_study(folder: Path) -> bool:
+    """Whether an earlier study is in the folder; one whose run.json is damaged is told by its trainings."""
+    try:
+        return (read_run_json(folder) or {}).get("verb") == "study"
+    except DamagedRun:
+        return (folder / TRAININGS).is_dir()
+
+
 def clear_study(folder: Path) -> None:
     """Remove the trainings and the text of an earlier study in the folder, and nothing that somebody else put there."""
-    if (read_run_json(folder) or {}).get("verb") != "study":
-        return
     for run in (folder / TRAININGS).glob("*-seed-*/run.json"):
         if (read_run_json(run.parent) or {}).get("verb") == "train":
             shutil.rmtree(run.parent)
@@ -311,18 +319,25 @@ def take_overhead(writer: RunWriter, settled: Study, device: str) -> None:
     if "overhead" in writer.done_pieces():
         return
     place = device if device != "auto" else choose_device("auto")
+    train = settled.base.train
+    most = TIMED_TOKENS if place.startswith("cuda") else TIMED_TOKENS_ON_CPU
+    tokens = min(train.batch_size // train.micro_batches * train.sequence_length, most)
+    found = overhead(
+        one_arm_a_router(settled), tokens, place, torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+    )
+    writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
+
+
+def one_arm_a_router(settled: Study) -> dict[str, ModelConfig]:
+    """The arms whose parts are timed: one a router, and every ablation; the reference, which the others are read beside, for its own."""
     configs, seen = {}, set()
-    for arm in settled.arms:
+    for arm in sorted(settled.arms, key=lambda arm: arm.name != settled.reference):
         model = arm.config.model
         kind = (model.router, repr(sorted(model.router_options.items())) if arm.question == "ablation" else "")
         if kind not in seen:
             seen.add(kind)
             configs[arm.name] = model
-    train = settled.base.train
-    most = TIMED_TOKENS if place.startswith("cuda") else TIMED_TOKENS_ON_CPU
-    tokens = min(train.batch_size // train.micro_batches * train.sequence_length, most)
-    found = overhead(configs, tokens, place, torch.bfloat16 if train.dtype == "bfloat16" else torch.float32)
-    writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
+    return configs
 
 
 def warnings_of(settled: Study, runs: pd.DataFrame) -> list[str]:
