@@ -284,7 +284,8 @@ def study(
         quiet=quiet,
     )  # fmt: skip
     if isinstance(made, dict):
-        typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
+        if as_json or not quiet:
+            typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
     else:
         show_run(made, as_json, quiet)
 
@@ -350,7 +351,9 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
         if run.info.get("process") != os.getpid():
             typer.echo(f"this very {run.info['verb']} was done before; nothing was computed")
         elif taken := run.info.get("pieces_taken_over"):
-            typer.echo(f"{taken} pieces of work were taken over from an earlier attempt")
+            typer.echo(
+                f"{taken} {'piece of work was' if taken == 1 else 'pieces of work were'} taken over from an earlier attempt"
+            )
         for line in dict.fromkeys(facts["coverage"]):
             typer.echo(line)
         for finding in facts["findings"]:
