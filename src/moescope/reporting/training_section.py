@@ -203,12 +203,14 @@ def load_findings(run: Run) -> list[str]:
 
 
 def is_routed(run: Run) -> bool:
-    """Whether there is anything to choose: of one block a layer every load is even, and says nothing."""
-    return router_of(run) != "dense" and int(run.info["arguments"]["model"]["experts"]) > 1
+    """Whether there is anything to choose: of one block a layer every load is even, and says nothing. The Monitor watches MoE layers only."""
+    model = run.info["arguments"].get("model")
+    return not model or (model["router"] != "dense" and int(model["experts"]) > 1)
 
 
-def router_of(run: Run) -> str:
-    return str(run.info["arguments"]["model"]["router"])
+def router_of(run: Run) -> str | None:
+    """As the lab calls it; None for a training that the Monitor watched, and that may be of any model."""
+    return (run.info["arguments"].get("model") or {}).get("router")
 
 
 def coverage(run: Run) -> list[str]:
