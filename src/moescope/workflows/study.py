@@ -14,7 +14,7 @@ from moescope.errors import BadInput
 from moescope.processes import ProcessEngine
 from moescope.run import DamagedRun, Run, RunWriter, default_folder, jsonable, open_run, read_run_json, write_table
 from moescope.tables import TABLES
-from moescope.workflows.arguments import choose_device
+from moescope.workflows.arguments import choose_device, run_to_resume
 from moescope.workflows.progress import progress
 from moescope.workflows.scan import finished_run
 from moescope.workflows.study_piece import NOT_RUN, TRAININGS, TrainingPiece, costs, prune, train_piece
@@ -107,17 +107,7 @@ def unfinished(folder: Path | None, config: Any, overwrite: bool) -> tuple[Path,
     """The study to be gone on with, as its own run.json has it."""
     from moescope.lab.study_config import study_from
 
-    if config is not None or overwrite:
-        raise BadInput("--resume takes everything from the run itself; give it --out alone, or the same command without it")  # fmt: skip
-    if folder is None:
-        found = sorted(Path("runs").glob("study-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"]
-        if not open_ones:
-            raise BadInput("--resume: no unfinished study in runs/; give its folder with --out")
-        folder = open_ones[-1]
-    info = read_run_json(folder)
-    if info is None or info["verb"] != "study":
-        raise BadInput(f"{folder}: no study there to go on with; give the folder of one with --out")
+    folder, info = run_to_resume(folder, "study", "study", config is not None or overwrite)
     return folder, study_from(info["arguments"], str(folder / "run.json"))
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
-from moescope.run import jsonable, read_run_json
+from moescope.run import jsonable
+from moescope.workflows.arguments import run_to_resume
 
 if TYPE_CHECKING:
     from moescope.lab.config import LabConfig, ModelConfig
@@ -101,19 +102,8 @@ def unfinished(
     """The run to be gone on with, and its own config: --resume takes no other."""
     from moescope.lab.config import config_from
 
-    if any(value is not None for value in (config, preset, router, from_)) or overwrite:
-        raise BadInput(
-            "--resume takes everything from the run itself; give it --out alone, or the same command without it"
-        )
-    if folder is None:
-        found = sorted(Path("runs").glob("train-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"]
-        if not open_ones:
-            raise BadInput("--resume: no unfinished training in runs/; give its folder with --out")
-        folder = open_ones[-1]
-    info = read_run_json(folder)
-    if info is None or info["verb"] != "train":
-        raise BadInput(f"{folder}: no training there to go on with; give the folder of one with --out")
+    others = overwrite or any(value is not None for value in (config, preset, router, from_))
+    folder, info = run_to_resume(folder, "train", "training", others)
     arguments = dict(info["arguments"])
     origin = arguments.pop("from", None)
     return folder, config_from(arguments, where=str(folder / "run.json")), origin
