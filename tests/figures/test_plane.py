@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from scipy.spatial.distance import pdist, squareform
 from sklearn.decomposition import PCA
 
@@ -44,7 +45,9 @@ def test_groups_stay_together_and_the_same_points_give_the_same_map(layout):
 @pytest.mark.slow
 def test_umap_does_too():
     """Apart from the others: umap-learn compiles itself for ten seconds first."""
+    before = torch.get_num_threads()
     holds_groups_together(next(layout for layout in LAYOUTS if layout.name == "umap"))
+    assert torch.get_num_threads() == before, "what is computed after a map must round as before it"
 
 
 def holds_groups_together(layout) -> None:

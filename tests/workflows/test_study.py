@@ -40,8 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_a_process(out: Path, *words: str) -> Run:
-    """The study as the command line runs it. Where bits are compared all sides are such processes: what a process has done before may
-    place its arrays otherwise in memory, and MKL then rounds a last digit otherwise."""
+    """The study as the command line runs it."""
     command = [sys.executable, "-m", "moescope", "study", *words, "--out", str(out), "--device", "cpu", "--quiet"]
     subprocess.run(command, check=True, timeout=300)
     return Run.load(out)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -72,9 +75,22 @@ def tsne(cloud: Cloud) -> np.ndarray:
     return np.asarray(method.fit_transform(cloud.distances), float)
 
 
+@contextmanager
+def threads_as_before() -> Iterator[None]:
+    """Puts torch's number of threads back: numba, by which umap-learn is compiled, sets it for the whole process when it starts its own,
+    and a training after a report would round otherwise than one before it."""
+    torch: Any = sys.modules.get("torch")  # where nobody has imported it, there is nothing to put back
+    before = None if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch is not None:
+            torch.set_num_threads(before)
+
+
 def umap(cloud: Cloud) -> np.ndarray:
     """UMAP (McInnes, Healy & Melville 2018) by umap-learn, from the principal plane. Distances between groups mean little."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), threads_as_before():
         warnings.simplefilter("ignore")  # on its import about TensorFlow; on distances that it cannot map back
         from umap import UMAP
 
