@@ -26,6 +26,7 @@ from moescope.figures.style import (
 from moescope.glossary import METRICS
 
 AREAS = 12  # so many experts get an area of their own; the rest share one
+STEPS_NAMED = 10  # on an axis of steps that are categories
 
 
 def metric_by_step(
@@ -109,7 +110,11 @@ def expert_by_step(tables: Tables) -> Figure:
         )
         for frame, over in zip(shares, times, strict=True)
     ]
-    layout = base_layout("step", "expert", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
+    steps = [str(step) for step in shares[start].columns]
+    named = steps[:: -(-len(steps) // STEPS_NAMED)]  # all of them would run into each other
+    layout = base_layout(
+        "step", "expert", xaxis={**CATEGORIES, "tickvals": named}, yaxis={**CATEGORIES, "autorange": "reversed"}
+    )
     return Figure(
         "expert_by_step",
         titles[start],

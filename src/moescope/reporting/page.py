@@ -47,7 +47,9 @@ KEY_COLUMNS = {"step", "layer_name", *READING}
 def page_content(runs: list[Run]) -> dict[str, Any]:
     """Everything the template needs. Payloads are strings of JSON, drawn by the page when they come into view."""
     others = [(run, kind) for run in runs if (kind := kind_of(run)) is not None]
-    runs = [*runs, *(part for run, kind in others for part in kind.parts(run))]
+    given = {run.path.resolve() for run in runs}
+    parts = [part for run, kind in others for part in kind.parts(run)]
+    runs = [*runs, *(part for part in parts if part.path.resolve() not in given)]
     scans, traced = by_verb(runs)
     found = readings(scans, len(runs) > 1) if scans else []
     traces, names = [load_trace(run) for run in traced], run_names(runs)
