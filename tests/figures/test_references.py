@@ -62,6 +62,7 @@ OF_A_LAYER = {
     "panel_effect_over_random": {"random direction": FLAT},
     "panel_delta_vs_shuffle": {"chance": FLAT},
     "panel_shuffle_mean": {"random direction": RAMP},
+    "panel_shuffle_std": {"random directions": SPREAD},
     "panel_expert_align": {"random direction": RAMP},
     "panel_expert_delta_vs_shuffle": {"chance": FLAT},
     "panel_expert_margin": {"no preference": FLAT},

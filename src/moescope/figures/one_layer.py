@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+import pandas as pd
 
 from moescope.figures.alignment import usable
 from moescope.figures.log_axis import log_axis
+from moescope.figures.nulls import random_spread
 from moescope.figures.redundancy import overlaps, sampled_ranks
 from moescope.figures.style import (
     CATEGORICAL,
@@ -218,8 +221,14 @@ def expert_spectra(tables: Tables) -> Figure:
     )
 
 
-def mean_panel(column: str, label: str, title: str, references: dict[str, str] | None = None) -> FigureSpec:
-    """A panel of the complete view: one column of alignment_layers against k, with its reference lines."""
+def mean_panel(
+    column: str,
+    label: str,
+    title: str,
+    references: dict[str, str] | None = None,
+    chance: Callable[[pd.DataFrame], Trace] | None = None,
+) -> FigureSpec:
+    """A panel of the complete view: one column of alignment_layers against k, with its reference lines: columns, or made by `chance`."""
 
     def draw(tables: Tables) -> Figure:
         frame = tables["alignment_layers"].sort_values("k")
@@ -238,6 +247,8 @@ def mean_panel(column: str, label: str, title: str, references: dict[str, str] |
         ]
         for source, name in (references or {}).items():
             data.append(grey_line(ks, frame[source].to_numpy() if source in frame else np.zeros(len(ks)), name))
+        if chance is not None:
+            data.append(chance(frame))
         kept = usable(tables)
         top = kept.loc[kept[column].idxmax()]
         words = f"{title}: at most {number(top[column])}, at k = {top['k']:.0f}"
@@ -315,7 +326,7 @@ COMPLETE_VIEW = [
     mean_panel("effect_over_random", "effect", "Effect over random", {"zero": "random direction"}),
     mean_panel("delta_vs_shuffle", "delta", "Delta vs shuffle", {"zero": "chance"}),
     mean_panel("shuffle_mean", "shuffle mean", "Shuffle mean", {"random_expectation": "random direction"}),
-    mean_panel("shuffle_std", "shuffle std", "Shuffle std"),
+    mean_panel("shuffle_std", "shuffle std", "Shuffle std", chance=random_spread),
     heat_panel("align", "alignment", False),
     heat_panel("delta_vs_shuffle", "delta", True),
     heat_panel("z_vs_shuffle", "z", True),

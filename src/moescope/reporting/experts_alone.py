@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.figures.style import capital, counted, from_to, listed, number
-from moescope.reporting.pack import plain, table_payload
+from moescope.reporting.pack import glance_payload, table_payload
 from moescope.reporting.readings import Reading
 from moescope.spectral.subspaces import COLLAPSED
 from moescope.types import Coverage
@@ -68,14 +68,7 @@ def experts_glance(reading: Reading) -> dict[str, Any]:
     for layer in reading.layers:
         told = {"layer": layer, **ranks.loc[layer].to_dict(), **(cosines.loc[layer].to_dict() if len(cosines) else {})}
         rows.append([told[name] for name, _, _ in heads])
-    columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
-    return {
-        "name": "layers_at_a_glance",
-        "title": "Layers at a glance",
-        "columns": columns,
-        "rows": plain(rows),
-        "links": True,
-    }
+    return glance_payload(heads, rows)
 
 
 def alone_entry(reading: Reading, layer: int, tables: dict[str, pd.DataFrame]) -> tuple[dict[str, Any], dict[str, Any]]:

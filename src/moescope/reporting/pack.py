@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,18 @@ def table_payload(name: str, frame: pd.DataFrame, columns: list[str], title: str
             for column in columns
         ],
         "rows": [[plain(value) for value in row] for row in frame[columns].itertuples(index=False, name=None)],
+    }
+
+
+def glance_payload(heads: Sequence[tuple[str, str, str]], rows: list[list[Any]]) -> dict[str, Any]:
+    """The summary's table, a row a layer that links to it; heads are (name, title, kind)."""
+    columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
+    return {
+        "name": "layers_at_a_glance",
+        "title": "Layers at a glance",
+        "columns": columns,
+        "rows": plain(rows),
+        "links": True,
     }
 
 

@@ -18,7 +18,7 @@ from moescope.reporting.findings import coverage_lines, findings, headline
 from moescope.reporting.geometry_section import charts_together
 from moescope.reporting.joint_section import joint_entries, joint_missing
 from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
-from moescope.reporting.pack import plain, script_json, table_payload
+from moescope.reporting.pack import glance_payload, script_json, table_payload
 from moescope.reporting.readings import Reading, reading_words, readings, run_names
 from moescope.reporting.routing_section import (
     SECTIONS,
@@ -238,14 +238,7 @@ def glance_table(reading: Reading) -> dict[str, Any]:
         ("chance", "by chance", "float"),
         ("n_pairs_above_0_7", "collapsed", "int"),
     ]
-    columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
-    return {
-        "name": "layers_at_a_glance",
-        "title": "Layers at a glance",
-        "columns": columns,
-        "rows": plain(rows),
-        "links": True,
-    }
+    return glance_payload(heads, rows)
 
 
 def run_entry(run: Run) -> dict[str, Any]:
