@@ -14,10 +14,10 @@ SOURCES = pyproject.toml constraints.txt
 demo: .venv/core
 	$(BIN)/moescope demo
 
-# Trains the model that the demo shows anew, by src/moescope/demo_model/recipe.toml: minutes on one core.
+# Trains the model that the demo shows anew, by src/moescope/demo/shipped/recipe.toml: minutes on one core.
 # One thread: the same numbers on a machine with more cores.
 demo-model: .venv/core
-	OMP_NUM_THREADS=1 $(BIN)/python -m moescope.workflows.demo_model
+	OMP_NUM_THREADS=1 $(BIN)/python -m moescope.demo.recipe
 
 test: .venv/everything check
 	$(TEST) -m "not slow"

@@ -18,11 +18,11 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from weights import random_experts, routers
 
 from moescope.spectral.at_once import experts_at_once, in_order
 from moescope.spectral.decompose import decompose, k_ladder
 from moescope.spectral.spectra import spectrum_statistics
+from weights import random_experts, routers
 
 
 def seconds(work: Callable[[], object]) -> float:

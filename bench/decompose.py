@@ -20,11 +20,11 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from torch import Tensor
-from weights import SPECTRA, expert, random_experts, routers
 
 from moescope.spectral import alignment
 from moescope.spectral.at_once import experts_at_once, in_order
 from moescope.spectral.decompose import decompose, k_ladder
+from weights import SPECTRA, expert, random_experts, routers
 
 SHUFFLES = 200
 Way = Callable[[list[Tensor], Tensor], np.ndarray]

@@ -29,7 +29,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.families import read_moe
 from moescope.spectral import on_gpu
 from moescope.spectral.decompose import k_ladder
-from moescope.workflows.scan import scan
+from moescope.weights.verb import scan
 
 SHAPES = {
     "qwen3": (128, 768, 2048, 8),

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from weights import random_experts, routers
 
 import moescope
-from moescope.figures.style import CATEGORICAL, GREY
+from moescope.plotting.style import CATEGORICAL, GREY
 from moescope.spectral.decompose import decompose, k_ladder
+from weights import random_experts, routers
 
 ORDERS = {
     "d": ("dimension d (8 routers)", 3.0, "product and reduction, both d³"),

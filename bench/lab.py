@@ -23,10 +23,10 @@ from functools import partial
 
 import torch
 
-from moescope.lab.config import PRESETS, LabConfig, ModelConfig, with_router
-from moescope.lab.experts import SwiGLUExperts, grouped_product, product_in_a_loop
-from moescope.lab.model import LabModel
-from moescope.lab.routers import ROUTERS
+from moescope.decoder.config import PRESETS, LabConfig, ModelConfig, with_router
+from moescope.decoder.experts import SwiGLUExperts, grouped_product, product_in_a_loop
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import ROUTERS
 
 Step = Callable[[], None]
 COMPILED = "compiled"

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 ONE_SCAN = """
 import resource, sys
-from moescope.workflows.scan import scan
+from moescope.weights.verb import scan
 scan(sys.argv[1], out=sys.argv[2], device="cpu", quiet=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from moescope.lab.config import PRESETS, preset, with_router
+from moescope.decoder.config import PRESETS, preset, with_router
+from moescope.decoder.routers import ROUTERS
+from moescope.decoder.routers.spectra import ABLATIONS
 from moescope.lab.overhead import overhead
-from moescope.lab.routers import ROUTERS
-from moescope.lab.routers.spectra import ABLATIONS
 
 
 def main() -> None:

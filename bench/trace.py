@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moescope.routing.capture import Capture
-from moescope.routing.documents import Batch, Document, batches, windows
-from moescope.routing.models import TracedModel, run_batch, runner_of
+from moescope.execution.capture import Capture
+from moescope.execution.documents import Batch, Document, batches, windows
+from moescope.execution.models import TracedModel, run_batch, runner_of
+from moescope.routing.collect import trace_model
 from moescope.routing.tally import Tally
-from moescope.routing.trace import trace_model
 
 SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
     "cpu": (256, 512, 4, 8, 4, 256),

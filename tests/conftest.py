@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, this process ignores it, and so would every process that a test interrupts.
@@ -33,8 +34,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get(
 @pytest.fixture(scope="session")
 def planted_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The planted checkpoint scanned, raw and centered: the truth most tests of figures and reports look at."""
-    from moescope.planted import write_planted
-    from moescope.workflows.scan import scan
+    from moescope.demo.planted import write_planted
+    from moescope.weights.verb import scan
 
     folder = tmp_path_factory.mktemp("planted")
     write_planted(folder / "planted-mixtral", seed=0)
@@ -45,8 +46,8 @@ def planted_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Twelve steps of a tiny model, with all that `moescope train` leaves; not to be changed."""
     from lab.tiny_training import TOML
+    from moescope.lab.train import train
     from moescope.run import Run
-    from moescope.workflows.train import train
 
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(TOML.format(steps=12))
@@ -108,7 +109,7 @@ def connected(ray_cluster: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def traced_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two checkpoints of a tiny model traced on two domains in both phases, every token kept."""
-    from moescope.workflows.trace import trace
+    from moescope.routing.trace import trace
     from routing.tiny_text import save_model, texts, write_jsonl
 
     folder = tmp_path_factory.mktemp("traced")
@@ -122,7 +123,7 @@ def traced_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A tiny model pruned to half by what a text shows, written beside it as `small`, and judged with two random controls."""
-    from moescope.workflows.compress import compress
+    from moescope.compression.verb import compress
     from routing.tiny_text import save_model, texts, write_jsonl
 
     folder = tmp_path_factory.mktemp("compressed")
@@ -130,3 +131,19 @@ def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return compress(
         model, method="reap", keep=0.5, text=text, apply=folder / "small", out=folder / "run", controls=2, quiet=True
     )
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        if os.environ.get("MOESCOPE_REQUIRE_BROWSER"):
+            pytest.fail("no Chromium on this machine, and MOESCOPE_REQUIRE_BROWSER is set")
+        pytest.skip("NO BROWSER: install Chromium (apt-get install chromium) to test the report's page")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()

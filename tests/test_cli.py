@@ -370,7 +370,7 @@ def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(tmp_path, mon
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr("moescope.workflows.scan.open_steps", lambda *_: 1 / 0)
+    monkeypatch.setattr("moescope.weights.verb.open_steps", lambda *_: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["moescope", "scan", "model"])
     with pytest.raises(ZeroDivisionError):
         cli.main()

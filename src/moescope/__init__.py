@@ -11,18 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moescope.comparison.verb import compare
+    from moescope.compression.verb import compress
+    from moescope.demo.verb import demo
     from moescope.errors import BadInput
+    from moescope.families.inspect import inspect
+    from moescope.lab.study import study
+    from moescope.lab.train import train
+    from moescope.reporting.verb import report
+    from moescope.routing.monitor import Monitor
+    from moescope.routing.trace import trace
     from moescope.run import Run
-    from moescope.workflows.compare import compare
-    from moescope.workflows.compress import compress
-    from moescope.workflows.demo import demo
-    from moescope.workflows.inspect import inspect
-    from moescope.workflows.monitor import Monitor
-    from moescope.workflows.report import report
-    from moescope.workflows.scan import scan
-    from moescope.workflows.study import study
-    from moescope.workflows.trace import trace
-    from moescope.workflows.train import train
+    from moescope.weights.verb import scan
 
 __all__ = [
     "BadInput",
@@ -41,17 +41,17 @@ __all__ = [
 
 _HOME = {
     "BadInput": "moescope.errors",
-    "Monitor": "moescope.workflows.monitor",
+    "Monitor": "moescope.routing.monitor",
     "Run": "moescope.run",
-    "compare": "moescope.workflows.compare",
-    "compress": "moescope.workflows.compress",
-    "demo": "moescope.workflows.demo",
-    "inspect": "moescope.workflows.inspect",
-    "report": "moescope.workflows.report",
-    "scan": "moescope.workflows.scan",
-    "study": "moescope.workflows.study",
-    "trace": "moescope.workflows.trace",
-    "train": "moescope.workflows.train",
+    "compare": "moescope.comparison.verb",
+    "compress": "moescope.compression.verb",
+    "demo": "moescope.demo.verb",
+    "inspect": "moescope.families.inspect",
+    "report": "moescope.reporting.verb",
+    "scan": "moescope.weights.verb",
+    "study": "moescope.lab.study",
+    "trace": "moescope.routing.trace",
+    "train": "moescope.lab.train",
 }
 
 

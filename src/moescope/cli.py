@@ -63,8 +63,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """What a checkpoint is, from its headers alone: family, shape, parameters, coverage, what a scan will cost."""
-    from moescope.workflows.inspect import inspect as look
-    from moescope.workflows.inspect import lines
+    from moescope.families.inspect import inspect as look
+    from moescope.families.inspect import lines
 
     facts = look(model, revision)
     typer.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else "\n".join(lines(facts)))
@@ -99,7 +99,7 @@ def scan(
 
     Interrupted scans are taken up again at the layer they had reached: give the same command.
     """
-    from moescope.workflows.scan import scan as run_scan
+    from moescope.weights.verb import scan as run_scan
 
     run = run_scan(
         *models, out=out, revision=revision, layers=layers, matrix=matrix, router=router, k=k, fold_norm=fold_norm, precision=precision, null=null,
@@ -136,7 +136,7 @@ def trace(
 
     An interrupted trace is taken up at the model it had reached: give the same command.
     """
-    from moescope.workflows.trace import trace as run_trace
+    from moescope.routing.trace import trace as run_trace
 
     run = run_trace(
         *(models or []), text=text or (), domain=domain or (), token_ids=token_ids, import_=import_, format=format, experts=experts,
@@ -167,7 +167,7 @@ def compare(
 
     An interrupted comparison is taken up at the layer it had reached: give the same command.
     """
-    from moescope.workflows.compare import compare as run_compare
+    from moescope.comparison.verb import compare as run_compare
 
     run = run_compare(
         a, b, out=out, layers=layers, matrix=matrix, series=series, matched=matched, match_by=match_by, skip=skip, device=device,
@@ -210,7 +210,7 @@ def compress(
 
     A fifth of the text is held out; original, compressed model and random controls are compared on it.
     """
-    from moescope.workflows.compress import compress as run_compress
+    from moescope.compression.verb import compress as run_compress
 
     run = run_compress(
         model, method=method, keep=keep, text=text or (), domain=domain or (), token_ids=token_ids, plan=plan, apply=apply, add=add or (), judge=not no_judge,
@@ -240,8 +240,8 @@ def train(
 
     An interrupted training goes on from its last checkpoint, exactly: give the same command. Several processes: torchrun -m moescope train ...
     """
-    from moescope.workflows.train import train as run_train
-    from moescope.workflows.train_settings import fact_lines
+    from moescope.lab.train import train as run_train
+    from moescope.lab.train_settings import fact_lines
 
     made = run_train(
         config, preset=preset, router=router, from_=from_, out=out, dry_run=dry_run, resume=resume, device=device, seed=seed,
@@ -276,8 +276,8 @@ def study(
 
     Finished trainings are not repeated, an unfinished one goes on from its checkpoint: give the same command.
     """
-    from moescope.workflows.study import fact_lines
-    from moescope.workflows.study import study as run_study
+    from moescope.lab.study import fact_lines
+    from moescope.lab.study import study as run_study
 
     made = run_study(
         config, engine=engine, resume=resume, out=out, jobs=jobs, dry_run=dry_run, device=device, address=address, overwrite=overwrite,
@@ -299,7 +299,7 @@ def report(
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """One interactive HTML file, readable offline, from one run or several."""
-    from moescope.workflows.report import report as build_report
+    from moescope.reporting.verb import report as build_report
 
     written = build_report(*runs, out=out, figures=figures, format=format, quiet=quiet)
     if not quiet:
@@ -320,8 +320,8 @@ def demo(
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """A small MoE that comes with moescope: its weights scanned, its routing traced, its training shown, all in one report."""
-    from moescope.workflows.demo import demo as run_demo
-    from moescope.workflows.demo import demo_lines, demo_summary
+    from moescope.demo.verb import demo as run_demo
+    from moescope.demo.verb import demo_lines, demo_summary
 
     facts = demo_summary(run_demo(out=out, planted=planted, seed=seed, overwrite=overwrite, quiet=quiet))
     if as_json:
@@ -338,11 +338,11 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     if (kind := kind_of(run)) is not None:
         facts = kind_summary(run, kind)
     elif run.info["verb"] == "trace":
-        from moescope.reporting.trace_summary import trace_summary
+        from moescope.routing.report_summary import trace_summary
 
         facts = trace_summary(run)
     else:
-        from moescope.reporting.findings import summary
+        from moescope.weights.report import summary
 
         facts = summary(run)
     if as_json:

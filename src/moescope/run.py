@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.disk import check_disk, only_writer, replace_synced, sync_folder
 from moescope.errors import BadInput, unknown_name
+from moescope.storage import check_disk, only_writer, replace_synced, sync_folder
 from moescope.tables import SCHEMA_VERSION, TABLES, arrow_schema, conform, read_parquet
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint import remote as remote_module
 from moescope.errors import BadInput
 from moescope.families import read_moe
-from moescope.workflows.scan import scan
+from moescope.weights.verb import scan
 
 LAYERS = 12
 

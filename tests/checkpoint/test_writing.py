@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import INDEX, tiny_checkpoint, tiny_tensors
 from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.writing import PlannedTensor, StoredBytes, planned, write_checkpoint
-from moescope.disk import PARTIAL_ENDING
 from moescope.errors import BadInput
+from moescope.storage import PARTIAL_ENDING
 
 
 def plan(tensors: dict[str, torch.Tensor]) -> list[PlannedTensor]:

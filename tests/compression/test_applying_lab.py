@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from compression.test_damage_lab import calibrated
+from decoder.tiny_lab import run, text
 from families.test_router_rewriting import KEPT, costs, keys, restricted, saved, thresholds
-from lab.tiny_lab import run, text
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.applying import apply_plan, planned_bytes
 from moescope.compression.damage import measured_errors, original_outputs, predict
 from moescope.compression.plan import Fits, checkpoint_mark, read_plan
+from moescope.compression.verb import compress
+from moescope.decoder.model import LabModel
+from moescope.decoder.saving import load_model
+from moescope.execution.lab_models import load_traced
 from moescope.families import MoeCheckpoint, read_moe
-from moescope.lab.model import LabModel
-from moescope.lab.saving import load_model
-from moescope.lab.tracing import load_traced
 from moescope.types import LayerPlan, Plan
-from moescope.workflows.compress import compress
 
 
 def joined_plan(moe: MoeCheckpoint) -> Plan:

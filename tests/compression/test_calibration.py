@@ -13,8 +13,8 @@ from moescope.compression.rerouting import find_gating
 from moescope.compression.saliency import COUNTED, RoutedSums
 from moescope.compression.states import LayerStates, StateSample, as_arrays, from_arrays
 from moescope.errors import BadInput
-from moescope.routing.documents import Document, Window
-from moescope.routing.models import TracedModel, runner_of
+from moescope.execution.documents import Document, Window
+from moescope.execution.models import TracedModel, runner_of
 
 KINDS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text", "dbrx"]
 
@@ -67,7 +67,7 @@ def by_hand(kind: str, texts: list[Document]) -> dict[int, dict[str, np.ndarray]
         seen.experts.register_forward_hook(hook, with_kwargs=True)
     for document in texts:
         whole = Window(0, 0, 0, document.ids, -1, 0, 0.0)
-        from moescope.routing.documents import fingerprint
+        from moescope.execution.documents import fingerprint
 
         bucket = (fingerprint(whole.ids) >> 1) % 256
         with torch.no_grad():

@@ -13,7 +13,7 @@ from moescope.compression.judging import judge, judge_original
 from moescope.compression.rerouting import find_gating
 from moescope.compression.saliency import RoutedSums
 from moescope.compression.states import StateSample
-from moescope.routing.models import TracedModel, load_model, runner_of
+from moescope.execution.models import TracedModel, load_model, runner_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -15,7 +15,7 @@ from moescope.compression.damage import measured_errors, original_outputs, predi
 from moescope.compression.rerouting import find_gating
 from moescope.compression.running import RunningExperts
 from moescope.compression.states import StateSample
-from moescope.routing.models import load_model
+from moescope.execution.models import load_model
 from moescope.types import ExpertWeights, LayerPlan
 
 KINDS = sorted({kind for kind, _ in FAMILIES})

@@ -16,10 +16,10 @@ from moescope.compression.calibration import calibrate
 from moescope.compression.damage import Predicted, measured_errors, original_outputs, predict
 from moescope.compression.rerouting import find_gating
 from moescope.compression.states import LayerStates, StateSample, as_arrays, from_arrays
+from moescope.execution.lab_models import load_traced
+from moescope.execution.models import TracedModel
+from moescope.execution.scoring import Scoring
 from moescope.families import MoeCheckpoint, read_moe
-from moescope.lab.tracing import load_traced
-from moescope.routing.models import TracedModel
-from moescope.routing.scoring import Scoring
 from moescope.types import Plan
 
 ROUTERS: list[tuple[str, dict[str, Any]]] = [

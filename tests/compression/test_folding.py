@@ -13,7 +13,7 @@ from moescope.compression.folding import RouterParts, fold_router, load_of, load
 from moescope.compression.rerouting import Gating
 from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
-from moescope.routing.scoring import Scoring
+from moescope.execution.scoring import Scoring
 
 GROUPS = ((0, 3), (1,), (2, 4))
 WEIGHTS = ((0.25, 0.75), (1.0,), (0.5, 0.5))

@@ -22,7 +22,7 @@ from moescope.compression.judging import (
     judged_part,
 )
 from moescope.errors import BadInput
-from moescope.routing.documents import Document
+from moescope.execution.documents import Document
 
 
 def test_perplexity_is_that_of_transformers_own_loss_document_by_document():

@@ -138,7 +138,7 @@ def test_sequential_merging_finds_the_same_twins_and_leaves_the_model_as_it_was(
     whole = run.table("damage").query("layer.isna()").iloc[0]
     ids = np.load(one_planted.token_ids)
     from moescope.compression.judging import is_held_out
-    from moescope.routing.documents import Document
+    from moescope.execution.documents import Document
 
     held_out = [row for number, row in enumerate(ids) if is_held_out(Document(number, 0, row))]
     plain = perplexity(loaded(one_planted.folder), torch.from_numpy(np.stack(held_out)))

@@ -10,7 +10,7 @@ from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
 from moescope.compression.calibration import added, calibrate
 from moescope.compression.profiles import ExpertMeans, LogitProfiles
-from moescope.routing.adapters import Block
+from moescope.execution.adapters import Block
 from moescope.types import Routing
 
 

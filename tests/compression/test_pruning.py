@@ -19,8 +19,8 @@ from moescope.compression.pruning import gate_scales, keep_best, keep_counts, ra
 from moescope.compression.rerouting import Gating
 from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
+from moescope.execution.scoring import Scoring
 from moescope.families import read_moe
-from moescope.routing.scoring import Scoring
 from moescope.types import LayerPlan, Plan
 
 

@@ -15,8 +15,8 @@ from moescope.compression.rerouting import Gating, find_gating
 from moescope.compression.running import RunningExperts
 from moescope.compression.sequential import merged_in_place
 from moescope.compression.states import LayerStates, StateSample
+from moescope.execution.adapters import Block, find_blocks
 from moescope.geometry.matching import match_neurons
-from moescope.routing.adapters import Block, find_blocks
 from moescope.types import ExpertWeights, LayerPlan
 
 GROUPS, DOMINANTS, WEIGHTS = ((0, 2), (1,), (3,)), (2, 1, 3), ((0.5, 0.5), (1.0,), (1.0,))

@@ -11,9 +11,9 @@ from families.tiny_models import TinyModel, tiny_model
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.plan import Fits, LayerFit, checkpoint_mark
 from moescope.compression.pruning import keep_best
+from moescope.execution.documents import Document
+from moescope.execution.models import TracedModel, runner_of
 from moescope.families import MoeCheckpoint, read_moe
-from moescope.routing.documents import Document
-from moescope.routing.models import TracedModel, runner_of
 from moescope.types import LayerPlan, Plan
 
 # the families whose compressed files are held to be loadable, and the forms in which they lie on disk

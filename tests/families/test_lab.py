@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lab.tiny_lab import tiny
+from decoder.tiny_lab import tiny
 from moescope.checkpoint import open_checkpoint
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import ROUTERS
+from moescope.decoder.saving import save_model
+from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.families.lab import ROWLESS
 from moescope.families.writing import NewLayer, write_moe
-from moescope.lab.model import LabModel
-from moescope.lab.routers import ROUTERS
-from moescope.lab.saving import save_model
-from moescope.lab.vocabulary import Bytes
 
 KINDS = [("hash", "modern"), ("hash", "some"), ("spectra", "modern"), ("spectra", "some"), ("dense", "modern")]
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.tiny_lab import run, text, tiny, trained
+from decoder.tiny_lab import run, text, tiny, trained
 from moescope.checkpoint import open_checkpoint
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import Routed, RouterInput
+from moescope.decoder.saving import load_model, save_model
+from moescope.decoder.vocabulary import Bytes
 from moescope.families import read_moe
 from moescope.families.router_rewriting import dealt_anew
 from moescope.families.writing import NewLayer, plan_moe, write_moe
-from moescope.lab.model import LabModel
-from moescope.lab.routers import Routed, RouterInput
-from moescope.lab.saving import load_model, save_model
-from moescope.lab.vocabulary import Bytes
 
 KEPT = {0: [1, 4, 6, 7], 1: [0, 2, 3, 5], 2: [0, 1, 6, 7]}  # other experts in every layer
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from lab.tiny_training import TINY
+from moescope.decoder.config import LabConfig, with_router
+from moescope.decoder.model import LabModel
+from moescope.decoder.ranks import Ranks, joined
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
-from moescope.lab.config import LabConfig, with_router
 from moescope.lab.divergence import FiniteWatch
-from moescope.lab.model import LabModel
-from moescope.lab.ranks import Ranks, joined
 from moescope.lab.sharding import own_part
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
-from moescope.lab.vocabulary import Bytes
-from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_loop import LoopMonitor
 from moescope.run import Run
 
 STEPS = 6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import IGNORED, TokenRows, unigram_loss
-from moescope.lab.vocabulary import Bytes
 
 TEXTS = {"a": ["abcdefghij" * 7, "klm"], "b": ["nopqrstuv" * 5]}
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lab.tiny_training import tiny_config, tiny_corpus
+from moescope.decoder.model import LabModel
+from moescope.decoder.saving import save_model
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
 from moescope.lab.checkpoint_stability import checkpoint_stability, routed
-from moescope.lab.model import LabModel
-from moescope.lab.saving import save_model
-from moescope.lab.vocabulary import Bytes
 from moescope.routing.stability import rank_correlation, routing_consistency, usage
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moescope.errors import BadInput
-from moescope.lab.config import (
+from moescope.decoder.config import (
     PRESETS,
     LabConfig,
     ModelConfig,
@@ -19,6 +18,7 @@ from moescope.lab.config import (
     read_config,
     with_router,
 )
+from moescope.errors import BadInput
 
 
 def test_every_preset_can_be_built_and_survives_json():

@@ -7,11 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lab.tiny_lab import text, tiny
+from decoder.tiny_lab import text, tiny
+from moescope.decoder.experts import product_in_a_loop
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import ROUTERS
 from moescope.lab.cost import active_parameters, flops_per_token, router_flops
-from moescope.lab.experts import product_in_a_loop
-from moescope.lab.model import LabModel
-from moescope.lab.routers import ROUTERS
 
 LENGTH = 32
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from lab.tiny_training import TINY
+from moescope.decoder.model import LabModel
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.document_losses import (
     FEWEST,
     DocumentSample,
@@ -16,8 +18,6 @@ from moescope.lab.document_losses import (
     mean_loss,
     spread,
 )
-from moescope.lab.model import LabModel
-from moescope.lab.vocabulary import Bytes
 
 
 def test_a_document_s_loss_is_the_mean_over_its_stretches_read_one_by_one():

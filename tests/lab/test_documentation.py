@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.tiny_lab import text, tiny
+from decoder.tiny_lab import text, tiny
+from moescope.decoder.config import PRESETS, DataConfig, ModelConfig, TrainConfig
+from moescope.decoder.model import LabModel, parameter_counts
+from moescope.decoder.routers import ROUTERS
+from moescope.decoder.routers.spectra import ABLATIONS
 from moescope.glossary import NOTES
-from moescope.lab.config import PRESETS, DataConfig, ModelConfig, TrainConfig
-from moescope.lab.model import LabModel, parameter_counts
-from moescope.lab.routers import ROUTERS
-from moescope.lab.routers.spectra import ABLATIONS
 from moescope.lab.study_config import KEYS, study_from
 from moescope.types import Routing
 

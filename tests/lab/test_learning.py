@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from lab.tiny_training import tiny_training, trained
+from moescope.decoder.config import LabConfig, preset
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import ROUTERS, Routed, RouterInput
+from moescope.decoder.routers.topk import Top2
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows, unigram_loss
-from moescope.lab.config import LabConfig, preset
 from moescope.lab.corpus import embedded_corpus
-from moescope.lab.model import LabModel
-from moescope.lab.routers import ROUTERS, Routed, RouterInput
-from moescope.lab.routers.topk import Top2
 from moescope.lab.training import Data, Training
-from moescope.lab.vocabulary import Bytes
 
 SHORT, WHOLE = 0.45, 1.65  # nats below the unigram model, of 60 small steps and of the preset itself
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lab.routers.builders import small_config
+from decoder.routers.builders import small_config
+from moescope.decoder.model import MoE
+from moescope.decoder.routers import ROUTERS, router_class
 from moescope.errors import BadInput
-from moescope.lab.model import MoE
 from moescope.lab.overhead import Clock, overhead, parts_of
-from moescope.lab.routers import ROUTERS, router_class
 from moescope.tables import conform
 
 T, D, E, K, F, R = 48, 16, 4, 2, 8, 64

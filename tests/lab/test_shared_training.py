@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lab.shared_training import CASES, WHOLE, curve, training_of, whole
+from moescope.decoder.ranks import ALONE
 from moescope.lab.evaluation import evaluate
-from moescope.lab.ranks import ALONE
 from moescope.lab.training_state import load_state
 from moescope.run import Run
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from lab.tiny_training import tiny_config, tiny_training, trained
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import ROUTERS, Routed
+from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.glossary import NOTES
 from moescope.lab.batches import TokenRows
 from moescope.lab.divergence import Diverged, FiniteWatch
-from moescope.lab.model import LabModel
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
-from moescope.lab.routers import ROUTERS, Routed
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
-from moescope.lab.vocabulary import Bytes
 from moescope.routing.alerts import Thresholds
-from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_loop import LoopMonitor
 
 LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from moescope.decoder.config import DataConfig, LabConfig, ModelConfig, TrainConfig, with_router
+from moescope.decoder.model import LabModel
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
-from moescope.lab.config import DataConfig, LabConfig, ModelConfig, TrainConfig, with_router
 from moescope.lab.corpus import Corpus, embedded_corpus
-from moescope.lab.model import LabModel
 from moescope.lab.training import Data, Training
-from moescope.lab.vocabulary import Bytes
-from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_loop import LoopMonitor
 from moescope.run import Run
 
 TINY = LabConfig(

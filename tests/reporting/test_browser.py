@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from moescope import figures
 from moescope.reporting.export import export_figures
-from moescope.workflows.report import report
+from moescope.reporting.verb import report
 
 
 @pytest.fixture(scope="module")

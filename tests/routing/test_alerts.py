@@ -8,7 +8,7 @@ import torch
 
 from moescope.errors import BadInput
 from moescope.routing.alerts import ENTROPY, FEWEST_LOAD, Thresholds, Watch
-from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_loop import LoopMonitor
 from moescope.routing.step_tally import Window
 from moescope.run import Run
 from routing.tiny_training import batch, documents, model_of

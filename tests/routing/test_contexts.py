@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from moescope.execution.documents import Document, Window, windows
 from moescope.routing import sample as sample_module
 from moescope.routing.contexts import AFTER, BEFORE, MOST, Contexts, LargestGates, around, octave
-from moescope.routing.documents import Document, Window, windows
 from moescope.routing.sample import Sample
 from moescope.types import Routing
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from families.tiny_models import tiny_model
-from moescope.routing.capture import Capture
-from moescope.routing.monitor import LoopMonitor
+from moescope.execution.capture import Capture
+from moescope.routing.monitor_loop import LoopMonitor
 from moescope.routing.tally import Tally
 from moescope.types import Routing, Tokens
 from routing.tiny_training import batch, documents, load, model_of

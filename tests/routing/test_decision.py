@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import special, stats
 
+from moescope.execution.scoring import Scoring, find_scoring
 from moescope.routing.chance import Setting
 from moescope.routing.decision import (
     DECISION,
@@ -20,7 +21,6 @@ from moescope.routing.decision import (
     top_gap,
     z_loss,
 )
-from moescope.routing.scoring import Scoring, find_scoring
 from moescope.types import Routing
 
 

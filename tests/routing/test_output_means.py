@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from families.tiny_models import tiny_model
+from moescope.execution.capture import Capture
+from moescope.execution.documents import Document
+from moescope.execution.models import TracedModel, runner_of
 from moescope.routing import output_means
-from moescope.routing.capture import Capture
-from moescope.routing.documents import Document
-from moescope.routing.models import TracedModel, runner_of
+from moescope.routing.collect import trace_model
 from moescope.routing.rows import expert_cosine_columns
-from moescope.routing.trace import trace_model
 
 
 def documents(count: int = 40) -> list[Document]:

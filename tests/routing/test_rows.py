@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing.jackknife import BUCKETS
 from moescope.routing.rows import (
     Corpus,
     coactivation_columns,
@@ -18,6 +17,7 @@ from moescope.routing.rows import (
 )
 from moescope.routing.stability import jaccard_chance
 from moescope.routing.tally import LayerCounts, Tally
+from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 
 CORPUS = Corpus(["a", "b"], [128, 128])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.routing import documents as documents_module
+from moescope.execution import documents as documents_module
+from moescope.execution.documents import Batch, Document, Window, batches, fingerprint, windows
 from moescope.routing import sample as sample_module
-from moescope.routing.documents import Batch, Document, Window, batches, fingerprint, windows
 from moescope.routing.sample import Sample
 
 

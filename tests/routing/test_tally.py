@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from moescope.routing import tally as tally_module
-from moescope.routing.jackknife import BUCKETS
 from moescope.routing.tally import SUMS, Tally
+from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moescope.errors import BadInput
+from moescope.routing.monitor import Monitor
 from moescope.run import Run
-from moescope.workflows.monitor import Monitor
 from routing.tiny_training import documents, handed_out, load, model_of, trainer
 
 MONITOR = {"every": 4, "decisions_every": 1, "gradients_every": 4}

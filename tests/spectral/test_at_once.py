@@ -7,7 +7,7 @@ import pytest
 from moescope.spectral import at_once, lapack
 from moescope.spectral.at_once import MOST_AT_ONCE, experts_at_once, in_order
 from moescope.spectral.lapack import ThreadControls, one_blas_thread, thread_controls
-from moescope.spectral.layer import ScanSettings, analyse_layer
+from moescope.weights.layer import ScanSettings, analyse_layer
 from spectral.builders import random_weights
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.planted import write_planted
+from moescope.demo.planted import write_planted
 from moescope.spectral import on_gpu
 from moescope.spectral.alignment import cumulative_energy
 from moescope.spectral.batched_eigen import divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, decompose_on_cpu, k_ladder
-from moescope.workflows.scan import scan
+from moescope.weights.verb import scan
 from spectral.test_batched_eigen import KINDS as TRIDIAGONAL
 from spectral.test_batched_eigen import check_eigenbasis, tridiagonal
 from spectral.test_decompose import expert_and_rows, spectrum

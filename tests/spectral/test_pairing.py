@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from moescope.planted import planted_layer
+from moescope.demo.planted import planted_layer
 from moescope.spectral.alignment import AlignmentMatrix
 from moescope.spectral.pairing import (
     CHANCE,

@@ -15,8 +15,8 @@ from moescope.checkpoint.files import first_line
 from moescope.checkpoint.headers import INDEX_NAMES
 from moescope.checkpoint.local import LocalFiles, is_pickle
 from moescope.checkpoint.source import Checkpoint
-from moescope.disk import check_disk, sync_file, sync_folder, whole_folder
 from moescope.errors import BadInput
+from moescope.storage import check_disk, sync_file, sync_folder, whole_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from moescope.errors import BadInput
-from moescope.routing.adapters import Block, adapter_of
-from moescope.routing.capture import Capture
-from moescope.routing.documents import Batch, Document, batches, windows
-from moescope.routing.scoring import find_scoring
+from moescope.execution.adapters import Block, adapter_of
+from moescope.execution.capture import Capture
+from moescope.execution.documents import Batch, Document, batches, windows
+from moescope.execution.scoring import find_scoring
 from moescope.types import Routing
 
 if TYPE_CHECKING:
-    from moescope.routing.models import TracedModel
+    from moescope.execution.models import TracedModel
 
 Sums = dict[str, Tensor]  # layer.N.NAME -> sums and counts: those of two texts added are those of both
 SUMS_VERSION = "1"
@@ -57,7 +57,7 @@ def calibrate(
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Calibrated:
     """Read the documents once; every collector sees every layer's routing. Choices and gates are those the experts were handed."""
-    from moescope.routing.models import run_batch
+    from moescope.execution.models import run_batch
 
     seen: set[int] = set()
     tokens = 0

@@ -14,11 +14,11 @@ from moescope.compression.plan import Fits, LayerFit
 from moescope.compression.rerouting import Gating, grouped_probabilities
 from moescope.compression.running import RunningExperts
 from moescope.compression.states import LayerStates
+from moescope.execution.adapters import Ask, Asked, Block, Decision, RouterReads, adapter_of, relative_error
+from moescope.execution.capture import Capture
+from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.families.router_rewriting import changed_router
-from moescope.routing.adapters import Ask, Asked, Block, Decision, RouterReads, adapter_of, relative_error
-from moescope.routing.capture import Capture
-from moescope.routing.models import TracedModel
 from moescope.types import LayerPlan, Plan, Routing
 
 STATES_AT_ONCE = 512

@@ -12,7 +12,7 @@ from moescope.compression.rerouting import Gating
 from moescope.compression.row_fitting import fit_rows, mean_kl
 from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
-from moescope.routing.scoring import Scoring
+from moescope.execution.scoring import Scoring
 
 READS_OTHERWISE = 0.02  # relative error up to which logits count as weight times state
 BALANCE_STEPS = 300

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moescope.errors import BadInput
-from moescope.routing.documents import Batch, Document, batches, fingerprint, windows
-from moescope.routing.models import TracedModel
+from moescope.execution.documents import Batch, Document, batches, fingerprint, windows
+from moescope.execution.models import TracedModel
 
 ONE_IN = 5  # documents: one is held out, the others calibrate
 JUDGED_TOKENS = 32_768

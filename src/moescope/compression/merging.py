@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moescope.compression.folding import FoldedRouter, RouterParts
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
-    from moescope.routing.adapters import LinearView
+    from moescope.execution.adapters import LinearView
 
 Array = npt.NDArray[np.float64]
 
@@ -101,7 +101,7 @@ def layer_evidence(given: Evidence, layer: int) -> LayerEvidence:
 def linear_view(given: Evidence, layer: int) -> LinearView | None:
     if given.traced is None or layer not in given.states or not given.moe.layers[layer].router_state:
         return None
-    from moescope.routing.adapters import find_blocks
+    from moescope.execution.adapters import find_blocks
 
     return next(block.linear for block in find_blocks(given.traced().model) if block.layer == layer)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moescope.compression.calibration import Calibrated, Collector, Sums
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
-    from moescope.routing.models import TracedModel
+    from moescope.execution.models import TracedModel
 
 
 RESCALED = 0.05  # change of the gates' sum from which on it is worth a warning

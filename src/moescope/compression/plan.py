@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import Checkpoint
-from moescope.disk import check_disk, replace_synced
 from moescope.errors import BadInput
+from moescope.storage import check_disk, replace_synced
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:

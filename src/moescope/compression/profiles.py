@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, real_tokens
-from moescope.routing.adapters import Block, ungated_output
+from moescope.execution.adapters import Block, ungated_output
 from moescope.types import Routing
 
 CHUNK = 2048  # tokens an expert is given at a time

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moescope.compression.states import LayerStates
-from moescope.routing.scoring import Scoring
+from moescope.execution.scoring import Scoring
 
 GATES_FIT = 0.02  # relative error up to which gates count as reproduced: half precision stays below
 

@@ -14,9 +14,9 @@ from scipy import stats
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, outputs_of_chosen
-from moescope.routing.adapters import Block
+from moescope.execution.adapters import Block
 from moescope.routing.arrays import Array
-from moescope.routing.jackknife import BUCKETS, FEWEST_DOCUMENTS
+from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
 from moescope.types import Routing
 
 if TYPE_CHECKING:

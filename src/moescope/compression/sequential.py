@@ -17,7 +17,7 @@ from moescope.compression.rerouting import Gating, find_gating
 from moescope.compression.running import RunningExperts
 from moescope.compression.saliency import RoutedSums
 from moescope.compression.states import StateSample
-from moescope.routing.adapters import CONTRACT, Block, adapter_of, find_blocks
+from moescope.execution.adapters import CONTRACT, Block, adapter_of, find_blocks
 from moescope.types import LayerPlan, Routing
 
 if TYPE_CHECKING:

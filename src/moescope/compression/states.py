@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, real_tokens
-from moescope.routing.adapters import Block, RouterReads
+from moescope.execution.adapters import Block, RouterReads
 from moescope.types import Routing, Tokens
 
 MOST_STATES = 4096  # tokens a layer

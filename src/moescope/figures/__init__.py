@@ -1,17 +1,21 @@
 """Tables in, figures out. Each list below is one part of the report; a figure that cannot be drawn fails the report."""
 
-from moescope.figures import alignment, identification, nulls, one_layer, redundancy
-from moescope.figures.comparison import ACROSS_READINGS, ACROSS_STEPS
-from moescope.figures.expert_maps import MAPS
-from moescope.figures.geometry import DRIFT, EXPERT_DISTANCE
-from moescope.figures.joint import TOGETHER
-from moescope.figures.one_layer import COMPLETE_VIEW
-from moescope.figures.routing_domains import DOMAINS
-from moescope.figures.routing_load import LOAD
-from moescope.figures.routing_metrics import DECISIONS, VOCABULARY
-from moescope.figures.routing_separation import SEPARATION
-from moescope.figures.routing_steps import OVER_STEPS
-from moescope.figures.style import Figure, FigureSpec
+from moescope.comparison.figures import DRIFT, EXPERT_DISTANCE
+from moescope.plotting.style import Figure, FigureSpec
+from moescope.reporting.joint_figures import TOGETHER
+from moescope.routing.figures_domains import DOMAINS
+from moescope.routing.figures_load import LOAD
+from moescope.routing.figures_maps import MAPS
+from moescope.routing.figures_metrics import DECISIONS, VOCABULARY
+from moescope.routing.figures_separation import SEPARATION
+from moescope.routing.figures_steps import OVER_STEPS
+from moescope.weights import figures_alignment as alignment
+from moescope.weights import figures_identification as identification
+from moescope.weights import figures_layer as one_layer
+from moescope.weights import figures_nulls as nulls
+from moescope.weights import figures_redundancy as redundancy
+from moescope.weights.figures_layer import COMPLETE_VIEW
+from moescope.weights.figures_views import ACROSS_READINGS, ACROSS_STEPS
 
 LAYERS = ("alignment_layers",)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moescope.decoder.saving import load_model
 from moescope.lab.batches import TokenRows
-from moescope.lab.saving import load_model
 from moescope.routing.arrays import Integers
 from moescope.routing.compare_steps import layer_stability
 from moescope.types import Routing

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moescope.lab.config import ModelConfig
+from moescope.decoder.config import ModelConfig
+from moescope.decoder.model import parameter_counts
+from moescope.decoder.routers import RouterInput, router_class
 from moescope.lab.flops import FlopCount
-from moescope.lab.model import parameter_counts
-from moescope.lab.routers import RouterInput, router_class
 
 PROBED = 256  # tokens by which a router's operations are counted
 

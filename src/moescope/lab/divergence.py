@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moescope.decoder.model import LabModel
 from moescope.errors import BadInput
-from moescope.lab.model import LabModel
 
 
 class Diverged(BadInput):

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moescope.decoder.model import LabModel
+from moescope.decoder.vocabulary import Vocabulary
 from moescope.lab.batches import IGNORED
-from moescope.lab.model import LabModel
-from moescope.lab.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import pandas as pd

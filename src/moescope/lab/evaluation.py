@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from moescope.decoder.model import LabModel
 from moescope.lab.batches import IGNORED, TokenRows
-from moescope.lab.model import LabModel
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moescope.decoder.model import MoE
+from moescope.decoder.routers import Router, router_class
 from moescope.errors import BadInput
 from moescope.lab.flops import FlopCount
-from moescope.lab.model import MoE
-from moescope.lab.routers import Router, router_class
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moescope.lab.config import ModelConfig
+    from moescope.decoder.config import ModelConfig
 
 WARM_UP = 3
 

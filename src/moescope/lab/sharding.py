@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moescope.lab.model import LabModel
-from moescope.lab.ranks import Ranks
+from moescope.decoder.model import LabModel
+from moescope.decoder.ranks import Ranks
 
 
 def share_out(model: LabModel, device: str, ranks: Ranks) -> None:

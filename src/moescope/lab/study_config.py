@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moescope.decoder.attention import uses_qk_norm
+from moescope.decoder.config import LabConfig, as_dict, config_from, preset, unknown_key
+from moescope.decoder.routers import ROUTERS
+from moescope.decoder.routers.some import CONTROLS
+from moescope.decoder.routers.spectra import ABLATIONS
+from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput, unknown_name
-from moescope.lab.attention import uses_qk_norm
-from moescope.lab.config import LabConfig, as_dict, config_from, preset, unknown_key
-from moescope.lab.routers import ROUTERS
-from moescope.lab.routers.some import CONTROLS
-from moescope.lab.routers.spectra import ABLATIONS
-from moescope.lab.vocabulary import check_vocabulary
 
 KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
 ARM_KEYS = ("model", "data", "train", "question", "axes")

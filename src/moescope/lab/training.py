@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from moescope.decoder.config import LabConfig
+from moescope.decoder.model import LabModel
+from moescope.decoder.ranks import Ranks
 from moescope.lab.batches import IGNORED, TokenRows
-from moescope.lab.config import LabConfig
 from moescope.lab.divergence import FiniteWatch
 from moescope.lab.evaluation import Evaluation, evaluate
-from moescope.lab.model import LabModel
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
-from moescope.lab.ranks import Ranks
 from moescope.lab.sharding import average_whole, share_out, whole_model
 from moescope.lab.training_state import TrainingState, save_state
-from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_loop import LoopMonitor
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
 Advance = Callable[[str, int], None]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moescope.disk import check_disk, replace_synced, sync_folder
+from moescope.decoder.model import LabModel
+from moescope.decoder.ranks import Ranks
 from moescope.errors import BadInput
-from moescope.lab.model import LabModel
-from moescope.lab.ranks import Ranks
 from moescope.lab.sharding import part_like, put_together
+from moescope.storage import check_disk, replace_synced, sync_folder
 
 FILE = "training_state.pt"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER, OVER_STEPS, ROUTING
-from moescope.figures.routing_metrics import can_draw
-from moescope.figures.style import Figure
-from moescope.reporting.readings import readings, run_names
-from moescope.reporting.routing_views import load_trace, routing_views
+from moescope.plotting.style import Figure
 from moescope.reporting.run_kinds import kind_of
+from moescope.routing.figures_metrics import can_draw
+from moescope.routing.report_views import load_trace, routing_views
 from moescope.run import Run
+from moescope.weights.report_views import readings, run_names
 
 PAPER: dict[str, Any] = {
     "paper_bgcolor": "white",

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moescope.figures.style import Figure
 from moescope.glossary import COLUMNS
+from moescope.plotting.style import Figure
 from moescope.tables import table as table_spec
 
 SMALL = 64  # up to so many numbers are written out

@@ -9,18 +9,16 @@ from typing import Any
 
 import pandas as pd
 
+from moescope.comparison.report import charts_together
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
-from moescope.figures.style import Tables, listed, number
 from moescope.glossary import COLUMNS, METRICS, NOTES
-from moescope.reporting.experts_alone import experts_glance
-from moescope.reporting.findings import coverage_lines, findings, headline
-from moescope.reporting.geometry_section import charts_together
-from moescope.reporting.joint_section import joint_entries, joint_missing
-from moescope.reporting.layer_section import drawn, layer_entry, verdict_name
+from moescope.plotting.style import Tables, listed, number
+from moescope.reporting.joint import joint_entries, joint_missing
 from moescope.reporting.pack import glance_payload, script_json, table_payload
-from moescope.reporting.readings import Reading, reading_words, readings, run_names
-from moescope.reporting.routing_section import (
+from moescope.reporting.run_kind import RunKind, Section
+from moescope.reporting.run_kinds import kind_of
+from moescope.routing.report import (
     SECTIONS,
     step_sections,
     text_notice,
@@ -28,12 +26,14 @@ from moescope.reporting.routing_section import (
     trace_coverage,
     view_entry,
 )
-from moescope.reporting.routing_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
-from moescope.reporting.run_kind import RunKind, Section
-from moescope.reporting.run_kinds import kind_of
-from moescope.reporting.trace_summary import trace_findings, which_findings
+from moescope.routing.report_summary import trace_findings, which_findings
+from moescope.routing.report_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
 from moescope.run import Run
 from moescope.tables import READING, ROUTING_TABLES, SCAN_TABLES, TABLES
+from moescope.weights.report import coverage_lines, findings, headline
+from moescope.weights.report_experts import experts_glance
+from moescope.weights.report_layer import drawn, layer_entry, verdict_name
+from moescope.weights.report_views import Reading, reading_words, readings, run_names
 
 WHOLE_TABLES = {  # shown across layers, besides the figures
     "alignment_tests": "Tests and verdicts of every layer",

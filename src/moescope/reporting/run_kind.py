@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moescope.figures.style import FigureSpec, Tables
+from moescope.plotting.style import FigureSpec, Tables
 from moescope.run import Run
 
 

@@ -1,11 +1,11 @@
 """The verbs whose runs tell themselves through a `RunKind`: one line each."""
 
-from moescope.reporting.compression_section import COMPRESSION
-from moescope.reporting.geometry_section import COMPARE
-from moescope.reporting.monitor_section import WATCHED
+from moescope.comparison.report import COMPARE
+from moescope.compression.report import COMPRESSION
+from moescope.lab.report_study import STUDY
+from moescope.lab.report_training import TRAINING
 from moescope.reporting.run_kind import RunKind
-from moescope.reporting.study_section import STUDY
-from moescope.reporting.training_section import TRAINING
+from moescope.routing.report_monitor import WATCHED
 from moescope.run import Run
 
 KINDS: list[RunKind] = [

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moescope.execution.documents import Window
 from moescope.routing.arrays import Array, Integers
-from moescope.routing.documents import Window
 from moescope.types import Routing
 
 MOST = 5  # places kept an expert

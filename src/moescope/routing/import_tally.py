@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from moescope.errors import BadInput
+from moescope.execution.documents import Window, fingerprint
+from moescope.execution.recorded import Shape, Stretch
 from moescope.routing.arrays import Integers
-from moescope.routing.documents import Window, fingerprint
-from moescope.routing.imported import Shape, Stretch
+from moescope.routing.collect import Traced
 from moescope.routing.rows import Corpus
 from moescope.routing.sample import Sample
 from moescope.routing.tally import Tally
-from moescope.routing.trace import Traced
 from moescope.types import Routing, Tokens
 
 

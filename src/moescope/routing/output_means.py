@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.routing.adapters import Block, adapter_of
+from moescope.execution.adapters import Block, adapter_of
+from moescope.execution.capture import Capture
+from moescope.execution.documents import Batch, Document
 from moescope.routing.arrays import Array, Integers
-from moescope.routing.capture import Capture
-from moescope.routing.documents import Batch, Document
 from moescope.types import Routing
 
 DOCUMENTS = 16  # looked at, all domains together

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moescope.routing.adapters import Block
+from moescope.execution.adapters import Block
 from moescope.routing.step_tally import distributed
 
 

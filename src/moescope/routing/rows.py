@@ -21,7 +21,6 @@ from moescope.routing.domains import (
     permuted_tables,
     purity,
 )
-from moescope.routing.jackknife import NOT_AVAILABLE, interval
 from moescope.routing.load import LOAD, divide
 from moescope.routing.sample import Probe
 from moescope.routing.separation import (
@@ -44,6 +43,7 @@ from moescope.routing.vocabulary import (
     vocabulary_specialisation,
 )
 from moescope.routing.words import Words
+from moescope.statistics import NOT_AVAILABLE, interval
 
 Row = dict[str, Any]
 ROLES = ("input", "next", "predicted")

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moescope.execution.documents import Batch, Window
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import routing_entropy
-from moescope.routing.documents import Batch, Window
 from moescope.types import Routing
 
 MOST_TOKENS = 1_000_000

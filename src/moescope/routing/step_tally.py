@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.routing.adapters import Block
+from moescope.execution.adapters import Block
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION
 from moescope.routing.notes import NoteSums, NoteTally

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION, first_choice
-from moescope.routing.jackknife import BUCKETS
+from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 
 MOST_WAITING = 2**23  # numbers of logits held for counting together: 32 MB, and a few times that while they are

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moescope.disk import check_disk
+from moescope.execution.documents import Window
 from moescope.routing.arrays import Array, Integers
-from moescope.routing.documents import Window
+from moescope.storage import check_disk
 from moescope.tables import arrow_schema
 
 ROWS_AT_ONCE = 200_000  # rows of a row group, about

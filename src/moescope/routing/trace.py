@@ -1,292 +1,309 @@
-"""One model over one text: capture, tally and sample put together, and what they found as tables."""
+"""trace: which experts real text goes to, counted while the model runs, into a run folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from moescope.routing.arrays import Array, Integers
-from moescope.routing.capture import Capture
-from moescope.routing.contexts import Contexts, LargestGates
-from moescope.routing.documents import Batch, Document, batches, windows
-from moescope.routing.jackknife import FEWEST_DOCUMENTS
-from moescope.routing.models import TracedModel, predicted_tokens, run_batch
-from moescope.routing.output_means import OutputMeans
-from moescope.routing.rows import (
-    Corpus,
-    coactivation_columns,
-    context_rows,
-    domain_metric_rows,
-    domain_rows,
-    expert_cosine_columns,
-    load_rows,
-    metric_rows,
-    separation_rows,
-    vocabulary_columns,
-    vocabulary_metric_rows,
-)
-from moescope.routing.sample import Probe, Recorder, Sample, sampled_positions
-from moescope.routing.tally import LayerCounts, Tally
-from moescope.routing.token_table import TokenTable
-from moescope.routing.words import Words
-from moescope.types import Routing
+from moescope.arguments import choose_device, device_warnings, one_of
+from moescope.checkpoint.places import find_place, shown_url
+from moescope.errors import BadInput
+from moescope.execution.texts import Content, Source, sources
+from moescope.progress import progress
+from moescope.run import Run, RunWriter, default_folder, open_run
+from moescope.weights.verb import finished_run, step_numbers
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from moescope.execution.documents import Document
+    from moescope.execution.models import TracedModel
+
+PHASES = ("prefill", "decode", "both")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-TABLES_OF_A_STEP = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "contexts", "expert_cosines")
+@dataclass(frozen=True)
+class TraceSettings:
+    """What changes a run's numbers."""
+
+    max_tokens: int | None = None
+    phase: str = "prefill"
+    save_tokens: bool = False
+    dtype: str = "auto"
+    batch_size: int = 8
+    chat_template: bool = False
+    seed: int = 0
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("prefill", "decode") if self.phase == "both" else (self.phase,)
 
 
-@dataclass
-class Traced:
-    """What tracing one model gave, off the device: everything its tables are made of."""
+def trace(
+    *models: str | Path,
+    text: str | Path | Iterable[str | Path] = (),
+    domain: str | Iterable[str] = (),
+    token_ids: str | Path | None = None,
+    import_: str | Path | None = None,
+    format: str | None = None,
+    experts: int | None = None,
+    revisions: str | Iterable[str] = (),
+    out: str | Path | None = None,
+    max_tokens: int | None = None,
+    phase: str = "prefill",
+    save_tokens: bool = False,
+    dtype: str = "auto",
+    batch_size: int = 8,
+    chat_template: bool = False,
+    device: str = "auto",
+    seed: int = 0,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Trace one model's routing on text, or several models' as the steps of one run; or read a trace another tool wrote.
 
-    corpus: Corpus
-    counts: list[LayerCounts]
-    main_phase: str  # the one that tables without a phase are of
-    layer_names: dict[int, str]
-    probe: Probe | None = None
-    routers: dict[int, Array] | None = None  # router rows by layer
-    scoring: dict[int, str] | None = None
-    words: Words = field(default_factory=Words)
-    contexts: Contexts | None = None
-    outputs: OutputMeans | None = None
-    seen: Integers | None = None  # token ids whose words are to be kept, where single tokens are
-    model_type: str = "unknown"
-    window: int | None = None
-    gates: bool = True  # whether gates are known
-    decisions: bool = True  # whether logits are
-
-    def main(self) -> list[LayerCounts]:
-        return [counts for counts in self.counts if counts.phase == self.main_phase]
-
-    def vectors(self, layer: int) -> dict[str, Array]:
-        """What of the layer's experts can be compared as directions: router rows, mean outputs."""
-        outputs = None if self.outputs is None else self.outputs.means(layer)
-        found = {"router": (self.routers or {}).get(layer), "outputs": outputs}
-        return {of: vectors for of, vectors in found.items() if vectors is not None}
-
-    def tables(self, step: int, seed: int) -> dict[str, pd.DataFrame]:
-        import pandas as pd
-
-        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES_OF_A_STEP}
-
-        def keep(table: str, counts: LayerCounts, content: Any) -> None:
-            frame = pd.DataFrame(content if isinstance(content, dict) else list(content))
-            if len(frame):
-                frame.insert(0, "step", step)
-                frame.insert(1, "layer", counts.layer)
-                frame.insert(2, "layer_name", self.layer_names[counts.layer])
-                parts[table].append(frame)
-
-        for counts in self.counts:
-            keep("load", counts, load_rows(counts, self.corpus, self.gates))
-            keep("routing_layers", counts, metric_rows(counts, self.corpus, self.gates, self.decisions))
-            keep("routing_layers", counts, separation_rows(counts, (self.routers or {}).get(counts.layer)))
-            keep("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
-        places = context_rows(self.contexts, self.probe, self.corpus, self.words)
-        for counts in self.main():
-            keep("domains", counts, domain_rows(counts, self.corpus))
-            keep("contexts", counts, places.get(counts.layer, []))
-            for of, vectors in self.vectors(counts.layer).items():
-                keep("expert_cosines", counts, expert_cosine_columns(of, vectors))
-            if counts.k > 1:
-                keep("coactivation", counts, coactivation_columns(counts))
-            if self.probe is not None:
-                keep("routing_layers", counts, vocabulary_metric_rows(self.probe, counts.layer, counts.n_experts, counts.phase, seed))  # fmt: skip
-                keep(
-                    "vocabulary",
-                    counts,
-                    vocabulary_columns(self.probe, counts.layer, counts.n_experts, self.words.of),
-                )
-        frames = {name: joined(name, found) for name, found in parts.items()}
-        if self.seen is not None:
-            words = [self.words.of(int(token)) for token in self.seen]
-            frames["pieces"] = pd.DataFrame({"token_id": self.seen, "token": words})
-        return frames
-
-    def unfilled(self, main: list[LayerCounts]) -> dict[str, float]:
-        """`mean_k`, experts a token on average, where tokens have fewer than k: experts choose, or capacity turns some away."""
-        chosen = sum(int(counts.counts_MBE.sum()) for counts in main)
-        tokens = sum(int(counts.sums("tokens").sum()) for counts in main)
-        return {"mean_k": chosen / tokens} if chosen < tokens * min((counts.k for counts in main), default=0) else {}
-
-    def facts(self) -> dict[str, Any]:
-        """What run.json says of this step."""
-        main = self.main()
-        return {
-            "coverage": {
-                "model_type": self.model_type,
-                "layers": len(main),
-                "experts_per_layer": sorted({counts.n_experts for counts in main}),
-                "k": sorted({counts.k for counts in main}),
-                **self.unfilled(main),
-                "domains": dict(zip(self.corpus.domains, self.corpus.documents, strict=True)),
-                "tokens": {
-                    name: int(main[0].sums("tokens")[index].sum()) if main else 0
-                    for index, name in enumerate(self.corpus.domains)
-                },
-            },
-            "window": self.window,
-            "layers": [counts.layer for counts in main],
-            "n_experts": [counts.n_experts for counts in main],
-            "scoring": [(self.scoring or {}).get(counts.layer) for counts in main],
-            "sample_tokens": 0 if self.probe is None else len(self.probe.ids_T),
-            "sample_share": None if self.probe is None else self.probe.share,
-        }
-
-    def arrays(self) -> dict[str, Any]:
-        """What comparing steps needs: the sample's tokens and every layer's choices for them."""
-        if self.probe is None:
-            return {}
-        return {"chosen": self.probe.chosen_LTK, "ids": self.probe.ids_T, "documents": self.probe.document_T}
-
-    def warnings(self) -> list[str]:
-        found = []
-        documents = sum(self.corpus.documents)
-        if documents < FEWEST_DOCUMENTS:
-            found.append(f"no intervals: {FEWEST_DOCUMENTS} documents are needed, {documents} given")
-        if len(self.corpus.domains) > 1 and self.corpus.one_a_domain:
-            found.append("domain_information and purity not available: one document a domain cannot tell the two apart")
-        unknown = [layer for layer, words in (self.scoring or {}).items() if "not reproduced" in words]
-        if unknown:
-            found.append(f"selection_margin not available in layers {', '.join(map(str, unknown))}: the way of choosing was not recognised")  # fmt: skip
-        if self.probe is not None and self.probe.share < 1:
-            found.append(f"vocabulary and stability are of a sample: {len(self.probe.ids_T):,} tokens, {self.probe.share:.1%} of the text's windows")  # fmt: skip
-        return found
-
-
-def joined(table: str, frames: list[pd.DataFrame]) -> pd.DataFrame:
-    import pandas as pd
-
-    from moescope.tables import TABLES
-
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(TABLES[table].columns))
-
-
-def trace_model(
-    traced: TracedModel,
-    domains: list[str],
-    read: Callable[[], Iterable[Document]],
-    phases: tuple[str, ...],
-    batch_size: int,
-    layer_names: dict[int, str] | None = None,
-    step: int = 0,
-    token_file: Path | None = None,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> Traced:
-    """Run the model over the documents in each phase, counting; every token goes to `token_file` too, where one is given."""
-    tally, recorder = Tally(len(domains)), Recorder(full=token_file is not None)
-    outputs = OutputMeans(len(domains))
-
-    def consume(routing: Routing) -> None:
-        tally.add(routing)
-        recorder.add(routing)
-        largest.add(routing)
-        outputs.add(routing, capture)
-
-    main = phases[0]
-    corpus = Corpus(domains, [0] * len(domains))
-
-    def counted(documents: Iterable[Document]) -> Iterable[Document]:
-        for document in documents:
-            corpus.documents[document.domain] += 1
-            outputs.see(document)
-            yield document
-
-    with Capture(traced.model, consume, runner=traced.runner) as capture:
-        layers = [block.layer for block in capture.blocks]
-        names = layer_names or {block.layer: block.name for block in capture.blocks}
-        sample = Sample(layers)
-        contexts = Contexts(layers, [block.n_experts for block in capture.blocks])
-        largest = LargestGates(contexts.widest)
-        with TokenTable(token_file, step, names, domains) as table:
-            parts = windows(counted(read()), traced.window)
-            for rows in batches(parts, batch_size):
-                batch = Batch.of(rows, traced.padding)
-                for phase in phases:
-                    keeper = recorder if phase == main else None
-                    if keeper is None:
-                        recorder.at = largest.at = outputs.at = None
-                    run_phase(traced, capture, batch, phase, keeper, sample, (largest, contexts), outputs, table)
-                    advance(int(batch.real_BL.sum()))
-        router_rows = {block.layer: block.rows_ED for block in capture.blocks}
-        routers = {
-            layer: rows_ED.detach().double().cpu().numpy()
-            for layer, rows_ED in router_rows.items()
-            if rows_ED is not None
-        }
-        scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
-    return Traced(
-        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts, outputs,
-        table.seen() if table.wanted else None, str(traced.config.model_type), traced.window,
+    `text`, `domain` ("name=path") and `token_ids` say what to read; `import_` with `format` and `experts` takes a trace instead.
+    """
+    settings = TraceSettings(
+        max_tokens, one_of("phase", phase, PHASES), save_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template, seed
     )  # fmt: skip
+    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise BadInput(f"{name} {value}: must be at least 1")
+    if seed < 0:
+        raise BadInput(f"seed {seed}: must be at least 0")
+    if import_ is not None:
+        if text or domain or token_ids or revisions:
+            raise BadInput("--import takes the place of a text; give one or the other")
+        from moescope.routing.trace_recorded import trace_import
+
+        return trace_import(models, Path(import_), format, experts, settings, out, overwrite)
+    if format is not None or experts is not None:
+        raise BadInput("--format and --experts belong to --import FILE; without it leave them out")
+    named = step_names(models, revisions)
+    for name in named:
+        check_routed(name)
+    reading = sources(
+        [text] if isinstance(text, str | Path) else text, [domain] if isinstance(domain, str) else domain, token_ids
+    )
+    place = choose_device(device)
+    steps = sorted(zip(step_numbers([short_name(name) for name in named]), named, strict=True))
+    identity = {
+        "arguments": {**asdict(settings), "text": [[source.domain, source.identity] for source in reading]},
+        "checkpoints": [{"step": number, **checkpoint_identity(name)} for number, name in steps],
+    }
+    folder = Path(out) if out is not None else default_folder("trace", short_name(named[0]), identity)
+    if not overwrite and (done := finished_run(folder, identity)):
+        return done
+    with open_run(folder, "trace", identity, overwrite) as writer:
+        writer.save_info(device=place)
+        finished = writer.done_pieces()
+        with progress(settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases), 0, "tokens", quiet) as advance:  # fmt: skip
+            for number, name in steps:
+                if piece_name(number) not in finished:
+                    label = f"step {number}" if len(steps) > 1 else short_name(name)
+                    trace_step(writer, number, name, reading, settings, place, partial(advance, label))
+        return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
 
 
-def run_phase(
-    traced: TracedModel,
-    capture: Capture,
-    batch: Batch,
-    phase: str,
-    recorder: Recorder | None,
-    sample: Sample,
-    places: tuple[LargestGates, Contexts],
-    outputs: OutputMeans,
-    table: TokenTable,
+def trace_step(
+    writer: RunWriter,
+    number: int,
+    name: str,
+    reading: list[Source],
+    settings: TraceSettings,
+    device: str,
+    advance: Callable[[int], None],
 ) -> None:
-    """One batch in one phase. What is recorded of single tokens is put together over the phase's passes."""
-    import torch
+    """Run one model over the text; its tables are on disk before the next model is loaded."""
+    from moescope.decoder.saving import is_lab_checkpoint
+    from moescope.execution.adapters import find_blocks
+    from moescope.execution.lab_models import load_traced
+    from moescope.execution.models import load_model
+    from moescope.routing.collect import trace_model
 
-    from moescope.routing.models import passes
+    with writer.timed("load"):
+        load = load_traced if is_lab_checkpoint(name) else load_model
+        traced = load(name, settings.dtype, device)
+    if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
+        raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
+    if "decode" in settings.phases and traced.two_stacks:
+        raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
+    domains = [source.domain for source in reading]
+    blocks = find_blocks(traced.model)
+    check_shape(writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks])
+    names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
+    stream = writer.path / "parts" / f"{piece_name(number)}-tokens.tmp" if settings.save_tokens else None
+    with writer.timed("trace"):
+        result = trace_model(
+            traced, domains, lambda: documents(traced, reading, settings), settings.phases, settings.batch_size, names, number, stream, advance
+        )  # fmt: skip
+    if not sum(result.corpus.documents):
+        raise BadInput("the text holds no token; give a longer one")
+    with writer.timed("tables"):
+        frames = result.tables(number, settings.seed)
+    setup = {"step": number, **result.facts(), "warnings": result.warnings()}
+    writer.flush_piece(
+        piece_name(number), frames, setup, result.arrays(), {"tokens.parquet": stream} if stream is not None else None
+    )
+    writer.save_info()
 
-    if recorder is None:
-        for _ in run_batch(traced, capture, batch, phase):
-            pass
+
+def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_experts: list[int]) -> None:
+    """Refuse a step of another shape before it runs."""
+    for setup in setups:
+        if (setup["layers"], setup["n_experts"]) != (layers, n_experts):
+            raise BadInput(f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone")
+
+
+def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
+    """Join the steps' tables, compare the steps with each other, and close the run."""
+    from moescope.routing.collect import TABLES_OF_A_STEP
+    from moescope.routing.compare_steps import stability_table
+
+    with writer.timed("join"):
+        frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
+        setups = sorted(writer.setups(), key=lambda setup: setup["step"])
+        frames["stability"] = stability_table(
+            steps, setups, lambda step, array: writer.array(piece_name(step), array), layer_names_in(frames["load"])
+        )
+        if settings.save_tokens:
+            writer.join_streamed("tokens")
+            frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
+    warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
+    writer.save_info(setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups])
+    return writer.finish(frames)
+
+
+def layer_names_in(load: Any) -> dict[int, str]:
+    pairs = load[["layer", "layer_name"]].drop_duplicates()
+    return dict(zip(pairs["layer"], pairs["layer_name"], strict=True))
+
+
+def piece_name(step: int) -> str:
+    return f"step{step}"
+
+
+# --- documents
+
+
+def documents(traced: TracedModel, reading: list[Source], settings: TraceSettings) -> Iterator[Document]:
+    """Every document as token ids, domain after domain; each domain gets the same share of --max-tokens."""
+    import numpy as np
+
+    from moescope.execution.documents import Document
+
+    number = 0
+    for index, source in enumerate(reading):
+        left = None if settings.max_tokens is None else quota(settings.max_tokens, len(reading), index)
+        for content in source.read():
+            if left == 0:
+                break
+            ids = np.asarray(token_ids_of(traced, content, settings)[:left], dtype=np.int64)
+            if len(ids):
+                check_ids(ids, traced)
+                yield Document(number, index, ids)
+                number += 1
+                left = None if left is None else left - len(ids)
+
+
+def quota(tokens: int, domains: int, index: int) -> int:
+    """An equal share of the tokens; what does not divide goes to the first domains."""
+    return tokens // domains + (index < tokens % domains)
+
+
+def token_ids_of(traced: TracedModel, content: Content, settings: TraceSettings) -> list[int]:
+    if isinstance(content, list) and all(isinstance(part, int) for part in content):
+        return content
+    if traced.tokenizer is None:
+        raise BadInput(f"{traced.name}: no tokenizer beside the model; give token ids with --token-ids FILE")
+    if settings.chat_template:
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        return list(traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    if isinstance(content, list):
+        content = "\n".join(str(message.get("content", "")) for message in content if isinstance(message, dict))
+    return list(traced.tokenizer(content, verbose=False)["input_ids"])
+
+
+def check_ids(ids: Any, traced: TracedModel) -> None:
+    if ids.min() < 0 or ids.max() >= traced.vocabulary:
+        worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
+        raise BadInput(f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; give ids of its own tokenizer")  # fmt: skip
+
+
+# --- models and what is known of them before they are loaded
+
+
+def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> list[str]:
+    given = [str(model) for model in models]
+    wanted = [part for part in (revisions.split(",") if isinstance(revisions, str) else revisions) if part]
+    if not given:
+        raise BadInput("no model given; give a model's folder or hub id")
+    if wanted:
+        if len(given) > 1:
+            raise BadInput("--revisions are of one model; give one")
+        if Path(given[0]).exists() or "@" in given[0]:
+            raise BadInput(
+                f"{given[0]}: --revisions are of a hub id such as owner/name; give folders one by one as steps instead"
+            )
+        given = [f"{given[0]}@{revision}" for revision in wanted]
+    resolved = [str(Path(name).resolve()) if Path(name).exists() else name for name in given]
+    for index, name in enumerate(given):
+        if resolved[index] in resolved[:index]:
+            raise BadInput(f"{name}: given twice; give each step once")
+        if "://" in name:
+            raise BadInput(
+                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it and give its folder"
+            )
+        if not Path(name).is_dir():
+            find_place(name)  # refuses in a second what transformers would look for for half a minute
+    return given
+
+
+def check_routed(name: str) -> None:
+    """Refuse a dense model of the lab before anything is loaded."""
+    from moescope.decoder.routers import router_class
+    from moescope.decoder.saving import is_lab_checkpoint, load_config
+
+    if not is_lab_checkpoint(name):
         return
-    shape, (largest, contexts) = batch.ids_BL.shape, places
-    predicted_BL = np.full(shape, -1, dtype=np.int64)
-    kept: list[np.ndarray] = []
-    spans = list(passes(batch, phase))
+    config = load_config(Path(name))
+    if router_class(config.router).expert_shape(config)[0] == 1:
+        raise BadInput(
+            f"{name}: nothing is routed in it (router {config.router}, one block a layer), so there is nothing to trace; "
+            "moescope scan shows its spectra"
+        )
 
-    def aim(span: int) -> np.ndarray:
-        start, stop = spans[span]
-        outputs.aim(batch, start, stop, traced.device)
-        at = sampled_positions(batch, None if table.wanted else sample, start, stop)
-        recorder.at = torch.from_numpy(at).to(traced.device) if len(at) else None
-        largest.aim(recorder.at, len(batch.rows), stop - start)
-        return at
 
-    at = aim(0)
-    for span, (start, stop, output) in enumerate(run_batch(traced, capture, batch, phase)):
-        width = stop - start
-        if len(at):
-            moved = recorder.moved()
-            largest.collect(start)
-            if not kept:
-                kept = [
-                    np.full((len(part), *shape, *part.shape[2:]), -1 if index == 0 else np.nan, dtype=part.dtype)
-                    for index, part in enumerate(moved)
-                ]
-            row, column = at // width, at % width + start
-            for whole, part in zip(kept, moved, strict=True):
-                whole[:, row, column] = part
-            wanted = np.array([sample.wants(window) for window in batch.rows])[row]
-            predicted_BL[row[wanted], column[wanted]] = predicted_tokens(traced, output, at[wanted])
-        if span + 1 < len(spans):
-            at = aim(span + 1)
-    if not kept:
-        return
-    gate_LBE, position_LBE = largest.taken()
-    for index, window in enumerate(batch.rows):
-        n = len(window.ids)
-        if sample.wants(window):
-            contexts.add(window, gate_LBE[:, index], position_LBE[:, index])
-        sample.add(window, kept[0][:, index, :n].copy(), batch.next_BL[index, :n], predicted_BL[index, :n])
-        contexts.keep_below(sample.threshold)
-        if table.wanted:
-            table.add(window, phase, *(part[:, index, :n] for part in kept))
+def short_name(name: str) -> str:
+    return Path(name).resolve().name if Path(name).exists() else name.rsplit("/", 1)[-1]
+
+
+def checkpoint_identity(name: str) -> dict[str, Any]:
+    from moescope.checkpoint import open_checkpoint
+
+    try:
+        checkpoint = open_checkpoint(name)
+    except BadInput:  # weights in another form than safetensors: transformers may still read them
+        path, _, revision = name.partition("@")
+        return {"path": path, "revision": revision or None, "header_hash": None}
+    return {
+        "path": checkpoint.address,
+        "revision": checkpoint.revision,
+        "header_hash": checkpoint.header_hash(),
+    }
+
+
+def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:
+    """The blocks' names in the checkpoint, as scan has them; as they are in memory where the checkpoint cannot tell."""
+    from moescope.checkpoint import open_checkpoint
+    from moescope.families import read_moe
+
+    try:
+        moe = read_moe(open_checkpoint(name))
+    except BadInput:
+        return in_memory
+    on_disk = {number: layer.layer_name for number, layer in moe.layers.items()}
+    return on_disk if set(on_disk) == set(in_memory) else in_memory

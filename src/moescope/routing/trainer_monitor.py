@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
-from moescope.routing.monitor import LoopMonitor, logger
+from moescope.routing.monitor_loop import LoopMonitor, logger
 
 try:
     from transformers import TrainerCallback

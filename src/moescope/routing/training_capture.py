@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moescope.routing.adapters import CONTRACT, Block, adapter_of, router_logits
-from moescope.routing.capture import Capture, tensors_in
+from moescope.execution.adapters import CONTRACT, Block, adapter_of, router_logits
+from moescope.execution.capture import Capture, tensors_in
 from moescope.routing.decision import DECISION
 from moescope.routing.step_tally import Handed, StepTally
 from moescope.routing.tally import MOST_WAITING as MOST_LOGITS

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moescope.routing.adapters import Block
+from moescope.execution.adapters import Block
 from moescope.routing.arrays import Array
 from moescope.routing.decision import DECISION
 from moescope.routing.load import cv, load_entropy_share, max_over_mean, unused

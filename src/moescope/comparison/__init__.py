@@ -1,0 +1,1 @@
+"""Compare: what changed between two checkpoints or two runs."""

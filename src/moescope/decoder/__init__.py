@@ -1,0 +1,1 @@
+"""The small decoder that the lab trains: model, experts, routers, vocabulary, saving."""

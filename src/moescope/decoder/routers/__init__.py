@@ -1,0 +1,32 @@
+"""The routers. One file each, one line here."""
+
+from moescope.decoder.routers.contract import Routed, Router, RouterInput, to_routing
+from moescope.decoder.routers.dense import Dense
+from moescope.decoder.routers.expert_choice import ExpertChoice
+from moescope.decoder.routers.hash import Hash
+from moescope.decoder.routers.loss_free import LossFree
+from moescope.decoder.routers.some import SoME
+from moescope.decoder.routers.spectra import Spectra
+from moescope.decoder.routers.topk import SwitchTop1, Top2, TopK
+from moescope.errors import unknown_name
+
+ROUTERS: dict[str, type[Router]] = {
+    "switch_top1": SwitchTop1,
+    "top2": Top2,
+    "topk": TopK,
+    "expert_choice": ExpertChoice,
+    "hash": Hash,
+    "loss_free": LossFree,
+    "spectra": Spectra,
+    "some": SoME,
+    "dense": Dense,
+}
+
+
+def router_class(name: str) -> type[Router]:
+    if name not in ROUTERS:
+        raise unknown_name("router", name, list(ROUTERS))
+    return ROUTERS[name]
+
+
+__all__ = ["ROUTERS", "Routed", "Router", "RouterInput", "router_class", "to_routing"]

@@ -1,0 +1,69 @@
+"""Balance without a loss: a bias on each expert's score, for choosing only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moescope.decoder.routers.contract import Routed, Router, RouterInput
+from moescope.decoder.routers.topk import choice_counts, masked_mean
+from moescope.errors import BadInput
+from moescope.types import Note
+
+if TYPE_CHECKING:
+    from moescope.decoder.config import ModelConfig, Option
+
+
+class LossFree(Router):
+    """The k largest of sigmoid(logit) + b; gates are the sigmoids without b, divided by their sum (at k = 1 the sigmoid itself).
+
+    After each step b_i += rate sign(mean count - count_i), counts over the whole batch. Wang et al. 2024; DeepSeek-V3. The rule
+    looks at the sign alone, so b moves by `rate` however small the imbalance, and never quite comes to rest.
+    """
+
+    name = "loss_free"
+    OPTIONS: ClassVar[dict[str, Option]] = {"rate": 0.001}
+    bias_E: Tensor
+
+    def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
+        super().__init__(config, layer, shared)
+        self.weight = nn.Parameter(torch.empty(config.experts, config.d_model).normal_(std=0.02))
+        self.register_buffer("bias_E", torch.zeros(config.experts))
+
+    @classmethod
+    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
+        if options["rate"] < 0:
+            raise BadInput(f"router {cls.name}: rate must be 0 or more, not {options['rate']}")
+
+    @classmethod
+    def renormalises(cls, config: ModelConfig) -> bool:
+        return config.top_k > 1
+
+    def forward(self, given: RouterInput) -> Routed:
+        logits_TE = functional.linear(given.x_TD, self.weight)
+        sigmoids_TE = logits_TE.sigmoid()
+        selection_TE = sigmoids_TE.detach() + self.bias_E
+        chosen_TK = selection_TE.topk(self.config.top_k, dim=-1).indices
+        gates_TK = sigmoids_TE.gather(1, chosen_TK)
+        if self.config.top_k > 1:
+            gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
+        chosen_TK = chosen_TK.masked_fill(~given.mask_T[:, None], -1)
+        gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)
+        self.accumulate("counts", choice_counts(chosen_TK, self.config.experts))
+        scores_TE = sigmoids_TE / sigmoids_TE.sum(-1, keepdim=True)
+        notes = {"bias_spread": self.bias_spread(sigmoids_TE.detach(), given.mask_T)}
+        return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE, notes=notes)
+
+    def bias_spread(self, sigmoids_TE: Tensor, mask_T: Tensor) -> Note:
+        """The standard deviation of b over experts; at the worst as large as that of a token's own scores: then b chooses, not the text."""
+        # torch's own std takes several times as long along short rows on a CPU
+        spread_T = (sigmoids_TE - sigmoids_TE.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+        return Note(self.bias_E.std(correction=0), 0.0, masked_mean(spread_T, mask_T))
+
+    def after_step(self) -> None:
+        counts_E = self.total("counts")
+        if counts_E is not None:
+            self.bias_E.add_(self.options["rate"] * torch.sign(counts_E.mean() - counts_E))

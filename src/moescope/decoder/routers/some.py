@@ -1,0 +1,251 @@
+"""SoME, the self-organising mixture of experts: frozen random experts, keys that organise themselves, a trained query network."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moescope.decoder.routers.contract import Routed, Router, RouterInput
+from moescope.errors import BadInput
+from moescope.execution.adapters import LinearView
+from moescope.types import Note
+
+if TYPE_CHECKING:
+    from moescope.decoder.config import ModelConfig, Option
+
+PUBLISHED_EVALUATION_TEMPERATURE = 0.5
+RESPAWN_BELOW = 0.1  # of a key's strength
+
+# What SoME is compared with, as changes to [model] of the whole: one thing taken away, or held fixed, at a time.
+CONTROLS: dict[str, dict[str, Any]] = {
+    "-PeerPull": {"router_options": {"peer_pull": 0.0}},
+    "-MovingKeys": {"router_options": {"frozen_keys": True}},
+    "-Experts": {"expert_init": "zero"},
+    "+TrainedExperts": {"frozen_experts": False},  # the same blocks, so the same operations a token
+    "+Orthogonal": {"expert_init": "orthogonal"},
+    "+OrthogonalMatched": {"expert_init": "orthogonal", "match_expert_scale": True},
+    "+Sparse": {"expert_init": "sparse"},
+    "+SparseMatched": {"expert_init": "sparse", "match_expert_scale": True},
+}
+
+
+class SoME(Router):
+    """The router of one SoME layer.
+
+    q = unit(W2 gelu(W1 x)); scores q K'; the k largest; gates softmax(score/T) over them (k = 1: over all experts). Keys
+    K_i = rho_i khat_i, |khat_i| = 1, have no gradient: they move after each optimiser step, see `after_step`.
+
+    Options: `attraction` alpha and `peer_pull` beta (0 switches either off; peer pull alone drives keys together), `frozen_keys` (the
+    control: nothing moves, usage is still counted), `decay` delta of rho, `decay_after` so many steps, for keys below the
+    `decay_percentile` of used ones, `respawn` of keys whose rho fell below 0.1. As published: `published_usage` (usage without bias
+    correction, so that the first steps overshoot), `published_peers` (the pull divided by the smaller usage of a pair),
+    `published_order` (keys are made unit vectors after the decay, which undoes it), `published_pads` (padding moves keys too),
+    `published_temperature` (0.5 in evaluation, whatever it was in training).
+    """
+
+    name: ClassVar[str] = "some"
+    OPTIONS: ClassVar[dict[str, Option]] = {
+        "temperature": 0.8,
+        "attraction": 0.01,
+        "peer_pull": 0.005,
+        "usage_decay": 0.99,
+        "decay": 0.001,
+        "decay_after": 400,
+        "decay_percentile": 5.0,
+        "respawn": False,
+        "frozen_keys": False,
+        "published_usage": False,
+        "published_peers": False,
+        "published_order": False,
+        "published_pads": False,
+        "published_temperature": False,
+    }
+    components: ClassVar[dict[str, str]] = {
+        "query": "query",
+        "similarity": "scores",
+        "top_k": "choose",
+        "gates": "gates",
+        "bookkeeping": "remember",
+    }
+    direction_ED: Tensor
+    strength_E: Tensor
+    usage_E: Tensor
+    steps: Tensor
+
+    def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
+        super().__init__(config, layer, shared)
+        width = config.d_model
+        self.wide = nn.Linear(width, 2 * width)
+        self.narrow = nn.Linear(2 * width, width)
+        self.register_buffer("direction_ED", functional.normalize(torch.randn(config.experts, width), dim=-1))
+        self.register_buffer("strength_E", torch.ones(config.experts))  # rho
+        self.register_buffer("usage_E", torch.zeros(config.experts))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    @classmethod
+    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
+        if not options["temperature"] > 0:
+            raise BadInput(f"router some: temperature must be more than 0, not {options['temperature']}")
+        for name in ("attraction", "peer_pull", "decay_after"):
+            if not options[name] >= 0:
+                raise BadInput(f"router some: {name} must be 0 or more, not {options[name]}")
+        for name in ("usage_decay", "decay"):
+            if not 0 <= options[name] < 1:
+                raise BadInput(f"router some: {name} must be at least 0 and less than 1, not {options[name]}")
+        if not 0 <= options["decay_percentile"] <= 100:
+            raise BadInput(
+                f"router some: decay_percentile must lie between 0 and 100, not {options['decay_percentile']}"
+            )
+        if options["respawn"] and (options["frozen_keys"] or options["published_order"]):
+            raise BadInput("router some: respawn needs keys that weaken; leave out frozen_keys and published_order")
+
+    @property
+    def keys_ED(self) -> Tensor:
+        """K = rho khat."""
+        return self.strength_E[:, None] * self.direction_ED
+
+    def forward(self, given: RouterInput) -> Routed:
+        q_TD = self.query(given.x_TD)
+        scores_TE = self.scores(q_TD)
+        everywhere_TK = self.choose(scores_TE)
+        chosen_TK = everywhere_TK.masked_fill(~given.mask_T[:, None], -1)
+        logits_TE = scores_TE / self.temperature()
+        if self.training:
+            pads_too = self.options["published_pads"]
+            self.remember(q_TD, everywhere_TK if pads_too else chosen_TK)
+        return Routed(
+            chosen_TK=chosen_TK,
+            gates_TK=self.gates(logits_TE, chosen_TK),
+            logits_TE=logits_TE,
+            scores_TE=logits_TE.softmax(-1),
+            selection_TE=scores_TE.detach(),
+            notes=self.of_keys(),
+        )
+
+    def of_keys(self) -> dict[str, Note]:
+        """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says more), their mean
+        strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used keys lie below their
+        percentile q, ceil(q (n - 1))/n."""
+        n, options = self.config.experts, self.options
+        cosine = (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
+        begun = (self.steps > options["decay_after"]).float()
+        below = math.ceil(options["decay_percentile"] / 100 * (n - 1) - 1e-9) / n
+        return {
+            "key_cosine": Note(cosine, 0.0, 1.0),
+            "key_strength": Note(self.strength_E.mean(), 1.0, 0.0),
+            "weakened_keys": Note((self.strength_E < 1).float().mean(), begun * below, 1.0),
+        }
+
+    def linear_view(self) -> LinearView:
+        """Keys divided by the temperature, times queries. Strengths above 1, which fitted keys may have, training would bring down."""
+
+        def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
+            keys_KD = rows_KD * self.temperature()
+            return {"direction_ED": functional.normalize(keys_KD, dim=-1), "strength_E": keys_KD.norm(dim=-1)}
+
+        return LinearView(self.keys_ED / self.temperature(), self.query, "direction_ED", stored)
+
+    def temperature(self) -> float:
+        published = self.options["published_temperature"] and not self.training
+        return PUBLISHED_EVALUATION_TEMPERATURE if published else self.options["temperature"]
+
+    def query(self, x_TD: Tensor) -> Tensor:
+        """Unit vectors, [T, D]."""
+        return functional.normalize(self.narrow(functional.gelu(self.wide(x_TD))), dim=-1)
+
+    def scores(self, q_TD: Tensor) -> Tensor:
+        return q_TD @ self.keys_ED.T
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        return scores_TE.detach().topk(self.config.top_k, -1).indices
+
+    def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Softmax over a token's k choices, over all experts where k = 1 (over one it would be 1, and teach nothing); 0 for pads."""
+        picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
+        if self.config.top_k == 1:
+            gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
+        else:
+            gates_TK = picked_TK.softmax(-1)
+        return gates_TK.masked_fill(chosen_TK < 0, 0)
+
+    @torch.no_grad()
+    def remember(self, q_TD: Tensor, chosen_TK: Tensor) -> None:
+        """Keeps what the step's update needs, as sums: choices an expert, their queries, and how often each pair was chosen together."""
+        n = self.config.experts
+        slots_TK = torch.where(chosen_TK < 0, n, chosen_TK)
+        member_TE = torch.zeros(len(slots_TK), n + 1, device=q_TD.device).scatter_(1, slots_TK, 1)[:, :n]
+        self.accumulate("counts", member_TE.sum(0))
+        self.accumulate("queries", member_TE.T @ q_TD)
+        self.accumulate("pairs", (member_TE.T @ member_TE).fill_diagonal_(0))
+        if self.options["respawn"]:
+            real_T = self.ranks.gathered((chosen_TK[:, 0] >= 0).double())
+            # all weights 0 cannot be drawn from; then nothing counts anyway
+            picked_E = torch.multinomial(real_T + (real_T.sum() == 0), n, replacement=True)
+            self.accumulated["candidates"] = self.ranks.picked(q_TD, self.ranks.of_first(picked_E))
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Usage, then keys, then strengths, from this step's queries and choices (Kohonen's rule with a rate for each key).
+
+        u <- 0.99 u + 0.01 c, used as u/(1 - 0.99^t). From the keys as they were:
+        K_i += alpha/(1+u_i) sum_{slots of i} (q - K_i) + sum_{tokens, j beside i} beta/max(1+u_i, 1+u_j) (K_j - K_i).
+        khat is made a unit vector again and rho is left alone. After `decay_after` steps rho <- rho (1 - delta) where u is below the
+        percentile of the used ones, rho <- min(1, rho/(1 - delta)) elsewhere.
+        """
+        options = self.options
+        counts_E, queries_ED, pairs_EE = self.total("counts"), self.total("queries"), self.total("pairs")
+        if counts_E is None or queries_ED is None or pairs_EE is None:
+            return
+        self.steps += 1
+        self.usage_E.lerp_(counts_E, 1 - options["usage_decay"])
+        if options["frozen_keys"]:
+            return
+        usage_E = self.usage_E if options["published_usage"] else self.corrected_usage()
+        self.move(counts_E, queries_ED, pairs_EE, usage_E)
+        if not options["published_order"]:
+            self.weaken(usage_E)
+        if options["respawn"]:
+            self.revive(self.accumulated.pop("candidates"))
+
+    def corrected_usage(self) -> Tensor:
+        """u/(1 - 0.99^t): the mean of the counts so far, the later ones weighing more."""
+        return self.usage_E / (1 - self.options["usage_decay"] ** self.steps.clamp(min=1))
+
+    def move(self, counts_E: Tensor, queries_ED: Tensor, pairs_EE: Tensor, usage_E: Tensor) -> None:
+        K_ED = self.keys_ED
+        slowness_E = 1 + usage_E
+        attraction_E1 = (self.options["attraction"] / slowness_E)[:, None]
+        pair = torch.minimum if self.options["published_peers"] else torch.maximum
+        pull_EE = pairs_EE * self.options["peer_pull"] / pair(slowness_E[:, None], slowness_E)
+        moved_ED = attraction_E1 * (queries_ED - counts_E[:, None] * K_ED)
+        moved_ED += pull_EE @ K_ED - pull_EE.sum(-1, keepdim=True) * K_ED
+        self.direction_ED.copy_(functional.normalize(K_ED + moved_ED, dim=-1))
+
+    def weaken(self, usage_E: Tensor) -> None:
+        """Shrinks the strength of hardly used keys and lets that of the others grow back; nothing before `decay_after` steps."""
+        keep = 1 - self.options["decay"]
+        idle_E = usage_E < quantile_of_used(usage_E, self.options["decay_percentile"] / 100)
+        changed_E = torch.where(idle_E, self.strength_E * keep, (self.strength_E / keep).clamp(max=1))
+        self.strength_E.copy_(torch.where(self.steps > self.options["decay_after"], changed_E, self.strength_E))
+
+    def revive(self, candidates_ED: Tensor) -> None:
+        """Keys too weak to be chosen begin anew, at full strength, each where some token of this step asked."""
+        weak_E = self.strength_E < RESPAWN_BELOW
+        self.direction_ED.copy_(torch.where(weak_E[:, None], candidates_ED, self.direction_ED))
+        self.strength_E.masked_fill_(weak_E, 1)
+
+
+def quantile_of_used(usage_E: Tensor, share: float) -> Tensor:
+    """The quantile of the values above 0, between two of them in a line; NaN where there are none.
+
+    The bits of torch.nanquantile, which in some versions looks into its tensors, put together from parts that never do.
+    """
+    used = (usage_E > 0).sum()
+    ascending_E = torch.where(usage_E > 0, usage_E, torch.inf).sort().values
+    rank = (share * (used - 1)).clamp(min=0)
+    below, above = (ascending_E.gather(0, at.long()[None])[0] for at in (rank.floor(), rank.ceil()))
+    return torch.where(used > 0, torch.lerp(below, above, rank - rank.floor()), torch.nan)

@@ -1,0 +1,181 @@
+"""A lab model as an ordinary checkpoint, and back.
+
+Three layouts: Mixtral's where the router is a plain linear top-k with renormalised gates, Qwen3-MoE's where the model norms queries
+and keys (its gates may be renormalised or not), and the lab's own for everything else. The first two transformers loads itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moescope.checkpoint.writing import planned, write_checkpoint
+from moescope.decoder.attention import uses_qk_norm
+from moescope.decoder.config import ModelConfig, check_model, overlaid
+from moescope.decoder.model import LabModel
+from moescope.decoder.routers import router_class
+from moescope.decoder.vocabulary import Vocabulary, load_vocabulary
+from moescope.errors import BadInput
+
+OWN = "moescope_lab"  # the model type of the lab's own layout, and the key under which every config.json holds the lab's config
+SIGMOID = f"{OWN}_sigmoid"  # the same with sigmoid scores: what a config says of scoring is said by its model type
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
+BLOCK_NAMES = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
+ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+
+
+def layout_of(config: ModelConfig) -> str:
+    """The model type under which a model of this config is saved."""
+    router = router_class(config.router)
+    if config.block == "modern" and router.plain_top_k:
+        if uses_qk_norm(config):
+            return "qwen3_moe"
+        if router.renormalises(config):
+            return "mixtral"
+    return SIGMOID if config.router == "loss_free" else OWN
+
+
+def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """config.json: what transformers and moescope's families read, and the lab's own config. `dtype` is that of the stored weights."""
+    layout = layout_of(config)
+    experts, d_ff = router_class(config.router).expert_shape(config)
+    common: dict[str, Any] = {
+        "model_type": layout,
+        "architectures": [ARCHITECTURES.get(layout, "LabModel")],
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "head_dim": config.d_model // config.heads,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": "silu" if config.block == "modern" else "gelu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "tie_word_embeddings": config.tie_embeddings,
+        "num_experts_per_tok": config.top_k,
+        "dtype": dtype,
+        OWN: asdict(config),
+    }
+    if layout == "mixtral":
+        return {**common, "num_local_experts": experts, "intermediate_size": d_ff, "sliding_window": None}
+    if layout == "qwen3_moe":
+        return {
+            **common,
+            "num_experts": experts,
+            "moe_intermediate_size": d_ff,
+            "intermediate_size": d_ff,
+            "norm_topk_prob": router_class(config.router).renormalises(config),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "attention_bias": False,
+            "use_sliding_window": False,
+        }
+    return {**common, "num_experts": experts, "intermediate_size": d_ff}
+
+
+def stored_tensors(model: LabModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under the name its layout gives it. Experts are views of the model's stacks: nothing is copied."""
+    config = model.config
+    layout = layout_of(config)
+    for name, tensor in model.state_dict().items():
+        if layout not in EXPERT_NAMES:
+            yield name, tensor
+            continue
+        if name == "lm_head.weight":
+            if not config.tie_embeddings:
+                yield name, tensor
+            continue
+        parts = name.split(".")
+        if ".mlp." not in name:
+            yield f"model.{name}", tensor
+            continue
+        block = f"model.layers.{parts[1]}.{BLOCK_NAMES[layout]}"
+        gate, up, down = EXPERT_NAMES[layout]
+        if parts[-1] == "gate_up":
+            half = tensor.shape[1] // 2
+            for expert in range(len(tensor)):
+                yield f"{block}.experts.{expert}.{gate}.weight", tensor[expert, :half]
+                yield f"{block}.experts.{expert}.{up}.weight", tensor[expert, half:]
+        elif parts[-1] == "down":
+            for expert in range(len(tensor)):
+                yield f"{block}.experts.{expert}.{down}.weight", tensor[expert]
+        else:
+            assert name.endswith("mlp.router.weight"), name
+            yield f"{block}.gate.weight", tensor
+
+
+def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
+    """Write the checkpoint with its tokenizer, whole or not at all; one of the same name is replaced."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tensors = [planned(name, tensor) for name, tensor in stored_tensors(model)]
+    with tempfile.TemporaryDirectory() as beside:
+        vocabulary.save(Path(beside))
+        dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")  # frozen experts may be kept in another
+        write_checkpoint(folder, tensors, config_json(model.config, dtype), Path(beside))
+
+
+def is_lab_checkpoint(folder: str | Path) -> bool:
+    """Whether the lab wrote that folder, in whatever layout."""
+    return OWN in read_json(Path(folder))
+
+
+def is_own_layout(folder: str | Path) -> bool:
+    """Whether only the lab can run what lies there; its other layouts transformers runs too."""
+    return read_json(Path(folder)).get("model_type") in (OWN, SIGMOID)
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The lab's config of a checkpoint; how many experts there are is told by the rest of config.json, which compression changes."""
+    content = read_json(folder)
+    if OWN not in content:
+        raise BadInput(f"{folder}: not a checkpoint of the lab; give a folder that `moescope train` wrote")
+    config = overlaid(ModelConfig(), content[OWN], f"{folder / 'config.json'}: {OWN}")
+    check_model(config, f"{folder / 'config.json'}: {OWN}")
+    experts = content.get("num_local_experts", content.get("num_experts", config.experts))
+    if router_class(config.router).expert_shape(config)[0] == experts:
+        return config
+    return replace(config, experts=experts, top_k=content["num_experts_per_tok"])
+
+
+def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -> tuple[LabModel, Vocabulary]:
+    """The model and vocabulary of a lab checkpoint, in evaluation mode."""
+    place = Path(folder)
+    config = load_config(place)
+    stored: dict[str, Tensor] = {}
+    for file in sorted(place.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            stored.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    model = LabModel(config, compile=compile)
+    own = model.state_dict()
+    for name, tensor in stored_tensors(model):  # views of the model's own tensors: filling them fills the model
+        if name not in stored:
+            raise BadInput(f"{place}: tensor {name} is missing; copy the checkpoint again")
+        if stored[name].shape != tensor.shape:
+            raise BadInput(
+                f"{place}: tensor {name} has shape {list(stored[name].shape)}, expected {list(tensor.shape)}; copy the checkpoint again"
+            )
+        with torch.no_grad():
+            tensor.copy_(stored[name])
+    model.load_state_dict(own)
+    return model.to(device).eval(), load_vocabulary(place)

@@ -1,0 +1,1 @@
+"""Run any model over documents: texts, batches, capture of routing, recorded traces."""

@@ -1,0 +1,159 @@
+"""A lab model in the form that tracing expects of one: called with input_ids and attention_mask, a cache handed back and forth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moescope.decoder.model import Consume, LabModel, MoE
+from moescope.decoder.routers import Router, RouterInput
+from moescope.decoder.saving import config_json, layout_of, load_model
+from moescope.decoder.vocabulary import Vocabulary
+from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
+from moescope.execution.models import TracedModel
+from moescope.types import Routing
+
+
+@dataclass(frozen=True)
+class TraceableConfig:
+    """The few facts that tracing asks of a config."""
+
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    pad_token_id: int
+    is_encoder_decoder: bool = False
+    stored: dict[str, Any] = field(default_factory=dict)  # what config.json says
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.stored
+
+    def get_text_config(self) -> TraceableConfig:
+        return self
+
+
+class Traceable(nn.Module):
+    """The model behind another way of calling it; what it hands out stays the same."""
+
+    def __init__(self, model: LabModel, vocabulary: Vocabulary):
+        super().__init__()
+        self.model = model
+        shape = model.config
+        self.config = TraceableConfig(
+            layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad, stored=config_json(shape)
+        )
+
+    def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
+        return self.model.routing_blocks()
+
+    def expert_blocks(self) -> dict[int, Apart]:
+        """Every layer's experts, its router to be asked about single tokens, and a router like it with other tensors."""
+        found = {}
+        for layer, block in enumerate(self.model.blocks):
+            router = block.mlp.router
+            found[layer] = Apart(
+                block.mlp.experts, partial(ask, router), partial(with_router, router), router.linear_view()
+            )
+        return found
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        use_cache: bool = False,
+        past_key_values: Any = None,
+        consume: Consume | None = None,
+    ) -> SimpleNamespace:
+        cache = (past_key_values or self.model.new_cache()) if use_cache else None
+        mask_BL = attention_mask[:, -input_ids.shape[1] :].bool()
+        if consume is None:
+            output = self.model(input_ids, mask_BL=mask_BL, cache=cache)
+        else:
+            with experts_inputs(self.model) as given:
+                handed = partial(with_inputs, consume, given)
+                output = self.model(input_ids, mask_BL=mask_BL, consume=handed, cache=cache)
+        return SimpleNamespace(logits=output.logits_BLV, past_key_values=cache)
+
+
+@contextmanager
+def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
+    """Layer -> what its experts were given in the pass under way, and what its router was handed on, until it is taken."""
+    given: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def seen(module: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(module, MoE)
+        x_TD, _, _, carried_TR = args
+        given[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
+
+    hooks = [block.mlp.register_forward_pre_hook(seen) for block in model.blocks]
+    try:
+        yield given
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def with_inputs(consume: Consume, given: dict[int, tuple[Tensor, Tensor | None]], routing: Routing) -> None:
+    x_TD, carried_TR = given.pop(routing.layer)
+    consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
+
+
+@torch.no_grad()
+def ask(router: Router, reads: RouterReads) -> Asked:
+    """The router's answer for tokens of no text: all are real, and have the id 0 where none is known."""
+    x_TD = reads.x_TD
+    ids_T = torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device) if reads.ids_T is None else reads.ids_T
+    real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
+    routed = router(RouterInput(x_TD.float(), ids_T, real_T, router.layer, reads.carried_TR))
+    return Asked(Decision(x_TD, routed.chosen_TK, routed.gates_TK), routed.logits_TE)
+
+
+def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:
+    """A router of the same kind and options with these tensors, for so many experts; what all layers share it shares too."""
+    config = replace(router.config, experts=n_experts, top_k=top_k or router.config.top_k)
+    with torch.random.fork_rng(devices=[]):  # what it draws for its first weights is thrown away
+        changed = type(router)(config, router.layer, router.shared)
+    changed.load_state_dict(dict(tensors))
+    device = next((tensor.device for tensor in router.state_dict().values()), None)
+    return partial(ask, changed.to(device).eval())
+
+
+@dataclass(frozen=True)
+class TraceableVocabulary:
+    """The vocabulary as tracing calls a tokenizer."""
+
+    vocabulary: Vocabulary
+    chat_template: None = None
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.vocabulary.pad
+
+    def __call__(self, text: str, **ignored: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.vocabulary.encode(text).tolist()}
+
+    def decode(self, ids: list[int]) -> str:
+        return self.vocabulary.decode(ids)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.vocabulary.decode([token])
+
+
+def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
+    """A lab checkpoint ready to be traced by the lab's own model; transformers is not needed."""
+    model, vocabulary = load_model(name, device)
+    if dtype not in ("auto", "float32"):
+        model.cast(getattr(torch, dtype))
+    whole = Traceable(model, vocabulary).eval()
+    return TracedModel(str(name), whole, whole, TraceableVocabulary(vocabulary), device)

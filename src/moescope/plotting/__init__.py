@@ -1,0 +1,1 @@
+"""Figure building blocks: style, axes, palettes, maps. Needs no torch."""

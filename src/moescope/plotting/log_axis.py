@@ -1,0 +1,76 @@
+"""Logarithmic axes that can be read: ticks written out as numbers, whiskers that end inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from moescope.plotting.style import Trace, number
+
+LEAST = 3  # a whisker is followed down to the smallest drawn value over this
+
+
+def plain_log(data: list[Trace]) -> dict[str, object] | None:
+    """A logarithmic axis over all that is drawn, whiskers included; None where something is not positive."""
+    return log_axis(np.concatenate([reach(trace) for trace in data]))
+
+
+def log_axis(values: Iterable[float]) -> dict[str, object] | None:
+    """A logarithmic axis with ticks at 1, 2 and 5 (over three decades: at 1) written out, at even steps
+    where fewer than two of those lie among the values; None where one is not positive."""
+    drawn = np.asarray(values, float)
+    drawn = drawn[np.isfinite(drawn)]
+    if not drawn.size or drawn.min() <= 0:
+        return None
+    low, high = np.log10(drawn.min()), np.log10(drawn.max())
+    steps = (1, 2, 5) if high - low <= 3 else (1,)
+    exponents = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 2)
+    ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
+    ticks = [tick for tick in ticks if low - 0.35 <= np.log10(tick) <= high + 0.35]
+    if sum(low <= np.log10(tick) <= high for tick in ticks) < 2 and high > low:
+        ticks = even_ticks(float(drawn.min()), float(drawn.max()))
+    return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
+
+
+def even_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, three to eight of them from low to high."""
+    power = 10.0 ** np.floor(np.log10((high - low) / 3))
+    step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 3)
+    return [multiple * step for multiple in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
+
+
+def reach(trace: Trace) -> np.ndarray:
+    """All heights that a trace comes to: its points, and the ends of its whiskers."""
+    y = np.asarray(trace["y"], float)
+    whiskers: dict[str, Any] = trace.get("error_y") or {}
+    if not whiskers:
+        return y
+    return np.concatenate([y, y - whiskers["arrayminus"], y + whiskers["array"]])
+
+
+def cut_whiskers(data: list[Trace]) -> tuple[list[Trace], float | None]:
+    """The traces with whiskers that end where a logarithmic axis can show it, and where those were cut that go further; else None.
+
+    An interval that reaches 0, or hardly stops before, would run out of such an axis, or stretch it until nothing else is seen.
+    """
+    points = np.concatenate([np.asarray(trace["y"], float) for trace in data])
+    points = points[np.isfinite(points) & (points > 0)]
+    if not points.size:
+        return data, None
+    bottom = float(points.min()) / LEAST
+    cut = False
+    made = []
+    for trace in data:
+        if whiskers := trace.get("error_y"):
+            y, minus = np.asarray(trace["y"], float), np.asarray(whiskers["arrayminus"], float)
+            beyond = (y > 0) & (y - minus < bottom)
+            cut = cut or bool(beyond.any())
+            trace = {**trace, "error_y": {**whiskers, "arrayminus": np.where(beyond, y - bottom, minus)}}
+        made.append(trace)
+    return made, bottom if cut else None
+
+
+def cut_words(bottom: float | None) -> str:
+    return "" if bottom is None else f" Whiskers that end at {number(bottom)} go further down, beyond this scale."

@@ -1,0 +1,1 @@
+"""Scan: what router and expert weights say about each other."""

@@ -1,1 +1,0 @@
-"""One file a verb: the story of that verb on one page."""

@@ -1,0 +1,451 @@
+"""compare as a user meets it: distances against numpy on the files' own tensors, planted changes, refusals, real interruptions."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from checkpoint.quantised.builders import fp8_checkpoint, qwen
+from checkpoints import expert_name, router_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from families.tiny_models import tiny_model
+from geometry.experts import shuffled
+from moescope.cli import app
+from moescope.comparison import verb as compare_module
+from moescope.comparison.verb import compare
+from moescope.errors import BadInput
+from moescope.reporting.run_kind import kind_summary
+from moescope.reporting.run_kinds import kind_of
+from moescope.run import Run
+from moescope.tables import TABLES
+from moescope.types import ExpertWeights
+from moescope.weights.verb import scan
+
+SIZES = {"layers": 3, "experts": 4, "d_model": 24, "d_ff": 16}
+MOVED = (1, 2)  # layer and expert that were changed far more than the others
+
+
+def tuned_tensors(share: float = 0.05) -> dict[str, torch.Tensor]:
+    """The base model after a small change everywhere, and a large one in one expert."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = tiny_tensors(**SIZES)
+    for name, tensor in tensors.items():
+        far = f"layers.{MOVED[0]}.block_sparse_moe.experts.{MOVED[1]}." in name
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + (10 * share if far else share) * noise
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("a") / "base", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("b") / "tuned", tuned_tensors(), tiny_config(3, 4))
+
+
+@pytest.fixture(scope="module")
+def run(base, tuned, tmp_path_factory) -> Run:
+    return compare(base, tuned, out=tmp_path_factory.mktemp("runs") / "run", quiet=True)
+
+
+def findings(run: Run) -> str:
+    return "\n".join(kind_of(run).findings(run))
+
+
+# --- two checkpoints
+
+
+def test_every_matrix_and_router_row_has_the_distance_of_the_files_own_tensors(run, base, tuned):
+    before, after = load_file(base / "model.safetensors"), load_file(tuned / "model.safetensors")
+    table = run.table("geometry")
+    assert len(table) == 3 * 4 * 4
+    for row in table.itertuples():
+        name = router_name(row.layer) if row.matrix == "router" else expert_name(row.layer, row.expert_a, row.matrix)
+        a, b = (tensors[name].double().numpy() for tensors in (before, after))
+        a, b = (a[row.expert_a], b[row.expert_a]) if row.matrix == "router" else (a, b)
+        unit_a, unit_b = a / np.linalg.norm(a), b / np.linalg.norm(b)
+        assert row.expert_b == row.expert_a
+        assert row.relative_l2 == pytest.approx(np.linalg.norm(unit_a - unit_b), rel=1e-9)
+        assert row.cosine == pytest.approx((unit_a * unit_b).sum(), rel=1e-9)
+        assert row.norm_ratio == pytest.approx(np.linalg.norm(b) / np.linalg.norm(a), rel=1e-9)
+        if row.matrix == "router":
+            assert np.isnan(row.sv_alignment)
+        else:
+            polar = [u @ v for u, _, v in (np.linalg.svd(m, full_matrices=False) for m in (a, b))]
+            assert row.sv_alignment == pytest.approx((polar[0] * polar[1]).sum() / 16, abs=1e-5)
+
+
+def test_layers_hold_the_means_with_intervals_and_chance(run):
+    geometry, layers = run.table("geometry"), run.table("geometry_layers")
+    assert set(layers["series"]) == {"base_to_ift"}
+    assert len(layers) == 3 * 4
+    means = geometry.groupby(["layer", "matrix"])["relative_l2"].mean()
+    for row in layers.itertuples():
+        assert row.relative_l2_mean == pytest.approx(means[(row.layer, row.matrix)])
+        assert row.relative_l2_low < row.relative_l2_mean < row.relative_l2_high
+        assert row.null_l2 == pytest.approx(2**0.5)
+    experts = layers[layers["matrix"] != "router"]
+    assert (experts["null_l2_matched"] < 1.3).all()
+    assert experts["sv_alignment_mean"].between(0.9, 1).all()
+    assert layers.loc[layers["matrix"] == "router", ["null_l2_matched", "sv_alignment_mean"]].isna().all(axis=None)
+
+
+def test_tables_and_run_json_are_those_of_the_contract(run, base, tuned):
+    for name in ("geometry", "geometry_layers"):
+        assert list(run.table(name).columns) == list(TABLES[name].columns)
+    assert run.info["verb"] == "compare"
+    assert [item["path"] for item in run.info["checkpoints"]] == [str(base), str(tuned)]
+    assert [item["role"] for item in run.info["checkpoints"]] == ["a", "b"]
+    assert len(run.info["coverage"]) == 2
+    assert not (run.path / "parts").exists()
+
+
+def test_the_expert_that_moved_most_is_named_beside_the_median(run):
+    told = findings(run)
+    assert f"moved most: layer {MOVED[0]}, expert {MOVED[1]}, relative L2 0.4" in told
+    assert "times the median 0.0" in told
+    assert "unrelated experts 1.41" in told
+
+
+def test_alignment_and_ambiguity_before_and_after_are_those_of_two_scans(run, base, tuned, tmp_path):
+    for role, model in (("a", base), ("b", tuned)):
+        alone = scan(model, out=tmp_path / role, quiet=True)
+        held = Run.load(run.path / "scans" / role)
+        pd.testing.assert_frame_equal(held.table("ambiguity"), alone.table("ambiguity"))
+    scores = [
+        Run.load(run.path / "scans" / role).table("ambiguity").set_index("layer")["absolute_score"] for role in "ab"
+    ]
+    layer = (scores[1] - scores[0]).abs().idxmax()
+    assert f"absolute ambiguity changed most in layer {layer}: " in findings(run)
+    assert "verdict of alignment" in findings(run)
+
+
+def test_a_checkpoint_compared_with_itself_has_not_moved(base, tmp_path):
+    same = compare(base, base, out=tmp_path / "run", skip="scan", quiet=True)
+    table = same.table("geometry")
+    assert (table["relative_l2"] == 0).all()
+    np.testing.assert_allclose(table["norm_ratio"], 1)
+    np.testing.assert_allclose(table["sv_alignment"].dropna(), 1, atol=1e-5)
+    assert "no expert moved" in findings(same)
+
+
+def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):
+    """Neurons of every expert shuffled and flipped: unrelated as they lie, equal after matching."""
+    tensors = tiny_tensors(**SIZES)
+    for layer in range(3):
+        for expert in range(4):
+            names = [expert_name(layer, expert, matrix) for matrix in ("gate", "down", "up")]
+            copy, _, _ = shuffled(ExpertWeights(*(tensors[name] for name in names)), 10 * layer + expert, flip=True)
+            for name, moved in zip(names, (copy.gate_FD, copy.down_DF, copy.up_FD), strict=True):
+                tensors[name] = moved.contiguous()
+    permuted = write_checkpoint(tmp_path / "permuted", tensors, tiny_config(3, 4))
+    run = compare(base, permuted, out=tmp_path / "run", matched=True, skip="scan", quiet=True)
+    table = run.table("geometry")
+    experts = table[table["matrix"] != "router"]
+    assert (table.loc[table["matrix"] == "router", "relative_l2"] == 0).all()
+    as_they_lie = experts[experts["series"] == "base_to_ift"]
+    matched = experts[experts["series"] == "base_to_ift_permuted"]
+    assert len(as_they_lie) == len(matched) == 3 * 4 * 3
+    assert as_they_lie["relative_l2"].mean() > 1.1
+    assert not as_they_lie["matched"].any()
+    assert matched["matched"].all()
+    np.testing.assert_allclose(matched["relative_l2"], 0, atol=1e-6)
+    np.testing.assert_allclose(matched["sv_alignment"], 1, atol=1e-5)
+    assert (
+        "base_to_ift_permuted: relative L2, mean of a layer's experts, is 0 throughout; random experts of this shape 1.2"
+        in findings(run)
+    )
+
+
+@pytest.mark.parametrize(
+    ("match_by", "name"), [("unsigned", "base_to_ift_permuted_unsigned"), ("held_out", "base_to_ift_held_out")]
+)
+def test_neurons_are_matched_by_order_alone_or_with_down_held_out(base, tmp_path, match_by, name):
+    """Against an unrelated model: both come closer as random experts do, except what was held out."""
+    unrelated = tiny_checkpoint(tmp_path / "unrelated", seed=9, **SIZES)
+    options = {"matched": True, "match_by": match_by, "layers": 0, "matrix": "gate,down", "skip": "scan"}
+    run = compare(base, unrelated, out=tmp_path / "run", quiet=True, **options)
+    layers = run.table("geometry_layers").set_index(["series", "matrix"])
+    assert layers.loc[(name, "gate"), "relative_l2_mean"] == pytest.approx(
+        layers.loc[(name, "gate"), "null_l2_matched"], abs=0.04
+    )
+    assert layers.loc[(name, "gate"), "null_l2_matched"] < 1.32
+    down = layers.loc[(name, "down")]
+    assert down["relative_l2_mean"] == pytest.approx(down["null_l2_matched"], abs=0.06)
+    assert (down["null_l2_matched"] > 1.4) == (match_by == "held_out")
+    assert ("which had no say in the matching" in findings(run)) == (match_by == "held_out")
+    assert f"--matched --match-by {match_by}" in kind_of(run).command(run)
+
+
+def test_the_distance_of_a_quantised_model_is_its_rounding(tmp_path):
+    qwen(tmp_path / "plain")
+    fp8_checkpoint(tmp_path / "packed")
+    table = compare(tmp_path / "plain", tmp_path / "packed", out=tmp_path / "run", skip="scan", quiet=True).table(
+        "geometry"
+    )
+    experts = table[table["matrix"] != "router"]
+    assert experts["relative_l2"].between(0.01, 0.05).all()  # three bits of mantissa: 1/16 at most, 0.026 in the mean
+    assert (experts["sv_alignment"] > 0.95).all()
+
+
+def test_two_layouts_of_one_model_are_compared(tmp_path):
+    """One tensor an expert as transformers saves it, fused as it lies in memory."""
+    tiny = tiny_model("qwen3_moe")
+    for form in ("saved", "memory"):
+        tiny.save(tmp_path / form, form)
+    run = compare(tmp_path / "saved", tmp_path / "memory", out=tmp_path / "run", skip="scan", quiet=True)
+    assert (run.table("geometry")["relative_l2"] == 0).all()
+    assert set(run.table("geometry")["matrix"]) == {"gate", "up", "down", "router"}
+
+
+def test_experts_without_a_gate_have_no_up(tmp_path):
+    tiny = tiny_model("switch_transformers")
+    folder = tiny.save(tmp_path / "switch", "saved")
+    run = compare(folder, folder, out=tmp_path / "run", skip="scan,sv", quiet=True)
+    assert set(run.table("geometry")["matrix"]) == {"gate", "down", "router"}
+    with pytest.raises(BadInput, match="no up matrix"):
+        compare(folder, folder, out=tmp_path / "other", matrix="up", quiet=True)
+    assert not (tmp_path / "other").exists()
+
+
+def test_options_choose_layers_matrices_and_the_series_name(base, tuned, tmp_path):
+    run = compare(
+        base, tuned, out=tmp_path / "run", layers="0,2", matrix="up,router", series="dpo", skip="scan,sv", quiet=True
+    )
+    table = run.table("geometry")
+    assert set(table["layer"]) == {0, 2}
+    assert set(table["matrix"]) == {"up", "router"}
+    assert set(table["series"]) == {"dpo"}
+    assert table["sv_alignment"].isna().all()
+    assert not (run.path / "scans").exists()
+    command = kind_of(run).command(run)
+    assert command.endswith("--layers 0,2 --matrix up,router --skip sv,scan --series dpo") or command.endswith(
+        "--layers 0,2 --matrix up,router --skip scan,sv --series dpo"
+    )
+
+
+def test_a_matrix_of_zeros_is_warned_of_and_has_no_distance(base, tmp_path):
+    tensors = tiny_tensors(**SIZES)
+    tensors[expert_name(0, 3, "up")].zero_()
+    broken = write_checkpoint(tmp_path / "broken", tensors, tiny_config(3, 4))
+    run = compare(base, broken, out=tmp_path / "run", layers=0, quiet=True)
+    assert "layer 0, expert 3, up: all zeros in one of the two, so it has no distance" in run.info["warnings"]
+    table = run.table("geometry")
+    assert table["relative_l2"].isna().sum() == 1
+    assert kind_of(run).sections(run)
+
+
+# --- refusals
+
+
+def other(tmp_path: Path, **changes: int) -> Path:
+    return tiny_checkpoint(tmp_path / "other", **{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"experts": 6}, r"layer 0 of .*other has number of experts 6, of .*base 4; give two checkpoints of one arch"),
+        ({"d_model": 32}, "model width 32, of .*base 24"),
+        ({"d_ff": 8}, "expert width 8, of .*base 16"),
+        ({"layers": 2}, "other has MoE layers 0-1, .*base 0-2"),
+    ],
+)
+def test_another_architecture_is_refused_by_what_differs(base, tmp_path, changes, difference):
+    with pytest.raises(BadInput, match=difference):
+        compare(base, other(tmp_path, **changes), out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"series": "a b"}, "series 'a b': give at most 40 letters"),
+        ({"series": ""}, "series ''"),
+        ({"matrix": "gate,side"}, "unknown matrix 'side'; known: gate, up, down, router"),
+        ({"skip": "all"}, "unknown skip 'all'; known: sv, scan"),
+        ({"layers": "7"}, "no MoE layer 7"),
+        ({"match_by": "held_out"}, "give --matched with it"),
+        ({"match_by": "loosely", "matched": True}, "unknown match_by 'loosely'; known: signed, unsigned, held_out"),
+        ({"seed": -1}, "seed -1"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_any_work(base, tuned, tmp_path, options, message):
+    with pytest.raises(BadInput, match=message):
+        compare(base, tuned, out=tmp_path / "run", quiet=True, **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [expert_name(0, 1, "down"), router_name(0)])
+def test_weights_that_are_no_numbers_are_named(base, tmp_path, name):
+    tensors = tiny_tensors(**SIZES)
+    tensors[name][0, 0] = float("nan")
+    broken = write_checkpoint(tmp_path / "broken", tensors, tiny_config(3, 4))
+    with pytest.raises(BadInput, match=name.replace(".", r"\.") + r".*NaN.*--layers"):
+        compare(base, broken, out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_and_a_run_cannot_be_compared(base, run):
+    with pytest.raises(BadInput, match="base: not a run folder, while the other is one"):
+        compare(base, run.path)
+    with pytest.raises(BadInput, match="no such"):
+        compare(base, base.parent / "nowhere")
+
+
+# --- taking up
+
+
+def test_the_same_command_again_does_no_work(run, base, tuned, monkeypatch):
+    monkeypatch.setattr(compare_module, "compare_layer", None)
+    assert compare(base, tuned, out=run.path, quiet=True).path == run.path
+    with pytest.raises(BadInput, match=r"other arguments \(matched\)"):
+        compare(base, tuned, out=run.path, matched=True, quiet=True)
+
+
+def test_overwriting_leaves_no_old_scan_behind_to_be_shown(base, tuned, tmp_path):
+    compare(base, tuned, out=tmp_path / "run", layers=0, quiet=True)
+    again = compare(base, tuned, out=tmp_path / "run", layers=0, skip="scan", overwrite=True, quiet=True)
+    assert "verdict" not in findings(again)
+    assert [section.anchor for section in kind_of(again).sections(again)] == ["distances", "drift"]
+
+
+def test_an_interrupted_comparison_is_taken_up_at_the_layer_it_had_reached(tmp_path):
+    sizes = {"layers": 8, "experts": 8, "d_model": 64, "d_ff": 96}
+    a = tiny_checkpoint(tmp_path / "a", **sizes)
+    b = tiny_checkpoint(tmp_path / "b", seed=1, **sizes)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "moescope", "compare", str(a), str(b), "--out", str(out), "--skip", "scan"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (done := [piece for piece in out.glob("parts/*") if piece.suffix != ".tmp"]):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130, complaints
+    assert complaints == "moescope: interrupted; the same command goes on where this one stopped\n"
+    assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
+    kept = {piece.name: piece.stat().st_mtime_ns for piece in out.glob("parts/layer*") if piece.suffix != ".tmp"}
+    assert 1 <= len(done) <= len(kept) < 8, "stopped too late to prove anything"
+    redone = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = compare_module.compare_layer
+        patch.setattr(compare_module, "compare_layer", lambda *given: (redone.append(given[4]), real(*given))[1])
+        taken_up = compare(a, b, out=out, skip="scan", quiet=True)
+    assert sorted(redone) == [layer for layer in range(8) if f"layer{layer}" not in kept]
+    whole = compare(a, b, out=tmp_path / "whole", skip="scan", quiet=True)
+    for name in ("geometry", "geometry_layers"):
+        pd.testing.assert_frame_equal(taken_up.table(name), whole.table(name))
+
+
+# --- the command line
+
+
+def test_the_command_prints_findings_or_json(base, tuned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["compare", str(base), str(tuned), "--layers", "1", "--skip", "scan"])
+    assert shown.exit_code == 0, shown.output
+    assert "moved most: layer 1, expert 2" in shown.stdout
+    assert "run: runs/compare-base-1" in shown.stdout
+    facts = CliRunner().invoke(app, ["compare", str(base), str(tuned), "--layers", "1", "--skip", "scan", "--json"])
+    assert json.loads(facts.stdout)["verb"] == "compare"
+    quiet = CliRunner().invoke(app, ["compare", str(base), str(tuned), "--layers", "0", "--skip", "scan,sv", "--quiet"])
+    assert quiet.stdout == ""
+
+
+# --- two runs
+
+
+@pytest.fixture(scope="module")
+def scans(base, tuned, tmp_path_factory) -> list[Run]:
+    folder = tmp_path_factory.mktemp("scans")
+    return [scan(model, out=folder / model.name, quiet=True) for model in (base, tuned)]
+
+
+def test_two_scans_are_compared_row_by_row(scans, tmp_path):
+    run = compare(scans[0].path, scans[1], out=tmp_path / "run")
+    tables = [scan.table("spectra").set_index(["layer", "expert"]) for scan in scans]  # one matrix: it tells nothing
+    change = tables[1]["frobenius"] - tables[0]["frobenius"]
+    record = next(item for item in run.info["changes"] if (item["table"], item["column"]) == ("spectra", "frobenius"))
+    place = change.abs().idxmax()
+    assert record["rows"] == 3 * 4
+    assert record["where"] == dict(zip(("layer", "expert"), place, strict=True))
+    assert record["largest"] == pytest.approx(change[place])
+    assert record["a"] == pytest.approx(tables[0]["frobenius"][place])
+    assert record["b"] == pytest.approx(tables[1]["frobenius"][place])
+    assert record["median"] == pytest.approx(change.abs().median())
+    assert record["spread"] == pytest.approx(np.std(tables[0]["frobenius"]))
+    assert kind_summary(run, kind_of(run))["findings"]
+
+
+def test_columns_that_are_words_count_how_many_rows_differ(scans, tmp_path):
+    run = compare(*scans, out=tmp_path / "run")
+    tables = [scan.table("alignment").set_index(["layer", "k", "expert"])["identified"] for scan in scans]
+    record = next(
+        item for item in run.info["changes"] if (item["table"], item["column"]) == ("alignment", "identified")
+    )
+    assert record["changed"] == (tables[0] != tables[1]).sum() > 0
+    assert {record["a"], record["b"]} == {True, False}
+
+
+def test_a_run_compared_with_itself_has_not_changed(scans, tmp_path):
+    run = compare(scans[0], scans[0], out=tmp_path / "run")
+    assert all(change["changed"] == 0 for change in run.info["changes"] if change["rows"])
+    columns = len([change for change in run.info["changes"] if change["rows"]])
+    assert kind_of(run).findings(run) == [f"{columns} columns compared; {columns} did not change"]
+
+
+def test_rows_of_one_run_alone_are_said(scans, base, tmp_path):
+    part = scan(base, out=tmp_path / "part", layers="0,1", quiet=True)
+    run = compare(scans[1], part, out=tmp_path / "run")
+    assert "ambiguity: 1 rows are in the first run only, 0 in the second only" in run.info["warnings"]
+
+
+def test_runs_of_two_kinds_and_options_of_checkpoints_are_refused(scans, run, tmp_path):
+    with pytest.raises(BadInput, match=r"is a run of compare, .* of scan; give two runs of one kind"):
+        compare(scans[0], run, out=tmp_path / "run")
+    with pytest.raises(BadInput, match="--matched belongs to comparing checkpoints"):
+        compare(*scans, out=tmp_path / "run", matched=True)
+    with pytest.raises(BadInput, match="one of the runs to compare"):
+        compare(*scans, out=scans[0].path, overwrite=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_without_a_row_in_common_are_refused(base, tuned, tmp_path):
+    runs = [scan(base, out=tmp_path / str(layer), layers=layer, quiet=True) for layer in (0, 1)]
+    with pytest.raises(BadInput, match="no row in common"):
+        compare(*runs, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_routing_metrics_are_compared_each_alone():
+    from moescope.comparison.runs import table_changes
+
+    rows = [
+        {"step": 0, "layer": layer, "phase": "prefill", "domain": "", "metric": metric, "value": value}
+        for layer in (0, 1)
+        for metric, value in (("cv", 0.5 + layer), ("z_loss", 100.0))
+    ]
+    before, after = pd.DataFrame(rows), pd.DataFrame(rows)
+    after.loc[(after["metric"] == "cv") & (after["layer"] == 1), "value"] += 0.25
+    changes = {change["column"]: change for change in table_changes("routing_layers", before, after)}
+    assert set(changes) == {"cv", "z_loss"}
+    assert changes["cv"]["largest"] == 0.25
+    assert changes["cv"]["where"] == {"layer": 1}
+    assert changes["z_loss"]["changed"] == 0

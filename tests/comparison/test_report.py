@@ -1,0 +1,137 @@
+"""The report of two checkpoints, and of two runs: what it says, and what a reader sees in a real browser."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from playwright.sync_api import expect
+
+from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from moescope.comparison.report import charts_together, compare_command, compare_sections, moved
+from moescope.comparison.verb import compare
+from moescope.reporting.verb import report
+from moescope.run import Run
+from report_payloads import payloads
+from reporting.test_browser import scroll_through
+
+SIZES = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """Layer 2, expert 1 moved ten times as far as the rest."""
+    folder = tmp_path_factory.mktemp("compared")
+    generator = torch.Generator().manual_seed(5)  # not the model's own, or its noise would be a change of scale
+    tensors = tiny_tensors(**SIZES)
+    for name, tensor in tensors.items():
+        share = 0.4 if "layers.2.block_sparse_moe.experts.1." in name else 0.04
+        tensors[name] = tensor + share * torch.randn(tensor.shape, generator=generator)
+    base = tiny_checkpoint(folder / "<b>base", **SIZES)
+    tuned = write_checkpoint(folder / "tuned", tensors, tiny_config(3, 4))
+    return compare(base, tuned, out=folder / "run", matched=True, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def runs_compared(run) -> Run:
+    return compare(run.path / "scans" / "a", run.path / "scans" / "b", out=run.path.parent / "runs")
+
+
+@pytest.fixture(scope="module")
+def page_of(run, runs_compared):
+    return {
+        "checkpoints": report(run),
+        "runs": report(runs_compared),
+        "both": report(run, runs_compared, out=run.path.parent / "both.html"),
+    }
+
+
+def test_the_table_of_what_moved_most_is_in_order_with_its_references(run, page_of):
+    shown = next(
+        item
+        for item in payloads(page_of["checkpoints"].read_text()).values()
+        if item.get("name") == "experts_that_moved_most"
+    )
+    titles = [column["title"] for column in shown["columns"]]
+    experts = moved(run.table("geometry"))
+    assert [row[:2] for row in shown["rows"]] == experts[["layer", "expert_a"]].to_numpy().tolist()
+    assert shown["rows"][0][:2] == [2, 1]
+    first = dict(zip(titles, shown["rows"][0], strict=True))
+    rows = run.table("geometry").query("series == 'base_to_ift' and layer == 2 and expert_a == 1").set_index("matrix")
+    assert first["L2 of up"] == pytest.approx(rows.loc["up", "relative_l2"], rel=1e-5)
+    assert first["relative L2, mean"] == pytest.approx(rows.drop("router")["relative_l2"].mean(), rel=1e-5)
+    assert first["lowest R"] == pytest.approx(rows["sv_alignment"].min(), rel=1e-5)
+    assert first["cosine of its router row"] == pytest.approx(rows.loc["router", "cosine"], rel=1e-5)
+    assert first["times the median of all"] == pytest.approx(
+        experts["relative_l2"][0] / experts["relative_l2"].median(), rel=1e-5
+    )
+    assert first["unrelated"] == pytest.approx(2**0.5, rel=1e-5)
+
+
+def test_sections_hold_chart_drift_and_alignment(run):
+    found = {section.anchor: [spec.name for spec, _ in section.figures] for section in compare_sections(run)}
+    assert found == {
+        "distances": ["expert_distance_gate", "expert_distance_up", "expert_distance_down"],
+        "drift": ["drift_heatmap", "router_cosines", "norm_ratios"],
+        "alignment": ["compare_accuracy", "compare_margin", "compare_ambiguity"],
+    }
+
+
+def test_the_series_of_several_runs_share_one_chart_and_those_of_one_name_say_whose_they_are(
+    run, runs_compared, tmp_path
+):
+    from moescope.compression.verb import compress
+
+    merged = compress(run.info["checkpoints"][0]["path"], method="weights", keep=2, out=tmp_path / "merged", quiet=True)
+    (section,) = charts_together([run, merged, runs_compared])
+    drawn = section.figures[0][1]["geometry_layers"]
+    assert set(drawn["series"]) == {"base_to_ift", "base_to_ift_permuted", "weights", "weights_permuted"}
+    assert len(drawn) == len(run.table("geometry_layers")) + len(merged.table("geometry_layers"))
+    twice = charts_together([merged, merged])[0].figures[0][1]["geometry_layers"]
+    assert set(twice["series"]) == {"weights (merged)", "weights_permuted (merged)"}
+    assert charts_together([run, runs_compared]) == []
+    html = report(run, merged, out=tmp_path / "all.html").read_text(encoding="utf-8")
+    assert any(name.startswith("distances-of-all-0") for name in payloads(html))
+
+
+def test_the_command_shown_makes_the_run_again(run):
+    paths = [item["path"] for item in run.info["checkpoints"]]
+    assert compare_command(run) == f"moescope compare '{paths[0]}' {paths[1]} --matched"
+
+
+def test_the_report_of_two_runs_lists_every_column(runs_compared, page_of):
+    shown = next(item for item in payloads(page_of["runs"].read_text()).values() if item.get("name") == "changes")
+    compared = [change for change in runs_compared.info["changes"] if change["rows"]]
+    assert len(shown["rows"]) == len(compared)
+    titles = [column["title"] for column in shown["columns"]]
+    place = titles.index("largest, in spreads")
+    sizes = [row[place] for row in shown["rows"] if row[place] is not None]
+    finite = [size for size in sizes if size]
+    assert finite == sorted(finite, reverse=True)
+    assert finite[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "width", "scheme"),
+    [("checkpoints", 9, 1400, "light"), ("both", 9, 390, "dark"), ("runs", 0, 390, "light")],
+)
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, page_of, name, figures, width, scheme):
+    troubles: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(page_of[name].as_uri())
+    scroll_through(page)
+    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(figures)
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    if figures:
+        heat = page.locator("figure[data-name=drift_heatmap]")
+        expect(heat.locator("h4")).to_contain_text("Moved most, gate: layer 2, expert 1")
+        heat.locator("input[type=range]").focus()
+        page.keyboard.press("End")
+        expect(heat.locator("h4")).to_contain_text("Moved most, router row")
+        legends = page.locator("figure[data-name=expert_distance_gate] .plot")
+        expect(legends.locator(".legendtext")).to_have_count(4)
+        expect(legends.locator(".legend2text")).to_have_text(["base_to_ift", "base_to_ift_permuted"])
+    context.close()
+    assert troubles == []

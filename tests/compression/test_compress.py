@@ -1,0 +1,388 @@
+"""compress as a user calls it: plan, checkpoint and judgement; what resumes, what is refused in one line and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import moescope
+from families.test_writing import on_disk, same_bits
+from moescope import cli
+from moescope.compression import verb as compress_module
+from moescope.compression.judging import is_held_out
+from moescope.compression.plan import read_plan
+from moescope.compression.verb import compress
+from moescope.errors import BadInput
+from moescope.execution.documents import Document
+from moescope.run import Run
+from moescope.tables import TABLES
+from routing.tiny_text import save_model, texts, write_jsonl
+
+PRUNING_TABLES = ["clusters", "saliency", "damage"]  # where nothing is merged
+
+
+@pytest.fixture
+def run(compressed_run) -> Run:
+    return compressed_run
+
+
+@pytest.fixture
+def place(compressed_run) -> Path:
+    """Where the model, its text and the compressed model lie."""
+    return compressed_run.path.parent
+
+
+def token_ids(place: Path) -> list[np.ndarray]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    lines = (place / "text.jsonl").read_text().splitlines()
+    return [np.array(tokenizer(json.loads(line)["text"])["input_ids"]) for line in lines]
+
+
+def plain(run: Run) -> dict[str, list[dict]]:
+    return {name: json.loads(run.table(name).to_json(orient="records")) for name in run.tables}
+
+
+def test_all_three_tables_are_there_and_every_column_is_filled(run):
+    assert run.tables == list(PRUNING_TABLES)
+    for name in PRUNING_TABLES:
+        spec, frame = TABLES[name], run.table(name)
+        assert pq.read_schema(run.path / f"{name}.parquet").names == list(spec.columns)
+        assert [column for column in spec.columns if frame[column].isna().all()] == []
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "calibration.safetensors", "clusters.parquet", "damage.parquet", "plan.json", "run.json", "saliency.parquet"
+    ]  # fmt: skip
+    assert run.info["warnings"] == []
+
+
+def test_the_lowest_of_every_layer_by_the_saliency_table_are_the_ones_that_went(run, place):
+    plan, _ = read_plan(run.path)
+    for layer in plan.layers:
+        rows = run.table("saliency").query(f"layer == {layer.layer}").sort_values("reap")
+        assert set(layer.dropped) == set(rows["expert"].iloc[:2])
+    clusters = run.table("clusters").set_index(["layer", "expert"])
+    for layer in plan.layers:
+        assert {expert for expert in range(4) if not clusters.loc[(layer.layer, expert), "kept"]} == set(layer.dropped)
+        assert [clusters.loc[(layer.layer, e), "cluster"] for e in layer.dominants] == [0, 1]
+    config = json.loads((place / "small" / "config.json").read_text())
+    assert config["num_local_experts"] == 2
+
+
+def test_held_out_documents_take_no_part_in_calibrating(run, place):
+    ids = token_ids(place)
+    held = [document for document in ids if is_held_out(Document(0, 0, document))]
+    assert 0 < len(held) < len(ids)
+    facts = run.info["setup"]
+    assert facts["calibration_documents"] == len(ids) - len(held)
+    assert facts["calibration_tokens"] == sum(map(len, ids)) - sum(map(len, held))
+    assert facts["judged_documents"] == len(held)
+    per_layer = run.table("saliency").groupby("layer")["tokens"].sum()
+    assert set(per_layer) == {2 * facts["calibration_tokens"]}
+
+
+def test_perplexities_are_those_of_transformers_own_forward_on_the_held_out_documents(run, place):
+    from transformers import AutoModelForCausalLM
+
+    held = [torch.from_numpy(ids)[None] for ids in token_ids(place) if is_held_out(Document(0, 0, ids))]
+    whole = run.table("damage").query("layer.isna()").set_index("method")
+    for folder, found in (
+        ("model", whole.loc["reap", "perplexity_original"]),
+        ("small", whole.loc["reap", "perplexity"]),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(place / folder).eval()
+        lost = [
+            torch.nn.functional.cross_entropy(
+                model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none"
+            ).detach()
+            for ids in held
+        ]
+        assert found == pytest.approx(math.exp(torch.cat(lost).mean()), rel=1e-4)
+
+
+def test_controls_stand_beside_the_plan_in_every_column_with_other_experts(run):
+    damage = run.table("damage")
+    assert set(damage["method"]) == {"reap", "random (seed 1)", "random (seed 2)"}
+    layers, whole = damage[damage["layer"].notna()], damage[damage["layer"].isna()]
+    assert layers[["predicted_error", "measured_error", "router_kl"]].notna().all(axis=None)
+    assert (
+        whole[["perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]].notna().all(axis=None)
+    )
+    assert whole["perplexity"].nunique() == 3
+    assert (whole["js_divergence"] > 0.01).all()
+    assert set(damage["layer"].dropna()) == {0, 1, 2}
+
+
+def test_predicted_bytes_are_those_on_disk(run, place):
+    whole = run.table("damage").query("layer.isna()").iloc[0]
+    for folder, expected in (("small", whole["bytes"]), ("model", whole["bytes_original"])):
+        assert sum(tensor.nbytes for tensor in on_disk(place / folder).values()) == expected
+
+
+def test_a_plan_made_first_and_carried_out_later_gives_the_same_files(run, place, tmp_path):
+    planned = compress(place / "model", keep=0.5, text=place / "text.jsonl", out=tmp_path / "planned", quiet=True)
+    assert not planned.table("damage")["predicted_error"].isna().all()
+    assert planned.table("damage")["perplexity"].isna().all()
+    assert "not written" in planned.info["warnings"][0]
+    applied = compress(
+        place / "model", plan=planned.path, apply=tmp_path / "small", text=place / "text.jsonl", controls=2, out=tmp_path / "applied", quiet=True
+    )  # fmt: skip
+    same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))
+    assert plain(applied)["damage"] == plain(run)["damage"]
+    assert plain(applied)["clusters"] == plain(run)["clusters"]
+    bare = compress(
+        place / "model", plan=planned.path / "plan.json", apply=tmp_path / "bare", out=tmp_path / "b", quiet=True
+    )
+    same_bits(on_disk(tmp_path / "bare"), on_disk(place / "small"))
+    assert bare.tables == ["clusters", "damage"]
+    assert bare.info["warnings"] == ["not judged: no text was given"]
+
+
+def test_keeping_every_expert_changes_no_byte_no_perplexity_and_no_word(place, tmp_path):
+    run = compress(
+        place / "model", method="ean", keep="1.0", text=place / "text.jsonl", apply=tmp_path / "same", out=tmp_path / "run", controls=1, quiet=True
+    )  # fmt: skip
+    same_bits(on_disk(tmp_path / "same"), on_disk(place / "model"))
+    whole = run.table("damage").query("layer.isna()")
+    assert whole["perplexity"].tolist() == pytest.approx(whole["perplexity_original"].tolist(), rel=1e-9)
+    assert whole["js_divergence"].tolist() == pytest.approx([0, 0], abs=1e-12)
+    assert run.table("damage")["predicted_error"].max() < 1e-5
+
+
+@pytest.mark.parametrize("method", ["frequency", "gate_mass", "ean"])
+def test_every_saliency_prunes_by_its_own_column(place, tmp_path, method):
+    run = compress(
+        place / "model", method=method, keep=3, text=place / "text.jsonl", out=tmp_path / "run", controls=0, quiet=True
+    )
+    column = {"frequency": "tokens"}.get(method, method)
+    for layer in read_plan(run.path)[0].layers:
+        rows = run.table("saliency").query(f"layer == {layer.layer}")
+        assert layer.dropped == (int(rows.loc[rows[column].idxmin(), "expert"]),)
+
+
+def test_the_same_run_twice_computes_nothing_anew(run, place, monkeypatch):
+    monkeypatch.setattr(compress_module, "carry_out", lambda *given: pytest.fail("computed again"))
+    again = compress(
+        place / "model", method="reap", keep=0.5, text=place / "text.jsonl", apply=place / "small", out=place / "run", controls=2, quiet=True
+    )  # fmt: skip
+    assert again.info["finished"] == run.info["finished"]
+
+
+@pytest.mark.parametrize("stopped_in", ["make_plan", "apply_to", "judge"])
+def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(run, place, tmp_path, monkeypatch, stopped_in):
+    from moescope.compression import calibration_text as compress_text
+    from moescope.compression import held_out as compress_judging
+
+    given = {"method": "reap", "keep": 0.5, "text": place / "text.jsonl", "apply": tmp_path / "small", "out": tmp_path / "run", "controls": 2, "quiet": True}  # fmt: skip
+
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        module, name = (compress_judging, "judge_models") if stopped_in == "judge" else (compress_module, stopped_in)
+        patch.setattr(module, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            compress(place / "model", **given)
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["status"] == "interrupted"
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_text, "calibrate_text", lambda *given: pytest.fail("calibrated again"))
+        resumed = compress(place / "model", **given)
+    assert plain(resumed) == plain(run)
+    same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))
+    assert not (tmp_path / "run" / "parts").exists()
+    assert resumed.info["applied"] == str(tmp_path / "small")
+
+
+def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_path):
+    (tmp_path / "book.txt").write_text(" ".join(texts(40)))
+    run = compress(
+        place / "model", keep=2, text=tmp_path / "book.txt", apply=tmp_path / "small", out=tmp_path / "run", controls=0, quiet=True
+    )  # fmt: skip
+    facts = run.info["setup"]
+    words = len((tmp_path / "book.txt").read_text().split())
+    assert facts["calibration_tokens"] == words - words // 5
+    assert facts["judged_tokens"] == words // 5 - 1
+    assert any("held out is the last fifth of every document" in warning for warning in run.info["warnings"])
+    assert any(
+        "no intervals of ranks: 20 documents to calibrate on are needed, 1 given" in warning
+        for warning in run.info["warnings"]
+    )
+    assert run.table("saliency")["rank_low"].isna().all()
+
+
+def test_no_judge_calibrates_on_everything_and_a_later_judgement_says_so(place, tmp_path):
+    run = compress(
+        place / "model", keep=2, text=place / "text.jsonl", judge=False, apply=tmp_path / "small", out=tmp_path / "run", quiet=True
+    )  # fmt: skip
+    assert run.info["setup"]["calibration_documents"] == 60
+    assert run.table("damage")["perplexity"].isna().all()
+    later = compress(
+        place / "model", plan=run.path, text=place / "text.jsonl", apply=tmp_path / "again", out=tmp_path / "later", controls=0, quiet=True
+    )  # fmt: skip
+    assert any("may have been seen" in warning for warning in later.info["warnings"])
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_other_families_go_all_the_way(tmp_path, kind):
+    save_model(tmp_path / "model", kind)
+    write_jsonl(tmp_path / "text.jsonl", texts(30))
+    run = compress(
+        tmp_path / "model", keep=3, text=tmp_path / "text.jsonl", apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True
+    )  # fmt: skip
+    damage = run.table("damage")
+    assert damage[damage["layer"].notna()][["predicted_error", "measured_error"]].notna().all(axis=None)
+    assert np.isfinite(damage["perplexity"].dropna()).all()
+
+
+# --- several texts
+
+
+def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run, place, tmp_path):
+    second = write_jsonl(tmp_path / "second.jsonl", texts(40, seed=5))
+    given = {"keep": 2, "controls": 0, "quiet": True}
+    together = compress(place / "model", text=[place / "text.jsonl", second], out=tmp_path / "both", **given)
+    summed = compress(place / "model", text=second, add=run.path, out=tmp_path / "summed", **given)
+    alone = compress(place / "model", text=second, out=tmp_path / "alone", **given)
+    bare = compress(
+        place / "model", add=[run.path, alone.path / "calibration.safetensors"], out=tmp_path / "bare", **given
+    )
+    expected = together.table("saliency")
+    for found in (summed.table("saliency"), bare.table("saliency")):
+        assert found["tokens"].tolist() == expected["tokens"].tolist() != alone.table("saliency")["tokens"].tolist()
+        for column in ("gate_mass", "ean", "reap", "rank_low", "rank_high"):
+            np.testing.assert_allclose(found[column], expected[column], rtol=1e-4)
+    assert summed.table("clusters").equals(together.table("clusters"))
+    assert bare.table("clusters").equals(together.table("clusters"))
+    assert summed.info["setup"]["calibration_documents"] == together.info["setup"]["calibration_documents"]
+    assert bare.table("damage")["predicted_error"].isna().all()
+
+
+def test_sums_that_do_not_belong_are_refused(run, place, tmp_path):
+    save_model(tmp_path / "other", nudge=0.1)
+    text = place / "text.jsonl"
+    refused("calibrated for another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path)
+    refused("no calibration.safetensors in it", tmp_path, place / "model", keep=2, text=text, add=tmp_path)
+    refused("give --text beside --add", tmp_path, place / "model", keep=2, method="m_smoe", add=run.path)
+
+
+# --- weights alone
+
+
+def test_random_pruning_needs_neither_text_nor_transformers(place, tmp_path):
+    script = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformers", "tokenizers", "accelerate"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import moescope
+run = moescope.compress({str(place / "model")!r}, method="random", keep=2, apply={str(tmp_path / "small")!r}, out={str(tmp_path / "run")!r}, quiet=True)
+assert run.tables == ["clusters", "damage"], run.tables
+assert "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "small" / "config.json").exists()
+
+
+# --- refused
+
+
+def refused(said: str, tmp_path: Path, model: Path, **given) -> None:
+    with pytest.raises(BadInput, match=said) as error:
+        compress(model, out=tmp_path / "run", quiet=True, **given)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_path, monkeypatch):
+    from moescope.execution import models
+
+    monkeypatch.setattr(models, "load_model", lambda *given: pytest.fail("a model was loaded"))
+    model, text = place / "model", place / "text.jsonl"
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").write_text("mine")
+    for said, given in (
+        ("nearest possible: 2", {"keep": 1, "text": text}),
+        ("nothing says how many experts to keep", {"text": text}),
+        ("method reap drops the experts .* so it needs a text; give --text", {"keep": 2}),
+        ("unknown method 'best'; known: frequency, gate_mass, ean, reap, random", {"keep": 2, "method": "best", "text": text}),
+        ("keep 'half'", {"keep": "half", "text": text}),
+        ("not empty; give a folder that is empty", {"keep": 2, "text": text, "apply": full}),
+        ("no such plan", {"plan": tmp_path / "nowhere", "apply": tmp_path / "small"}),
+        ("--method and --keep are left out", {"plan": tmp_path, "keep": 2}),
+        ("merges none; leave merge weights", {"keep": 2, "text": text, "merge_weights": "uniform"}),
+        ("controls -1: must be at least 0", {"keep": 2, "text": text, "controls": -1}),
+        ("batch_size 0: must be at least 1", {"keep": 2, "text": text, "batch_size": 0}),
+        ("no such file or folder", {"keep": 2, "text": tmp_path / "nothing.txt"}),
+    ):  # fmt: skip
+        refused(said, tmp_path, model, **given)
+    refused("no such folder", tmp_path, tmp_path / "no-model", keep=2, text=text)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_plan_needs_a_folder_and_its_own_checkpoint(run, place, tmp_path):
+    refused("give --apply DIR", tmp_path, place / "model", plan=run.path)
+    save_model(tmp_path / "other")
+    refused("made for another checkpoint", tmp_path, tmp_path / "other", plan=run.path, apply=tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_model_that_predicts_no_next_token_is_refused_before_it_reads(tmp_path):
+    save_model(tmp_path / "model", "switch_transformers")
+    write_jsonl(tmp_path / "text.jsonl", texts(10))
+    given = {"keep": 3, "text": tmp_path / "text.jsonl", "apply": tmp_path / "small"}
+    refused("cannot be judged; give --no-judge", tmp_path, tmp_path / "model", **given)
+    assert not (tmp_path / "small").exists()
+    run = compress(tmp_path / "model", **given, judge=False, out=tmp_path / "run", quiet=True)
+    assert run.table("damage")["predicted_error"].notna().any()
+
+
+def test_a_text_without_tokens_is_refused_and_leaves_nothing_behind(place, tmp_path):
+    (tmp_path / "empty.txt").write_text(" ")
+    refused("the text holds no token", tmp_path, place / "model", keep=2, text=tmp_path / "empty.txt")
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": f"word{n}"}) + "\n" for n in range(40)))
+    given = {"keep": 2, "text": tmp_path / "words.jsonl", "apply": tmp_path / "small"}
+    refused("no token to predict; give a longer text, or --no-judge", tmp_path, place / "model", **given)
+    assert not (tmp_path / "small").exists()
+
+
+# --- the command line
+
+
+def test_the_command_prints_what_was_done_and_what_it_costs_beside_original_and_chance(run, place):
+    words = ["compress", str(place / "model"), "--method", "reap", "--keep", "0.5", "--text", str(place / "text.jsonl"), "--apply", str(place / "small")]  # fmt: skip
+    done = CliRunner().invoke(cli.app, [*words, "--out", str(place / "run"), "--controls", "2"])
+    assert done.exit_code == 0, done.output
+    assert "reap: 4 experts a layer become 2, in 3 layers (6 experts dropped)" in done.output
+    for part in (
+        "Perplexity on held-out text",
+        "original",
+        "random controls",
+        "at most 0.693",
+        "could be on either side of the cut",
+    ):
+        assert part in done.output
+    as_json = CliRunner().invoke(cli.app, [*words, "--out", str(place / "run"), "--controls", "2", "--json"])
+    assert json.loads(as_json.output)["tables"] == list(PRUNING_TABLES)
+
+
+def test_the_python_name_and_the_command_take_the_same_words():
+    import inspect
+
+    assert moescope.compress is compress
+    ours, theirs = (set(inspect.signature(function).parameters) for function in (compress, cli.compress))
+    assert theirs - ours == {"as_json", "no_judge", "unsigned"} & theirs
+    assert ours - theirs <= {"judge", "signed"}

@@ -1,0 +1,131 @@
+"""Figures of compression: drawn from a real run, each number beside its references, titles made from the data."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from plotly.graph_objects import Figure as PlotlyFigure
+
+from moescope.compression.figures import (
+    COST,
+    SALIENCY,
+    can_draw,
+    divergences,
+    errors_by_layer,
+    perplexities,
+    rank_intervals,
+    saliency_heatmap,
+)
+from moescope.glossary import COLUMNS
+from moescope.plotting.style import CATEGORICAL, GREY
+
+
+@pytest.fixture(scope="module")
+def tables(compressed_run):
+    return {name: compressed_run.table(name) for name in compressed_run.tables}
+
+
+def validate(figure):
+    PlotlyFigure({"data": figure.data, "layout": figure.layout})
+    assert figure.title
+    assert "nan" not in figure.title
+    assert "undefined" not in figure.title
+    assert set(figure.columns) <= set(COLUMNS)
+    assert figure.layout["xaxis"]["title"]["text"]
+    assert figure.layout["yaxis"]["title"]["text"]
+    if figure.slider:
+        assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
+        assert len(figure.slider.titles) == len(figure.slider.values)
+
+
+def test_every_figure_is_drawn_from_a_judged_run(tables):
+    for spec in (*COST, *SALIENCY):
+        assert can_draw(spec, tables), spec.name
+        validate(spec.draw(tables))
+
+
+def planned_only(tables):
+    damage = tables["damage"].assign(
+        perplexity=np.nan, perplexity_original=np.nan, js_divergence=np.nan, measured_error=np.nan
+    )
+    return {**tables, "damage": damage}
+
+
+def test_a_plan_that_was_not_carried_out_shows_what_is_foretold_and_nothing_else(tables):
+    given = planned_only(tables)
+    drawn = [spec.name for spec in COST if can_draw(spec, given)]
+    assert drawn == ["errors_by_layer", "router_kl_by_layer"]
+    figure = errors_by_layer(given)
+    validate(figure)
+    assert not any("measured" in trace.get("name", "") for trace in figure.data)
+
+
+def test_without_text_controls_or_intervals_what_is_left_is_drawn(tables):
+    bare = {
+        "clusters": tables["clusters"],
+        "damage": planned_only(tables)["damage"].assign(predicted_error=np.nan, router_kl=np.nan),
+    }
+    assert not any(can_draw(spec, bare) for spec in (*COST, *SALIENCY))
+    alone = {**tables, "damage": tables["damage"].query("method == 'reap'")}
+    few = {**alone, "saliency": tables["saliency"].assign(rank_low=np.nan, rank_high=np.nan)}
+    assert [spec.name for spec in (*COST, *SALIENCY) if can_draw(spec, few)] == [
+        spec.name for spec in (*COST, *SALIENCY)
+    ][:-1]
+    for spec in (*COST, SALIENCY[0]):
+        validate(spec.draw(few))
+
+
+def test_perplexity_stands_between_the_original_and_every_control_in_grey(tables):
+    figure = perplexities(tables)
+    whole = tables["damage"][tables["damage"]["layer"].isna()].set_index("method")
+    own = [trace for trace in figure.data if trace.get("marker", {}).get("color") == CATEGORICAL[0]]
+    assert [list(trace["y"]) for trace in own] == [[whole.loc["reap", "perplexity"]]]
+    grey = [float(trace["y"][0]) for trace in figure.data if trace.get("marker", {}).get("color") == GREY]
+    assert sorted(grey) == sorted([whole["perplexity_original"].iloc[0], *whole.drop("reap")["perplexity"]])
+    assert "the original's" in figure.title
+    assert "at random" in figure.title
+
+
+def test_divergence_names_its_bound_and_draws_it(tables):
+    figure = divergences(tables)
+    assert "ln 2 = 0.693" in figure.title
+    assert figure.data[0]["y"] == [np.log(2)] * 2
+
+
+def test_errors_shade_the_span_of_the_controls(tables):
+    figure = errors_by_layer(tables)
+    damage = tables["damage"]
+    random = damage[damage["layer"].notna() & (damage["method"] != "reap")].groupby("layer")["measured_error"]
+    np.testing.assert_allclose(figure.data[0]["y"], random.min())
+    np.testing.assert_allclose(figure.data[1]["y"], random.max())
+    np.testing.assert_allclose(figure.data[2]["y"], random.mean())
+
+
+def test_scores_are_drawn_over_their_layer_s_mean_and_crosses_are_the_dropped(tables):
+    figure = saliency_heatmap(tables)
+    grid = tables["saliency"].pivot(index="layer", columns="expert", values="reap").to_numpy()
+    np.testing.assert_allclose(figure.data[0]["customdata"], np.round(grid / grid.mean(1, keepdims=True), 4))
+    dropped = tables["clusters"].query("not kept")
+    assert sorted(zip(figure.data[1]["y"], figure.data[1]["x"], strict=True)) == sorted(
+        (str(row.layer), str(row.expert)) for row in dropped.itertuples()
+    )
+
+
+def test_ranks_count_the_experts_that_could_be_on_either_side_of_the_cut():
+    saliency = pd.DataFrame(
+        {"layer": 0, "expert": range(4), "tokens": 1, "gate_mass": 1.0, "ean": 1.0, "reap": [4.0, 3.0, 2.0, 1.0],
+         "rank_low": [1.0, 1.0, 2.0, 4.0], "rank_high": [1.0, 3.0, 3.0, 4.0]}
+    )  # fmt: skip
+    clusters = pd.DataFrame({"method": "reap", "layer": 0, "expert": range(4), "kept": [True, True, False, False]})
+    figure = rank_intervals({"saliency": saliency, "clusters": clusters})
+    assert figure.title == "Layer 0: 2 experts of 4 could be on either side of the cut with other documents"
+    line, kept, dropped = figure.data
+    assert (line["x"], set(line["y"])) == (["0", "1", "2", "3"], {2.5})
+    assert (kept["x"], dropped["x"]) == (["0", "1"], ["2", "3"])
+    assert list(kept["error_y"]["array"]) == [0, 1]
+    assert list(dropped["error_y"]["arrayminus"]) == [1, 0]
+    at_random = rank_intervals({"saliency": saliency, "clusters": clusters.assign(method="random")})
+    assert at_random.title == "Layer 0: ranks are known to within 0.75 places of 4 on average"
+    assert np.isnan(at_random.data[0]["y"]).all(), "no score made a cut"
+    assert [trace["showlegend"] for trace in at_random.data] == [False, True, True]
+    everyone = rank_intervals({"saliency": saliency, "clusters": clusters.assign(kept=True)})
+    assert everyone.title == "Layer 0: ranks are known to within 0.75 places of 4 on average"

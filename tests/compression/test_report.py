@@ -1,0 +1,151 @@
+"""A compression's part of the report: what it says, what it draws, and that it needs neither torch nor the model."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from playwright.sync_api import expect
+
+from moescope.compression.report import (
+    COMPRESSION,
+    compression_command,
+    compression_findings,
+    compression_sections,
+    rank_finding,
+    spread,
+    tables_of,
+)
+from moescope.compression.verb import compress
+from moescope.plotting.style import byte_size
+from moescope.reporting.verb import report
+from moescope.run import Run
+from moescope.tables import COMPRESSION_TABLES, TABLES
+from report_payloads import payloads
+from reporting.test_browser import scroll_through
+
+
+@pytest.fixture(scope="module")
+def page(compressed_run, tmp_path_factory):
+    return report(compressed_run, out=tmp_path_factory.mktemp("report") / "report.html")
+
+
+def test_findings_put_every_number_beside_original_and_chance(compressed_run):
+    found = compression_findings(compressed_run)
+    whole = compressed_run.table("damage").query("layer.isna()").set_index("method")
+    assert found[0] == "reap: 4 experts a layer become 2, in 3 layers (6 experts dropped)"
+    assert "37.9 % less than the original's 73.9 kB" in found[1]
+    random = sorted(whole.drop("reap")["perplexity"])
+    worse = whole.loc["reap", "perplexity"] >= random[0]
+    assert found[2] == (
+        f"Perplexity on held-out text {whole.loc['reap', 'perplexity']:.3g}, original {whole.loc['reap', 'perplexity_original']:.3g}, "
+        f"random controls {random[0]:.3g} to {random[1]:.3g}" + ("; no better than choosing at random" if worse else "")
+    )  # fmt: skip
+    assert "(at most 0.693), random controls" in found[3]
+    assert found[4].startswith("Measured error of a layer's routed output: largest in layer")
+    assert "random controls" in found[4]
+    assert "of 12 experts could be on either side of the cut" in found[5]
+    tables = tables_of(compressed_run)
+    assert rank_finding(tables) == found[5]
+    assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
+
+
+def test_the_page_has_every_figure_and_table_and_explains_every_column(page):
+    html = page.read_text(encoding="utf-8")
+    names = set(payloads(html))
+    for name in ("cost-0-perplexities", "cost-1-divergences", "cost-2-errors_by_layer", "cost-3-router_kl_by_layer",
+                 "saliency-0-saliency_heatmap", "saliency-1-rank_intervals", "cost-t0", "cost-t1", "saliency-t0", "experts-after-t0"):  # fmt: skip
+        assert f"o0-{name}" in names
+    for name in COMPRESSION_TABLES:
+        for column in TABLES[name].columns:
+            assert f'id="g-{column}"' in html or f'id="g-{name}.{column}"' in html
+
+
+def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run, tmp_path):
+    words = shlex.split(compression_command(compressed_run))
+    assert words[:2] == ["moescope", "compress"]
+    at = words.index("--apply")
+    plan_only = [*words[2:at], *words[at + 2 :], "--out", str(tmp_path / "run"), "--controls", "0", "--quiet"]
+    from typer.testing import CliRunner
+
+    from moescope import cli
+
+    done = CliRunner().invoke(cli.app, ["compress", *plan_only])
+    assert done.exit_code == 0, done.output
+    again = Run.load(tmp_path / "run")
+    assert again.table("clusters").equals(compressed_run.table("clusters"))
+
+
+def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_again(compressed_run, tmp_path):
+    import numpy as np
+
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (8, 12)))
+    model = compressed_run.path.parent / "model"
+    run = compress(model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True)
+    words = shlex.split(compression_command(run))
+    assert words[words.index("--token-ids") + 1] == str(tmp_path / "ids.npy")
+    assert "--text" not in words
+    assert words[words.index("--controls") + 1] == "1"
+
+
+def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_path):
+    model = compressed_run.path.parent / "model"
+    run = compress(model, method="random", keep=3, out=tmp_path / "run", quiet=True)
+    sections = compression_sections(run)
+    assert [section.anchor for section in sections] == ["cost", "experts-after"]
+    assert sections[0].words.startswith("Nothing was judged")
+    assert sections[0].figures == []
+    assert compression_findings(run) == [
+        "random: 4 experts a layer become 3, in 3 layers (3 experts dropped)",
+        "The checkpoint would be 59.9 kB, 19 % less than the original's 73.9 kB",
+    ]
+    report(run, out=tmp_path / "report.html")
+
+
+def test_a_report_is_made_without_torch_from_the_tables_alone(compressed_run, tmp_path):
+    shutil.copytree(compressed_run.path, tmp_path / "run")
+    script = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import moescope
+print(moescope.report({str(tmp_path / "run")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(browser, page, width, scheme):
+    troubles: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    opened = context.new_page()
+    opened.on("console", lambda message: troubles.append(message.text))
+    opened.on("pageerror", lambda error: troubles.append(str(error)))
+    opened.goto(page.as_uri())
+    scroll_through(opened)
+    expect(opened.locator(".figure-slot:visible .plot.drawn")).to_have_count(6)
+    assert opened.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    context.close()
+    assert troubles == []
+
+
+def test_sizes_and_spreads_are_said_as_people_say_them():
+    import pandas as pd
+
+    assert [byte_size(count) for count in (1, 12, 45_888, 7.5e7, 9.3e10)] == [
+        "1 byte",
+        "12 bytes",
+        "45.9 kB",
+        "75 MB",
+        "93 GB",
+    ]
+    assert spread(pd.Series([2.0, 1.0])) == "1 to 2"
+    assert spread(pd.Series([2.0])) == "2"
+    assert spread(pd.Series([None], dtype=float)) == ""
+    assert COMPRESSION.verb == "compress"

@@ -1,0 +1,357 @@
+"""SPECTRA: every part by hand or against an oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import entropy
+
+from decoder.routers.builders import SecondRank, noise, small_config, small_router, tokens
+from moescope.decoder.routers import spectra
+from moescope.decoder.routers.spectra import Spectra
+
+R = 64
+QUIET = {"orthogonality_weight": 0.0, "entropy_weight": 0.0, "speciality_weight": 0.0}
+
+
+def made(seed: int = 0, **changes: Any) -> Spectra:
+    router = small_router("spectra", seed, **changes)
+    assert isinstance(router, Spectra)
+    return router
+
+
+def travelled(**changes: Any) -> Spectra:
+    """A router whose moving averages are no longer 0."""
+    router = made(**changes)
+    for step in range(5):
+        router(tokens(noise(64, seed=step) + 1))
+        router.after_step()
+    return router
+
+
+# --- the cost, by hand
+
+
+def test_cost_of_a_case_worked_by_hand():
+    router = made(epsilon=1.0, repulsion_weight=0.5, saturation_weight=0.5, saturation_start=0.7, experts=2)
+    s = torch.tensor([[0.9, 0.9 - math.log(3)]])  # p = 3/4, 1/4
+    gram = torch.tensor([[1.0, -0.6], [-0.6, 1]])
+    # C_0 = -0.9 + 0.5 * 0.36 / 4 + 0.5 * 0.2^2, C_1 = 0.1986 + 0.5 * 0.36 * 3/4 (|s_1| = 0.1986 is below tau)
+    expected = [0.9 - 0.045 - 0.02, (0.9 - np.log(3)) - 0.135]
+    torch.testing.assert_close(router.logits(s, gram), torch.tensor([expected], dtype=torch.float32))
+
+
+def test_a_similarity_near_minus_one_costs_as_much_more_as_one_near_one():
+    router = made(epsilon=1.0, saturation_weight=0.5, saturation_start=0.7, experts=2)
+    logits = router.logits(torch.tensor([[0.9, -0.9]]), torch.eye(2))  # equal to no other expert: no repulsion
+    torch.testing.assert_close(logits, torch.tensor([[0.9 - 0.02, -0.9 - 0.02]]))
+
+
+def test_published_repulsion_is_one_factor_an_expert():
+    router = made(epsilon=1.0, repulsion="published", saturation_weight=0.0, experts=3)
+    s = torch.tensor([[0.4, -0.6, 0.2]])
+    gram = torch.tensor([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])
+    expected = s - 0.5 * s.abs() * torch.tensor([0.25, 0.26, 0.01]) / 2
+    torch.testing.assert_close(router.logits(s, gram), expected)
+
+
+def test_epsilon_divides_the_cost():
+    s, gram = torch.tensor([[0.3, -0.1, 0.2, 0]]), torch.eye(4)
+    torch.testing.assert_close(made().logits(s, gram), 20 * made(epsilon=1.0).logits(s, gram))
+
+
+# --- the sign of repulsion
+
+
+@pytest.mark.parametrize(("sign", "gap"), [("cost", 0.6 + 0.5), ("published", 0.6 - 0.5)])
+def test_of_two_experts_with_equal_directions_the_less_wanted_gives_way_and_catches_up_with_the_published_sign(
+    sign, gap
+):
+    router = made(penalty_sign=sign, saturation_weight=0.0)
+    gram = torch.eye(4)
+    gram[0, 1] = gram[1, 0] = 1
+    logits = router.logits(torch.tensor([[0.6, 0.0, -0.9, -0.9]]), gram) * router.options["epsilon"]
+    torch.testing.assert_close(logits[0, 0] - logits[0, 1], torch.tensor(gap), atol=1e-4, rtol=0)
+
+
+def change_of_cosine(seed: int, **options: Any) -> float:
+    """By how much experts 0 and 1, which begin nearly equal, come nearer in a step of descent that wants tokens sent to either."""
+    router = made(seed, **QUIET, **options)
+    with torch.no_grad():
+        weight, bias = router.express.weight.view(4, R, 16), router.express.bias.view(4, R)
+        bias += torch.randn(1, R)
+        weight[1] = weight[0] + 0.1 * torch.randn(R, 16)
+        bias[1] = bias[0] + 0.5 * torch.randn(R)
+    x = noise(64, seed=seed + 5)
+
+    def cosine() -> float:
+        return float(router.gram(router.expressions(x), torch.ones(64, dtype=torch.bool))[0, 1].detach())
+
+    before = cosine()
+    scores_TE = router(tokens(x)).scores_TE
+    assert scores_TE is not None
+    (-scores_TE[:, :2].sum(-1).log().mean()).backward()
+    with torch.no_grad():
+        for parameter in router.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.01 * parameter.grad
+    return cosine() - before
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_step_makes_two_nearly_equal_experts_less_equal_and_more_equal_with_the_published_sign(seed):
+    with_repulsion, without = change_of_cosine(seed), change_of_cosine(seed, repulsion="none")
+    with_published_sign = change_of_cosine(seed, penalty_sign="published")
+    assert with_repulsion < 0 < with_published_sign
+    assert with_repulsion < without < with_published_sign
+
+
+# --- similarity, directions, losses
+
+
+def test_similarity_is_the_cosine_of_each_experts_two_vectors():
+    router = made()
+    x = noise(3)
+    _, h = router.trajectories(tokens(x))
+    v = router.expressions(x)
+    expected = [[np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*pair, strict=True)]
+                for pair in zip(h.detach().numpy(), v.detach().numpy(), strict=True)]  # fmt: skip
+    np.testing.assert_allclose(router.similarity(h, v).detach(), expected, rtol=1e-5)
+
+
+def test_the_projector_begins_orthogonal_so_that_it_changes_no_length():
+    weight = made().express.weight.detach()  # 256 x 16
+    torch.testing.assert_close(weight.T @ weight, torch.eye(16), atol=1e-5, rtol=0)
+
+
+def test_x_and_minus_x_are_not_routed_alike():
+    router = made().eval()
+    x = noise(8)
+    assert not torch.allclose(router(tokens(x)).logits_TE, router(tokens(-x)).logits_TE, atol=0.1)
+
+
+def test_the_depth_state_starts_at_zero_and_is_handed_from_layer_to_layer_through_one_cell():
+    config = small_config("spectra")
+    cell = Spectra.shared_parts(config)
+    assert isinstance(cell, torch.nn.GRUCell)
+    first, second = Spectra(config, 0, cell), Spectra(config, 1, cell)
+    x = noise(4)
+    one = first(tokens(x))
+    two = second(tokens(2 * x, carried_TR=one.carried_TR))
+    torch.testing.assert_close(one.carried_TR, cell(x, torch.zeros(4, R)))
+    torch.testing.assert_close(two.carried_TR, cell(2 * x, cell(x, torch.zeros(4, R))))
+    assert not torch.allclose(two.logits_TE, second(tokens(2 * x)).logits_TE)  # it matters what was handed on
+    assert "cell" not in "".join(first.state_dict()), "the shared cell must be saved once, by the model"
+
+
+def test_directions_mix_the_average_with_the_mean_over_real_tokens():
+    router = travelled()
+    v, mask = torch.randn(6, 4, R), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
+    mixed = 0.9 * router.direction_ER.numpy() + 0.1 * v[mask].mean(0).numpy()
+    unit = mixed / np.linalg.norm(mixed, axis=1, keepdims=True)
+    np.testing.assert_allclose(router.gram(v, mask), unit @ unit.T, atol=1e-5)
+    average = torch.nn.functional.normalize(router.direction_ER, dim=-1)
+    torch.testing.assert_close(router.eval().gram(v, mask), average @ average.T)
+
+
+def test_losses_equal_their_formulas():
+    router, x, mask = made(), noise(12), torch.arange(12) % 4 > 0
+    routed = router(tokens(x, mask))
+    v = torch.nn.functional.normalize(router.expressions(x), dim=-1).detach().double().numpy()
+    gram = router.gram(router.expressions(x), mask).detach().numpy()
+    per_token = [np.square(one @ one.T - np.eye(4)).sum() / 12 for one in v[mask]]
+    expected = {
+        "orthogonality": 0.01 * np.square(gram - np.eye(4)).sum() / 12,
+        "entropy": 1e-3 * entropy(routed.logits_TE[mask].softmax(-1).detach(), axis=1).mean(),
+        "speciality": 0.01 * np.mean(per_token),
+    }
+    assert list(routed.losses) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(routed.losses[name].detach(), value, rtol=1e-4)
+
+
+@pytest.mark.parametrize("experts", [3, 80])
+def test_speciality_is_the_same_by_either_gram_matrix(experts):
+    v = torch.randn(5, experts, R)
+    router = made(experts=experts, orthogonality_weight=0.0, entropy_weight=0.0)
+    unit = torch.nn.functional.normalize(v, dim=-1)
+    expected = (unit @ unit.mT - torch.eye(experts)).square().sum((-1, -2)).mean() / (experts * (experts - 1)) * 0.01
+    found = router.losses(torch.zeros(5, experts), torch.eye(experts), v, torch.ones(5, dtype=torch.bool))["speciality"]
+    torch.testing.assert_close(found, expected)
+
+
+# --- choosing, quota, gates
+
+
+def test_no_expert_exceeds_the_quota_and_what_it_refuses_is_counted():
+    router = made(iterations=1, capacity_factor=1.0)
+    x = noise(1).repeat(24, 1) + 0.05 * noise(24)  # everybody wants the same
+    routed = router(tokens(x))
+    load = torch.bincount(routed.chosen_TK[routed.chosen_TK >= 0], minlength=4)
+    assert load.max() <= 24 * 2 / 4
+    assert routed.dropped_T.sum() == 24 * 2 - load.sum() > 0
+    assert (routed.gates_TK[routed.chosen_TK < 0] == 0).all()
+
+
+def test_the_quota_keeps_the_best_of_each_expert():
+    router = made(capacity_factor=1.0, experts=2, top_k=1)
+    selection = torch.tensor([[3.0, 0], [5, 0], [4, 0], [0, 1]])
+    chosen = torch.tensor([[0], [0], [0], [1]])
+    kept = router.admit(chosen, selection, torch.ones(4, dtype=torch.bool))  # 4 tokens, 2 experts: two each
+    assert kept[:, 0].tolist() == [False, True, True, True]
+
+
+def test_an_overfull_expert_is_an_error_not_a_warning(monkeypatch):
+    monkeypatch.setattr(spectra, "within_capacity", lambda chosen_TK, *_: chosen_TK >= 0)
+    router = made()
+    crowd = torch.zeros(8, 2, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="more tokens than its quota"):
+        router.admit(crowd, torch.zeros(8, 4), torch.ones(8, dtype=torch.bool))
+
+
+def test_gates_are_a_softmax_over_what_survived_without_potentials():
+    router = travelled(iterations=1, capacity_factor=0.6)
+    routed = router(tokens(noise(40)))
+    assert {0, 1, 2} == set((routed.chosen_TK >= 0).sum(-1).tolist()), (
+        "the case should have tokens with none, one and two experts"
+    )
+    for logits, chosen, gates in zip(routed.logits_TE, routed.chosen_TK, routed.gates_TK, strict=True):
+        kept = chosen >= 0
+        torch.testing.assert_close(gates[kept], logits[chosen[kept]].softmax(0))
+        assert (gates[~kept] == 0).all()
+
+
+def test_with_one_expert_a_token_its_gate_is_its_probability_among_all():
+    routed = made(top_k=1)(tokens(noise(16)))
+    kept = routed.chosen_TK >= 0
+    expected = routed.logits_TE.softmax(-1).gather(-1, routed.chosen_TK.clamp(min=0))
+    torch.testing.assert_close(routed.gates_TK[kept], expected[kept])
+    assert routed.gates_TK.max() < 1
+
+
+def test_pads_are_never_chosen_and_change_nothing_for_the_others():
+    mask = torch.arange(30) % 3 > 0
+    router = travelled()
+    among, alone = router(tokens(noise(30), mask)), router(tokens(noise(30)[mask]))
+    assert (among.chosen_TK[~mask] == -1).all()
+    assert torch.equal(among.chosen_TK[mask], alone.chosen_TK)
+    for name, loss in among.losses.items():
+        torch.testing.assert_close(loss, alone.losses[name])
+
+
+def test_a_batch_of_pads_alone_routes_nothing_and_makes_no_nan():
+    router = made()
+    routed = router(tokens(noise(4), torch.zeros(4, dtype=torch.bool)))
+    sum(routed.losses.values(), routed.gates_TK.sum()).backward()
+    router.after_step()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in router.parameters())
+    assert (routed.chosen_TK == -1).all()
+    assert (routed.gates_TK == 0).all()
+    assert all(buffer.isfinite().all() for buffer in router.buffers())
+
+
+# --- evaluation, moving averages
+
+
+def test_in_evaluation_a_token_alone_is_routed_as_in_a_batch():
+    router, x = travelled().eval(), noise(50)
+    whole = router(tokens(x))
+    for at in range(50):
+        alone = router(tokens(x[at : at + 1]))
+        assert torch.equal(alone.chosen_TK[0], whole.chosen_TK[at])
+        torch.testing.assert_close(alone.gates_TK[0], whole.gates_TK[at])
+    assert whole.dropped_T is None
+    assert whole.losses == {}
+
+
+def test_published_evaluation_sends_every_single_token_to_the_same_experts():
+    router = travelled(evaluation="published").eval()
+    with torch.no_grad():
+        router.potential_E.zero_()
+    plan = router(tokens(noise(1))).selection_TE
+    torch.testing.assert_close(plan.exp(), torch.full((1, 4), 0.25))
+
+
+def test_evaluation_moves_no_average_and_training_moves_them_by_hand_worked_amounts():
+    router = travelled()
+    before = {name: buffer.clone() for name, buffer in router.named_buffers()}
+    router.eval()
+    router(tokens(noise(20)))
+    router.after_step()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in router.named_buffers())
+    router.train()
+    small, large, mask = noise(10, seed=3), noise(30, seed=4), torch.arange(30) % 2 > 0
+    routed = [router(tokens(small)), router(tokens(large, mask))]  # two micro-batches
+    router.after_step()
+    v = router.expressions(torch.cat([small, large[mask]])).mean(0)
+    torch.testing.assert_close(router.direction_ER, 0.9 * before["direction_ER"] + 0.1 * v.detach())
+    potentials = [one.selection_TE[-1] - one.logits_TE[-1].detach() for one in routed]  # with the row's own constant
+    mean = sum(one - one.mean() for one in potentials) / 2
+    torch.testing.assert_close(router.potential_E, 0.9 * before["potential_E"] + 0.1 * mean, atol=1e-5, rtol=1e-4)
+
+
+def test_averages_are_made_of_sums_over_ranks():
+    router = made()
+    router.ranks = SecondRank()
+    twin = made()
+    for one in (router, twin):
+        one(tokens(noise(20)))
+        one.after_step()
+    torch.testing.assert_close(router.direction_ER, twin.direction_ER)
+    torch.testing.assert_close(router.potential_E, twin.potential_E)
+
+
+def test_the_average_of_potentials_comes_to_balance_evaluation():
+    router = made(potential_decay=0.5)
+    x = noise(400) + 1
+    for _ in range(20):
+        routed = router(tokens(x))
+        router.after_step()
+    load = torch.bincount(router.eval()(tokens(x)).chosen_TK.flatten(), minlength=4)
+    unbalanced = torch.bincount(routed.logits_TE.topk(2).indices.flatten(), minlength=4)
+    assert load.max() < 1.15 * 200 < unbalanced.max()
+
+
+def test_the_text_teaches_every_part():
+    router = travelled()
+    cell = router.shared
+    assert cell is not None
+    routed = router(tokens(noise(32), carried_TR=noise(32, R)))
+    (routed.gates_TK * noise(32, 2)).sum().backward()
+    for parameter in [*router.parameters(), *cell.parameters()]:
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+
+
+def test_the_column_error_is_noted_beside_what_the_costs_alone_would_leave():
+    router, mask = travelled(), torch.arange(60) % 4 > 0
+    routed = router(tokens(noise(60), mask))
+    note, real = routed.notes["column_error"], int(mask.sum())
+    sums = routed.logits_TE.detach()[mask].double().softmax(-1).sum(0).numpy()
+    assert float(note.floor) == pytest.approx(np.abs(sums * 4 / real - 1).max(), rel=1e-4)
+    left = routed.selection_TE[mask].double().exp().sum(0).numpy()
+    assert float(note.value) == pytest.approx(np.abs(left * 4 / real - 1).max(), rel=1e-3)
+    assert float(note.value) < float(note.floor)
+    assert note.collapse == 3.0
+    assert "column_error" not in router.eval()(tokens(noise(60), mask)).notes, "nothing was balanced"
+
+
+def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
+    router = travelled().eval()
+    directions = router.direction_ER.numpy() / np.linalg.norm(router.direction_ER.numpy(), axis=1, keepdims=True)
+    squares = (directions @ directions.T) ** 2
+    note = router(tokens(noise(5))).notes["direction_overlap"]
+    assert float(note.value) == pytest.approx((squares.sum() - 4) / 12, rel=1e-4)
+    assert note[1:] == (1 / 64, 1.0)
+    random = np.random.default_rng(0).standard_normal((400, 64))
+    random /= np.linalg.norm(random, axis=1, keepdims=True)
+    assert (((random @ random.T) ** 2).sum() - 400) / (400 * 399) == pytest.approx(note.floor, rel=0.02)
+
+
+def test_only_the_plain_ablation_is_not_built_to_be_sure():
+    assert made().sure_by_design
+    assert not made(plain=True).sure_by_design

@@ -1,0 +1,218 @@
+"""The demo: the model that is shipped, looked at as any other; and the planted checkpoint, whose truth is known."""
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from transformers import MixtralForCausalLM
+from typer.testing import CliRunner
+
+from lab.tiny_training import TOML
+from moescope.cli import app
+from moescope.decoder.config import config_from
+from moescope.decoder.saving import load_model
+from moescope.demo.planted import LAYERS, planted_layer
+from moescope.demo.recipe import keep_model, make_demo_model
+from moescope.demo.verb import CHARACTERS, SHIPPED, beginning, demo
+from moescope.errors import BadInput
+from moescope.lab.batches import TokenRows
+from moescope.lab.corpus import embedded_corpus
+from moescope.lab.evaluation import evaluate
+from moescope.lab.train_settings import settle
+from moescope.run import Run
+
+GENERATED = ("arithmetic", "records")  # the domains that are the same under every Python
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The demo as its command does it, with less text, and what it printed."""
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moescope.demo.verb.TRACED_TOKENS", 15_000)
+        result = CliRunner().invoke(app, ["demo", "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return Run.load(out), result.output
+
+
+def files_below(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
+# --- what is shipped
+
+
+def test_what_is_shipped_is_small_and_names_no_machine():
+    files = files_below(SHIPPED)
+    assert sum(path.stat().st_size for path in files) < 8 * 2**20
+    told = json.loads((SHIPPED / "training" / "run.json").read_text())
+    assert not {"checkpoints", "process"} & set(told)
+    assert not any(f'"{root}' in json.dumps(told) for root in ("/home", "/root", "/tmp", "/work", "/usr"))
+
+
+def test_everything_that_is_shipped_is_in_the_wheel():
+    project = tomllib.loads((SHIPPED.parents[3] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["moescope"]
+    packed = {path for pattern in patterns for path in SHIPPED.parents[1].glob(pattern)}
+    assert len(files_below(SHIPPED)) > 8
+    assert set(files_below(SHIPPED)) <= packed
+
+
+def test_the_recipe_is_what_was_trained():
+    told = Run.load(SHIPPED / "training").info
+    asked = settle(SHIPPED / "recipe.toml", None, None, None, None)
+    # settings that came later have the value they had before there was a choice
+    assert config_from({key: value for key, value in told["arguments"].items() if key != "from"}) == asked
+    assert told["status"] == "done"
+    assert told["evaluations"][-1]["step"] == asked.train.steps
+
+
+def test_the_shipped_weights_predict_held_out_text_as_well_as_their_training_says():
+    told = Run.load(SHIPPED / "training").info
+    model, vocabulary = load_model(SHIPPED / "model")
+    corpus = embedded_corpus(60_000)
+    texts = {domain: corpus.validation[domain] for domain in GENERATED}
+    rows = TokenRows.of(texts, vocabulary, told["arguments"]["train"]["sequence_length"]).sample(40)
+    found = evaluate(model, rows, 0, 20, "cpu", "float32").domains
+    for domain in GENERATED:
+        assert found[domain] == pytest.approx(told["evaluations"][-1]["domains"][domain], abs=0.15)
+        assert found[domain] < told["references"]["unigram"][domain] / 2
+
+
+def test_transformers_gives_the_shipped_model_the_same_logits():
+    ours, vocabulary = load_model(SHIPPED / "model")
+    theirs = MixtralForCausalLM.from_pretrained(SHIPPED / "model", dtype=torch.float32)
+    ids = torch.from_numpy(vocabulary.encode("import os\n12 + 7 = 19\n"))[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids).logits_BLV, atol=1e-3, rtol=1e-3)
+
+
+def test_a_kept_model_is_the_one_it_was_made_from_rounded_to_half_its_bytes(tmp_path):
+    keep_model(SHIPPED / "model", tmp_path / "again")
+    again, _ = load_model(tmp_path / "again")
+    model, _ = load_model(SHIPPED / "model")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_making_the_model_anew_replaces_what_is_shipped(tmp_path):
+    shipped = tmp_path / "shipped"
+    (shipped / "model").mkdir(parents=True)
+    (shipped / "model" / "old.txt").write_text("of the model before")
+    (shipped / "recipe.toml").write_text(TOML.format(steps=8))
+    run = make_demo_model(tmp_path / "work", shipped)
+    assert not (shipped / "model" / "old.txt").exists()
+    assert Run.load(shipped / "training").table("steps").equals(run.table("steps"))
+    trained, _ = load_model(run.info["checkpoints"][-1]["path"])
+    kept, _ = load_model(shipped / "model")
+    for before, after in zip(trained.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(before.to(torch.bfloat16).float(), after)
+
+
+# --- what is shown
+
+
+def test_the_demo_command_tells_training_weights_and_text_and_where_the_report_is(shown):
+    run, printed = shown
+    assert f"report: {run.path / 'report.html'}" in printed
+    assert (run.path / "report.html").stat().st_size > 1_000_000
+    for words in ("Validation loss", "Chance accuracy", "Load is most uneven", "tell domains apart"):
+        assert words in printed
+
+
+def test_the_report_has_training_weights_routing_and_domains_in_one_page(shown):
+    page = (shown[0].path / "report.html").read_text()
+    training, weights = ("o0-losses", "o0-load", "o0-routers", "o0-course"), ("across", "layers")
+    for section in (*training, *weights, "together", "load", "decisions", "domains", "experts", "text"):
+        assert f'<section id="{section}"' in page, section
+
+
+def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):
+    run, _ = shown
+    corpus = embedded_corpus()
+    for domain in corpus.domains:
+        lines = (run.path / "validation" / f"{domain}.jsonl").read_text().splitlines()
+        trained = {beginning(text) for text in corpus.train[domain]}
+        assert not trained & {json.loads(line)["text"] for line in lines}
+    load = Run.load(run.path / "trace").table("load")
+    assert set(load["domain"]) == set(corpus.domains)
+    read = load[load["layer"] == 0].groupby("domain")["tokens"].sum()
+    assert read.min() > 0.9 * read.max()
+
+
+def test_the_same_demo_again_computes_nothing_and_says_the_same_as_json(shown, monkeypatch):
+    run, printed = shown
+    written = [run.path / "scan" / "run.json", run.path / "trace" / "run.json", run.path / "report.html"]
+    before = [path.stat().st_mtime_ns for path in written]
+    monkeypatch.setattr("moescope.demo.verb.TRACED_TOKENS", 15_000)
+    again = CliRunner().invoke(app, ["demo", "--out", str(run.path), "--json"], catch_exceptions=False)
+    facts = json.loads(again.output)
+    assert [path.stat().st_mtime_ns for path in written] == before
+    assert set(facts) == {"run", "report", "training", "weights", "text"}
+    for part in ("training", "weights", "text"):
+        assert facts[part]["findings"]
+        assert all(finding in printed for finding in facts[part]["findings"])
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(BadInput, match="not empty and not a run folder"):
+        demo(tmp_path, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_long_text_is_cut_after_a_whole_line():
+    lines = "a line of it\n" * 1000
+    assert len(beginning(lines)) <= CHARACTERS < len(beginning(lines)) + len("a line of it\n")
+    assert beginning(lines).endswith("\n")
+    assert beginning("x" * 5000) == "x" * CHARACTERS
+    assert beginning("short") == "short"
+
+
+# --- the planted checkpoint
+
+
+def test_the_planted_demo_finds_what_was_planted_and_says_where_the_report_is(tmp_path):
+    out = tmp_path / "demo"
+    result = CliRunner().invoke(app, ["demo", "--planted", "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert f"report: {out / 'report.html'}" in result.output
+    assert "layer 3, collapsed" in result.output
+    assert "2 and 5 of layer 3" in result.output
+    again = CliRunner().invoke(app, ["demo", "--planted", "--out", str(out), "--json"], catch_exceptions=False)
+    verdicts = json.loads(again.output)["weights"]["readings"][0]["verdicts"]
+    assert verdicts == {"chance": [0], "identifying": [1, 2], "non_random": [3], "permuted": [4]}
+
+
+def test_other_seeds_find_the_same_facts(tmp_path):
+    for seed in range(1, 6):
+        run = demo(tmp_path / f"demo-{seed}", planted=True, seed=seed, quiet=True)
+        tests = run.table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
+        assert tests[1] == tests[2] == "identifying", seed
+        assert tests[3] in ("identifying", "non_random"), seed
+        assert tests[4] == "permuted", seed
+        close = run.table("similarity").query("k == 1 and (cosine > 0.7 or cosine < -0.7)")
+        assert close[["layer", "expert_a", "expert_b"]].to_numpy().tolist() == [[3, 2, 5]], seed
+
+
+def test_the_planted_checkpoint_loads_in_transformers_and_runs(planted_run):
+    folder = planted_run.info["checkpoints"][0]["path"]
+    model, loading = MixtralForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_planted_layers_are_what_they_say():
+    generator = np.random.default_rng(0)
+    for layer in LAYERS:
+        router, gates = planted_layer(layer.kind, generator)
+        np.testing.assert_allclose(np.linalg.norm(router, axis=1), 1, atol=0.5)
+        assert len(gates) == 8
+        tops = [np.linalg.svd(gate)[2][0] for gate in gates]
+        assert (abs(tops[2] @ tops[5]) > 0.9) == (layer.kind == "collapsed")
+        if layer.kind == "small_k":
+            np.testing.assert_allclose([(top @ row) ** 2 for top, row in zip(tops, router, strict=True)], 0.16)

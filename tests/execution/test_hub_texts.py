@@ -1,0 +1,169 @@
+"""Datasets of the hub as text, through the real library, against a server on this machine that answers like the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from execution.dataset_hub import COMMIT, serving_datasets
+from moescope.errors import BadInput
+from moescope.execution.hub_texts import chosen_column, chosen_split, find_hub_text
+from moescope.execution.texts import sources
+from routing.tiny_text import save_model, texts
+
+ROWS = texts(600, seed=5)
+ASKED = {
+    "plain": "hf://datasets/own/plain",
+    "test split": "hf://datasets/own/plain@main:test#text",
+    "a number": "hf://datasets/own/plain#n",
+    "no such split": "hf://datasets/own/plain:valid",
+    "no such column": "hf://datasets/own/plain#words",
+    "no such dataset": "hf://datasets/own/nothing",
+    "no such revision": "hf://datasets/own/plain@v2",
+    "no config named": "hf://datasets/own/tongues",
+    "no such config": "hf://datasets/own/tongues/fr",
+    "no text column": "hf://datasets/own/tongues/de",
+    "named column": "hf://datasets/own/tongues/de#sentence",
+    "broken": "hf://datasets/own/broken",
+}
+READ_EACH = """
+import itertools, json, sys
+from moescope.errors import BadInput
+from moescope.execution.texts import sources
+found = {}
+for name, address in json.loads(sys.argv[1]).items():
+    try:
+        source = sources([address], [], None)[0]
+        found[name] = {"identity": source.identity, "rows": list(itertools.islice(source.read(), 3)), "again": next(source.read())}
+    except BadInput as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
+
+
+def lines(file: Path, rows: list[dict[str, object]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    plain, tongues = folder / "own" / "plain" / "data", folder / "own" / "tongues"
+    half = len(ROWS) // 2
+    lines(plain / "train-00000-of-00002.jsonl", [{"text": text, "n": n} for n, text in enumerate(ROWS[:half])])
+    lines(plain / "train-00001-of-00002.jsonl", [{"text": text, "n": n} for n, text in enumerate(ROWS[half:])])
+    lines(plain / "test-00000-of-00001.jsonl", [{"text": "held out", "n": 0}])
+    for tongue in ("en", "de"):
+        lines(tongues / tongue / "all.jsonl", [{"sentence": f"in {tongue}", "label": 1}])
+    configs = "".join(f"- config_name: {tongue}\n  data_files: {tongue}/*.jsonl\n" for tongue in ("en", "de"))
+    (tongues / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    (folder / "own" / "broken").mkdir()
+    (folder / "own" / "broken" / "train.jsonl").write_text('{"text": "one"\n')
+    with serving_datasets(folder) as server:
+        yield server
+
+
+def python(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The interpreter with the hub's address set, which the library reads when it is imported."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def found(hub, tmp_path_factory):
+    done = python(hub, tmp_path_factory.mktemp("home"), "-W", "error", "-c", READ_EACH, json.dumps(ASKED))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_rows_come_in_order_from_the_training_split_and_can_be_read_again(found):
+    assert found["plain"]["rows"] == ROWS[:3]
+    assert found["plain"]["again"] == ROWS[0]
+
+
+def test_a_run_holds_on_to_commit_config_split_and_column(found):
+    assert found["plain"]["identity"] == [[f"hf://datasets/own/plain@{COMMIT}/default:train#text"]]
+    assert found["named column"] == {
+        "identity": [[f"hf://datasets/own/tongues@{COMMIT}/de:train#sentence"]],
+        "rows": ["in de"],
+        "again": "in de",
+    }
+    assert found["test split"]["rows"] == ["held out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a number", "column 'n' holds no text (int); name another one as #COLUMN: text, n"),
+        ("no such split", "no split 'valid' in it; known: train, test"),
+        ("no such column", "no column 'words' in it; known: text, n"),
+        ("no such dataset", "the hub has no such dataset, or it is private; check the name, or `hf auth login`"),
+        ("no such revision", "the hub has no revision v2 of it; check its name"),
+        ("no config named", "has several configs; name one as /CONFIG: en, de"),
+        ("no such config", "no config 'fr' in it; known: en, de"),
+        ("no text column", "no column text, content or messages in it; name one as #COLUMN: sentence, label"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line_that_lists_what_there_is(found, name, words):
+    assert found[name] == f"{ASKED[name]}: {words}"
+
+
+def test_a_file_that_is_damaged_is_one_line_too(found):
+    assert found["broken"].startswith(f"{ASKED['broken']}: cannot be read (")
+    assert found["broken"].endswith("check the dataset, or give a file")
+    assert "\n" not in found["broken"]
+
+
+def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(hub, tmp_path):
+    model = save_model(tmp_path / "model")
+    hub.sent.clear()
+    command = ["-m", "moescope", "trace", str(model), "--domain", "web=hf://datasets/own/plain", "--max-tokens", "400"]
+    done = python(hub, tmp_path, *command, "--out", str(tmp_path / "run"), "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    from moescope.run import Run
+
+    coverage = Run.load(tmp_path / "run").info["coverage"][0]
+    assert coverage["tokens"] == {"web": 400}
+    needed, words = 0, 0
+    while words < 400:
+        words += len(ROWS[needed].split())
+        needed += 1
+    assert coverage["domains"] == {"web": needed}
+    assert set(hub.sent) == {"train-00000-of-00002.jsonl"}
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BadInput, match=r"the package datasets is not installed; .* pip install 'moescope\[hf\]'"):
+        find_hub_text("hf://datasets/own/plain")
+
+
+@pytest.mark.parametrize(
+    "given", ["hf://own/plain", "hf://datasets/plain", "hf://datasets/a/b/c/d", "hf://datasets/a/b:"]
+)
+def test_another_spelling_is_refused_with_the_right_one(given):
+    with pytest.raises(BadInput, match=r"not a dataset of the hub; write hf://datasets/OWNER/NAME\[@REVISION\]"):
+        sources([given], [], None)
+
+
+def test_the_only_split_needs_no_name_and_several_without_train_do():
+    assert chosen_split("it", ["validation"], None) == "validation"
+    assert chosen_split("it", ["test", "train"], None) == "train"
+    with pytest.raises(BadInput, match="name one as :SPLIT: test, validation"):
+        chosen_split("it", ["test", "validation"], None)
+
+
+def test_messages_are_text_and_a_first_row_without_text_does_not_hide_its_column():
+    assert chosen_column("it", {"id": 1, "messages": [{"role": "user", "content": "hello"}]}, None) == "messages"
+    assert chosen_column("it", {"text": None, "id": 1}, None) == "text"

@@ -1,0 +1,245 @@
+"""A study's part of the page: what may be said is said with its numbers, what may not is not, and every cell has a run or a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from lab.study_runs import more_arms, router_arms, study_run
+from moescope.decoder.routers import ROUTERS
+from moescope.errors import BadInput
+from moescope.lab.report_study import STUDY, findings, of_question, sections, tables_of
+from moescope.lab.report_study_tables import (
+    FIXED_TOP_K,
+    WITHOUT_CHOICE,
+    arm_means,
+    axes_frames,
+    balance_table,
+    cost_table,
+    stability_table,
+)
+from moescope.reporting.page import page_content
+from moescope.reporting.verb import report
+from moescope.run import Run, write_table
+from reporting.test_browser import scroll_through
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Five seeds: routers, ablations against spectra, a sweep, scaling; one training failed, one arm was not run."""
+    return study_run(
+        tmp_path_factory.mktemp("study") / "everything",
+        arms=[*router_arms(), *more_arms()],
+        failed=(("hash", 2),),
+        not_run=("switch_top1",),
+        references={"ablation": "spectra"},
+    )
+
+
+# --- findings
+
+
+def test_a_claim_names_difference_interval_p_arms_and_seeds(run: Run):
+    row = run.table("study_comparisons").query("question == 'main' and arm == 'loss_free'").iloc[0]
+    assert findings(run)[0] == (
+        f"loss_free is {-row['difference']:.3g} nats a token better than top2 (95 % −{-row['difference_low']:.3g} to −{-row['difference_high']:.3g}; "
+        "p < 0.0001 after Holm for 3 arms, 5 seeds)."
+    )
+
+
+def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_been_seen(run: Run):
+    row = run.table("study_comparisons").query("question == 'main' and arm == 'spectra'").iloc[0]
+    assert findings(run)[1] == (
+        f"spectra cannot be told from top2 with 5 seeds; a difference of {row['detectable_difference']:.3g} nats would have been seen with probability 80 %."
+    )
+
+
+def test_no_arm_is_said_where_none_differs(tmp_path: Path):
+    arms = [{**arm, "shift": 0.0} for arm in router_arms()]
+    (said,) = findings(study_run(tmp_path / "run", arms=arms, seed=3))
+    assert said.startswith("No arm can be told from top2 with 5 seeds; a difference of 0.0")
+
+
+def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(tmp_path: Path):
+    arms = [{**arm, "shift": 0.0, "spread": 0.0} for arm in router_arms(["top2", "no router"])]
+    assert findings(study_run(tmp_path / "run", arms=arms)) == ["No arm can be told from top2 with 5 seeds."]
+
+
+def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
+    told = " ".join(findings(run))
+    assert "4 seeds are too few to say anything of hash: nothing is claimed." in told
+    assert "hash lacks seeds of top2 and is compared on 4 seeds" in told
+    assert "1 of 85 trainings failed; the first, hash with seed 2: loss is not a number at step 40, layer 1." in told
+    assert "5 of 85 trainings were not run." in told
+
+
+def test_ablations_are_told_against_their_own_reference(run: Run):
+    assert any(said.startswith("Ablation: spectra-GRU is") and "worse than spectra (" in said for said in findings(run))
+
+
+def test_a_sweep_says_how_many_settings_reach_the_load_that_is_aimed_at(run: Run):
+    assert any(
+        "Sweep: 2 of 4 settings end with a load CV below 0.1, which is aimed at" in said for said in findings(run)
+    )
+
+
+def test_with_few_seeds_nothing_is_claimed(tmp_path: Path):
+    (said,) = findings(study_run(tmp_path / "run", seeds=4))
+    assert "4 seeds are too few to say anything of" in said
+    assert "nothing is claimed" in said
+    assert "better" not in said
+    assert "worse" not in said
+
+
+def test_one_seed_is_told_without_an_interval(tmp_path: Path):
+    run = study_run(tmp_path / "run", seeds=1)
+    (said,) = findings(run)
+    assert said.startswith("1 seed is too few to say")
+    assert "95 %" not in said
+    assert page_content([run])["told"]
+
+
+def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
+    run = study_run(tmp_path / "run", not_run=tuple(arm["name"] for arm in router_arms()))
+    assert findings(run) == ["Nothing can be compared with top2 yet.", "25 of 25 trainings were not run."]
+    assert [len(section.figures) for section in sections(run)][:2] == [0, 0]
+
+
+def test_arms_that_scatter_differently_are_said_to(tmp_path: Path):
+    run = study_run(tmp_path / "run", arms=[{**arm, "spread": 0.2 if arm["name"] == "hash" else 0.004} for arm in router_arms()])  # fmt: skip
+    assert "Arms scatter differently within seeds (p" in sections(run)[0].words
+
+
+def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
+    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith("This study is running: what is said here is of the trainings so far.")  # fmt: skip
+
+
+# --- sections
+
+
+def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
+    found = sections(run)
+    questions = ["question-main", "question-ablation", "question-sweep", "question-scaling"]
+    assert [section.anchor for section in found] == [*questions, "course", "balance", "cost"]
+    figures = {section.anchor: [spec.name for spec, _ in section.figures] for section in found}
+    assert figures["question-main"] == ["differences", "losses", "noise_and_spread", "difference_by_domain"]
+    assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
+    assert figures["cost"] == ["overhead_shares"]
+    assert len(figures["course"]) == 5
+    assert "(8 degrees of freedom)" in found[0].words
+
+
+def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
+    page = page_content([run])
+    assert page["title"] == "everything: a study of 17 arms against top2"
+    assert len(page["told"]) == 7
+    explained = {entry["key"] for section in page["glossary"] for entry in section["entries"]}
+    assert {"detectable_difference", "study_comparisons.p_adjusted", "noise_low", "component"} <= explained
+
+
+def test_cells_without_a_run_say_so_and_what_is_known_before_stays(run: Run):
+    tables = tables_of(run)
+    rows = {row[0]: row[1:] for row in balance_table(tables)["rows"]}
+    assert rows["switch_top1"] == ["0 of 5", "not run", "not run", "not run", "not run", pytest.approx(2.07944), "not run", "not run"]  # fmt: skip
+    assert rows["hash"][0] == "4 of 5"
+    costs = {row[0]: row[1:] for row in cost_table(tables)["rows"]}
+    assert costs["switch_top1"][1:5] == [200_000, 200_000, 90_000, 250_000]
+    assert costs["top2"][6] == 1.0  # times the reference's speed
+    assert costs["top2"][7] is None  # no GPU
+    assert {row[0]: row[3] for row in stability_table(tables)["rows"]}["top2"] == 2 / 8
+
+
+def test_an_arm_that_only_failed_says_failed(tmp_path: Path):
+    run = study_run(tmp_path / "run", failed=tuple(("hash", seed) for seed in range(5)))
+    rows = {row[0]: row[1:] for row in balance_table(tables_of(run))["rows"]}
+    assert rows["hash"][1] == "failed"
+
+
+def test_random_routing_stands_beside_the_load(run: Run):
+    means = arm_means(tables_of(run))
+    assert means.loc["top2", "chance_cv"] == pytest.approx((6 / (2 * 50 * 16 * 128)) ** 0.5)
+    assert means.loc["top2 experts=32", "chance_cv"] == pytest.approx((30 / (2 * 50 * 16 * 128)) ** 0.5)
+
+
+def test_routers_that_fix_their_number_of_experts_are_known_to_the_report():
+    assert {name: router.fixed_top_k for name, router in ROUTERS.items() if router.fixed_top_k} == FIXED_TOP_K
+    assert set(WITHOUT_CHOICE) <= set(ROUTERS)
+
+
+def test_speed_and_overhead_stand_beside_the_studys_own_reference_though_ablations_have_another(run: Run):
+    tables = tables_of(run)
+    assert tables["study_comparisons"]["reference"].iloc[0] == "top2"
+    assert "spectra" in set(tables["study_comparisons"]["reference"])
+
+
+def test_sizes_with_names_lie_at_their_active_parameters(tmp_path: Path):
+    arms = [
+        {"name": name, "question": "scaling", "overrides": {"model": {"router": "top2"}}, "axes": {"size": name, "router": "top2"}, "shift": shift}
+        for name, shift in (("S", 0.0), ("L", -0.1))
+    ]  # fmt: skip
+    run = study_run(tmp_path / "run", arms=arms)
+    tables = of_question(tables_of(run), "scaling")
+    tables["study_runs"].loc[tables["study_runs"]["arm"] == "L", "parameters_active"] = 180_000
+    (places,) = axes_frames(run, tables, "scaling")
+    assert places[["axis", "value", "line"]].to_numpy().tolist() == [
+        ["active parameters (size)", 90_000, "top2"],
+        ["active parameters (size)", 180_000, "top2"],
+    ]
+
+
+def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
+    evil = "<b>%{x}"
+    arms = [*router_arms(["top2", "hash"]), {**router_arms(["x"])[0], "name": evil}]
+    run = study_run(tmp_path / "run", arms=arms)
+    documents = run.table("study_documents").replace({"domain": {"prose": evil}})
+    write_table("study_documents", documents, run.path / "study_documents.parquet")
+    for section in sections(run):
+        for spec, tables in section.figures:
+            figure = spec.draw(tables)
+            assert "<b>%{x}" not in str(figure.data) + figure.title + str(figure.layout)
+
+
+def test_the_command_makes_the_study_again(run: Run):
+    assert STUDY.command(run) == "moescope study routers.toml"
+    without = Run(run.path, {**run.info, "asked": {"config": None}})
+    assert STUDY.command(without) == f"moescope study --resume --out {run.path}"
+
+
+def test_coverage_says_what_was_trained(run: Run):
+    first, second = STUDY.coverage(run)
+    assert first == "17 arms under 5 seeds (0, 1, 2, 3, 4): 79 of 85 trainings done; reference top2"
+    assert "2 layers of 8 experts, width 16, 300 steps of 2,048 tokens" in second
+
+
+def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path: Path):
+    import shutil
+
+    shutil.copytree(run.path, tmp_path / "young")
+    (tmp_path / "young" / "study_comparisons.parquet").unlink()
+    with pytest.raises(BadInput, match=r"young: nothing has been compared in this study yet; give its command again"):
+        report(tmp_path / "young")
+
+
+# --- in a browser
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_path: Path, width, scheme):
+    arms = [*router_arms(["top2", "spectra", "hash"]), *(arm for arm in more_arms() if arm["question"] == "sweep")]
+    path = report(study_run(tmp_path / "run", arms=arms, not_run=("hash",)), out=tmp_path / "report.html")
+    troubles: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(path.as_uri())
+    scroll_through(page)
+    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(4 + 4 + 5 + 1)
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    expect(page.locator("table", has_text="random routing").first).to_contain_text("not run")
+    head = page.locator("th a", has_text="verdict").first
+    assert head.get_attribute("href") == "#g-study_comparisons.verdict"  # not the verdict of a scan
+    context.close()
+    assert troubles == []

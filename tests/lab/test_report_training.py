@@ -1,0 +1,119 @@
+"""A training's part of the page: its sentences, its sections, and the runs it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moescope.lab.report_training import TRAINING, coverage, findings, sections
+from moescope.reporting.page import page_content
+from moescope.run import Run
+
+
+@pytest.fixture
+def run(trained_run: Run) -> Run:
+    return trained_run
+
+
+def test_the_first_sentence_gives_the_loss_and_both_models_without_skill(run: Run):
+    first = findings(run)[0]
+    told = run.info["references"]
+    for value in (
+        run.info["evaluations"][-1]["loss"],
+        run.info["evaluations"][0]["loss"],
+        told["unigram"][""],
+        told["uniform"],
+    ):
+        assert f"{value:.3g}" in first
+
+
+def test_domains_no_better_than_frequencies_are_named(run: Run):
+    worse = {**run.info["references"], "unigram": dict.fromkeys(run.info["references"]["unigram"], 0.0)}
+    assert "No better than token frequencies alone" in findings(Run(run.path, {**run.info, "references": worse}))[1]
+
+
+def test_load_is_told_beside_random_routing(run: Run):
+    assert any("CV" in sentence and "random routing gives" in sentence for sentence in findings(run))
+
+
+def told_of(run: Run, **model: object) -> Run:
+    """The run as if its model had been another."""
+    arguments = run.info["arguments"]
+    return Run(run.path, {**run.info, "arguments": {**arguments, "model": {**arguments["model"], **model}}})
+
+
+def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(run: Run, monkeypatch: pytest.MonkeyPatch):
+    rows = run.table("routing_layers")
+    even = rows.assign(value=rows["value"].where(rows["metric"] != "cv", 0.0))
+    tables = {name: run.table(name) for name in run.tables} | {"routing_layers": even}
+    monkeypatch.setattr(Run, "table", lambda self, name: tables[name])
+    sentence = [said for said in findings(told_of(run, router="expert_choice")) if "load is" in said]
+    assert sentence[0].startswith("At the end of training load is even in every layer by construction: experts choose")
+    assert "random routing gives a CV of" in sentence[0]
+    assert not any("load is" in said for said in findings(told_of(run, router="dense")))
+    assert not any("load is" in said for said in findings(told_of(run, experts=1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"layers": 1, "experts": 1}, "top2 router, 1 layer of 1 expert; "),
+        (
+            {"router": "dense"},
+            "dense router, 2 layers of one block, as wide as the 2 experts that a token would meet; ",
+        ),
+        ({}, "top2 router, 2 layers of 4 experts; "),
+    ],
+)
+def test_one_of_a_thing_is_not_many(model: dict[str, object], words: str, run: Run):
+    assert coverage(told_of(run, **model))[0].startswith(words)
+
+
+def test_a_small_text_is_told_in_bytes_and_the_head_beside_the_vocabulary(run: Run):
+    sizes = {"text": {"train_bytes": 851}}
+    last = coverage(Run(run.path, {**run.info, "domains": sizes}))[-1]
+    assert last.startswith("text: text, 851 bytes to train on; 258 tokens in the vocabulary, 260 entries in the model's head;")  # fmt: skip
+
+
+def test_what_is_frozen_and_where_it_began_is_said(run: Run):
+    told = Run(run.path, {**run.info, "frozen": "frozen: x", "arguments": {**run.info["arguments"], "from": "there"}})
+    assert coverage(told)[1:3] == ["begins with there: model and vocabulary are its own", "frozen: x"]
+
+
+def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):
+    assert [section.anchor for section in sections(run)] == ["losses", "load", "routers", "course"]
+    page = page_content([run])
+    assert len(page["told"]) == 4
+    assert page["title"] == f"{run.name}: a training with top2"
+    assert page["readings"]
+    assert page["views"]
+    assert all(entry["figures"] for entry in page["told"])
+
+
+def test_the_command_makes_the_run_again(run: Run):
+    config = run.path.parent / "tiny.toml"
+    assert TRAINING.command(run) == f"moescope train {config} --router top2"
+
+
+def test_words_of_the_users_domains_do_not_act_in_figures(run: Run):
+    name = "<b>%{x}"
+    evaluations = [{**one, "domains": {name: 1.0}} for one in run.info["evaluations"]]
+    unigram = {**run.info["references"]["unigram"], name: 2.0}
+    told = Run(
+        run.path, {**run.info, "evaluations": evaluations, "references": {**run.info["references"], "unigram": unigram}}
+    )
+    losses = sections(told)[0]
+    figures = [spec.draw(tables) for spec, tables in losses.figures]
+    assert all("<b>" not in figure.title and "%{x}" not in figure.title for figure in figures)
+
+
+def test_a_run_without_its_parts_is_told_all_the_same(run: Run, tmp_path: Path):
+    import shutil
+
+    shutil.copytree(run.path, tmp_path / "copy")
+    for part in ("scan", "trace"):
+        shutil.rmtree(tmp_path / "copy" / part)
+    page = page_content([Run.load(tmp_path / "copy")])
+    assert len(page["told"]) == 4
+    assert not page["readings"]

@@ -1,0 +1,386 @@
+"""The verb: many real trainings, one of them hopeless, killed and taken up, in this process, in several, and on Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lab.tiny_study import SEEDS, write_study
+from moescope.decoder.saving import load_model
+from moescope.errors import BadInput
+from moescope.lab.document_losses import mean_loss
+from moescope.lab.study import fact_lines, one_arm_a_router, study
+from moescope.lab.study_config import read_study, study_from
+from moescope.lab.study_task import prune
+from moescope.lab.train import data_of, first_model, train
+from moescope.lab.train_text import read_corpus, vocabulary_of
+from moescope.reporting.verb import report
+from moescope.run import Run
+from moescope.storage import only_writer
+
+OF_THE_CLOCK = ["tokens_per_second", "seconds"]
+TABLES = ["study_runs", "study_documents", "study_curves", "study_comparisons"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study(tmp_path_factory.mktemp("study"))
+
+
+def in_a_process(out: Path, *words: str) -> Run:
+    """The study as the command line runs it."""
+    command = [sys.executable, "-m", "moescope", "study", *words, "--out", str(out), "--device", "cpu", "--quiet"]
+    subprocess.run(command, check=True, timeout=300)
+    return Run.load(out)
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> Run:
+    """The study run through; not to be changed."""
+    return in_a_process(config.parent / "whole", str(config))
+
+
+def assert_equal_tables(one: Run, other: Run) -> None:
+    for name in TABLES:
+        left, right = (run.table(name).drop(columns=OF_THE_CLOCK, errors="ignore") for run in (one, other))
+        pd.testing.assert_frame_equal(left, right, check_exact=True)
+
+
+def training(run: Run, arm: str, seed: int) -> Run:
+    return Run.load(run.path / "trainings" / f"{arm}-seed-{seed}")
+
+
+def test_every_arm_and_seed_has_a_row_that_a_run_has_filled(whole: Run):
+    runs = whole.table("study_runs").set_index(["arm", "seed"])
+    assert sorted(runs.index) == [(arm, seed) for arm in ("broken", "top2", "unbalanced") for seed in SEEDS]
+    assert runs["status"].to_dict() == {key: "failed" if key[0] == "broken" else "done" for key in runs.index}
+    assert runs.loc["unbalanced", "question"].eq("sweep").all()
+    done = runs[runs["status"] == "done"]
+    unfilled = [column for column in done if done[column].isna().any()]
+    assert set(unfilled) <= {"message", "peak_memory_bytes", "kendall_tau"}
+    assert done["validation_loss"].between(2, 6).all()
+    assert (done["noise_low"] < done["validation_loss"]).all()
+    assert (done["validation_loss"] < done["noise_high"]).all()
+    assert (done["max_over_mean"] >= 1).all()
+    assert done["consistency"].between(0.25, 1).all()
+
+
+def test_a_training_that_diverges_is_a_row_with_its_reason_and_the_others_go_on(whole: Run):
+    failed = whole.table("study_runs").query("arm == 'broken'")
+    assert failed["message"].str.match(r"step \d+: .* is not finite; training stopped").all()
+    assert failed["validation_loss"].isna().all()
+    assert (failed["parameters_total"] > 0).all()
+    assert "broken" not in set(whole.table("study_documents")["arm"])
+    assert any("broken seed 3 failed: step" in warning for warning in whole.info["warnings"])
+    assert whole.info["status"] == "done"
+
+
+def test_values_are_those_of_the_training_s_own_tables(whole: Run):
+    own = training(whole, "top2", 5)
+    row = whole.table("study_runs").query("arm == 'top2' and seed == 5").iloc[0]
+    layers = own.table("routing_layers")
+    last = layers[(layers["step"] == 6) & (layers["domain"] == "")].groupby("metric")["value"].mean()
+    named = {"load_cv": "cv", "max_over_mean": "max_over_mean", "routing_entropy": "routing_entropy", "unused_share": "unused", "dropped_share": "dropped"}  # fmt: skip
+    assert {column: row[column] for column in named} == pytest.approx({column: last[metric] for column, metric in named.items()})  # fmt: skip
+    documents = whole.table("study_documents").query("arm == 'top2' and seed == 5")
+    assert row["validation_loss"] == mean_loss(documents)
+    curves = whole.table("study_curves").query("arm == 'top2' and seed == 5").set_index("step")
+    steps = own.table("steps").set_index("step")
+    assert curves["validation_loss"].to_dict() == pytest.approx(steps["validation_loss"].to_dict(), nan_ok=True)
+    assert curves.loc[6, "load_cv"] == pytest.approx(last["cv"])
+    assert row["parameters_total"] == own.info["parameters_total"]
+
+
+def test_every_arm_is_judged_by_the_same_documents(whole: Run):
+    documents = whole.table("study_documents")
+    shapes = [tuple(map(tuple, own[["document", "domain", "tokens"]].to_numpy())) for _, own in documents.groupby(["arm", "seed"])]  # fmt: skip
+    assert len(set(shapes)) == 1
+    assert len(shapes) == 4
+    assert documents["loss"].nunique() > len(shapes[0])
+
+
+def test_arms_of_one_seed_read_the_same_text_in_the_same_order_from_the_same_weights(whole: Run):
+    """Two arms that differ in the weight of a loss have one language-model loss in their first step; another seed has another."""
+    first = {(arm, seed): training(whole, arm, seed).table("steps").set_index("step").loc[1, "lm_loss"] for arm in ("top2", "unbalanced") for seed in SEEDS}  # fmt: skip
+    for seed in SEEDS:
+        assert first["top2", seed] == first["unbalanced", seed]
+    assert first["top2", 3] != first["top2", 5]
+    last = {arm: training(whole, arm, 3).table("steps").set_index("step").loc[6, "lm_loss"] for arm in ("top2", "unbalanced")}  # fmt: skip
+    assert last["top2"] != last["unbalanced"]
+
+
+def test_routers_that_draw_other_weights_still_share_every_part_of_equal_shape():
+    from lab.tiny_training import tiny_config
+
+    models = {router: first_model(tiny_config(router, paired_weights=True, seed=4), None, "cpu") for router in ("top2", "spectra", "some", "dense")}  # fmt: skip
+    reference = models["top2"].state_dict()
+    for router, model in models.items():
+        state = model.state_dict()
+        same = {name for name in state if name in reference and state[name].shape == reference[name].shape}
+        assert {"embed_tokens.weight", "layers.1.self_attn.o_proj.weight", "lm_head.weight"} <= same
+        assert ("layers.1.mlp.experts.down" in same) == (router != "dense")
+        assert all(torch.equal(state[name], reference[name]) for name in same if ".router." not in name)
+    other = first_model(tiny_config("top2", paired_weights=True, seed=5), None, "cpu").state_dict()
+    assert not torch.equal(other["layers.0.mlp.experts.down"], reference["layers.0.mlp.experts.down"])
+    parts = [reference[f"layers.{layer}.mlp.experts.down"] for layer in (0, 1)]
+    assert not torch.equal(*parts), "layers must not begin as copies of each other"
+
+
+def test_each_training_is_a_run_that_reports_are_made_of(whole: Run, tmp_path: Path):
+    page = report(training(whole, "top2", 3), out=tmp_path / "page.html", quiet=True).read_text()
+    assert "What it learned" in page
+    assert f"moescope study --resume --out {whole.path}" in page
+    assert not (whole.path / "trainings" / "top2-seed-3" / "scan").exists()
+
+
+def test_the_last_checkpoint_alone_stays(whole: Run):
+    own = training(whole, "top2", 3)
+    assert [path.name for path in (own.path / "checkpoints").iterdir()] == ["step-6"]
+    assert [item["step"] for item in own.info["checkpoints"]] == [6]
+    assert load_model(own.path / "checkpoints" / "step-6")[0].config.router == "top2"
+
+
+def test_a_training_of_a_study_can_be_repeated_alone(whole: Run, config: Path, tmp_path: Path):
+    arm = read_study(config).arms[0]
+    alone = train(arm.of_seed(5), out=tmp_path / "alone", device="cpu", quiet=True)
+    assert isinstance(alone, Run)
+    assert alone.table("load").equals(training(whole, "top2", 5).table("load"))
+
+
+def test_the_study_says_what_it_compared(whole: Run):
+    assert whole.info["reference"] == "top2"
+    assert whole.info["seeds"] == list(SEEDS)
+    assert [arm["name"] for arm in whole.info["arms"]] == ["top2", "unbalanced", "broken"]
+    assert whole.info["arms"][1]["overrides"]["model"]["router_options"] == {"balance": 0.0}
+    assert (whole.path / whole.info["arms"][1]["trainings"]["5"] / "run.json").exists()
+    assert not whole.info["claims_significance"]
+    assert any("fewer than five" in warning for warning in whole.info["warnings"])
+    assert set(whole.table("overhead")["router"]) == {"top2", "broken"}, "one arm a router"
+    verdicts = whole.table("study_comparisons").set_index("arm")["verdict"]
+    assert verdicts["unbalanced"] == "too few seeds to say"
+    assert verdicts["broken"] == "failed"
+
+
+def test_the_same_command_again_computes_nothing(whole: Run, config: Path):
+    before = {file: file.stat().st_mtime_ns for file in whole.path.rglob("*") if file.is_file()}
+    assert isinstance(study(config, out=whole.path, device="cpu", quiet=True), Run)
+    assert {file: file.stat().st_mtime_ns for file in whole.path.rglob("*") if file.is_file()} == before
+
+
+def test_a_real_kill_changes_no_number(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "moescope", "study", str(config), "--out", str(out), "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    state = out / "trainings" / "unbalanced-seed-3" / "checkpoints" / "training_state.pt"
+    until = time.monotonic() + 200
+    while not state.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
+    under_way = Run.load(out)
+    assert under_way.info["status"] == "running"
+    status = under_way.table("study_runs").set_index(["arm", "seed"])["status"]
+    assert status.value_counts().to_dict() == {"done": 1, "not run": 5}
+    finished = out / "trainings" / "top2-seed-3" / "steps.parquet"
+    before = finished.stat().st_mtime_ns
+    resumed = in_a_process(out, "--resume")
+    assert_equal_tables(resumed, whole)
+    assert finished.stat().st_mtime_ns == before, "what was finished is not trained again"
+    assert resumed.info["pieces_taken_over"] == 1
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
+    whole: Run, config: Path, tmp_path: Path
+):
+    import psutil
+
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "moescope", "study", str(config), "--out", str(out), "--device", "cpu", "--jobs", "2"]  # fmt: skip
+    ready = "import signal, sys, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = sys.argv[1:]; runpy.run_module('moescope', run_name='__main__')"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", ready, *command[2:]], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    until = time.monotonic() + 200
+    while not list(out.glob("parts/*-seed-?")) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) == 2
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "interrupted; the same command goes on" in said
+    assert "Traceback" not in said
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
+    done = in_a_process(out, str(config))
+    assert done.info["pieces_taken_over"] >= 1
+    assert_equal_tables(done, whole)
+
+
+@pytest.mark.slow
+def test_workers_die_with_a_parent_that_is_killed(config: Path, tmp_path: Path):
+    import psutil
+
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "moescope", "study", str(config), "--out", str(out), "--device", "cpu", "--jobs", "2"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 200
+    while not list(out.glob("trainings/*/run.json")) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_tables(connected: str, whole: Run, config: Path, tmp_path: Path):
+    run = study(config, out=tmp_path / "run", engine="ray", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["engine"] == "ray"
+    assert_equal_tables(run, whole)
+
+
+def test_progress_goes_over_the_steps_of_all_trainings(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from contextlib import contextmanager
+
+    from moescope.lab import study as module
+
+    seen: list[Any] = []
+
+    @contextmanager
+    def shown(total: int, done: int, what: str, quiet: bool) -> Any:
+        seen.append((total, done, what))
+        yield lambda label, amount=1: seen.append(label)
+
+    monkeypatch.setattr(module, "progress", shown)
+    few = {**tomlized(config), "arms": {name: {"model": {"router": name}} for name in ("top2", "hash")}}
+    study(few, out=tmp_path / "run", device="cpu")
+    assert seen[0] == (24, 0, "steps")
+    assert seen[1:] == [f"{arm} seed {seed}" for seed in SEEDS for arm in ("top2", "hash") for _ in range(6)]
+
+
+def tomlized(config: Path) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(config.read_text())
+
+
+def test_dry_run_counts_everything_and_touches_nothing(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    facts = study(config, dry_run=True)
+    assert isinstance(facts, dict)
+    assert not list(tmp_path.iterdir())
+    assert facts["trainings"] == 6
+    assert facts["tokens"] == 6 * 6 * 4 * 16
+    arm = facts["arms"][0]
+    assert (arm["arm"], arm["question"]) == ("top2", "main")
+    assert arm["parameters_active"] < arm["parameters_total"]
+    assert facts["flops"] == sum(3 * one["flops_per_token"] * one["tokens"] * 2 for one in facts["arms"])
+    said = "\n".join(fact_lines(facts))
+    assert "6 trainings: 3 arms, seeds 3, 5" in said
+    assert "no significance" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({}, "no study given"),
+        ({"config": "nowhere.toml"}, r"nowhere\.toml: No such file"),
+        ({"config": {"reference": "top2"}}, "0 arm; a study compares at least two"),
+        ({"resume": True}, "no unfinished study"),
+        ({"resume": True, "config": "x.toml"}, "--resume takes everything from the run"),
+        ({"jobs": 0}, "--jobs 0: give a whole number from 1"),
+        ({"engine": "ray", "jobs": 2}, "--jobs 2: Ray runs as many"),
+        ({"engine": "dask"}, "unknown engine 'dask'"),
+        ({"address": "auto"}, "only Ray has an address"),
+        ({"config": {"reference": "a", "arms": {"a": {"model": {"layers": 1}}, "b": {}}, "base": {"data": {"text": ["nowhere.txt"]}}}}, r"nowhere\.txt: no such file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_before_any_work(words: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=message):
+        study(**words, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    (out / "trainings" / "mine.txt").write_text("kept")
+    few = {**tomlized(config), "arms": {name: {"model": {"router": name}} for name in ("top2", "dense")}}
+    with pytest.raises(BadInput, match=r"other arguments \(arms\)"):
+        study(few, out=out, device="cpu", quiet=True)
+    run = study(few, out=out, device="cpu", quiet=True, overwrite=True)
+    assert isinstance(run, Run)
+    assert sorted(path.name for path in (out / "trainings").iterdir()) == ["dense-seed-3", "dense-seed-5", "mine.txt", "top2-seed-3", "top2-seed-5"]  # fmt: skip
+    dense = run.table("study_runs").query("arm == 'dense'")
+    assert dense[["load_cv", "consistency", "kendall_tau"]].isna().all(axis=None), "nothing is routed"
+    assert dense["validation_loss"].notna().all()
+
+
+def test_a_study_that_another_process_writes_loses_nothing_to_overwrite(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    before = sorted(out.rglob("*"))
+    with only_writer(out, out / ".lock", "this run", ""), pytest.raises(BadInput, match="another moescope process"):
+        study(config, out=out, device="cpu", quiet=True, overwrite=True)
+    assert sorted(out.rglob("*")) == before
+
+
+def test_overwrite_replaces_a_study_whose_run_json_is_damaged(whole: Run, config: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(whole.path, out)
+    (out / "run.json").write_text("{")
+    (out / "trainings" / "old-seed-0").mkdir()
+    shutil.copy(training(whole, "top2", SEEDS[0]).path / "run.json", out / "trainings" / "old-seed-0" / "run.json")
+    few = {**tomlized(config), "arms": {name: {"model": {"router": name}} for name in ("top2", "dense")}}
+    study(few, out=out, device="cpu", quiet=True, overwrite=True)
+    assert not (out / "trainings" / "old-seed-0").exists()
+
+
+def test_the_reference_is_timed_for_its_router_wherever_it_stands():
+    arms = {name: {"model": {"router": router, "layers": layers}} for name, router, layers in (("thin", "top2", 1), ("hash", "hash", 2), ("plain", "top2", 2))}  # fmt: skip
+    assert set(one_arm_a_router(study_from({"reference": "plain", "arms": arms}))) == {"plain", "hash"}
+
+
+def test_torchrun_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match="without torchrun"):
+        study(config, quiet=True)
+
+
+@pytest.mark.parametrize(("keep", "left"), [("all", ["step-2", "step-4", "training_state.pt"]), ("last", ["step-4"]), ("none", [])])  # fmt: skip
+def test_what_is_kept_of_checkpoints_is_as_asked_for(keep: str, left: list[str], tmp_path: Path):
+    for name in ("step-2", "step-4"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "config.json").write_text("{}")
+        (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (tmp_path / "checkpoints" / "training_state.pt").write_text("")
+    (tmp_path / "run.json").write_text(json.dumps({"verb": "train", "checkpoints": ["both"]}))
+    prune(tmp_path, keep)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
+
+
+def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path):
+    settled = read_study(config)
+    corpus = read_corpus(settled.base)
+    assert whole.info["corpus"] == corpus.identity
+    kept = json.loads((whole.path / "text" / "corpus.json").read_text())
+    assert kept["validation"] == corpus.validation
+    rows = data_of(settled.base, corpus, vocabulary_of(settled.base, corpus)).train
+    batches = [rows.of_step(step, 4, 3).ids_BL for step in range(2)]
+    assert not np.array_equal(*batches)

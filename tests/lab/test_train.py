@@ -1,0 +1,434 @@
+"""The verb: a run folder with everything in it, taken up after a real kill, shared by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from workflows.test_train_parts import damage
+
+from lab.tiny_training import TOML
+from moescope.decoder.config import DataConfig, LabConfig, ModelConfig, config_from, preset
+from moescope.errors import BadInput
+from moescope.lab.corpus import EMBEDDED, Corpus
+from moescope.lab.train import held, train
+from moescope.lab.train_settings import bytes_on_disk, fact_lines, settle
+from moescope.lab.train_text import read_corpus, vocabulary_of
+from moescope.reporting.page import page_content
+from moescope.reporting.verb import report
+from moescope.run import Run
+
+LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
+
+
+def config_file(folder: Path, steps: int = 12, more: str = "") -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(TOML.format(steps=steps) + more)
+    return path
+
+
+def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(trained_run: Run):
+    assert trained_run.info["status"] == "done"
+    assert {"steps", "load", "routing_layers", "router_gradients", "alerts"} <= set(trained_run.tables)
+    assert [item["step"] for item in trained_run.info["checkpoints"]] == [4, 8, 12]
+    assert (trained_run.path / "report.html").stat().st_size > 100_000
+    assert "alignment" in Run.load(trained_run.path / "scan").tables
+    traced = Run.load(trained_run.path / "trace")
+    assert sorted(traced.table("load")["domain"].unique()) == sorted(trained_run.info["domains"])
+    assert sorted(traced.table("stability")["step_b"].unique()) == [8, 12]
+
+
+def test_references_stand_beside_the_losses(trained_run: Run):
+    told = trained_run.info["references"]
+    assert told["uniform"] == pytest.approx(np.log(260))  # of all entries that an untrained model spreads over
+    assert trained_run.info["evaluations"][0]["loss"] == pytest.approx(told["uniform"], abs=0.1)
+    assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
+    assert 2 < told["unigram"][""] < told["uniform"]
+
+
+def test_the_room_a_training_needs_is_what_it_takes(trained_run: Run):
+    states = trained_run.path / "checkpoints"
+    kept = states / "training_state.pt"
+    taken = sum(file.stat().st_size for file in states.rglob("*.safetensors")) + 2 * kept.stat().st_size
+    settled = settle(trained_run.path.parent / "tiny.toml", None, None, None, None)
+    assert bytes_on_disk(settled) == pytest.approx(taken, rel=0.15)
+
+
+def test_a_training_that_no_disk_can_hold_is_refused_before_anything_is_written(tmp_path: Path):
+    given = {"train": {"steps": 10**12, "checkpoint_every": 1}}
+    with pytest.raises(BadInput, match=r"MB needed; raise \[train\] checkpoint_every"):
+        train(given, out=tmp_path / "run", device="cpu", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_command_again_computes_nothing(trained_run: Run):
+    before = (trained_run.path / "steps.parquet").stat().st_mtime_ns
+    again = train(trained_run.path.parent / "tiny.toml", out=trained_run.path, device="cpu", quiet=True)
+    assert isinstance(again, Run)
+    assert (trained_run.path / "steps.parquet").stat().st_mtime_ns == before
+
+
+def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(trained_run: Run, tmp_path: Path):
+    """Its lock covers scan and trace after the last step too, and comes before anything is cleared."""
+    folder = shutil.copytree(trained_run.path, tmp_path / "copy")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    with held(folder), pytest.raises(BadInput, match="another moescope process is writing this run"):
+        train(config_file(tmp_path, steps=13), out=folder, device="cpu", overwrite=True, quiet=True)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_the_lock_of_a_training_is_gone_after_it(trained_run: Run):
+    assert not list(trained_run.path.glob(".*"))
+
+
+def test_a_small_limit_of_bytes_is_not_taken_for_none():
+    config = config_from({"data": {"max_bytes": 3}})
+    assert sum(len(texts) for texts in read_corpus(config).train.values()) <= len(EMBEDDED)
+
+
+def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):
+    with pytest.raises(BadInput, match="other arguments"):
+        train(config_file(tmp_path, steps=13), out=trained_run.path, device="cpu", quiet=True)
+
+
+def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run: Run, tmp_path: Path):
+    folder = shutil.copytree(trained_run.path, tmp_path / "run")
+    damage(folder / "scan", "other arguments")
+    damage(folder / "trace", "older version")
+    page = (folder / "report.html").stat().st_mtime_ns
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["warnings"] == trained_run.info["warnings"]
+    for part, table in (("scan", "alignment"), ("trace", "load")):
+        made, first = Run.load(folder / part), Run.load(trained_run.path / part)
+        assert made.info["status"] == "done"
+        assert made.table(table).equals(first.table(table))
+        assert made.info["checkpoints"][-1]["path"] == str(folder / "checkpoints" / "step-12")  # where the run is now
+    assert (folder / "report.html").stat().st_mtime_ns > page
+
+
+@pytest.mark.slow
+def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_with_them(
+    trained_run: Run, tmp_path: Path
+):
+    folder = shutil.copytree(trained_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("scan"))
+    (folder / "scan").mkdir()
+    (folder / "scan" / "mine.txt").write_text("kept")
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert sum(said.startswith("the trained weights were not scanned: ") for said in run.info["warnings"]) == 1
+    (folder / "scan" / "mine.txt").unlink()
+    run = train(out=folder, resume=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert run.info["warnings"] == trained_run.info["warnings"]
+    assert "alignment" in Run.load(folder / "scan").tables
+
+
+def test_a_part_given_beside_its_training_is_shown_once(trained_run: Run):
+    parts = [Run.load(trained_run.path / part) for part in ("scan", "trace")]
+    assert page_content([trained_run, *parts])["runs"] == page_content([trained_run])["runs"]
+
+
+def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
+    config = config_file(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "moescope",
+        "train",
+        str(config),
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    state = tmp_path / "run" / "checkpoints" / "training_state.pt"
+    until = time.monotonic() + 120
+    while not state.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
+    resumed = train(out=tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert isinstance(resumed, Run)
+    assert resumed.table("steps")[LOSSES].equals(trained_run.table("steps")[LOSSES])
+    assert resumed.info["evaluations"] == trained_run.info["evaluations"]
+    assert resumed.table("load").equals(trained_run.table("load"))
+    last = "checkpoints/step-12/model.safetensors"
+    assert (resumed.path / last).read_bytes() == (trained_run.path / last).read_bytes()
+
+
+def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, tmp_path: Path):
+    shutil.copytree(trained_run.path, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "mine.txt").write_text("kept")
+    run = train(config_file(tmp_path, steps=4), out=tmp_path / "run", overwrite=True, device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    assert [item["step"] for item in run.info["checkpoints"]] == [4]
+    assert run.table("steps")["step"].tolist() == [0, 4]
+    assert Run.load(run.path / "scan").info["checkpoints"][0]["path"].endswith("step-4")
+    assert (run.path / "checkpoints" / "mine.txt").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "router", ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)]
+)
+def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
+    model = {"d_model": 16, "layers": 2, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 64, "router": router}
+    settings = {
+        "steps": 2,
+        "batch_size": 4,
+        "sequence_length": 16,
+        "evaluate_every": 1,
+        "checkpoint_every": 1,
+        "warmup": 1,
+    }
+    run = train({"model": model, "data": {"max_bytes": 20_000}, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)  # fmt: skip
+    assert isinstance(run, Run)
+    assert (run.path / "report.html").exists()
+    assert (run.path / "trace").exists() == (router != "dense")
+    assert ("keys" in run.info) == (router == "some")
+    assert not [said for said in run.info["warnings"] if "one document" not in said]
+    tables = {
+        "dense": {"spectra"},
+        "spectra": {"spectra", "similarity", "orthogonality"},
+    }  # SoME's keys are router rows
+    scanned = set(Run.load(run.path / "scan").tables)
+    assert scanned == tables[router] if router in tables else "alignment" in scanned
+    sections = page_content([run])["told"]
+    assert ("Load while it learned" in [section["title"] for section in sections]) == (router != "dense")
+    if router == "some":
+        page = (run.path / "report.html").read_text()
+        assert "How the keys organised themselves" in page
+        assert [row["metric"] for row in run.info["keys"]["metrics"]] == ["gini", "load_entropy_bits", "used"]
+        assert sum(row["experts"] for row in run.info["keys"]["histogram"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_give_the_loss_curve_of_one(parallel: str, trained_run: Run, tmp_path: Path):
+    config = config_file(tmp_path, more=f'parallel = "{parallel}"\n')
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
+        "train", str(config), "--out", str(tmp_path / "run"), "--device", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = Run.load(tmp_path / "run")
+    assert both.info["processes"] == 2
+    ours, alone = both.table("steps")[LOSSES], trained_run.table("steps")[LOSSES]
+    assert not ours.equals(alone)  # sums in another order: equal bits would mean that one process did it all
+    np.testing.assert_allclose(ours.to_numpy(float), alone.to_numpy(float), rtol=2e-4)
+    counted = [run.table("load").groupby(["step", "layer"])["tokens"].sum() for run in (both, trained_run)]
+    assert counted[0].equals(counted[1])  # every token of both processes
+
+
+def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = config_file(tmp_path, 40, "clip = 0.0\n")
+    config.write_text(config.read_text().replace("learning_rate = 0.01", "learning_rate = 1e30"))
+    with pytest.raises(BadInput, match=r"step \d+: the .* is not finite; training stopped"):
+        train(config, out=tmp_path / "run", device="cpu", quiet=True)
+    run = Run.load(tmp_path / "run")
+    assert run.info["status"] == "failed"
+    assert "is not finite" in run.info["error"]
+    assert len(run.table("alerts"))
+    assert not caplog.records  # alerts are printed unless one asked for quiet
+    assert "This training is failed" in report(run, quiet=True).read_text()
+
+
+def test_a_training_without_a_step_on_disk_has_no_report_yet(trained_run: Run, tmp_path: Path):
+    info = {**trained_run.info, "status": "running"}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(BadInput, match="nothing of this training is on disk yet"):
+        report(tmp_path, quiet=True)
+
+
+def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    facts = train(preset="some_a4", dry_run=True)
+    assert isinstance(facts, dict)
+    assert (round(facts["parameters_total"] / 1e6, 2), round(facts["parameters_trainable"] / 1e6, 2)) == (701.50, 29.42)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"preset": "huge"}, "unknown preset 'huge'"),
+        ({"router": "oracle"}, "unknown router 'oracle'"),
+        ({"resume": True}, "no unfinished training"),
+        ({"resume": True, "preset": "nano"}, "--resume takes everything from the run"),
+        ({"from_": "nowhere"}, "nowhere: not a checkpoint of the lab"),
+        ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
+        ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
+        ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}, "dry_run": True}, r"nowhere\.txt: no such file"),
+        ({"config": {"data": {"text": ["nowhere.txt"]}}, "dry_run": True}, r"nowhere\.txt: no such file"),
+        ({"seed": -1}, "^--seed -1: must be 0 or more"),
+        ({"config": {"model": {"vocabulary": 100}}}, "bytes needs at least 258 entries"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(
+    words: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=message):
+        train(**words, device="cpu", quiet=True)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_new_text_says(tmp_path: Path):
+    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 2, "checkpoint_every": 2}
+    shape = {"vocabulary": 300, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 32}
+    for name, line in (("old", "{} green bottles"), ("new", "there are {} more rows here")):
+        (tmp_path / f"{name}.txt").write_text("".join(line.format(i) + "\n" for i in range(300)))
+    first, further = ({"text": [str(tmp_path / f"{name}.txt")]} for name in ("old", "new"))
+    train({"model": shape, "data": {**first, "vocabulary": "bpe"}, "train": settings}, out=tmp_path / "first", device="cpu", quiet=True)  # fmt: skip
+    origin = tmp_path / "first" / "checkpoints" / "step-2"
+    run = train({"data": further, "train": settings}, from_=origin, out=tmp_path / "run", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    kept = run.path / "checkpoints" / "step-2" / "tokenizer.json"
+    assert json.loads(kept.read_text()) == json.loads((origin / "tokenizer.json").read_text())
+    assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
+    assert run.info["vocabulary_size"] > 258
+    with pytest.raises(BadInput, match=r"config: \[data\] vocabulary is bytes, but .*step-2 has bpe; leave it out"):
+        train({"data": {**further, "vocabulary": "bytes"}}, from_=origin, dry_run=True)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("row of many\n" * 100)
+    shape = {"vocabulary": 4096, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 1, "top_k": 1, "router": "topk"}  # fmt: skip
+    settings = {"steps": 2, "batch_size": 2, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
+    data = {"text": [str(tmp_path / "a.txt")], "vocabulary": "bpe"}
+    run = train({"model": shape, "data": data, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)
+    assert isinstance(run, Run)
+    warmup, entries, cut, scanned = run.info["warnings"]
+    assert warmup.startswith(
+        "[train] warmup is 20 steps, more than the 2 there are: the learning rate ends at 10% of 0.003"
+    )
+    assert entries.startswith(f"the vocabulary has {run.info['vocabulary_size']} entries, not the 4,096 of [model] vocabulary")  # fmt: skip
+    assert run.info["vocabulary_size"] < 300
+    assert cut.startswith("domain text is one document")
+    assert run.info["references"]["uniform"] == pytest.approx(np.log(4096))
+    assert run.info["evaluations"][0]["loss"] == pytest.approx(np.log(4096), abs=0.2)
+    assert not len(run.table("alerts"))  # one expert is sure of every token
+    assert not (run.path / "trace").exists()
+    assert "one expert only" in scanned
+    assert (run.path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"experts": 8},
+            r"\[model\] experts is 8, but .*step-12 has 4; leave it out, or train from the start without --from",
+        ),
+        ({"router": "spectra"}, r"\[model\] router is spectra, but .*step-12 has top2"),
+        ({"router_options": {"balance": 0.5}}, r"\[model\] router_options.balance is 0.5, but .*step-12 has 0.01"),
+        ({"vocabulary": 300}, r"\[model\] vocabulary is 300, but .*step-12 has 260"),
+        ({"qk_norm": True}, r"\[model\] qk_norm is true, but .*step-12 has false"),
+    ],
+)
+def test_a_config_that_contradicts_the_checkpoint_it_begins_with_is_refused_by_key(
+    model: dict[str, object], message: str, trained_run: Run, tmp_path: Path
+):
+    origin = trained_run.path / "checkpoints" / "step-12"
+    with pytest.raises(BadInput, match=message):
+        train({"model": model}, from_=origin, dry_run=True)
+
+
+def test_what_a_config_repeats_of_its_checkpoint_or_leaves_to_a_preset_is_no_contradiction(trained_run: Run):
+    origin, said = trained_run.path / "checkpoints" / "step-12", trained_run.info["arguments"]["model"]
+    for config in (said, {"experts": 4, "qk_norm": False, "router_options": {"balance": 0.01}}, {}):
+        facts = train({"model": config, "train": {"sequence_length": 32}}, preset="small", from_=origin, dry_run=True)
+        assert isinstance(facts, dict)
+        assert facts["parameters_total"] == trained_run.info["parameters_total"]
+        assert (
+            fact_lines(facts)[1] == f"begins with {origin}: model and vocabulary are its own, whatever the preset has"
+        )
+    other = replace(preset("nano"), model=replace(preset("nano").model, layers=3))
+    with pytest.raises(BadInput, match=r"config: \[model\] layers is 3, but"):
+        train(other, from_=origin, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"router": "some"}, "frozen: nothing; the experts are trained too"),
+        (
+            {"config": {"model": {"router": "some", "frozen_experts": True}}},
+            "frozen: the experts stay as they were drawn",
+        ),
+        ({"preset": "some_a4"}, "frozen: the experts stay as they were drawn"),
+        ({}, "300 steps"),
+    ],
+)
+def test_dry_run_says_what_is_frozen(words: dict[str, object], line: str):
+    facts = train(dry_run=True, **words)  # type: ignore[arg-type]
+    assert isinstance(facts, dict)
+    assert fact_lines(facts)[2].startswith(line)
+
+
+def test_a_warm_up_longer_than_the_training_is_said_before_it_begins():
+    for steps, said in ((20, 0), (19, 1)):
+        facts = train({"train": {"steps": steps}}, dry_run=True)
+        assert isinstance(facts, dict)
+        assert sum(line.startswith("warning: [train] warmup is 20 steps") for line in fact_lines(facts)) == said
+
+
+def test_pairs_are_learned_from_training_texts_alone():
+    corpus = Corpus(("a",), {"a": ["the cat sat\n" * 50]}, {"a": ["qxqxqxqx\n" * 50]}, identity="")
+    vocabulary = vocabulary_of(LabConfig(ModelConfig(vocabulary=300), DataConfig(vocabulary="bpe")), corpus)
+    assert len(vocabulary.encode("the cat")) < 4
+    assert len(vocabulary.encode("qxqxqxqx")) == 8
+
+
+def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: Run, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("".join(f"{i} green bottles\n" for i in range(300)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {i} of many, many rows"}) + "\n" for i in range(60))
+    )
+    domains = {"a": str(tmp_path / "a.txt"), "b": str(tmp_path / "b.jsonl")}
+    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
+    run = train(
+        {"data": {"domains": domains}, "train": settings}, from_=trained_run.path / "checkpoints" / "step-12", out=tmp_path / "run", device="cpu", quiet=True
+    )  # fmt: skip
+    assert isinstance(run, Run)
+    assert set(run.info["domains"]) == {"a", "b"}
+    assert run.info["evaluations"][0]["loss"] < 4.5  # not that of an untrained model, 5.6
+    assert run.info["parameters_total"] == trained_run.info["parameters_total"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_training_says_nothing_of_gradients_instead_of_failing_at_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shape = {"vocabulary": 258, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 2, "router": "top2"}
+    settings = {
+        "steps": 2,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "warmup": 1,
+        "evaluate_every": 1,
+        "checkpoint_every": 2,
+    }
+    for compile in (False, True):
+        config = {"model": shape, "data": {"max_bytes": 50_000}, "train": {**settings, "compile": compile}}
+        run = train(config, out=tmp_path / str(compile), device="cpu")
+        assert isinstance(run, Run)
+        assert (len(run.table("router_gradients")) > 0) == (not compile)
+    assert "cannot be taken" not in caplog.text

@@ -1,0 +1,45 @@
+"""Logarithmic axes: readable ticks, and whiskers that end inside."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moescope.plotting.log_axis import cut_whiskers, cut_words, log_axis, plain_log
+
+
+def test_a_logarithmic_axis_names_its_ticks_and_is_refused_to_zeros():
+    axis = plain_log([{"y": [0.01, 0.5]}])
+    assert axis["ticktext"][:4] == ["0.005", "0.01", "0.02", "0.05"]
+    assert plain_log([{"y": [0.0, 0.5]}]) is None
+    assert plain_log([{"y": [1e-6, 10.0]}])["ticktext"][-1] == "10"
+    assert plain_log([{"y": [660, 850]}])["ticktext"] == ["700", "750", "800", "850"]
+    assert plain_log([{"y": [3.0, 3.0]}])["ticktext"] == ["2", "5"]
+
+
+def whiskered(y: list[float], low: list[float], high: list[float]) -> dict[str, object]:
+    return {"y": y, "error_y": {"arrayminus": np.subtract(y, low), "array": np.subtract(high, y)}}
+
+
+def test_the_axis_reaches_as_far_as_the_whiskers():
+    assert plain_log([whiskered([0.5, 0.5], [0.011, 0.4], [0.6, 40.0])])["ticktext"][0] == "0.01"  # type: ignore[index]
+    assert plain_log([whiskered([0.5], [0.0], [0.6])]) is None
+    assert log_axis([0.01, 0.5]) == plain_log([{"y": [0.01, 0.5]}])
+
+
+def test_a_whisker_that_no_logarithmic_axis_can_show_is_cut_and_that_is_said():
+    other = {"y": [0.3]}
+    made, bottom = cut_whiskers([whiskered([0.6, 0.6, 0.9], [-0.2, 1e-9, 0.5], [0.7, 0.8, 1.0]), other])
+    assert bottom == 0.3 / 3
+    ends = np.asarray(made[0]["y"]) - made[0]["error_y"]["arrayminus"]
+    np.testing.assert_allclose(ends, [0.1, 0.1, 0.5])
+    assert made[1] is other
+    assert plain_log(made)["ticktext"][0] == "0.05"  # type: ignore[index]
+    assert cut_words(bottom) == " Whiskers that end at 0.1 go further down, beyond this scale."
+
+
+def test_whiskers_that_fit_stay_as_they_are():
+    whole = whiskered([0.6, np.nan], [0.4, np.nan], [0.7, np.nan])
+    made, bottom = cut_whiskers([whole])
+    assert bottom is None
+    assert cut_words(bottom) == ""
+    np.testing.assert_array_equal(made[0]["error_y"]["arrayminus"], whole["error_y"]["arrayminus"])  # type: ignore[index]

@@ -1,0 +1,216 @@
+"""Reports from runs: alone, compared, without torch, and refusals."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import moescope
+from checkpoints import tiny_config, tiny_tensors, write_checkpoint
+from moescope import figures
+from moescope.errors import BadInput
+from moescope.plotting.style import FigureSpec
+from moescope.reporting import page
+from moescope.reporting.verb import report
+from moescope.run import Run
+from moescope.weights.verb import scan
+from report_payloads import payloads
+
+
+@pytest.fixture(scope="module")
+def planted_html(planted_run):
+    return report(planted_run).read_text(encoding="utf-8")
+
+
+def test_the_report_is_one_file_with_plotly_once_and_no_address_to_load_from(planted_html):
+    assert planted_html.count("plotly.js v") == 1
+    outside = re.sub(r"<script.*?</script>", "", planted_html, flags=re.DOTALL)
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', outside)
+
+
+def test_every_figure_of_every_reading_and_layer_is_in_it(planted_html):
+    found = payloads(planted_html)
+    for reading in (0, 1):
+        assert {f"r{reading}-{spec.name}" for spec in figures.ACROSS_LAYERS} <= set(found)
+        for layer in range(5):
+            content = found[f"r{reading}-l{layer}"]
+            assert [figure["name"] for figure in content["figures"]] == [spec.name for spec in figures.ONE_LAYER]
+            assert len(content["complete"]) == 12
+    assert {f"c-{spec.name}" for spec in figures.ACROSS_READINGS} <= set(found)
+
+
+def test_the_setup_of_every_layer_is_full(planted_html):
+    for name, content in payloads(planted_html).items():
+        if re.fullmatch(r"r\d-l\d", name):
+            setup = dict(content["setup"])
+            assert {
+                "model",
+                "matrix",
+                "dtype",
+                "d_model",
+                "d_ff",
+                "experts (n)",
+                "k ladder",
+                "shuffle null",
+                "seed",
+                "time",
+            } <= set(setup)
+            assert all(setup.values())
+            assert setup["k ladder"] == "1, 2, 4, 8, 16, 32, 64, 128, 256"
+
+
+def test_the_report_states_each_planted_fact(planted_html):
+    for words in (
+        "layer 0 is not distinguishable from chance",
+        "at small k only",
+        "2 and 5 of layer 3",
+        "not in the stored order",
+    ):
+        assert words in planted_html
+
+
+def test_every_column_of_every_scan_table_is_in_the_glossary_and_none_of_other_tables(planted_html):
+    from moescope.glossary import COLUMNS
+    from moescope.tables import SCAN_TABLES, TABLES
+
+    shown = {
+        f"{table}.{column}" if f"{table}.{column}" in COLUMNS else column
+        for table in SCAN_TABLES
+        for column in TABLES[table].columns
+    }
+    assert set(re.findall(r'id="g-([^"]+)"', planted_html)) == shown
+    assert len(shown) > 60
+
+
+def test_runs_of_different_models_are_compared_in_one_report(planted_run, tmp_path):
+    model = write_checkpoint(tmp_path / "other", tiny_tensors(layers=3, experts=4), tiny_config(layers=3, experts=4))
+    other = scan(model, out=tmp_path / "other-run", matrix="gate,down", fold_norm=True, quiet=True)
+    html = report(planted_run, other, out=tmp_path / "both.html").read_text(encoding="utf-8")
+    compared = payloads(html)["c-compare_accuracy"]
+    names = [trace["name"] for trace in compared["data"]]
+    assert names[:4] == [
+        "run · gate, raw router",
+        "run · gate, centered router",
+        "other-run · gate, raw router, norm folded in",
+        "other-run · down, raw router, norm folded in",
+    ]
+
+
+def test_numbers_that_do_not_depend_on_the_router_are_drawn_once(planted_html):
+    names = [trace["name"] for trace in payloads(planted_html)["c-compare_orthogonality"]["data"]]
+    assert names == ["gate", "chance √(2/(πd))"]
+
+
+def test_steps_of_one_run_are_drawn_against_the_step(tmp_path):
+    folders = []
+    for step in (100, 200, 300):
+        tensors = tiny_tensors(layers=2, seed=step)
+        folders.append(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors, tiny_config(layers=2)))
+    run = scan(*folders, out=tmp_path / "run", quiet=True)
+    found = payloads(report(run).read_text(encoding="utf-8"))
+    assert found["s0-steps_accuracy"]["data"][0]["x"] == [100, 200, 300]
+
+
+def test_a_figure_that_cannot_be_drawn_fails_the_report_with_its_name(planted_run, monkeypatch, tmp_path):
+    def broken(tables):
+        raise ValueError("no such column")
+
+    monkeypatch.setattr(page, "ACROSS_LAYERS", [FigureSpec("broken", (), broken)])
+    with pytest.raises(
+        RuntimeError, match=r"figure broken of gate, raw router cannot be drawn: ValueError: no such column"
+    ):
+        report(planted_run, out=tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reports_are_built_where_torch_is_not_installed(planted_run, tmp_path):
+    blocked = "import sys; sys.modules['torch'] = None; from moescope.cli import main; main()"
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-c", blocked, "report", str(planted_run.path), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.stat().st_size > 4_000_000
+
+
+def test_names_from_a_checkpoint_are_escaped(tmp_path):
+    folder = tmp_path / "<img src=x onerror=alert(1)>"
+    model = write_checkpoint(folder, tiny_tensors(layers=1), tiny_config(layers=1))
+    html = report(scan(model, out=tmp_path / "run", quiet=True)).read_text(encoding="utf-8")
+    assert "<img" not in html.replace("plotly", "")[: html.index("plotly.js v")]
+
+
+def test_the_python_names_are_the_verbs(planted_run, tmp_path):
+    assert moescope.report(str(planted_run.path), out=tmp_path / "r.html") == tmp_path / "r.html"
+    assert moescope.Run is Run
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda tmp: report(tmp / "nothing"), "no such folder"),
+        (lambda tmp: report(tmp), "no run.json in it"),
+        (lambda tmp: report(), "no run given"),
+        (lambda tmp: report("x", format="gif"), "unknown format 'gif'; known: svg, png, pdf"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(make, message, tmp_path):
+    with pytest.raises(BadInput, match=message):
+        make(tmp_path)
+
+
+def test_an_unfinished_run_and_a_wrong_place_are_refused(planted_run, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"verb": "scan", "status": "interrupted"}))
+    with pytest.raises(BadInput, match="this run is interrupted, not done; give its command again"):
+        report(tmp_path)
+    with pytest.raises(BadInput, match="a folder; give --out a file name"):
+        report(planted_run, out=tmp_path)
+    with pytest.raises(BadInput, match="no such folder; make it"):
+        report(planted_run, out=tmp_path / "missing" / "report.html")
+
+
+@pytest.mark.slow
+def test_the_report_of_48_layers_of_128_experts_stays_under_25_megabytes(tmp_path):
+    tensors = tiny_tensors(layers=48, experts=128, d_model=256, d_ff=96, family="qwen3_moe")
+    model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=48, experts=128, family="qwen3_moe"))
+    size = report(scan(model, out=tmp_path / "run", quiet=True)).stat().st_size
+    assert 10e6 < size < 25e6
+
+
+def test_a_run_with_a_table_missing_is_refused_by_the_tables_name(planted_run, tmp_path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(planted_run.path, copy)
+    (copy / "spectra.parquet").unlink()
+    with pytest.raises(BadInput, match="table spectra is missing; scan again with --overwrite"):
+        report(copy)
+
+
+def test_a_file_that_is_no_report_is_not_overwritten(planted_run, tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("precious")
+    with pytest.raises(BadInput, match="exists and is not a report of moescope's"):
+        report(planted_run, out=mine)
+    assert mine.read_text() == "precious"
+    assert report(planted_run, out=tmp_path / "r.html") == report(planted_run, out=tmp_path / "r.html")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(planted_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: pytest.fail("work was done"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be written"):
+        report(planted_run, out=tmp_path / "r.html", figures=tmp_path / "file" / "figures")
+
+
+def test_several_runs_are_not_written_over_the_first_ones_report(planted_run, tmp_path):
+    model = write_checkpoint(tmp_path / "other", tiny_tensors(layers=1), tiny_config(layers=1))
+    first = scan(model, out=tmp_path / "first", quiet=True)
+    assert report(first, planted_run) == tmp_path / "first" / "compared.html"
+
+
+def test_names_that_hold_control_characters_are_spelled_out():
+    from moescope.errors import BadInput as Refusal
+
+    assert str(Refusal("model_type \x1b[2Jx\x07\ny")) == "model_type \\x1b[2Jx\\x07 y"

@@ -1,0 +1,286 @@
+"""Figures of routing: drawn from a real trace, handed to plotly's validator; what they derive held to simulation and exact cases."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from plotly.graph_objects import Figure as PlotlyFigure
+
+from moescope.figures import OVER_STEPS, ROUTING, TOGETHER
+from moescope.glossary import COLUMNS, METRICS
+from moescope.plotting.maps import Cloud, principal_plane
+from moescope.plotting.style import GREY
+from moescope.routing.figures_load import fold_of, load_heatmap, ratio_heatmap, tokens_by_layer, usage_by_rank, usages
+from moescope.routing.figures_maps import company, plane_by_chance, with_own_company
+from moescope.routing.figures_metrics import can_draw, values_of
+from moescope.routing.figures_separation import (
+    company_order,
+    expected_together,
+    lift_over_chance,
+    strongest_pair,
+)
+from moescope.routing.figures_steps import expected, saturation_curves, shares_by_step, usage_area
+from moescope.routing.report_views import load_trace, routing_views
+
+
+@pytest.fixture(scope="module")
+def trace(traced_run):
+    return load_trace(traced_run)
+
+
+@pytest.fixture(scope="module")
+def views(trace):
+    return routing_views([trace], {trace.run.path: "run"})
+
+
+@pytest.fixture(scope="module")
+def tables(views):
+    return next(view for view in views if view.main and view.step == 200).tables
+
+
+def validate(figure):
+    PlotlyFigure({"data": figure.data, "layout": figure.layout})
+    assert figure.title
+    assert "nan" not in figure.title
+    assert set(figure.columns) <= {*COLUMNS, *METRICS}
+    assert figure.layout["xaxis"]["title"]["text"]
+    assert figure.layout["yaxis"]["title"]["text"]
+    if figure.slider:
+        assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
+        assert len(figure.slider.titles) == len(figure.slider.values)
+        assert figure.title == figure.slider.titles[figure.slider.start]
+
+
+def test_a_metric_and_a_column_never_share_a_name():
+    assert not set(METRICS) & set(COLUMNS)
+
+
+def test_every_figure_is_drawn_from_a_trace_with_domains_and_tokens(tables):
+    for spec in ROUTING:
+        assert can_draw(spec, tables), spec.name
+        validate(spec.draw({name: tables[name] for name in (*spec.needs, "domains")}))
+
+
+def test_every_figure_over_steps_is_drawn(trace):
+    for spec in OVER_STEPS:
+        assert can_draw(spec, trace.in_main_phase())
+        validate(spec.draw(trace.in_main_phase()))
+
+
+def test_a_decode_view_draws_load_and_decisions_and_nothing_it_does_not_hold(views):
+    decode = next(view for view in views if view.phase == "decode")
+    drawn = [spec.name for spec in ROUTING if can_draw(spec, decode.tables)]
+    for spec in ROUTING:
+        if spec.name in drawn:
+            validate(spec.draw(decode.tables))
+    assert {"load_heatmap", "cv_by_layer", "routing_entropy_by_layer"} <= set(drawn)
+    assert not {"coactivation_heatmap", "affinity_heatmap"} & set(drawn)
+
+
+def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
+    held = ("cv", "max_violation", "max_over_mean", "gini", "unused", "min_max_ratio", "load_entropy_share")
+    rows = tables["routing_layers"]
+    bare = {
+        "load": tables["load"].assign(domain="text", gate_mass=None).drop_duplicates(["layer", "expert"]),
+        "routing_layers": rows[rows["metric"].isin(held) & (rows["domain"] == "")],
+    }
+    drawn = [spec for spec in ROUTING if can_draw(spec, bare)]
+    assert [spec.name for spec in drawn] == [
+        "load_heatmap", "usage_by_expert", "usage_by_expert_log", "usage_by_rank", "cv_by_layer", "max_violation_by_layer",
+        "load_entropy_by_layer", "gini_by_layer",
+    ]  # fmt: skip
+    for spec in drawn:
+        validate(spec.draw(bare))
+
+
+def test_a_line_draws_the_tables_numbers_with_floor_and_collapse_in_grey(tables):
+    figure = next(spec for spec in ROUTING if spec.name == "cv_by_layer").draw(tables)
+    rows = values_of(tables, "cv")
+    np.testing.assert_array_equal(figure.data[0]["y"], rows["value"])
+    np.testing.assert_allclose(figure.data[0]["y"] + figure.data[0]["error_y"]["array"], rows["high"])
+    grey = {trace["name"]: trace for trace in figure.data if trace["line"]["color"] == GREY}
+    np.testing.assert_array_equal(grey["random routing"]["y"], rows["floor"])
+    np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])
+
+
+def test_the_number_of_tokens_is_read_back_from_the_floor(tables, traced_run):
+    read = sum(traced_run.info["coverage"][1]["tokens"].values())
+    assert tokens_by_layer(tables) == pytest.approx(dict.fromkeys(range(3), read))
+
+
+def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routing():
+    generator = np.random.default_rng(0)
+    tokens, n, k = 2000, 8, 3
+    counts = np.stack([np.bincount(generator.random((tokens, n)).argsort(1)[:, :k].ravel(), minlength=n) for _ in range(150)])  # fmt: skip
+    load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(n), "tokens": counts[0]})
+    floor = np.sqrt((n - k) / (tokens * k))
+    rows = pd.DataFrame(
+        {"layer": [0], "metric": "cv", "domain": "", "value": [0.1], "floor": [floor], "collapse": [1.0]}
+    )
+    (usage,) = usages({"load": load, "routing_layers": rows})
+    assert usage.even == tokens * k / n
+    assert usage.stray == pytest.approx(2 * counts.std(), rel=0.06)
+
+
+def pair_rows(chosen: np.ndarray, k: int) -> pd.DataFrame:
+    """One layer's rows of the coactivation table, from tokens x experts of 0 and 1."""
+    tokens, n = chosen.shape
+    both, loads = chosen.T @ chosen, chosen.sum(axis=0)
+    a, b = np.nonzero(~np.eye(n, dtype=bool))
+    lift = tokens * both[a, b] / (loads[a] * loads[b])
+    chance = n * (k - 1) / (k * (n - 1))
+    return pd.DataFrame(
+        {
+            "expert_a": a,
+            "expert_b": b,
+            "tokens": both[a, b],
+            "share_of_a": both[a, b] / loads[a],
+            "lift": lift,
+            "chance_lift": chance,
+        }
+    )
+
+
+def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) -> np.ndarray:
+    chosen = np.zeros((tokens, n))
+    scores = generator.gumbel(size=(tokens, n)) - lean * np.arange(n)
+    np.put_along_axis(chosen, scores.argsort(1)[:, -k:], 1, axis=1)
+    return chosen
+
+
+def test_expected_pairs_and_their_largest_are_those_of_random_routing():
+    generator = np.random.default_rng(1)
+    runs = [pair_rows(random_choices(generator, 3000, 10, 3), 3) for _ in range(40)]
+    counts = np.mean([rows["tokens"] for rows in runs], axis=0)
+    np.testing.assert_allclose(np.mean([expected_together(rows) for rows in runs], axis=0), counts, rtol=0.04)
+    found = [strongest_pair(rows) for rows in runs]
+    assert np.mean([pair.by_chance for pair in found]) - 1 == pytest.approx(
+        np.mean([pair.over for pair in found]) - 1, rel=0.2
+    )
+
+
+def test_pairs_of_experts_that_are_hardly_used_are_neither_named_nor_drawn():
+    chosen = random_choices(np.random.default_rng(2), 2000, 8, 2, lean=1.2)
+    chosen[0] = [0, 0, 0, 0, 0, 0, 1, 1]  # once together, where chance gives almost nothing: an enormous lift
+    rows = pair_rows(chosen, 2)
+    last = rows[(rows["expert_a"] == 6) & (rows["expert_b"] == 7)].iloc[0]
+    assert last["lift"] > 20
+    assert 7 not in strongest_pair(rows)[:2]
+    assert np.isnan(lift_over_chance(rows).loc[6, 7])
+    assert strongest_pair(pair_rows(random_choices(np.random.default_rng(3), 40, 8, 2), 2)) is None
+
+
+def twins(n=8):
+    """Chance everywhere, but experts 2 and 5 always together."""
+    over = np.ones((n, n))
+    over[2, 5] = over[5, 2] = 6.0
+    np.fill_diagonal(over, np.nan)
+    return over
+
+
+def test_experts_of_one_company_stand_together_and_come_out_alike_on_the_map():
+    order = company_order(twins())
+    assert abs(order.index(2) - order.index(5)) == 1
+    at, _ = principal_plane(Cloud.of_rows(company(twins())))
+    distance = np.linalg.norm(at[:, None] - at[None], axis=-1)
+    assert distance[2, 5] == pytest.approx(0, abs=1e-7)
+    assert distance[2, 0] > 1
+
+
+def test_the_plane_is_that_of_the_covariances_leading_eigenvectors():
+    profile = np.random.default_rng(2).normal(size=(12, 12))
+    at, share = principal_plane(Cloud.of_rows(profile))
+    values = np.linalg.eigvalsh(np.cov(profile.T))[::-1]
+    np.testing.assert_allclose(share, values[:2] / values.sum())
+    np.testing.assert_allclose(at.var(axis=0, ddof=1), values[:2])
+
+
+def test_noise_leaves_the_stated_share_on_two_axes():
+    generator = np.random.default_rng(3)
+    noise = generator.normal(size=(30, 16, 16))
+    again = [principal_plane(Cloud.of_rows(with_own_company(matrix + matrix.T)))[1].sum() for matrix in noise]
+    assert plane_by_chance(16) == pytest.approx(np.mean(again), abs=0.03)
+
+
+def test_the_lift_matrix_is_the_tables(tables):
+    pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
+    matrix = lift_over_chance(pairs)
+    row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
+    assert matrix.loc[2, 0] == row["lift"] / row["chance_lift"]
+    assert np.isnan(np.diag(matrix)).all()
+
+
+def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
+    trace = ratio_heatmap(np.array([[1.0, 2.0, 0.0, np.nan, 64.0]]), list("abcde"), ["0"], ("x", "y"), "", "", 4.0)
+    np.testing.assert_array_equal(trace["z"], [[0, 1, -2, np.nan, 2]])
+    assert trace["zmin"] == -trace["zmax"] == -2
+    assert trace["colorbar"]["ticktext"][-1] == "≥ 4"
+    spread = np.linspace(1, 1.5, 100)
+    assert [fold_of([spread]), fold_of([spread**2]), fold_of([1 / spread**6]), fold_of([np.array([np.nan])])] == [
+        2,
+        4,
+        8,
+        8,
+    ]
+
+
+def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
+    load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(4), "tokens": [90, 10, 0, 0]})
+    rows = pd.DataFrame(
+        {"layer": [0], "metric": "cv", "domain": "", "value": [1.2], "floor": [0.17], "collapse": [1.7]}
+    )
+    found = {"load": load, "routing_layers": rows}
+    assert "unused experts in layer 0" in load_heatmap(found).title
+    figure = usage_by_rank(found)
+    assert (
+        figure.title
+        == "Half of the load goes to 1 of 4 experts (layer 0) at least; even loads would need 2. 2 experts got no token"
+    )
+    assert np.isnan(figure.data[0]["y"][2:]).all()
+
+
+def test_areas_over_steps_hold_the_whole_load(trace):
+    tables = trace.in_main_phase()
+    figure = usage_area(tables)
+    for position in range(len(figure.slider.values)):
+        own = figure.data[position * figure.slider.per_value : (position + 1) * figure.slider.per_value]
+        np.testing.assert_allclose(sum(band["y"] for band in own), 1)
+    assert shares_by_step(tables, 0).columns.tolist() == [100, 200]
+
+
+def test_many_experts_share_an_area():
+    load = pd.DataFrame(
+        [
+            {"layer": 0, "step": step, "expert": expert, "tokens": expert + step}
+            for step in (1, 2)
+            for expert in range(40)
+        ]
+    )
+    figure = usage_area({"load": load})
+    assert len(figure.data) == 13
+    assert figure.data[-1]["name"] == "other 28"
+    np.testing.assert_allclose(sum(band["y"] for band in figure.data), 1)
+
+
+def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_chance():
+    rows = [
+        {"layer": layer, "step_a": step, "step_b": 3, "routing_consistency": o, "routing_consistency_corrected": (o - 0.5) / 0.5,
+         "top1_agreement": one, "top1_corrected": (one - 0.25) / 0.75, "saturation_topk": o, "saturation_top1": one}
+        for layer, step, o, one in ((0, 1, 0.6, 0.3), (1, 1, 0.7, 0.5), (0, 2, 0.8, 0.6), (1, 2, 0.9, 0.8))
+    ]  # fmt: skip
+    figure = saturation_curves({"stability": pd.DataFrame(rows)})
+    drawn = {trace["name"]: trace["y"] for trace in figure.data}
+    np.testing.assert_allclose(drawn["layer 0"], [0.6, 0.8])
+    np.testing.assert_allclose(drawn["usages alone"], [0.5, 0.5])
+    np.testing.assert_allclose(drawn["first choices, mean"], [0.4, 0.7])
+    np.testing.assert_allclose(drawn["their usages alone"], [0.25, 0.25])
+    assert figure.title.endswith("usages alone give 0.5, and first choices agree for 40 %, 25 % by their usages alone")
+
+
+def test_chance_is_taken_back_out_of_the_corrected_value():
+    o, e = pd.Series([0.7, 0.4]), pd.Series([0.3, 0.25])
+    np.testing.assert_allclose(expected(o, (o - e) / (1 - e)), e)
+
+
+def test_figure_names_are_unique():
+    names = [spec.name for spec in (*ROUTING, *OVER_STEPS, *TOGETHER)]
+    assert len(names) == len(set(names)) == 24 + 8 + 3

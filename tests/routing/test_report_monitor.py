@@ -1,0 +1,96 @@
+"""The report of a training that was only watched: what its tables hold, finished or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoder.tiny_lab import text, tiny, train_step
+from moescope.decoder.model import LabModel
+from moescope.errors import BadInput
+from moescope.reporting.verb import report
+from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.report_monitor import WATCHED
+from moescope.run import Run
+from routing.tiny_training import batch, documents, model_of
+
+
+def train(folder, steps: int) -> LoopMonitor:
+    model = model_of()
+    monitor = LoopMonitor(folder, every=2, decisions_every=1, gradients_every=2).watch(model)
+    for number in range(steps):
+        model(**batch(documents()[4 * number : 4 * number + 4])).loss.backward()
+        monitor.step()
+    return monitor
+
+
+def test_a_watched_training_is_drawn_over_its_steps_finished_or_not(tmp_path):
+    train(tmp_path / "done", 6).close()
+    train(tmp_path / "stopped", 6).stop()
+    for name, told in (("done", False), ("stopped", True)):
+        run = Run.load(tmp_path / name)
+        load, routers = WATCHED.sections(run)
+        assert {"cv_by_step", "routing_entropy_by_step"} <= {spec.name for spec, _ in load.figures}
+        assert [spec.name for spec, _ in routers.figures] == ["pull_on_routers"]
+        page = report(run.path, out=tmp_path / f"{name}.html").read_text()
+        assert "Load while it learned" in page
+        assert "random routing gives" in page
+        assert "3 MoE layers of 4 experts, watched in training, up to step 6" in page
+        assert ("this training is interrupted" in page) == told
+
+
+def lab_run(router: str, folder: Path, **options: object) -> Run:
+    """Six steps of a tiny lab model, three tables of two steps each."""
+    torch.manual_seed(0)
+    model = LabModel(tiny(router, router_options=options)).train()
+    optimiser = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.5)
+    monitor = LoopMonitor(folder, every=2, decisions_every=1, gradients_every=0).watch(model)
+    for number in range(6):
+        train_step(model, optimiser, text(6, 17, seed=number))
+        monitor.step()
+    run = monitor.close()
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    ("router", "drawn", "told"),
+    [
+        ("spectra", {"column_error", "direction_overlap"}, set()),
+        ("some", {"key_cosine", "middle_gini", "middle_load_entropy_bits", "middle_unused"}, {"key strength 1 (1 before the decay)", "weakened keys 0 (0 "}),
+        ("loss_free", {"bias_spread"}, set()),
+        ("expert_choice", {"tokens_without_expert", "experts_a_token_spread"}, {"experts a token 2.5"}),
+        ("top2", None, set()),
+    ],
+)  # fmt: skip
+def test_what_a_router_says_of_itself_is_drawn_where_it_moves_and_told_where_it_does_not(tmp_path, router, drawn, told):
+    run = lab_run(router, tmp_path / "run")
+    notes = [section for section in WATCHED.sections(run) if section.anchor == "notes"]
+    if drawn is None:
+        assert notes == []
+        return
+    assert {spec.name for spec, _ in notes[0].figures} == {f"{name}_by_step" for name in drawn}
+    assert all(words in notes[0].words for words in told)
+    assert ("so not drawn" in notes[0].words) == bool(told)
+    page = report(run.path, out=tmp_path / "report.html").read_text()
+    for spec, tables in notes[0].figures:
+        figure = spec.draw(tables)
+        assert figure.title.split(";")[0] in page
+        assert all(f'id="g-{term}"' in page for term in figure.columns)
+
+
+def test_a_router_built_to_be_sure_is_said_to_raise_no_alert_about_it(tmp_path):
+    load = WATCHED.sections(lab_run("spectra", tmp_path / "sure"))[0]
+    assert "low routing entropy in layers 0 to 2 raises no alert" in load.words
+    assert "dropped_by_step" in {spec.name for spec, _ in load.figures}, "the quota turned some away"
+    load = WATCHED.sections(lab_run("spectra", tmp_path / "plain", plain=True))[0]
+    assert "raises no alert" not in load.words
+    assert "dropped_by_step" not in {spec.name for spec, _ in load.figures}
+
+
+def test_before_the_first_table_there_is_nothing_to_report(tmp_path):
+    train(tmp_path / "young", 1).stop()
+    with pytest.raises(BadInput, match=r"young: no table of this training is on disk yet; wait for its first 2 steps"):
+        report(tmp_path / "young")

@@ -1,0 +1,96 @@
+"""One set of sentences of a trace: on the terminal, in --json and on the report's first page; of several steps it names them."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from moescope import cli
+from moescope.reporting.verb import report
+from moescope.routing.report_findings import step_findings
+from moescope.routing.report_summary import trace_findings, trace_summary, which_findings
+from moescope.routing.report_views import load_trace
+
+
+def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
+    cli.show_run(traced_run, as_json=False, quiet=False)
+    printed = capsys.readouterr().out
+    cli.show_run(traced_run, as_json=True, quiet=False)
+    facts = json.loads(capsys.readouterr().out)
+    page = html.unescape(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert len(facts["findings"]) > 6
+    for sentence in facts["findings"][1:]:
+        assert f"- {sentence}\n" in printed
+        assert f"<li>{sentence}</li>" in page
+    assert facts["findings"][0] == "Findings of step 200, the last of 100 and 200; prefill:"
+    assert "step 200, the last of 100 and 200; prefill" in page
+
+
+def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_levels(traced_run):
+    load, kept, *_ = trace_findings(load_trace(traced_run))
+    rows = traced_run.table("routing_layers").query("metric == 'cv' and domain == '' and phase == 'prefill'")
+    means = rows.groupby("step")["value"].mean()
+    told = re.fullmatch(
+        r"From step 100 to step 200 the load's cv, mean over layers, goes from ([\d.]+) to ([\d.]+); ([\d.]+) for random routing\.",
+        load,
+    )
+    assert [float(number) for number in told.groups()[:2]] == pytest.approx(means.tolist(), rel=5e-3)
+    stability = traced_run.table("stability")
+    told = re.fullmatch(
+        r"Between steps 100 and 200 tokens keep ([\d.]+) % of their experts, ([\d.]+) beyond chance \(0\), least in layer (\d) \(([\d.]+)\)\.",
+        kept,
+    )
+    assert float(told[1]) == pytest.approx(100 * stability["routing_consistency"].mean(), rel=5e-3)
+    least = stability.loc[stability["routing_consistency_corrected"].idxmin()]
+    assert int(told[3]) == least["layer"]
+    assert float(told[4]) == pytest.approx(least["routing_consistency_corrected"], rel=5e-3)
+
+
+def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence(traced_run):
+    trace = load_trace(traced_run)
+    later = {
+        name: frame.assign(step=frame["step"].replace({100: 200, 200: 300}))
+        for name, frame in trace.tables.items()
+        if "step" in frame
+    }
+    tables = {name: pd.concat([trace.tables[name], frame[frame["step"] == 300]]) for name, frame in later.items()}
+    pairs = trace.tables["stability"]
+    between = {(100, 300): 0.4, (100, 200): 0.5, (200, 300): 0.75}
+    tables["stability"] = pd.concat(
+        [
+            pairs.assign(step_a=a, step_b=b, routing_consistency=value, routing_consistency_corrected=value / 2)
+            for (a, b), value in between.items()
+        ]
+    )
+    three = type(trace)(trace.run, tables)
+    sentence = step_findings(three)[1]
+    assert sentence.startswith("Between steps 100 and 300 tokens keep 40 % of their experts, 0.2 beyond chance (0)")
+    assert sentence.endswith("; between steps 200 and 300 75 %, 0.375 beyond chance.")
+    assert which_findings(three) == "step 300, the last of 100, 200 and 300; prefill"
+    one = type(trace)(
+        trace.run,
+        {
+            name: frame[frame["step"] == 100] if "step" in frame else frame.iloc[:0]
+            for name, frame in trace.tables.items()
+        },
+    )
+    assert step_findings(one) == []
+
+
+def test_a_single_step_needs_no_words_about_which(tmp_path):
+    from routing.tiny_text import save_model, texts, write_jsonl
+
+    model, text = save_model(tmp_path / "model"), write_jsonl(tmp_path / "text.jsonl", texts(5))
+    done = CliRunner().invoke(
+        cli.app, ["trace", str(model), "--text", str(text), "--out", str(tmp_path / "run"), "--json"]
+    )
+    facts = json.loads(done.stdout)
+    assert facts["findings"][0].startswith("Load is most uneven in layer")
+    from moescope.run import Run
+
+    assert facts == json.loads(json.dumps(trace_summary(Run.load(tmp_path / "run"))))

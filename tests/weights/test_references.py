@@ -1,0 +1,244 @@
+"""Every reference line stands where an independent formula puts it, and titles name chance."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from checkpoints import tiny_config, tiny_tensors, write_checkpoint
+from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, COMPLETE_VIEW, ONE_LAYER
+from moescope.plotting.style import GREY
+from moescope.reporting.page import glance_table, stacked
+from moescope.weights.figures_alignment import discoveries, stray_of_mean
+from moescope.weights.figures_nulls import density_title
+from moescope.weights.figures_redundancy import chance_of_closest, share_above, width_of
+from moescope.weights.report_views import readings
+from moescope.weights.verb import scan
+
+D, N = 256, 8  # of the planted checkpoint
+KS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256])
+RAMP, FLAT = KS / D, np.zeros(9)
+SPREAD = np.array(
+    [stats.beta(k / 2, (D - k) / 2).std() if k < D else 0.0 for k in KS]
+)  # of a random direction's alignment
+
+
+def grey(figure) -> dict[str, np.ndarray]:
+    lines = [
+        trace for trace in figure.data if (trace.get("line") or {}).get("color") == GREY and trace["mode"] == "lines"
+    ]
+    return {trace["name"]: np.asarray(trace["y"], float) for trace in lines if trace["name"] != "random pairings"}
+
+
+ACROSS = {
+    "accuracy_by_k": {"chance 1/8": np.full(9, 1 / N)},
+    "margin_by_k": {"no preference": FLAT},
+    "align_by_k": {"random direction": RAMP},
+    "z_by_k": {"ceiling √(n−1)": np.full(9, math.sqrt(N - 1)), "chance": FLAT},
+    "effect_by_k": {"random direction": FLAT},
+    "delta_by_k": {"chance": FLAT},
+    "cos_squared_by_layer": {"chance 1/d": np.full(5, 1 / D)},
+    "shuffle_mean_by_k": {"random direction": RAMP},
+    "shuffle_std_by_k": {"random directions": SPREAD},
+    "shuffle_log_std_by_k": {"random directions": SPREAD[:-1]},
+    "overlap_by_k": {"chance k/d": np.ones(7)},
+    "orthogonality_by_layer": {
+        "chance √(2/(πd))": np.full(5, math.sqrt(2 / (math.pi * D))),
+        "redundancy 0.3": np.full(2, 0.3),
+        "collapse 0.7": np.full(2, 0.7),
+    },
+    "ambiguity_by_layer": {"high above 0.7": np.full(2, 0.7), "medium above 0.4": np.full(2, 0.4)},
+    "absolute_ambiguity_by_layer": {"a layer at chance, at one k": np.full(5, 0.4 * 7 / 8 + 0.6)},
+    "accuracy_and_margin_by_layer": {"chance accuracy 1/n": np.full(5, 1 / N)},
+    "ranks_by_layer": {"rank": np.full(5, D)},
+}
+OF_A_LAYER = {
+    "expert_cos_squared": {"chance 1/d": np.full(2, 1 / D)},
+    "overlap_over_k": {"chance k/d": KS[:7] / D},
+    "panel_align": {"random direction": RAMP},
+    "panel_z_vs_shuffle": {"ceiling √(n−1)": np.full(9, math.sqrt(N - 1)), "chance": FLAT},
+    "panel_effect_over_random": {"random direction": FLAT},
+    "panel_delta_vs_shuffle": {"chance": FLAT},
+    "panel_shuffle_mean": {"random direction": RAMP},
+    "panel_shuffle_std": {"random directions": SPREAD},
+    "panel_expert_align": {"random direction": RAMP},
+    "panel_expert_delta_vs_shuffle": {"chance": FLAT},
+    "panel_expert_margin": {"no preference": FLAT},
+}
+
+
+@pytest.fixture(scope="module")
+def raw(planted_run):
+    return readings([planted_run])[0]
+
+
+def check(figure, expected):
+    lines = grey(figure)
+    for name, y in expected.items():
+        np.testing.assert_allclose(lines[name], y, atol=1e-12, err_msg=f"{figure.name}: {name}")
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_reference_lines_across_layers_are_where_the_formula_says(name, raw):
+    spec = next(spec for spec in ACROSS_LAYERS if spec.name == name)
+    check(spec.draw(raw.tables), ACROSS[name])
+
+
+@pytest.mark.parametrize("name", OF_A_LAYER)
+def test_reference_lines_of_a_layer_are_where_the_formula_says(name, raw):
+    spec = next(spec for spec in (*ONE_LAYER, *COMPLETE_VIEW) if spec.name == name)
+    check(spec.draw(raw.one_layer(3)), OF_A_LAYER[name])
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory):
+    """Random models of 4 experts at width 16 and 32 experts at width 32."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = []
+    for name, experts, width in (("few", 4, 16), ("many", 32, 32)):
+        tensors = tiny_tensors(layers=2, experts=experts, d_model=width, d_ff=48)
+        model = write_checkpoint(folder / name, tensors, tiny_config(layers=2, experts=experts))
+        runs.append(scan(model, out=folder / f"{name}-run", quiet=True))
+    return readings(runs)
+
+
+COMPARED = {
+    "compare_accuracy": (1 / 4, 1 / 32),
+    "compare_ambiguity": (0.4 * 3 / 4 + 0.6, 0.4 * 31 / 32 + 0.6),
+    "compare_orthogonality": (math.sqrt(2 / (math.pi * 16)), math.sqrt(2 / (math.pi * 32))),
+    "compare_effective_rank": (16, 32),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_models):
+    spec = next(spec for spec in ACROSS_READINGS if spec.name == name)
+    lines = grey(spec.draw(stacked(two_models, spec)))
+    assert len(lines) == 2
+    for (label, y), level, run in zip(lines.items(), COMPARED[name], ("few-run", "many-run"), strict=True):
+        assert run in label
+        np.testing.assert_allclose(y, level)
+
+
+def test_readings_with_one_reference_share_its_line(planted_run):
+    spec = next(spec for spec in ACROSS_READINGS if spec.name == "compare_accuracy")
+    figure = spec.draw(stacked(readings([planted_run]), spec))
+    assert list(grey(figure)) == ["chance at one k, 1/n"]
+    assert "0.65 for gate, raw router (0.125)" in figure.title
+
+
+def test_steps_are_drawn_with_their_reference(tmp_path):
+    models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
+    found = readings([scan(*models, out=tmp_path / "run", quiet=True)])
+    levels = {"accuracy": 1 / 4, "margin": 0, "ambiguity": 0.9, "orthogonality": math.sqrt(2 / (math.pi * 16))}
+    for spec in ACROSS_STEPS:
+        (y,) = grey(spec.draw(stacked(found, spec))).values()
+        np.testing.assert_allclose(y, levels[spec.name.removeprefix("steps_")])
+
+
+def test_the_glance_table_holds_the_tests_own_numbers_and_chance(raw, planted_run):
+    table = glance_table(raw)
+    names = [column["name"] for column in table["columns"]]
+    tests = planted_run.table("alignment_tests").query("router == 'raw'").set_index("layer")
+    for row in table["rows"]:
+        cells = dict(zip(names, row, strict=True))
+        layer = cells["layer"]
+        test = tests.loc[layer]
+        assert cells["best_accuracy"] == pytest.approx(test["best_accuracy"])
+        assert cells["p_value"] == pytest.approx(test["p_value"], rel=1e-5)
+        assert cells["q_value"] == pytest.approx(test["q_value"], rel=1e-5)
+        assert 1 / 8 < cells["chance_accuracy"] < 0.45  # the best of eight ks
+        assert cells["chance"] == pytest.approx(math.sqrt(2 / (math.pi * D)), rel=1e-5)
+        expected = raw.facts(4)["other_order"]["p"] if layer == 4 else test["p_accuracy"]
+        assert cells["p_accuracy"] == pytest.approx(expected, rel=1e-5)
+        assert cells["n_pairs_above_0_7"] == (1 if layer == 3 else 0)
+
+
+def test_the_share_of_random_pairs_above_a_cosine_agrees_with_simulation():
+    generator = np.random.default_rng(0)
+    rows = generator.standard_normal((40_000, 2, 64))
+    cosines = np.abs(
+        (rows[:, 0] * rows[:, 1]).sum(1) / np.linalg.norm(rows[:, 0], axis=1) / np.linalg.norm(rows[:, 1], axis=1)
+    )
+    assert (cosines > 0.3).mean() == pytest.approx(share_above(0.3, 64), abs=0.002)
+    assert share_above(0.3, 64) == pytest.approx(0.0152, abs=2e-4)
+
+
+def test_the_closest_pair_by_chance_agrees_with_simulation(raw):
+    assert width_of(raw.tables, 3) == D
+    generator = np.random.default_rng(0)
+    closest = []
+    for _ in range(400):
+        rows = generator.standard_normal((N, D))
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        closest.append(np.abs(rows @ rows.T - np.eye(N)).max())
+    assert chance_of_closest(raw.tables, 3) == pytest.approx(np.median(closest), rel=0.05)
+
+
+def test_the_stray_of_a_mean_alignment_agrees_with_simulation():
+    generator = np.random.default_rng(0)
+    rows = generator.standard_normal((4000, N, 64))
+    align = (rows[..., :16] ** 2).sum(-1) / (rows**2).sum(-1)
+    row = pd.Series({"k": 16, "random_expectation": 16 / 64, "z_ceiling": math.sqrt(N - 1)})
+    assert stray_of_mean(row) == pytest.approx(align.mean(1).std(), rel=0.05)
+
+
+def test_density_titles_say_how_many_layers_chance_puts_outside():
+    assert density_title(32, [1, 2], [4], 50) == (
+        "At k = 32, the stored pairing is better than 99 % of random ones in layers 1 and 2 and worse than 99 % in layer 4; "
+        "by chance 1 of 50 layers would stand outside"
+    )
+    assert "within the middle 98 %" in density_title(32, [], [], 50)
+
+
+def test_titles_of_a_random_model_claim_nothing(tmp_path):
+    tensors = tiny_tensors(layers=8, experts=8, d_model=32, d_ff=48, seed=4)
+    model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=8, experts=8))
+    reading = readings([scan(model, out=tmp_path / "run", quiet=True)])[0]
+    titles = {spec.name: spec.draw(reading.tables).title for spec in ACROSS_LAYERS}
+    assert titles["accuracy_by_k"] == "Layers 0 to 7 are not distinguishable from chance"
+    assert titles["delta_by_k"].startswith("In no layer do own experts beat the layer's average beyond chance")
+    assert "would stray by ±" in titles["effect_by_k"]
+    assert (
+        "would stray by ±0.5 times" in titles["cos_squared_by_layer"] or "±1 around 1" in titles["cos_squared_by_layer"]
+    )
+    assert "by chance about half would" in titles["delta_by_expert"]
+    for _, tables in reading.by_layer():
+        drawn = {spec.name: spec.draw(tables).title for spec in ONE_LAYER}
+        assert "by chance one would" in drawn["pair_matrix"]
+        assert "by chance 7 would be" in drawn["margin_histogram"]
+        assert "by chance 0.0125 would" in drawn["expert_cos_squared"]
+
+
+def test_discoveries_are_those_of_scipy():
+    from scipy.stats import false_discovery_control
+
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        p = pd.Series(generator.uniform(size=12) ** 4, index=range(100, 112))
+        assert sorted(discoveries(p)) == list(p.index[false_discovery_control(p) <= 0.05])
+
+
+def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
+    model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
+    run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
+    spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
+    check(spec.draw(readings([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
+
+
+def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):
+    nulls = raw.tables["nulls"]
+    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(raw.tables)
+    ridge, diamonds = figure.data[2:4]  # at k = 128
+    rows = ridge["y"][np.isfinite(ridge["y"])]
+    assert rows.min() == 0
+    assert 4 < rows.max() < 5  # the first layer on top, above its own line
+    observed = nulls[nulls["k"] == 128].groupby("layer")["observed"].first()
+    assert dict(zip(diamonds["customdata"], diamonds["x"], strict=True)) == pytest.approx(observed.to_dict())
+
+
+def test_margins_that_are_negative_are_counted_as_such(raw):
+    figure = next(spec for spec in ONE_LAYER if spec.name == "margin_histogram").draw(raw.one_layer(3))
+    assert figure.title == "At k = 4, 1 of 8 margins are negative; by chance 7 would be"

@@ -1,0 +1,231 @@
+"""Lab models whose router has no row for each expert, through the verbs that look at weights: what is computed, and what is said instead of the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from decoder.tiny_lab import tiny
+from moescope.cli import app
+from moescope.comparison.verb import compare
+from moescope.decoder.model import LabModel
+from moescope.decoder.saving import save_model
+from moescope.decoder.vocabulary import Bytes
+from moescope.errors import BadInput
+from moescope.plotting.style import number
+from moescope.reporting.page import page_content
+from moescope.reporting.verb import report
+from moescope.routing.report import trace_coverage
+from moescope.routing.trace import trace
+from moescope.run import Run
+from moescope.weights.report import summary
+from moescope.weights.verb import scan
+
+WITHOUT = {"hash", "spectra", "dense"}
+ALONE = {"spectra", "similarity", "orthogonality"}
+
+
+def model(router: str, seed: int = 0) -> LabModel:
+    torch.manual_seed(seed)
+    made = LabModel(tiny(router, vocabulary=258, layers=2))
+    with torch.no_grad():
+        for block in made.blocks:  # norms begin as ones, which would hide that they are folded in
+            block.post_attention_layernorm.weight.uniform_(0.5, 2.0)
+    return made
+
+
+def saved(lab: LabModel, folder: Path) -> Path:
+    save_model(lab, Bytes(), folder)
+    return folder
+
+
+def scanned(folder: Path, out: Path, **options: object) -> Run:
+    return scan(folder, out=out, device="cpu", quiet=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("rowless")
+    return {router: saved(model(router), folder / router) for router in sorted(WITHOUT)}
+
+
+@pytest.fixture(scope="module")
+def runs(places) -> dict[str, Run]:
+    return {router: scanned(place, place.parent / f"run-{router}") for router, place in places.items()}
+
+
+@pytest.mark.parametrize("router", ["hash", "spectra"])
+@pytest.mark.parametrize("fold_norm", [False, True])
+def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_top2_router(router, fold_norm, tmp_path):
+    lab, rows = model(router), model("top2", seed=1)
+    own = {name: tensor for name, tensor in lab.state_dict().items() if "router" not in name}
+    left = rows.load_state_dict(own, strict=False)
+    assert {name.rsplit(".", 2)[1] for name in left.missing_keys} == {"router"}
+    options = {"matrix": "gate,down", "fold_norm": fold_norm}
+    alone = scanned(saved(lab, tmp_path / "alone"), tmp_path / "a", **options)
+    routed = scanned(saved(rows, tmp_path / "routed"), tmp_path / "b", **options)
+    assert set(alone.tables) == ALONE
+    assert set(routed.tables) > ALONE
+    for name in ALONE:
+        found, expected = (run.table(name).drop(columns="layer_name") for run in (alone, routed))
+        assert len(found)
+        for column in expected:
+            same = found[column].map(np.ndarray.tobytes) if column == "singular_values" else found[column]
+            other = expected[column].map(np.ndarray.tobytes) if column == "singular_values" else expected[column]
+            assert same.equals(other), (name, column)
+
+
+def test_a_dense_model_has_the_spectra_of_its_blocks_and_nothing_else(places, runs):
+    run = runs["dense"]
+    assert run.tables == ["spectra"]
+    lab = model("dense")
+    for row in run.table("spectra").itertuples():
+        gate = lab.blocks[row.layer].mlp.experts.state_dict()["gate_up"][0].double().numpy()[:32]
+        values = np.linalg.svd(gate, compute_uv=False)
+        np.testing.assert_allclose(row.singular_values, values, rtol=1e-6)
+        assert (row.expert, row.rank) == (0, 32)
+
+
+def test_a_rank_deficient_expert_falls_back_without_router_rows_too(tmp_path):
+    lab = model("hash")
+    gate_up = lab.blocks[1].mlp.experts.state_dict()["gate_up"]
+    gate_up[3, :16] = gate_up[3, :1] * 2.0 ** (torch.arange(16) % 4)[:, None]  # without rounding
+    run = scanned(saved(lab, tmp_path / "lab"), tmp_path / "run")
+    spectra = run.table("spectra").set_index(["layer", "expert"])
+    assert spectra.loc[(1, 3), "rank"] == 1
+    assert spectra.index[spectra["fallback"]].tolist() == [(1, 3)]
+    assert any("expert 3 of layer 1 (rank 1)" in finding for finding in summary(run)["findings"])
+
+
+def test_an_expert_that_holds_nan_is_refused_or_marked(tmp_path):
+    lab = model("hash")
+    lab.blocks[0].mlp.experts.state_dict()["gate_up"][5, 0, 0] = torch.nan
+    place = saved(lab, tmp_path / "lab")
+    with pytest.raises(BadInput, match=r"gate_up\[5\] holds NaN"):
+        scanned(place, tmp_path / "refused")
+    run = scanned(place, tmp_path / "run", keep_going=True)
+    similar = run.table("similarity").query("layer == 0 and k == 1")
+    assert len(similar) == 7 * 6 / 2
+    assert 5 not in {*similar["expert_a"], *similar["expert_b"]}
+    assert any("expert 5 left out" in warning for warning in run.info["warnings"])
+
+
+@pytest.mark.parametrize("router", sorted(WITHOUT))
+def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, places, runs, tmp_path):
+    run = runs[router]
+    assert [item["rowless_router"] for item in run.info["coverage"]] == [router]
+    assert run.info["warnings"] == []
+    why = "Nothing is routed (router dense)" if router == "dense" else f"Router {router} has no row for each expert"
+    told = summary(run)
+    assert told["findings"][0].startswith(why)
+    assert (told["readings"][0]["verdicts"], told["readings"][0]["most_ambiguous"]) == ({}, [])
+    assert json.loads(json.dumps(told)) == told
+    command = ["scan", str(places[router]), "--out", str(tmp_path / "run"), "--device", "cpu", "--layers", "0"]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    assert why in printed.output
+
+
+@pytest.mark.parametrize("router", sorted(WITHOUT))
+def test_the_report_has_only_what_has_something_to_show(router, runs):
+    content = page_content([runs[router]])
+    of_pairs = ["r0-cosine_heatmap", "r0-orthogonality_by_layer", "r0-overlap_by_k"] if router != "dense" else []
+    assert content["across"][0]["figures"] == [*of_pairs, "r0-spectra_by_layer", "r0-ranks_by_layer"]
+    assert content["across"][0]["tables"] == (["r0-t-orthogonality"] if router != "dense" else [])
+    assert (content["compare"], content["steps"], content["together"], content["together_missing"]) == ([], [], [], "")
+    tables = [section["table"] for section in content["glossary"]]
+    assert tables == (["similarity", "orthogonality", "spectra"] if router != "dense" else ["spectra"])
+    opened = json.loads(content["payloads"]["r0-l1"])
+    assert [figure["name"] for figure in opened["figures"]] == (["overlap_over_k"] if of_pairs else []) + ["expert_spectra"]  # fmt: skip
+    assert (opened["complete"], len(opened["tables"])) == ([], 1)
+    setup = dict(opened["setup"])
+    assert "router" not in " ".join([*setup, setup["dtype"]])
+    glance = json.loads(content["payloads"]["r0-glance"])
+    rows = runs[router].table("spectra").groupby("layer")["effective_rank"].median()
+    at = [column["name"] for column in glance["columns"]].index("effective_rank")
+    assert [row[at] for row in glance["rows"]] == pytest.approx(rows.tolist(), rel=1e-5)
+
+
+def test_reports_of_runs_with_and_without_rows_stand_in_one_page(runs, tmp_path):
+    routed = scanned(saved(model("expert_choice"), tmp_path / "routed"), tmp_path / "run")
+    content = page_content([runs["hash"], routed, runs["dense"]])
+    assert content["with_rows"]
+    assert content["compare"] == ["c-compare_orthogonality", "c-compare_effective_rank"]
+    page = report(runs["hash"], routed, runs["dense"], out=tmp_path / "all.html")
+    assert "has no row for each expert" in page.read_text()
+
+
+def test_steps_of_one_training_are_one_run_and_two_routers_are_not(places, tmp_path):
+    first, second = (saved(model("hash", seed), tmp_path / f"step-{seed}") for seed in (1, 2))
+    run = scan(first, second, out=tmp_path / "run", device="cpu", quiet=True)
+    assert sorted(run.table("similarity")["step"].unique()) == [1, 2]
+    assert page_content([run])["steps"][0]["figures"] == ["s0-steps_orthogonality"]
+    with pytest.raises(BadInput, match="another family"):
+        scan(first, places["spectra"], out=tmp_path / "no", device="cpu", quiet=True)
+
+
+def test_rows_that_are_not_there_cannot_be_centered(places, tmp_path):
+    with pytest.raises(BadInput, match=r"layers\.0\.mlp: its router has no row.*leave --router out"):
+        scanned(places["hash"], tmp_path / "run", router="raw,centered")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_table_is_damage_and_not_a_router_without_rows(places, tmp_path):
+    run = scanned(places["hash"], tmp_path / "run")
+    (run.path / "similarity.parquet").unlink()
+    with pytest.raises(BadInput, match="table similarity is missing"):
+        report(Run.load(run.path))
+
+
+@pytest.mark.parametrize("router", sorted(WITHOUT))
+def test_two_such_checkpoints_are_compared_expert_by_expert(router, places, tmp_path):
+    other = saved(model(router, seed=7), tmp_path / "other")
+    run = compare(places[router], other, out=tmp_path / "run", device="cpu", quiet=True)
+    geometry = run.table("geometry")
+    assert sorted(geometry["matrix"].unique()) == ["down", "gate", "up"]
+    assert len(geometry) == 2 * 3 * (1 if router == "dense" else 8)
+    before, after = (lab.blocks[1].mlp.experts.state_dict()["down"][0].double() for lab in (model(router), model(router, 7)))  # fmt: skip
+    found = geometry.query("layer == 1 and matrix == 'down' and expert_a == 0")["relative_l2"].item()
+    assert found == pytest.approx(float((before / before.norm() - after / after.norm()).norm()), abs=1e-6)
+    assert run.info["warnings"] == [
+        f"router drift, and the change in alignment and ambiguity, left out: router {router} has no row for each expert"
+    ]
+    assert "left out: router" in report(run).read_text()
+    with pytest.raises(BadInput, match="its router has no row for each expert; leave router out of --matrix"):
+        compare(places[router], other, matrix="gate,router", out=tmp_path / "no", device="cpu", quiet=True)
+    assert not (tmp_path / "no").exists()
+
+
+def test_experts_of_a_model_with_rows_and_of_one_without_are_compared(places, tmp_path):
+    routed = saved(model("expert_choice"), tmp_path / "routed")
+    run = compare(routed, places["hash"], out=tmp_path / "run", matrix="down", skip="sv", device="cpu", quiet=True)
+    assert len(run.table("geometry")) == 16
+
+
+def test_tracing_a_dense_model_is_refused_before_any_work(places, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    with pytest.raises(BadInput, match=r"nothing is routed in it \(router dense.*moescope scan shows its spectra"):
+        trace(places["dense"], text=text, out=tmp_path / "run", device="cpu", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_experts_choose_a_trace_says_how_many_a_token_has_on_average(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words that experts may choose or leave, as they like")
+    run = trace(
+        saved(model("expert_choice"), tmp_path / "chosen"), text=text, out=tmp_path / "run", device="cpu", quiet=True
+    )
+    load = run.table("load")
+    (line,) = trace_coverage(run)
+    tokens = sum(run.info["coverage"][0]["tokens"].values()) * load["layer"].nunique()
+    assert (
+        f"up to {run.info['coverage'][0]['k'][0]} a token, {number(load['tokens'].sum() / tokens)} on average" in line
+    )
+    plain = trace(saved(model("top2"), tmp_path / "plain"), text=text, out=tmp_path / "run2", device="cpu", quiet=True)
+    assert ", 2 a token; " in trace_coverage(plain)[0]

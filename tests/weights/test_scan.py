@@ -1,0 +1,562 @@
+"""scan as a whole: arguments in, a run folder out, through interruptions and bad weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import scipy.stats
+import torch
+
+from checkpoints import (
+    edit_json,
+    expert_name,
+    router_name,
+    saved_model,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+)
+from moescope import Run, scan
+from moescope.errors import BadInput
+from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, TABLES
+from moescope.weights import task as scan_piece
+from moescope.weights import verb as scan_module
+
+
+def tables_of(run: Run) -> dict[str, pd.DataFrame]:
+    return {name: run.table(name) for name in SCAN_TABLES}
+
+
+def assert_equal_tables(left: Run, right: Run) -> None:
+    for name, frame in tables_of(left).items():
+        pd.testing.assert_frame_equal(frame, right.table(name), check_exact=True)
+
+
+@pytest.fixture
+def analysed(monkeypatch) -> list[int]:
+    """The layers that were really worked on, in order."""
+    layers: list[int] = []
+    real = scan_piece.analyse_layer
+
+    def counting(weights, *rest):
+        layers.append(weights.layer)
+        return real(weights, *rest)
+
+    monkeypatch.setattr(scan_piece, "analyse_layer", counting)
+    return layers
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return tiny_checkpoint(tmp_path / "model")
+
+
+# --- what a scan writes
+
+
+def test_all_nine_tables_hold_exactly_the_schema_s_columns(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", matrix="gate,up,gate_up,down", router="raw,centered")
+    assert run.tables == list(SCAN_TABLES)
+    for name in SCAN_TABLES:
+        spec = TABLES[name]
+        assert pq.read_schema(tmp_path / "run" / f"{name}.parquet").names == list(spec.columns)
+        frame = run.table(name)
+        assert len(frame) > 0
+        assert not frame[list(spec.keys)].isna().any(axis=None)
+        assert not frame.duplicated(list(spec.keys)).any()
+        assert set(frame["matrix"]) == {"gate", "up", "gate_up", "down"}
+        assert set(frame["layer"]) == {0, 1}
+        assert set(frame["layer_name"]) == {"model.layers.0.block_sparse_moe", "model.layers.1.block_sparse_moe"}
+        if "router" in spec.keys:
+            assert set(frame["router"]) == {"raw", "centered"}
+
+
+def test_every_column_is_filled_somewhere(tmp_path):
+    """A column that is null throughout a plain scan of several layers would be a promise not kept."""
+    run = scan(tiny_checkpoint(tmp_path / "model", layers=3, experts=5, d_model=40, d_ff=48), out=tmp_path / "run")
+    for name in SCAN_TABLES:
+        spec = TABLES[name]
+        frame = run.table(name)
+        assert [column for column in spec.columns if frame[column].isna().all()] == []
+
+
+def test_row_counts_are_what_the_sizes_say(tmp_path, model):
+    run = scan(model, out=tmp_path / "run")
+    layers, experts, ks = 2, 4, 5  # k = 1, 2, 4, 8, 16
+    assert len(run.table("alignment")) == layers * experts * ks
+    assert len(run.table("alignment_layers")) == layers * ks
+    assert len(run.table("alignment_tests")) == len(run.table("ambiguity")) == layers
+    assert len(run.table("pairs")) == layers * ks * experts * experts
+    assert len(run.table("spectra")) == layers * experts
+    similarity_ks = run.table("similarity")["k"].nunique()
+    assert len(run.table("similarity")) == layers * similarity_ks * math.comb(experts, 2)
+    assert len(run.table("orthogonality")) == layers * similarity_ks
+
+
+def test_singular_values_are_lapack_s(tmp_path, model):
+    spectra = scan(model, out=tmp_path / "run").table("spectra").set_index(["layer", "expert"])
+    tensors = tiny_tensors()
+    for layer, expert in spectra.index:
+        values = torch.linalg.svdvals(tensors[expert_name(layer, expert, "gate")].double()).numpy()
+        assert spectra.loc[(layer, expert), "singular_values"] == pytest.approx(values, rel=1e-6)
+
+
+def test_run_json_has_every_field_of_the_contract(tmp_path, model):
+    info = scan(model, out=tmp_path / "run", router="raw,centered", k="3", seed=7).info
+    assert info == json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["schema_version"] == SCHEMA_VERSION
+    assert (info["verb"], info["status"], info["device"]) == ("scan", "done", scan_module.choose_device("auto"))
+    assert info["arguments"] == {
+        "layers": None,
+        "matrix": ["gate"],
+        "router": ["raw", "centered"],
+        "fold_norm": False,
+        "k": [3],
+        "precision": "fast",
+        "null": "closed",
+        "n_shuffles": 200,
+        "seed": 7,
+        "k_star": "max_margin",
+        "allow_full_rank": False,
+        "ambiguity_weights": [0.4, 0.3, 0.3],
+    }
+    assert {"moescope", "torch", "python"} <= set(info["versions"])
+    assert info["git_commit"] is None or len(info["git_commit"]) == 40
+    (checkpoint,) = info["checkpoints"]
+    assert (checkpoint["step"], checkpoint["path"], checkpoint["revision"]) == (0, str(model), None)
+    assert len(checkpoint["header_hash"]) == 64
+    assert {"read", "decompose", "statistics", "write", "join"} <= set(info["timings"])
+    assert all(seconds >= 0 for seconds in info["timings"].values())
+    assert info["coverage"][0]["layers_found"] == 2
+    assert info["warnings"] == []
+    assert [setup["layer"] for setup in info["setup"]] == [0, 1]
+
+
+def test_a_real_model_saved_by_transformers_is_scanned(tmp_path):
+    saved_model(tmp_path / "model", "qwen3_moe", torch.bfloat16, num_hidden_layers=4, mlp_only_layers=[1])
+    run = scan(tmp_path / "model", out=tmp_path / "run", matrix="gate,down", fold_norm=True)
+    assert set(run.table("alignment")["layer"]) == {0, 2, 3}
+    assert run.table("alignment")["fold_norm"].all()
+    assert run.info["coverage"][0]["family"] == "qwen3_moe"
+
+
+def test_results_do_not_depend_on_sharding(tmp_path):
+    runs = [
+        scan(tiny_checkpoint(tmp_path / f"model{shards}", shards), out=tmp_path / f"run{shards}") for shards in (1, 3)
+    ]
+    assert_equal_tables(*runs)
+
+
+def test_a_scan_repeated_gives_the_same_tables(tmp_path, model):
+    assert_equal_tables(*[scan(model, out=tmp_path / f"run{attempt}", null="shuffle") for attempt in (1, 2)])
+
+
+def test_one_layer_s_numbers_do_not_depend_on_which_others_are_scanned(tmp_path, model):
+    whole, part = scan(model, out=tmp_path / "whole"), scan(model, out=tmp_path / "part", layers="1")
+    for name in ("alignment", "pairs", "spectra", "similarity", "nulls"):
+        rows = whole.table(name)
+        pd.testing.assert_frame_equal(
+            rows[rows["layer"] == 1].reset_index(drop=True), part.table(name), check_exact=True
+        )
+
+
+@pytest.mark.parametrize("readings", [{"matrix": "gate,down", "router": "raw,centered"}])
+def test_q_values_are_benjamini_hochberg_within_step_matrix_and_router(tmp_path, readings):
+    models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", layers=4, seed=step) for step in (100, 200)]
+    tests = scan(*models, out=tmp_path / "run", **readings).table("alignment_tests")
+    groups = tests.groupby(["step", "matrix", "router", "fold_norm"])
+    assert len(groups) == 8
+    for _, group in groups:
+        assert len(group) == 4
+        assert group["q_value"].to_numpy() == pytest.approx(
+            scipy.stats.false_discovery_control(group["p_value"]), abs=1e-12
+        )
+    everything = scipy.stats.false_discovery_control(tests["p_value"])
+    assert tests["q_value"].to_numpy() != pytest.approx(everything, abs=1e-6), (
+        "pooling all tests would give other numbers"
+    )
+
+
+def test_layers_are_ranked_within_step_matrix_and_router(tmp_path):
+    models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", layers=4, seed=step) for step in (100, 200)]
+    ambiguity = scan(*models, out=tmp_path / "run", matrix="gate,down").table("ambiguity")
+    for _, group in ambiguity.groupby(["step", "matrix", "router"]):
+        assert sorted(group["rank"]) == [1, 2, 3, 4]
+
+
+# --- steps
+
+
+@pytest.mark.parametrize(
+    ("folders", "steps"),
+    [
+        (["checkpoint-100", "checkpoint-200"], [100, 200]),
+        (["step9", "step10"], [9, 10]),
+        (["checkpoint-200", "checkpoint-100"], [100, 200]),
+        (["base-100", "tuned-200"], [0, 1]),
+        (["checkpoint-100", "final"], [0, 1]),
+        (["early", "late"], [0, 1]),
+        (["checkpoint-100"], [0]),
+    ],
+)
+def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folders, steps):
+    models = [tiny_checkpoint(tmp_path / folder, layers=1, seed=number) for number, folder in enumerate(folders)]
+    run = scan(*models, out=tmp_path / "run")
+    assert [checkpoint["step"] for checkpoint in run.info["checkpoints"]] == steps
+    for frame in tables_of(run).values():
+        assert sorted(set(frame["step"])) == steps
+    if len(steps) > 1 and steps[0] > 0:  # by number, in whatever order they were given
+        models = sorted(models, key=lambda model: int(re.search(r"\d+$", model.name)[0]))
+    for step, model in zip(steps, models, strict=True):
+        alone = scan(model, out=tmp_path / f"alone{step}").table("pairs")
+        together = run.table("pairs")
+        assert together[together["step"] == step]["align"].tolist() == alone["align"].tolist()
+
+
+def test_checkpoints_with_other_layers_are_refused(tmp_path):
+    models = [tiny_checkpoint(tmp_path / f"m{layers}", layers=layers) for layers in (1, 2)]
+    with pytest.raises(
+        BadInput, match=r"m2: another family, shape or number of experts than .*m1, so not a step .* scan each alone"
+    ):
+        scan(*models, out=tmp_path / "run")
+
+
+def test_the_same_checkpoint_twice_and_another_number_of_experts_are_no_steps(tmp_path):
+    model = tiny_checkpoint(tmp_path / "m")
+    with pytest.raises(BadInput, match="given twice"):
+        scan(model, model, out=tmp_path / "run")
+    other = tiny_checkpoint(tmp_path / "m8", experts=8)
+    with pytest.raises(BadInput, match="not a step of the same run"):
+        scan(model, other, out=tmp_path / "run")
+
+
+def test_a_fixed_k_star_beyond_the_ladder_is_said(tmp_path):
+    run = scan(tiny_checkpoint(tmp_path / "m"), k_star=128, out=tmp_path / "run")
+    assert "k* = 128 is not on every ladder: the largest k below it was taken, 8" in run.info["warnings"]
+
+
+def test_a_negative_seed_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="seed -1 at least 0"):
+        scan(tiny_checkpoint(tmp_path / "m"), seed=-1)
+
+
+def test_one_number_is_as_good_as_a_list_in_python(tmp_path):
+    model = tiny_checkpoint(tmp_path / "m")
+    run = scan(model, layers=1, k=3, ambiguity_weights="0.4,0.3,0.3", out=tmp_path / "run")
+    assert set(run.table("alignment")["layer"]) == {1}
+    assert 3 in set(run.table("alignment")["k"])
+
+
+def test_no_model_is_refused():
+    with pytest.raises(BadInput, match="no model given; give a checkpoint's folder"):
+        scan()
+
+
+# --- arguments
+
+
+def test_apples_gpu_is_replaced_by_the_cpu_and_the_run_says_so(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", layers=1, device="mps")
+    assert run.info["device"] == "cpu"
+    assert run.info["warnings"][-1:] == ["device mps: Apple's GPU has no fp64, so the CPU was used"]
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    [("0", [0]), ("1,0", [0, 1]), ("0-1", [0, 1]), (" 0 - 1 , 3", [0, 1, 3]), ([2, 0], [0, 2]), (None, [0, 1, 2, 3])],
+)
+def test_layers_may_be_given_as_numbers_and_ranges(tmp_path, given, layers):
+    moe = scan_module.read_moe(scan_module.open_checkpoint(tiny_checkpoint(tmp_path, layers=4)))
+    assert scan_module.choose_layers(given, moe) == layers
+
+
+def test_only_the_layers_asked_for_are_read(tmp_path, analysed):
+    tensors = tiny_tensors(layers=3)
+    tensors[router_name(0)].fill_(math.nan)
+    tensors[expert_name(2, 0, "gate")].fill_(math.nan)
+    run = scan(write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=3)), out=tmp_path / "run", layers="1")
+    assert analysed == [1]
+    assert set(run.table("spectra")["layer"]) == {1}
+    assert run.info["arguments"]["layers"] == [[1]]
+
+
+@pytest.mark.parametrize("layers", ["", "a", "3-1", "-1", "1.5", "0,,1", "0-99999999999", "1-"])
+def test_layers_that_cannot_be_read_are_refused_with_an_example(tmp_path, model, layers):
+    with pytest.raises(BadInput, match="write them as 0,5,9-12"):
+        scan(model, out=tmp_path / "run", layers=layers)
+
+
+@pytest.mark.parametrize("layers", ["2", "0-5", [7]])
+def test_layers_that_are_not_there_are_refused_with_those_that_are(tmp_path, model, layers):
+    with pytest.raises(BadInput, match=r"no MoE layer .*; it has 0-1"):
+        scan(model, out=tmp_path / "run", layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matrix": "gate,w1"}, "unknown matrix 'w1'; known: gate, up, gate_up, down"),
+        ({"matrix": ""}, "unknown matrix ''; known: gate, up, gate_up, down"),
+        ({"matrix": []}, "no matrix given; known: gate, up, gate_up, down"),
+        ({"router": "cosine"}, "unknown router 'cosine'; known: raw, centered"),
+        ({"k": "1,x"}, "k '1,x': give whole numbers parted by commas"),
+        ({"k": "0"}, "k '0': numbers must be at least 1"),
+        ({"k": [-3]}, "numbers must be at least 1"),
+        ({"precision": "sloppy"}, "unknown precision 'sloppy'; known: fast, exact"),
+        ({"null": "none"}, "unknown null 'none'; known: closed, shuffle"),
+        ({"n_shuffles": 0}, "n_shuffles 0 must be at least 1"),
+        ({"device": "tpu"}, "unknown device 'tpu'; known: auto, cpu, cuda, cuda:0, mps"),
+        ({"k_star": "best"}, "k_star 'best' is not a rule; known: max_margin, 128, 256, 512"),
+        ({"k_star": "²"}, "k_star '²' is not a rule"),
+        ({"ambiguity_weights": (0.5, 0.5)}, "must be three numbers >= 0 that sum to 1"),
+        ({"ambiguity_weights": (math.nan,) * 3}, "must be three numbers >= 0 that sum to 1"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_makes_no_sense_is_refused_and_leaves_no_folder(tmp_path, model, options, message):
+    with pytest.raises(BadInput) as caught:
+        scan(model, out=tmp_path / "runs" / "run", **options)
+    assert message in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_matrices_and_routers_named_twice_count_once(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", matrix="up, gate,up", router=["raw", "raw"])
+    assert run.info["arguments"]["matrix"] == ["up", "gate"]
+    assert run.info["arguments"]["router"] == ["raw"]
+
+
+def test_named_ks_join_the_ladder_and_those_beyond_the_rank_are_warned_of(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", k="3,1000,2000")
+    assert sorted(set(run.table("alignment")["k"])) == [1, 2, 3, 4, 8, 16]
+    assert run.info["warnings"] == ["k = 1000, 2000 left out: no matrix has a rank above 16"]
+
+
+def test_one_layer_alone_has_no_relative_ambiguity_and_the_run_says_so(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", layers="0")
+    assert run.table("ambiguity")["ambiguity_score"].isna().all()
+    assert any("ambiguity_score is undefined" in warning for warning in run.info["warnings"])
+
+
+def test_centering_is_refused_where_nobody_knows_that_the_router_is_a_softmax(tmp_path, model):
+    edit_json(model / "config.json", model_type="newcomer")
+    with pytest.raises(
+        BadInput, match="centering assumes a softmax router, this one's scoring is unknown; use --router raw"
+    ):
+        scan(model, out=tmp_path / "run", router="centered")
+    assert scan(model, out=tmp_path / "run").info["coverage"][0]["family"] == "mixtral layout, model_type newcomer"
+
+
+# --- run folders
+
+
+def test_the_same_arguments_return_the_finished_run_without_work(tmp_path, model, analysed):
+    first = scan(model, out=tmp_path / "run")
+    stamps = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()}
+    again = scan(model, out=tmp_path / "run")
+    assert analysed == [0, 1]
+    assert again.info == first.info
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()} == stamps
+    scan(model, out=tmp_path / "run", overwrite=True)
+    assert analysed == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"matrix": "up"}, "matrix"), ({"k": "3"}, "k"), ({"layers": "0"}, "layers"), ({"seed": 1}, "seed")],
+    ids=str,
+)
+def test_other_arguments_in_the_same_folder_are_refused_by_name(tmp_path, model, change, word):
+    scan(model, out=tmp_path / "run")
+    with pytest.raises(BadInput, match=rf"other arguments \({word}\); give another --out, or --overwrite"):
+        scan(model, out=tmp_path / "run", **change)
+    assert scan(model, out=tmp_path / "run", overwrite=True, **change).info["status"] == "done"
+
+
+def test_a_checkpoint_that_changed_is_another_checkpoint(tmp_path, model):
+    scan(model, out=tmp_path / "run")
+    write_checkpoint(model, tiny_tensors(seed=5))
+    with pytest.raises(BadInput, match="other checkpoints"):
+        scan(model, out=tmp_path / "run")
+
+
+def test_a_finished_run_of_another_schema_version_is_not_handed_out(tmp_path, model):
+    scan(model, out=tmp_path / "run")
+    edit_json(tmp_path / "run" / "run.json", schema_version=SCHEMA_VERSION + 1)
+    with pytest.raises(BadInput, match="other schema version"):
+        scan(model, out=tmp_path / "run")
+
+
+def test_without_out_runs_are_numbered_below_the_folder_one_works_in(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert scan(model).path == Path("runs/scan-model-1")
+    assert scan(model).path == Path("runs/scan-model-2")
+    assert scan(model / "model.safetensors").path == Path("runs/scan-model-3")
+
+
+# --- unusable weights
+
+
+def damaged(folder: Path, **damage: float) -> Path:
+    tensors = tiny_tensors()
+    for name, value in damage.items():
+        kind, layer, expert = name.split("_")
+        if kind == "router":
+            tensors[router_name(int(layer))][int(expert)] = value
+        else:
+            tensors[expert_name(int(layer), int(expert), kind)][:] = value
+    return write_checkpoint(folder, tensors, tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("gate_0_2", math.nan, f"tensor {expert_name(0, 2, 'gate')} holds NaN or Inf"),
+        ("gate_0_2", math.inf, f"tensor {expert_name(0, 2, 'gate')} holds NaN or Inf"),
+        ("gate_0_0", 0.0, f"tensor {expert_name(0, 0, 'gate')} is all zeros (rank 0)"),
+        ("router_0_1", math.nan, f"row 1 of router {router_name(0)} holds NaN or Inf"),
+        ("router_1_3", 0.0, f"row 3 of router {router_name(1)} is all zeros"),
+    ],
+)
+def test_unusable_weights_are_refused_by_name_and_nothing_is_left_behind(tmp_path, name, value, what):
+    model = damaged(tmp_path / "model", **{name: value})
+    with pytest.raises(BadInput) as caught:
+        scan(model, out=tmp_path / "runs" / "run")
+    message = str(caught.value)
+    assert message.startswith(f"{model / 'model.safetensors'}: {what}")
+    assert message.endswith("mend the checkpoint, or mark this expert and go on: --keep-going")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nan_in_a_later_layer_fails_the_run_but_keeps_what_is_done_and_keep_going_takes_it_up(tmp_path, analysed):
+    model = damaged(tmp_path / "model", gate_1_2=math.nan)
+    with pytest.raises(BadInput, match="holds NaN"):
+        scan(model, out=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    with pytest.raises(BadInput, match="this run is failed, not done"):
+        Run.load(tmp_path / "run")
+    run = scan(model, out=tmp_path / "run", keep_going=True)
+    assert analysed == [0, 1, 1], "layer 0 is not done again"
+    assert run.info["status"] == "done"
+
+
+@pytest.mark.parametrize("name", ["gate_1_2", "router_1_2"])
+def test_keep_going_marks_the_expert_and_goes_on_with_the_others(tmp_path, name):
+    clean = scan(tiny_checkpoint(tmp_path / "clean"), out=tmp_path / "clean-run").table("alignment")
+    run = scan(damaged(tmp_path / "model", **{name: math.nan}), out=tmp_path / "run", keep_going=True)
+    rows = run.table("alignment")
+    assert rows[["layer", "k", "expert"]].equals(clean[["layer", "k", "expert"]]), "the marked expert keeps its rows"
+    marked = (rows["layer"] == 1) & (rows["expert"] == 2)
+    values = list(TABLES["alignment"].values)
+    assert rows.loc[marked, [value for value in values if not value.startswith("shuffle")]].isna().all(axis=None)
+    assert rows.loc[~marked, "align"].to_numpy() == pytest.approx(clean.loc[~marked, "align"].to_numpy(), abs=1e-12)
+    assert len(run.info["warnings"]) == 1
+    assert run.info["warnings"][0].startswith("layer 1: expert 2 left out: ")
+    assert run.info["setup"][1]["matrices"]["gate"]["experts_left_out"] == [2]
+    assert 2 not in set(run.table("pairs").query("layer == 1")["expert"])
+    spectra = run.table("spectra").set_index(["layer", "expert"])
+    assert pd.isna(spectra.loc[(1, 2), "frobenius"])
+
+
+def test_keep_going_gives_up_where_fewer_than_two_experts_are_left(tmp_path):
+    model = damaged(tmp_path / "model", gate_0_0=math.nan, gate_0_1=math.nan, gate_0_3=math.nan)
+    with pytest.raises(BadInput, match="fewer than two experts can be used"):
+        scan(model, out=tmp_path / "run", keep_going=True)
+    assert not (tmp_path / "run").exists()
+
+
+# --- interruptions, with real processes and real signals
+
+
+LONG = 8  # layers
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory) -> Path:
+    """A checkpoint whose scan takes long enough to be stopped between two layers."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("long") / "model", layers=LONG, experts=8, d_model=48, d_ff=64)
+
+
+def start_scan(model: Path, out: Path) -> subprocess.Popen:
+    """A scan in a process of its own, returned as soon as one piece is on disk."""
+    command = [sys.executable, "-m", "moescope", "scan", str(model), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not finished_pieces(out):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no piece within a minute"
+        time.sleep(0.002)
+    return process
+
+
+def finished_pieces(out: Path) -> dict[str, float]:
+    return {piece.name: piece.stat().st_ctime for piece in out.glob("parts/*") if piece.suffix != ".tmp"}
+
+
+def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_layer(tmp_path, long_model, analysed):
+    out = tmp_path / "killed"
+    process = start_scan(long_model, out)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    done = {int(piece.removeprefix("step0-layer")) for piece in finished_pieces(out)}
+    assert 1 <= len(done) < LONG, "killed too late to prove anything"
+    assert json.loads((out / "run.json").read_text())["status"] == "running"
+    resumed = scan(long_model, out=out)
+    assert sorted(analysed) == sorted(set(range(LONG)) - done)
+    assert resumed.info["status"] == "done"
+    assert resumed.info["pieces_taken_over"] == len(done)
+    assert not (out / "parts").exists()
+    whole = scan(long_model, out=tmp_path / "whole")
+    assert whole.info["pieces_taken_over"] == 0
+    assert_equal_tables(resumed, whole)
+
+
+def test_an_interrupted_scan_exits_130_says_how_to_go_on_and_does(tmp_path, long_model, analysed):
+    out = tmp_path / "interrupted"
+    process = start_scan(long_model, out)
+    process.send_signal(signal.SIGINT)
+    shown, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130, complaints
+    assert shown == ""
+    assert complaints == "moescope: interrupted; the same command goes on where this one stopped\n"
+    info = json.loads((out / "run.json").read_text())
+    assert info["status"] == "interrupted"
+    done = finished_pieces(out)
+    assert done
+    assert not (out / ".lock").exists()
+    scan(long_model, out=out)
+    assert len(analysed) == LONG - len(done)
+
+
+def test_a_piece_cut_short_by_a_kill_is_done_again(tmp_path, long_model, analysed):
+    whole = scan(long_model, out=tmp_path / "whole", layers="0-2")
+    out = tmp_path / "cut"
+    real = scan_piece.analyse_layer
+
+    def stop_at_one(weights, *rest):
+        if weights.layer == 1:
+            raise KeyboardInterrupt
+        return real(weights, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scan_piece, "analyse_layer", stop_at_one)
+        scan(long_model, out=out, layers="0-2")
+    shutil.copytree(out / "parts" / "step0-layer0", out / "parts" / "step0-layer1.tmp")
+    os.truncate(out / "parts" / "step0-layer1.tmp" / "alignment.parquet", 100)
+    analysed.clear()
+    assert_equal_tables(scan(long_model, out=out, layers="0-2"), whole)
+    assert analysed == [1, 2]
