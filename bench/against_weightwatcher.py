@@ -1,8 +1,11 @@
 """WeightWatcher and moescope on the same weights: seconds a layer for the spectra of its experts.
 
-Run by `make bench-peer`, which gives WeightWatcher an environment of its own (it brings matplotlib and scikit-learn).
-WeightWatcher finds singular values and fits a power law to each spectrum; moescope finds singular values, the routers'
-coordinates and the leading singular vectors. So the first row compares spectra alone, the second what each tool does.
+Run by `make bench-peer`, which gives WeightWatcher an environment of its own (it brings matplotlib and
+scikit-learn).
+WeightWatcher finds singular values and fits a power law to each spectrum; moescope finds singular values, the
+routers'
+coordinates and the leading singular vectors. So the first row compares spectra alone, the second what each
+tool does.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--shape", default="2048x7168:4", help="F x D : experts")
     arguments.add_argument("--repetitions", type=int, default=3)
     given = arguments.parse_args()
@@ -56,7 +61,9 @@ def main() -> None:
 
     def ours() -> list[np.ndarray]:
         at_once = experts_at_once("cpu")
-        results = in_order(lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext)
+        results = in_order(
+            lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext
+        )
         found = [one.singular_values_R for _, one in results]
         for values in found:
             spectrum_statistics(values)
@@ -67,9 +74,12 @@ def main() -> None:
     for _ in range(given.repetitions):
         for name, way in ways.items():
             spent[name].append(seconds(way))
-    apart = max(float(np.abs(np.sqrt(esd) / values - 1).max()) for esd, values in zip(spectra(), ours(), strict=True))
+    apart = max(
+        float(np.abs(np.sqrt(esd) / values - 1).max()) for esd, values in zip(spectra(), ours(), strict=True)
+    )
     print(
-        f"weightwatcher {weightwatcher.__version__}, {len(experts)} experts of {hidden} x {width}; singular values differ by {apart:.0e} at most\n"
+        f"weightwatcher {weightwatcher.__version__}, {len(experts)} experts of {hidden} x "
+        f"{width}; singular values differ by {apart:.0e} at most\n"
     )
     print("| way | seconds | times moescope |\n|---|---|---|")
     reference = statistics.median(spent["moescope"])

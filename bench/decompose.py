@@ -1,9 +1,11 @@
-"""One layer's alignment by the usual way, by a Gram matrix with all its eigenvectors, and by moescope, side by side.
+"""One layer's alignment by the usual way, by a Gram matrix with all its eigenvectors, and by moescope, side
+by side.
 
     python bench/decompose.py                                     the figures of docs/benchmarks.md
     python bench/decompose.py --shapes 64x96:4 --error-shapes 64x96 --repetitions 1      a few seconds
 
-Each shape is F x D : experts. Ways alternate, so that what else the machine does falls on all of them alike; medians are
+Each shape is F x D : experts. Ways alternate, so that what else the machine does falls on all of them alike;
+medians are
 given. The errors are of align on the ladder, against an SVD in fp64.
 """
 
@@ -31,9 +33,11 @@ Way = Callable[[list[Tensor], Tensor], np.ndarray]
 
 
 def usual_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
-    """align [K, router, expert]: an fp32 SVD an expert, squared cosines cumulated over k, then shuffled pairings as the null.
+    """align [K, router, expert]: an fp32 SVD an expert, squared cosines cumulated over k, then shuffled
+    pairings as the null.
 
-    Wide experts are handed over transposed, which few would think of: torch takes more than twice as long otherwise.
+    Wide experts are handed over transposed, which few would think of: torch takes more than twice as long
+    otherwise.
     """
     ladder = k_ladder(min(experts[0].shape))
     columns = []
@@ -53,7 +57,10 @@ def usual_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
 
 
 def all_eigenvectors(experts: list[Tensor], rows: Tensor) -> np.ndarray:
-    """The same in fp64 from the smaller Gram matrix and all its eigenvectors, with the null in closed form."""
+    """The same in fp64 from the smaller Gram matrix and all its eigenvectors.
+
+    With the null in closed form.
+    """
     ladder = k_ladder(min(experts[0].shape))
     columns = []
     for given in experts:
@@ -72,7 +79,9 @@ def moescope_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
     """As a scan does it: experts at once on the cores there are, and the leading vectors found besides."""
     ladder = k_ladder(min(experts[0].shape))
     at_once = experts_at_once("cpu")
-    results = in_order(lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext)
+    results = in_order(
+        lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext
+    )
     found = [one for _, one in results]
     align = np.stack([alignment.cumulative_energy(one.energy_ER, ladder)[:, :-1] for one in found], axis=-1)
     align = align.transpose(1, 0, 2)
@@ -83,7 +92,9 @@ def moescope_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
 WAYS: dict[str, Way] = {"usual": usual_way, "all eigenvectors": all_eigenvectors, "moescope": moescope_way}
 
 
-def measured(experts: list[Tensor], rows: Tensor, repetitions: int, ways: dict[str, Way] = WAYS) -> dict[str, float]:
+def measured(
+    experts: list[Tensor], rows: Tensor, repetitions: int, ways: dict[str, Way] = WAYS
+) -> dict[str, float]:
     """Way -> median seconds of alternating repetitions."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repetitions):
@@ -116,11 +127,16 @@ def warm_up() -> None:
 
 def machine() -> str:
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__} with {torch.get_num_threads()} threads{load}"
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__} with "
+        f"{torch.get_num_threads()} threads{load}"
+    )
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--shapes", nargs="*", default=["2048x7168:8", "14336x4096:2"])
     arguments.add_argument("--error-shapes", nargs="*", default=["2048x7168", "3584x1024"])
     arguments.add_argument("--routers", type=int, default=8)
@@ -129,17 +145,23 @@ def main() -> None:
     warm_up()
     print(machine(), flush=True)
     print(
-        "\n| experts | usual, s | all eigenvectors, s | moescope, s | usual / moescope |\n|---|---|---|---|---|",
+        (
+            "\n| experts | usual, s | all eigenvectors, s | moescope, s | usual / moescope "
+            "|\n|---|---|---|---|---|"
+        ),
         flush=True,
     )
     for hidden, width, count in map(parsed, given.shapes):
-        spent = measured(random_experts(count, hidden, width), routers(given.routers, width), given.repetitions)
+        spent = measured(
+            random_experts(count, hidden, width), routers(given.routers, width), given.repetitions
+        )
         ratio = spent["usual"] / spent["moescope"]
         figures = " | ".join(f"{spent[name]:.2f}" for name in WAYS)
         print(f"| {count} of {hidden} x {width} | {figures} | {ratio:.1f} |", flush=True)
     print(machine(), flush=True)
     print(
-        "\n| expert | spectrum | usual: error | all eigenvectors: error | moescope: error | usual / moescope | second route |\n|---|---|---|---|---|---|---|"
+        "\n| expert | spectrum | usual: error | all eigenvectors: error | moescope: error | "
+        "usual / moescope | second route |\n|---|---|---|---|---|---|---|"
     )
     for hidden, width, _ in map(parsed, given.error_shapes):
         rows = routers(given.routers, width)
@@ -147,14 +169,18 @@ def main() -> None:
             matrix = expert(kind, hidden, width)
             truth = true_align(matrix, rows)
             errors = [
-                np.abs(np.nan_to_num(way([matrix], rows)[:, :, 0], nan=np.inf) - truth).max() for way in WAYS.values()
+                np.abs(np.nan_to_num(way([matrix], rows)[:, :, 0], nan=np.inf) - truth).max()
+                for way in WAYS.values()
             ]
-            spent = measured([matrix], rows, given.repetitions, {name: WAYS[name] for name in ("usual", "moescope")})
+            spent = measured(
+                [matrix], rows, given.repetitions, {name: WAYS[name] for name in ("usual", "moescope")}
+            )
             second = decompose(matrix, rows, k_ladder(min(hidden, width))).fallback
             figures = " | ".join(f"{error:.0e}" for error in errors)
             ratio = spent["usual"] / spent["moescope"]
             print(
-                f"| {hidden} x {width} | {kind} | {figures} | {ratio:.1f} | {'yes' if second else 'no'} |", flush=True
+                f"| {hidden} x {width} | {kind} | {figures} | {ratio:.1f} | {'yes' if second else 'no'} |",
+                flush=True,
             )
 
 

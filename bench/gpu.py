@@ -4,8 +4,10 @@
     python bench/gpu.py mixtral                one layer of 8 experts of 14336 x 4096
     python bench/gpu.py deepseek               one layer of 256 experts of 2048 x 7168 (DeepSeek-V3)
 
-A scan of one layer shows the start-up (libraries, kernels compiled and recorded), scans of half the layers and of all what a further
-layer takes; then comes the command in a process of its own, and a scan with the files out of the page cache. Beside it: reading alone, the solver of torch for the same experts one after the other, and the error of align
+A scan of one layer shows the start-up (libraries, kernels compiled and recorded), scans of half the layers
+and of all what a further
+layer takes; then comes the command in a process of its own, and a scan with the files out of the page cache.
+Beside it: reading alone, the solver of torch for the same experts one after the other, and the error of align
 against torch's fp64 SVD.
 """
 
@@ -40,7 +42,10 @@ SHAPES = {
 
 
 def write_checkpoint(folder: Path, name: str, layers: int, device: str) -> Path:
-    """One file a layer. Up and down are holes in the file: a gate scan does not read them, and they would fill the disk."""
+    """One file a layer.
+
+    Up and down are holes in the file: a gate scan does not read them, and they would fill the disk.
+    """
     experts, hidden, width, top_k = SHAPES[name]
     folder.mkdir(parents=True)
     config = {
@@ -55,7 +60,9 @@ def write_checkpoint(folder: Path, name: str, layers: int, device: str) -> Path:
     for layer in range(layers):
         shapes = {f"model.layers.{layer}.mlp.gate.weight": (experts, width)}
         for part, shape in (("gate", (hidden, width)), ("up", (hidden, width)), ("down", (width, hidden))):
-            shapes |= {f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight": shape for e in range(experts)}
+            shapes |= {
+                f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight": shape for e in range(experts)
+            }
         header, end = {}, 0
         for tensor, shape in shapes.items():
             begin, end = end, end + 2 * shape[0] * shape[1]
@@ -110,7 +117,9 @@ def read_all(folder: Path, device: str) -> None:
 def stages(folder: Path, device: str) -> dict[str, float]:
     """Seconds of each step of the solver for one batch, each waited for."""
     weights = next(iter(read_moe(open_checkpoint(folder)).layers.values()))
-    matrices = [weights.gate_EFD.read(e).to(device) for e in range(min(weights.n_experts, on_gpu.MOST_AT_ONCE))]
+    matrices = [
+        weights.gate_EFD.read(e).to(device) for e in range(min(weights.n_experts, on_gpu.MOST_AT_ONCE))
+    ]
     rows = torch.nn.functional.normalize(weights.router_ED.read().double()).to(device)
     side = min(matrices[0].shape)
     ladder = k_ladder(side)
@@ -124,16 +133,25 @@ def stages(folder: Path, device: str) -> dict[str, float]:
     reduce_time, solved = seconds(on_gpu.reduce, G, Y)
     kernel_by_kernel, _ = seconds(on_gpu.tridiagonalise, G.clone(), Y)
     conquer_time, eigen = seconds(
-        on_gpu.divide_and_conquer, solved.diagonal_BN, solved.beside_BN, solved.vectors_BNV, on_gpu.ready_update()
+        on_gpu.divide_and_conquer,
+        solved.diagonal_BN,
+        solved.beside_BN,
+        solved.vectors_BNV,
+        on_gpu.ready_update(),
     )
     leading_time, _ = seconds(lambda: solved.back(eigen.top_vectors(min(64, side))))
     one_by_one, _ = seconds(lambda: [torch.linalg.eigh(g) for g in G[:8]])
     return {
-        "experts": len(W), "batch": total, "gram": gram_time, "reduction": reduce_time, "divide and conquer": conquer_time,
-        "leading vectors": leading_time, "checks and rest": total - gram_time - reduce_time - conquer_time - leading_time,
+        "experts": len(W),
+        "batch": total,
+        "gram": gram_time,
+        "reduction": reduce_time,
+        "divide and conquer": conquer_time,
+        "leading vectors": leading_time,
+        "checks and rest": total - gram_time - reduce_time - conquer_time - leading_time,
         "(reduction not recorded but started kernel by kernel)": kernel_by_kernel,
         "torch.linalg.eigh one after the other": one_by_one / min(8, len(G)) * len(W),
-    }  # fmt: skip
+    }
 
 
 def own_process(folder: Path, out: Path) -> None:
@@ -141,7 +159,9 @@ def own_process(folder: Path, out: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     took, _ = seconds(lambda: subprocess.run(command, env=environment, check=True, capture_output=True))
     timings = json.loads((out / "run.json").read_text())["timings"]
-    print(f"the command in a process of its own, files in the page cache: {took:.2f} s; {timings}", flush=True)
+    print(
+        f"the command in a process of its own, files in the page cache: {took:.2f} s; {timings}", flush=True
+    )
 
 
 def largest_error(folder: Path, run, device: str) -> float:  # type: ignore[no-untyped-def]
@@ -160,7 +180,9 @@ def largest_error(folder: Path, run, device: str) -> float:  # type: ignore[no-u
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None)
@@ -173,13 +195,20 @@ def main() -> None:
         base = Path(scratch)
         took, folder = seconds(write_checkpoint, base / given.shape, given.shape, given.layers, device)
         print(
-            f"{given.shape}: {given.layers} layers x {SHAPES[given.shape][0]} experts written in {took:.1f} s",
+            (
+                f"{given.shape}: {given.layers} layers x {SHAPES[given.shape][0]} experts written in "
+                f"{took:.1f} s"
+            ),
             flush=True,
         )
         took, _ = seconds(lambda: scan(folder, layers=0, out=base / "warm", device=device, quiet=True))
-        print(f"start-up, with one layer: {took:.2f} s (kernels compiled or fetched, and recorded)", flush=True)
+        print(
+            f"start-up, with one layer: {took:.2f} s (kernels compiled or fetched, and recorded)", flush=True
+        )
         half = max(given.layers // 2, 1)
-        took_half, _ = seconds(lambda: scan(folder, layers=range(half), out=base / "half", device=device, quiet=True))
+        took_half, _ = seconds(
+            lambda: scan(folder, layers=range(half), out=base / "half", device=device, quiet=True)
+        )
         took, run = seconds(lambda: scan(folder, out=base / "warm-cache", device=device, quiet=True))
         print(f"scan, files in the page cache: {took:.2f} s; {run.info['timings']}", flush=True)
         if half < given.layers:
@@ -189,7 +218,8 @@ def main() -> None:
         out_of_cache(folder)
         took, run = seconds(lambda: scan(folder, out=base / "cold", device=device, quiet=True))
         print(
-            f"scan, files from disk: {took:.2f} s; fallbacks {run.info['fallbacks']}; {run.info['timings']}", flush=True
+            f"scan, files from disk: {took:.2f} s; fallbacks {run.info['fallbacks']}; {run.info['timings']}",
+            flush=True,
         )
         out_of_cache(folder)
         reading, _ = seconds(read_all, folder, device)

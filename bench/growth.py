@@ -1,10 +1,13 @@
-"""How the time of moescope grows with the dimension d, the number of routers n and the number of layers; drawn and fitted.
+"""How the time of moescope grows with the dimension d, the number of routers n and the number of layers;
+drawn and fitted.
 
     python bench/growth.py                     writes docs/growth.svg and prints the figures
     python bench/growth.py --tiny --out x.svg  a few seconds, for a look at the drawing
 
-Experts are 3.5 d x d, Gaussian. Each point is the smallest of its repetitions: growth is asked for, not what else the
-machine does. The fit is a straight line through the upper half of the points in log-log, where the largest term rules.
+Experts are 3.5 d x d, Gaussian. Each point is the smallest of its repetitions: growth is asked for, not what
+else the
+machine does. The fit is a straight line through the upper half of the points in log-log, where the largest
+term rules.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ def whole_scan(layers: int, repetitions: int) -> float:
         checkpoint = Path(folder) / "model.safetensors"
         write_checkpoint(checkpoint, layers)
         return fastest(
-            lambda: moescope.scan(checkpoint, out=Path(folder) / "run", device="cpu", overwrite=True, quiet=True),
+            lambda: moescope.scan(
+                checkpoint, out=Path(folder) / "run", device="cpu", overwrite=True, quiet=True
+            ),
             repetitions,
         )
 
@@ -82,7 +87,9 @@ def draw(measured: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
 
     titles = []
     for name, (sizes, seconds) in measured.items():
-        titles.append(f"{ORDERS[name][0]}<br>fitted {exponent(sizes, seconds)[0]:.2f}, in theory {ORDERS[name][1]:.0f}")
+        titles.append(
+            f"{ORDERS[name][0]}<br>fitted {exponent(sizes, seconds)[0]:.2f}, in theory {ORDERS[name][1]:.0f}"
+        )
     figure = make_subplots(cols=len(measured), subplot_titles=titles, horizontal_spacing=0.07)
     for column, (name, (sizes, seconds)) in enumerate(measured.items(), start=1):
         slope, intercept = exponent(sizes, seconds)
@@ -151,7 +158,9 @@ def round_numbers(low: float, high: float) -> list[float]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--tiny", action="store_true", help="sizes that take seconds")
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--out", type=Path, default=Path("docs/growth.svg"))
@@ -167,7 +176,10 @@ def main() -> None:
         "layers": (depths, [whole_scan(depth, given.repetitions) for depth in depths]),
     }
     for name, (sizes, seconds) in measured.items():
-        print(f"{name}: fitted {exponent(sizes, seconds)[0]:.2f}, in theory {ORDERS[name][1]:.0f} ({ORDERS[name][2]})")
+        print(
+            f"{name}: fitted {exponent(sizes, seconds)[0]:.2f}, in theory {ORDERS[name][1]:.0f} "
+            f"({ORDERS[name][2]})"
+        )
         for size, spent in zip(sizes, seconds, strict=True):
             print(f"  {size:5d} {spent:8.3f} s")
     draw(measured, given.out)

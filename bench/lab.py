@@ -1,13 +1,17 @@
 """Training steps of the router lab against transformers' Mixtral of the same size, for every router.
 
     PYTHONPATH=src python bench/lab.py                        small, in float32 on the CPU: a minute or two
-    PYTHONPATH=src python bench/lab.py --device cuda          d 512, 10 layers, 64 experts, top-4, batch 32 x 768, and some_b3's memory
+    PYTHONPATH=src python bench/lab.py --device cuda          d 512, 10 layers, 64 experts, top-4, batch 32 x
+    768, and some_b3's memory
 
 A step is forward, backward, AdamW and the routers' own updates, on random tokens without padding (which the
 lab's experts would skip). On a GPU every model has
-bfloat16 weights (the lab's routers float32), which is the fastest that transformers' grouped_mm experts run; rows marked `mixed` keep
-float32 weights under autocast, as `moescope train` does. transformers is measured with and without its auxiliary loss,
-and ratios are to the faster. `waits` says whether a step of a GPU waited for the device, by torch's own check.
+bfloat16 weights (the lab's routers float32), which is the fastest that transformers' grouped_mm experts run;
+rows marked `mixed` keep
+float32 weights under autocast, as `moescope train` does. transformers is measured with and without its
+auxiliary loss,
+and ratios are to the faster. `waits` says whether a step of a GPU waited for the device, by torch's own
+check.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ def tokens_of(size: Size, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimiser_of(model: torch.nn.Module, device: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=device == "cuda")
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=device == "cuda"
+    )
 
 
 def lab_step(config: ModelConfig, size: Size, device: str, mixed: bool, compile: bool) -> Step:
@@ -95,12 +101,19 @@ def transformers_step(size: Size, device: str, auxiliary: bool) -> Step:
     with torch.device(device):
         model = MixtralForCausalLM(
             MixtralConfig(
-                vocab_size=config.vocabulary, hidden_size=config.d_model, intermediate_size=config.d_ff,
-                num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.heads,
-                num_local_experts=config.experts, num_experts_per_tok=config.top_k, max_position_embeddings=config.max_positions,
-                output_router_logits=auxiliary, use_cache=False,
+                vocab_size=config.vocabulary,
+                hidden_size=config.d_model,
+                intermediate_size=config.d_ff,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.heads,
+                num_local_experts=config.experts,
+                num_experts_per_tok=config.top_k,
+                max_position_embeddings=config.max_positions,
+                output_router_logits=auxiliary,
+                use_cache=False,
             )
-        ).train()  # fmt: skip
+        ).train()
     model.set_experts_implementation("grouped_mm")
     assert model.config._experts_implementation == "grouped_mm"
     if device == "cuda":
@@ -171,9 +184,11 @@ def waiting(step: Step) -> str:
 
 
 def check_kernel(device: str) -> str:
-    """Grouped products against the loop in one number: outputs and all gradients, with empty slots and an expert nobody chose.
+    """Grouped products against the loop in one number: outputs and all gradients, with empty slots and an
+    expert nobody chose.
 
-    Memory is filled with NaN first and given back, since what a kernel leaves unwritten would otherwise pass by luck.
+    Memory is filled with NaN first and given back, since what a kernel leaves unwritten would otherwise pass
+    by luck.
     """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -198,7 +213,9 @@ def check_kernel(device: str) -> str:
             torch.full(shape, float("nan"), dtype=dtype, device=device)
         given = [one.clone().requires_grad_() for one in (x, gates)]
         y = experts(given[0], chosen, given[1])
-        found.append([y.detach(), *torch.autograd.grad((y * direction).sum(), [*given, *experts.parameters()])])
+        found.append(
+            [y.detach(), *torch.autograd.grad((y * direction).sum(), [*given, *experts.parameters()])]
+        )
     errors = [float((one - other).abs().max() / other.abs().max()) for other, one in zip(*found, strict=True)]
     names = ("output", "input", "gates", "gate_up", "down")
     return ", ".join(f"{name} {error:.1e}" for name, error in zip(names, errors, strict=True))
@@ -229,21 +246,30 @@ def contestants(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], S
 
 
 def with_mixtral_attention(size: Size, router: str) -> ModelConfig:
-    """That router, and queries and keys as in Mixtral for everybody, so that routers differ in nothing else."""
+    """That router, and queries and keys as in Mixtral for everybody.
+
+    So that routers differ in nothing else.
+    """
     return replace(with_router(LabConfig(size.model), router).model, qk_norm=False)
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--routers", default=",".join(ROUTERS), help="which routers, comma-separated")
     arguments.add_argument("--steps", type=int, help="of a round")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--warmup", type=int, help="steps before a model is timed")
     arguments.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile for what lies between matrix products"
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile for what lies between matrix products",
     )
-    arguments.add_argument("--b3", action=argparse.BooleanOptionalAction, help="some_b3 too, whose peak memory matters")
+    arguments.add_argument(
+        "--b3", action=argparse.BooleanOptionalAction, help="some_b3 too, whose peak memory matters"
+    )
     arguments.add_argument("--json", help="a file for the figures")
     given = arguments.parse_args()
     given.routers = [name for name in given.routers.split(",") if name]
@@ -254,8 +280,16 @@ def main() -> None:
 
     size = SIZES[given.device]
     machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{machine}, torch {torch.__version__}: width {size.model.d_model}, {size.model.layers} layers, {size.model.experts} experts of {size.model.d_ff}, {size.model.top_k} a token, batch {size.batch} x {size.length}; medians of {given.rounds} rounds of {given.steps} steps")  # fmt: skip
-    print(f"grouped products against the loop, largest difference over largest value: {check_kernel(given.device)}")
+    print(
+        f"{machine}, torch {torch.__version__}: width {size.model.d_model}, {size.model.layers} "
+        f"layers, {size.model.experts} experts of {size.model.d_ff}, {size.model.top_k} a token, "
+        f"batch {size.batch} x {size.length}; medians of {given.rounds} rounds of {given.steps} "
+        "steps"
+    )
+    print(
+        "grouped products against the loop, largest difference over largest value: "
+        f"{check_kernel(given.device)}"
+    )
     print(f"{'':30}{'tokens/s':>12}{'ms a step':>11}{'to transformers':>17}{'peak GB':>9}  waits", flush=True)
     rows: list[Row] = []
     for name, make in contestants(given):
@@ -263,9 +297,17 @@ def main() -> None:
         rows.append(row)
         if row.error and name.endswith(COMPILED):
             given.compile = False  # the routers that follow run without
-        theirs = max((one.tokens_per_second for one in rows if one.name.startswith("transformers")), default=0)
+        theirs = max(
+            (one.tokens_per_second for one in rows if one.name.startswith("transformers")), default=0
+        )
         ratio = f"{row.tokens_per_second / theirs:.2f}" if theirs else "-"
-        print(f"{row.name:30}{row.tokens_per_second:12,.0f}{row.step_ms:11.1f}{ratio:>17}{row.peak_gb:9.1f}  {row.error or row.waits}", flush=True)  # fmt: skip
+        print(
+            (
+                f"{row.name:30}{row.tokens_per_second:12,.0f}{row.step_ms:11.1f}{ratio:>17}"
+                f"{row.peak_gb:9.1f}  {row.error or row.waits}"
+            ),
+            flush=True,
+        )
     if given.json:
         with open(given.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)

@@ -1,4 +1,5 @@
-"""Peak resident memory of a scan against the size of the checkpoint: written as files of 0.5 GB a layer, scanned in a process of its own.
+"""Peak resident memory of a scan against the size of the checkpoint: written as files of 0.5 GB a layer,
+scanned in a process of its own.
 
     python bench/memory.py                      8 GB: 16 layers of 40 experts, 1024 x 2048
     python bench/memory.py --fused              the same with all experts of a layer in one tensor
@@ -28,7 +29,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def write_layer(folder: Path, layer: int, experts: int, hidden: int, width: int, fused: bool) -> dict[str, str]:
+def write_layer(
+    folder: Path, layer: int, experts: int, hidden: int, width: int, fused: bool
+) -> dict[str, str]:
     generator = torch.Generator().manual_seed(layer)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -41,7 +44,11 @@ def write_layer(folder: Path, layer: int, experts: int, hidden: int, width: int,
         tensors[f"{prefix}.experts.down_proj"] = draw(experts, width, hidden)
     else:
         for expert in range(experts):
-            for part, shape in (("gate", (hidden, width)), ("up", (hidden, width)), ("down", (width, hidden))):
+            for part, shape in (
+                ("gate", (hidden, width)),
+                ("up", (hidden, width)),
+                ("down", (width, hidden)),
+            ):
                 tensors[f"{prefix}.experts.{expert}.{part}_proj.weight"] = draw(*shape)
     file = f"layer-{layer:05}.safetensors"
     save_file(tensors, folder / file)
@@ -50,7 +57,12 @@ def write_layer(folder: Path, layer: int, experts: int, hidden: int, width: int,
 
 def write_checkpoint(folder: Path, layers: int, experts: int, hidden: int, width: int, fused: bool) -> Path:
     folder.mkdir()
-    config = {"model_type": "qwen3_moe", "num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": 2}
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     where: dict[str, str] = {}
     for layer in range(layers):
@@ -68,7 +80,9 @@ def peak(folder: Path, out: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in (("layers", 16), ("experts", 40), ("hidden", 1024), ("width", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--fused", action="store_true")
@@ -77,16 +91,20 @@ def main() -> None:
         base = Path(scratch)
         tiny = write_checkpoint(base / "tiny", 2, 4, 16, 24, given.fused)
         baseline = peak(tiny, base / "tiny-run")
-        folder = write_checkpoint(base / "large", given.layers, given.experts, given.hidden, given.width, given.fused)
+        folder = write_checkpoint(
+            base / "large", given.layers, given.experts, given.hidden, given.width, given.fused
+        )
         size = sum(file.stat().st_size for file in folder.iterdir())
         start = time.perf_counter()
         reached = peak(folder, base / "large-run")
         took = time.perf_counter() - start
     print(
-        f"checkpoint {size / 1e9:.2f} GB, {size / given.layers / 1e9:.2f} GB a layer, {'fused' if given.fused else 'one tensor an expert'}"
+        f"checkpoint {size / 1e9:.2f} GB, {size / given.layers / 1e9:.2f} GB a layer, "
+        f"{'fused' if given.fused else 'one tensor an expert'}"
     )
     print(
-        f"peak {reached / 1e9:.2f} GB, {(reached - baseline) / 1e9:.2f} GB above the baseline of {baseline / 1e9:.2f} GB; {took:.0f} s"
+        f"peak {reached / 1e9:.2f} GB, {(reached - baseline) / 1e9:.2f} GB above the baseline of "
+        f"{baseline / 1e9:.2f} GB; {took:.0f} s"
     )
 
 

@@ -3,10 +3,15 @@
     PYTHONPATH=src python bench/monitor.py                     tiny, on the CPU: a minute
     PYTHONPATH=src python bench/monitor.py --device cuda       d 512, 10 layers, 64 experts, batch 32 x 768
 
-A block is `--every` steps, so that each block under the Monitor has its share of everything that is done now and then: logits every
-10 steps, tables once, in its middle. Blocks with and without alternate, and a block's ratio is taken to the mean of its two neighbours, so that a
-machine that slows down does not count. Since single blocks may be off by more than the Monitor costs, the same is given from the median
-step of each kind: an ordinary one, one whose logits are looked at, one that ends a window, and the one after it, beside which tables are made. Gradients into routers are taken every 500 steps by default, so a step with them is timed
+A block is `--every` steps, so that each block under the Monitor has its share of everything that is done now
+and then: logits every
+10 steps, tables once, in its middle. Blocks with and without alternate, and a block's ratio is taken to the
+mean of its two neighbours, so that a
+machine that slows down does not count. Since single blocks may be off by more than the Monitor costs, the
+same is given from the median
+step of each kind: an ordinary one, one whose logits are looked at, one that ends a window, and the one after
+it, beside which tables are made. Gradients into routers are taken every 500 steps by default, so a step with
+them is timed
 alone and divided by 500.
 """
 
@@ -36,10 +41,17 @@ DECISIONS_EVERY = 10  # LoopMonitor's own default
 def build(given: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
     """The model, and a function that makes one training step."""
     config = MixtralConfig(
-        vocab_size=given.vocabulary, hidden_size=given.width, intermediate_size=given.hidden, num_hidden_layers=given.layers,
-        num_attention_heads=max(given.width // 64, 1), num_key_value_heads=max(given.width // 64, 1), num_local_experts=given.experts,
-        num_experts_per_tok=given.k, max_position_embeddings=given.length, output_router_logits=True,
-    )  # fmt: skip
+        vocab_size=given.vocabulary,
+        hidden_size=given.width,
+        intermediate_size=given.hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=max(given.width // 64, 1),
+        num_key_value_heads=max(given.width // 64, 1),
+        num_local_experts=given.experts,
+        num_experts_per_tok=given.k,
+        max_position_embeddings=given.length,
+        output_router_logits=True,
+    )
     torch.manual_seed(0)
     model = MixtralForCausalLM(config).to(given.device).train()
     if given.implementation:
@@ -61,7 +73,10 @@ def build(given: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """On a CPU the process's own time, the disk's thread included, so that what else the machine does does not count."""
+    """On a CPU the process's own time, the disk's thread included.
+
+    So that what else the machine does does not count.
+    """
     clock = time.perf_counter if device == "cuda" else time.process_time
     if device == "cuda":
         torch.cuda.synchronize()
@@ -82,14 +97,19 @@ def kind_of(step: int, every: int) -> str:
 
 
 def from_medians(kinds: dict[str, list[float]], every: int) -> float:
-    """How much more a step takes, on average over a window of so many steps, from the median step of each kind."""
+    """How much more a step takes, on average over a window of so many steps.
+
+    From the median step of each kind.
+    """
     plain = statistics.median(kinds["plain"])
     steps = [kind_of(step, every) for step in range(1, every + 1)]
     return statistics.mean(statistics.median(kinds[kind] or kinds["ordinary"]) for kind in steps) / plain - 1
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     for name in ("width", "hidden", "layers", "experts", "batch", "length"):
         arguments.add_argument(f"--{name}", type=int)
@@ -108,7 +128,9 @@ def main() -> None:
             setattr(given, name, size)
     model, step = build(given)
 
-    kinds: dict[str, list[float]] = {kind: [] for kind in ("plain", "ordinary", "decisions", "window", "after")}
+    kinds: dict[str, list[float]] = {
+        kind: [] for kind in ("plain", "ordinary", "decisions", "window", "after")
+    }
     with tempfile.TemporaryDirectory() as folder:
         monitor = LoopMonitor(Path(folder) / "run", every=given.every, gradients_every=0).watch(model)
         capture = monitor.capture
@@ -124,7 +146,8 @@ def main() -> None:
             for _ in range(given.every):
                 kinds["plain"].append(seconds(step, given.device))
 
-        # To warm up; half a block more, so that tables are made amid a block, and not written while the next one is timed.
+        # To warm up; half a block more, so that tables are made amid a block, and not written while the next
+        # one is timed.
         for _ in range(given.every + given.every // 2):
             step()
             monitor.step()
@@ -150,24 +173,37 @@ def main() -> None:
         assert run is not None
         run.wait()
         timings = {
-            stage: f"{1000 * run.writer.timings[stage] / (given.rounds + 1):.1f} ms" for stage in ("tables", "write")
+            stage: f"{1000 * run.writer.timings[stage] / (given.rounds + 1):.1f} ms"
+            for stage in ("tables", "write")
         }
         assert monitor.abandon is not None
         monitor.abandon()
 
     machine = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    print(f"{machine}, torch {torch.__version__}: width {given.width}, {given.layers} layers, {given.experts} experts of {given.hidden}, {given.k} a token, batch {given.batch} x {given.length}")  # fmt: skip
+    print(
+        f"{machine}, torch {torch.__version__}: width {given.width}, {given.layers} layers, "
+        f"{given.experts} experts of {given.hidden}, {given.k} a token, batch {given.batch} x "
+        f"{given.length}"
+    )
     print(f"a step without Monitor            {1000 * usual:9.2f} ms")
     print(f"a step under Monitor              {1000 * statistics.median(watched) / given.every:9.2f} ms")
-    print(f"more, median of {given.rounds} blocks of {given.every:<4}      {statistics.median(ratios) - 1:9.2%}   (each: {', '.join(f'{ratio - 1:.2%}' for ratio in ratios)})")  # fmt: skip
+    print(
+        f"more, median of {given.rounds} blocks of {given.every:<4}      "
+        f"{statistics.median(ratios) - 1:9.2%}   (each: "
+        f"{', '.join(f'{ratio - 1:.2%}' for ratio in ratios)})"
+    )
     for every in sorted({given.every, 100}):
         print(f"more, from median steps, tables every {every:<4} {from_medians(kinds, every):9.2%}")
     middle = {kind: f"{1000 * statistics.median(took):.2f} ms" for kind, took in kinds.items() if took}
     print(f"median steps: {', '.join(f'{kind} {took}' for kind, took in middle.items())}")
     print(
-        f"gradients, every {GRADIENTS_EVERY} steps        {gradients / usual / GRADIENTS_EVERY:9.2%}   ({1000 * gradients:.0f} ms each time)"
+        f"gradients, every {GRADIENTS_EVERY} steps        "
+        f"{gradients / usual / GRADIENTS_EVERY:9.2%}   ({1000 * gradients:.0f} ms each time)"
     )
-    print(f"of a block: {', '.join(f'{stage} {took}' for stage, took in timings.items())} (writing is beside training)")
+    print(
+        f"of a block: {', '.join(f'{stage} {took}' for stage, took in timings.items())} (writing "
+        "is beside training)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What each part of each router costs beside the experts it serves: one MoE block of a preset, forward passes in training mode.
+"""What each part of each router costs beside the experts it serves: one MoE block of a preset, forward passes
+in training mode.
 
     PYTHONPATH=src python bench/overhead.py                                      nano, on the CPU: seconds
-    PYTHONPATH=src python bench/overhead.py --preset medium --device cuda        d 512, 64 experts, top-4, batch 32 x 768
+    PYTHONPATH=src python bench/overhead.py --preset medium --device cuda        d 512, 64 experts, top-4,
+    batch 32 x 768
 
 Experts run in bfloat16 on a GPU, routers in float32 everywhere. SPECTRA's ablations come last.
 """
@@ -20,7 +22,9 @@ from moescope.lab.overhead import overhead
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="nano", choices=list(PRESETS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, help="default: one batch of the preset")

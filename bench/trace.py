@@ -1,11 +1,15 @@
-"""What tracing costs: a model's forward passes with `trace`'s hooks and counts and without, alternating, on a Mixtral of random weights.
+"""What tracing costs: a model's forward passes with `trace`'s hooks and counts and without, alternating, on a
+Mixtral of random weights.
 
     PYTHONPATH=src python bench/trace.py                     on the CPU: a minute
     PYTHONPATH=src python bench/trace.py --device cuda       width 2048, 8 layers, 8 experts
 
-Both ways feed the same batches through the same code; one has hooks on the model. A last line is the whole of `trace` up to its
-tables, with the check of the first batch, the words it predicts, the places it keeps and the experts it runs once more, against the
-model as anybody would run it, its head included. On a CPU the time is the process's own, so that what else the machine does does
+Both ways feed the same batches through the same code; one has hooks on the model. A last line is the whole of
+`trace` up to its
+tables, with the check of the first batch, the words it predicts, the places it keeps and the experts it runs
+once more, against the
+model as anybody would run it, its head included. On a CPU the time is the process's own, so that what else
+the machine does does
 not count.
 """
 
@@ -34,7 +38,9 @@ SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     names = ("width", "hidden", "layers", "experts", "batch", "length")
     for name in names:
@@ -47,10 +53,16 @@ def main() -> None:
         if getattr(given, name) is None:
             setattr(given, name, size)
     config = MixtralConfig(
-        vocab_size=8192, hidden_size=given.width, intermediate_size=given.hidden, num_hidden_layers=given.layers,
-        num_attention_heads=max(given.width // 64, 1), num_key_value_heads=max(given.width // 64, 1), num_local_experts=given.experts,
-        num_experts_per_tok=given.k, max_position_embeddings=given.length,
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=given.width,
+        intermediate_size=given.hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=max(given.width // 64, 1),
+        num_key_value_heads=max(given.width // 64, 1),
+        num_local_experts=given.experts,
+        num_experts_per_tok=given.k,
+        max_position_embeddings=given.length,
+    )
     torch.manual_seed(0)
     cuda = given.device == "cuda"
     model = MixtralForCausalLM(config).to(given.device, torch.bfloat16 if cuda else torch.float32).eval()
@@ -84,15 +96,25 @@ def main() -> None:
                 seen.append(block(capture))
         plain.append(block(nobody))
     ratios = [seen[at] / ((plain[at] + plain[at + 1]) / 2) for at in range(given.rounds)]
-    assert sum(counts.sums("tokens").sum() for counts in tally.moved()) == given.layers * (given.rounds + 1) * given.passes * batch.real_BL.sum()  # fmt: skip
+    assert (
+        sum(counts.sums("tokens").sum() for counts in tally.moved())
+        == given.layers * (given.rounds + 1) * given.passes * batch.real_BL.sum()
+    )
     machine = torch.cuda.get_device_name() if cuda else "CPU"
-    print(f"{machine}, torch {torch.__version__}: width {given.width}, {given.layers} layers, {given.experts} experts of {given.hidden}, {given.k} a token, batch {given.batch} x {given.length}")  # fmt: skip
+    print(
+        f"{machine}, torch {torch.__version__}: width {given.width}, {given.layers} layers, "
+        f"{given.experts} experts of {given.hidden}, {given.k} a token, batch {given.batch} x "
+        f"{given.length}"
+    )
     print(f"a plain pass     {1000 * statistics.median(plain) / given.passes:9.2f} ms")
     print(f"a traced pass    {1000 * statistics.median(seen) / given.passes:9.2f} ms")
     print(
-        f"more             {statistics.median(ratios) - 1:9.2%}   (from {min(ratios) - 1:.2%} to {max(ratios) - 1:.2%})"
+        f"more             {statistics.median(ratios) - 1:9.2%}   (from {min(ratios) - 1:.2%} to "
+        f"{max(ratios) - 1:.2%})"
     )
-    many = [Document(at, 0, generator.integers(0, 8192, given.length)) for at in range(given.batch * given.passes)]
+    many = [
+        Document(at, 0, generator.integers(0, 8192, given.length)) for at in range(given.batch * given.passes)
+    ]
 
     def whole() -> float:
         begin()
@@ -121,7 +143,11 @@ def main() -> None:
     whole(), as_it_is()
     pairs = [(whole(), as_it_is()) for _ in range(3)]
     tokens = given.batch * given.passes * given.length
-    print(f"a whole trace of {tokens:,} tokens {statistics.median(a / b for a, b in pairs) - 1:.2%} more than the model with its head   (each: {', '.join(f'{a / b - 1:.1%}' for a, b in pairs)})")  # fmt: skip
+    print(
+        f"a whole trace of {tokens:,} tokens "
+        f"{statistics.median(a / b for a, b in pairs) - 1:.2%} more than the model with its head   "
+        f"(each: {', '.join(f'{a / b - 1:.1%}' for a, b in pairs)})"
+    )
 
 
 if __name__ == "__main__":

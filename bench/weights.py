@@ -1,4 +1,7 @@
-"""Made-up experts and routers for the measurements: as large as real ones, with spectra like and unlike theirs."""
+"""Made-up experts and routers for the measurements.
+
+As large as real ones, with spectra like and unlike theirs.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ def random_experts(count: int, hidden: int, width: int, seed: int = 0) -> list[T
 def expert(kind: str, hidden: int, width: int, seed: int = 0) -> Tensor:
     """[hidden, width] in fp32 with the named spectrum, up to the rounding to fp32.
 
-    random: Gaussian. condition 1e4: singular values fall geometrically over four decades. heavy-tailed: s_i ~ i^-0.8, the
-    first ones far above the rest, as in trained weights. rank-deficient: the last tenth is zero (in fp64: rounding to
+    random: Gaussian. condition 1e4: singular values fall geometrically over four decades. heavy-tailed: s_i ~
+    i^-0.8, the
+    first ones far above the rest, as in trained weights. rank-deficient: the last tenth is zero (in fp64:
+    rounding to
     fp32 would fill it up).
     """
     generator = np.random.default_rng(seed)

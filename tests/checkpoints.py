@@ -47,7 +47,10 @@ def tiny_tensors(
     family: str = "mixtral",
     dtype: torch.dtype = torch.float32,
 ) -> Tensors:
-    """Every tensor of a random model's MoE blocks and norms, and an embedding that belongs to none of them."""
+    """Every tensor of a random model's MoE blocks and norms.
+
+    And an embedding that belongs to none of them.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -58,7 +61,11 @@ def tiny_tensors(
         tensors[router_name(layer, family)] = draw(experts, d_model)
         tensors[f"model.layers.{layer}.post_attention_layernorm.weight"] = 1 + 0.1 * draw(d_model)
         for expert in range(experts):
-            for matrix, shape in {"gate": (d_ff, d_model), "up": (d_ff, d_model), "down": (d_model, d_ff)}.items():
+            for matrix, shape in {
+                "gate": (d_ff, d_model),
+                "up": (d_ff, d_model),
+                "down": (d_model, d_ff),
+            }.items():
                 tensors[expert_name(layer, expert, matrix, family)] = draw(*shape)
     return tensors
 
@@ -75,7 +82,9 @@ def tiny_config(layers: int = 2, experts: int = 4, family: str = "mixtral", **mo
     }
 
 
-def write_checkpoint(folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, shards: int = 1) -> Path:
+def write_checkpoint(
+    folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, shards: int = 1
+) -> Path:
     """The tensors as model.safetensors, or dealt in turn into that many shards with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
@@ -107,7 +116,10 @@ def edit_json(path: Path, **changes: Any) -> None:
 def saved_model(
     folder: Path, family: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "20KB", **config: Any
 ) -> Any:
-    """A random model of transformers' own, saved by save_pretrained; returned for comparison, in eval mode."""
+    """A random model of transformers' own, saved by save_pretrained.
+
+    Returned for comparison, in eval mode.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 

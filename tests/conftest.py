@@ -18,13 +18,15 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background of a shell, this process ignores it, and so would every process that a test interrupts.
+    # Started in the background of a shell, this process ignores it, and so would every process that a test
+    # interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from moescope.run import Run
 
-# The matrices of the tests are tiny: threads that wait for each other cost more than they bring. Before torch.
+# The matrices of the tests are tiny: threads that wait for each other cost more than they bring. Before
+# torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Subprocesses test this source tree, not one that happens to be installed.
 SOURCE = str(Path(__file__).parents[1] / "src")
@@ -33,7 +35,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get(
 
 @pytest.fixture(scope="session")
 def planted_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The planted checkpoint scanned, raw and centered: the truth most tests of figures and reports look at."""
+    """The planted checkpoint scanned, raw and centered.
+
+    The truth most tests of figures and reports look at.
+    """
     from moescope.demo.planted import write_planted
     from moescope.weights.verb import scan
 
@@ -58,7 +63,10 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
-    """The address of a real Ray cluster of two CPUs, started as a user would; its workers can import the tests' builders too."""
+    """The address of a real Ray cluster of two CPUs, started as a user would.
+
+    Its workers can import the tests' builders too.
+    """
     import psutil
 
     from ray_work import survivors
@@ -122,14 +130,24 @@ def traced_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A tiny model pruned to half by what a text shows, written beside it as `small`, and judged with two random controls."""
+    """A tiny model pruned to half by what a text shows, written beside it as `small`.
+
+    And judged with two random controls.
+    """
     from moescope.compression.verb import compress
     from routing.tiny_text import save_model, texts, write_jsonl
 
     folder = tmp_path_factory.mktemp("compressed")
     model, text = save_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(60))
     return compress(
-        model, method="reap", keep=0.5, text=text, apply=folder / "small", out=folder / "run", controls=2, quiet=True
+        model,
+        method="reap",
+        keep=0.5,
+        text=text,
+        apply=folder / "small",
+        out=folder / "run",
+        controls=2,
+        quiet=True,
     )
 
 

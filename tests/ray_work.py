@@ -1,4 +1,7 @@
-"""Pieces of work for tests with a real Ray cluster, in a file that its workers import; and who is left when it is gone."""
+"""Pieces of work for tests with a real Ray cluster, in a file that its workers import.
+
+And who is left when it is gone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ def worker_facts(piece: int, tick: Tick) -> dict[str, Any]:
     import torch
 
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {"pid": os.getpid(), "threads": torch.get_num_threads(), **{name: os.environ.get(name) for name in names}}
+    return {
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        **{name: os.environ.get(name) for name in names},
+    }
 
 
 def refuse_three(piece: int, tick: Tick) -> int:
@@ -51,7 +58,9 @@ def die_over(marks: str, number: int, deaths: int, piece: int, tick: Tick) -> in
     return square(piece, tick)
 
 
-def die_over_layer(marks: str, number: int, real: Callable[..., Any], device: str, piece: Any, tick: Tick) -> Any:
+def die_over_layer(
+    marks: str, number: int, real: Callable[..., Any], device: str, piece: Any, tick: Tick
+) -> Any:
     """Analyse a layer, but the worker is killed outright at the end of the first attempt at that layer."""
     analysed = real(device, piece, tick)
     first = not (Path(marks) / f"{piece.name}-0").exists()

@@ -39,7 +39,9 @@ HEAVY = ("torch", "plotly", "pandas", "numpy", "scipy", "pyarrow", "safetensors"
 def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     command = [sys.executable, "-m", "moescope", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False
+    )
 
 
 # --- help
@@ -106,7 +108,12 @@ def test_help_waits_for_no_heavy_import(tmp_path, arguments):
         f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", source, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
+        [sys.executable, "-c", source, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=True,
     )
     assert shown.stderr.splitlines()[-1] == "heavy: []"
 
@@ -146,7 +153,9 @@ def test_version_prints_the_version():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["scan"], ["scan", "x", "--nonsense"], ["scam"], ["scan", "x", "--seed", "many"]], ids=" ".join
+    "arguments",
+    [["scan"], ["scan", "x", "--nonsense"], ["scam"], ["scan", "x", "--seed", "many"]],
+    ids=" ".join,
 )
 def test_a_wrong_command_exits_2(arguments):
     shown = CliRunner().invoke(cli.app, arguments)
@@ -181,7 +190,9 @@ def index_out_of_the_folder(folder: Path) -> list[str]:
 
 
 def dense(folder: Path) -> list[str]:
-    write_checkpoint(folder / "model", {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, {"model_type": "llama"})
+    write_checkpoint(
+        folder / "model", {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, {"model_type": "llama"}
+    )
     return ["model: no MoE layer found (model_type llama)", "Looked for"]
 
 
@@ -209,7 +220,9 @@ def nothing_there(folder: Path) -> list[str]:
 
 def name_with_a_line_break(folder: Path) -> list[str]:
     (folder / "model").mkdir()
-    save_file({"1.mlp.gate.weight": torch.ones(2, 2), "a\nb": torch.ones(2)}, folder / "model" / "a\nb.safetensors")
+    save_file(
+        {"1.mlp.gate.weight": torch.ones(2, 2), "a\nb": torch.ones(2)}, folder / "model" / "a\nb.safetensors"
+    )
     return ["is missing; download"]
 
 
@@ -244,7 +257,9 @@ def dtype_of_integers(folder: Path) -> list[str]:
 
 
 def offsets_beyond_the_file(folder: Path) -> list[str]:
-    edited_header(folder, lambda header: header[expert_name(1, 3, "up")].update(data_offsets=[10**12, 10**12 + 1536]))
+    edited_header(
+        folder, lambda header: header[expert_name(1, 3, "up")].update(data_offsets=[10**12, 10**12 + 1536])
+    )
     return ["model/model.safetensors: not a whole safetensors file"]
 
 
@@ -264,7 +279,9 @@ def shape_that_does_not_fill_its_bytes(folder: Path) -> list[str]:
 def index_with_an_absolute_path(folder: Path) -> list[str]:
     tiny_checkpoint(folder / "model", shards=2)
     outside = tiny_checkpoint(folder / "elsewhere") / "model.safetensors"  # whole, and still not to be read
-    (folder / "model" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tiny_tensors(), str(outside))}))
+    (folder / "model" / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(tiny_tensors(), str(outside))})
+    )
     return [INDEX, str(outside), "not a file beside the index"]
 
 
@@ -330,7 +347,9 @@ def quantised_in_an_unknown_way(folder: Path) -> list[str]:
     ],
     ids=lambda prepare: prepare.__name__,
 )
-def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(tmp_path, prepare: Callable[[Path], list[str]]):
+def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(
+    tmp_path, prepare: Callable[[Path], list[str]]
+):
     parts = prepare(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     shown = moescope("scan", "model", cwd=tmp_path)
@@ -354,7 +373,9 @@ def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(tmp_path, pre
         (["--device", "abacus"], "unknown device 'abacus'"),
     ],
 )
-def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(tmp_path, monkeypatch, capsys, arguments, part):
+def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(
+    tmp_path, monkeypatch, capsys, arguments, part
+):
     tiny_checkpoint(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["moescope", "scan", "model", *arguments])
@@ -478,9 +499,14 @@ def test_train_prints_counts_without_training_and_what_came_of_a_training(traine
     assert counted.exit_code == 0
     assert "parameters: 887,872 in total, 887,872 of them trained" in counted.output
     assert CliRunner().invoke(app, ["train", "--dry-run", "--quiet"]).output == ""
-    assert json.loads(CliRunner().invoke(app, ["train", "--dry-run", "--quiet", "--json"]).output)["steps"] == 300
+    assert (
+        json.loads(CliRunner().invoke(app, ["train", "--dry-run", "--quiet", "--json"]).output)["steps"]
+        == 300
+    )
     config = trained_run.path.parent / "tiny.toml"
-    again = CliRunner().invoke(app, ["train", str(config), "--router", "top2", "--out", str(trained_run.path), "--device", "cpu"])  # fmt: skip
+    again = CliRunner().invoke(
+        app, ["train", str(config), "--router", "top2", "--out", str(trained_run.path), "--device", "cpu"]
+    )
     assert again.exit_code == 0, again.output
     assert "by token frequencies alone" in again.output
     assert f"report: {trained_run.path / 'report.html'}" in again.output

@@ -12,7 +12,15 @@ from collections import Counter
 import pytest
 
 import ray_work
-from moescope.engine import RETRIES, Engine, LocalEngine, check_engine, open_engine, ray_engine, thread_variables
+from moescope.engine import (
+    RETRIES,
+    Engine,
+    LocalEngine,
+    check_engine,
+    open_engine,
+    ray_engine,
+    thread_variables,
+)
 from moescope.errors import BadInput
 
 
@@ -42,7 +50,10 @@ def test_both_engines_give_the_same_results_and_ticks(connected):
     with open_engine("local", None, "cpu") as here, open_engine("ray", None, "cpu") as there:
         assert (here.elsewhere, there.elsewhere) == (False, True)
         assert done(here, ray_work.square, pieces) == done(there, ray_work.square, pieces)
-        assert done(there, ray_work.square, pieces) == ({4: 16, 0: 0, 2: 4, 7: 49}, Counter({7: 7, 4: 4, 2: 2}))
+        assert done(there, ray_work.square, pieces) == (
+            {4: 16, 0: 0, 2: 4, 7: 49},
+            Counter({7: 7, 4: 4, 2: 2}),
+        )
 
 
 def test_workers_are_other_processes_with_the_threads_of_this_one(connected, monkeypatch):
@@ -63,7 +74,9 @@ def test_workers_are_other_processes_with_the_threads_of_this_one(connected, mon
 
 
 def test_more_threads_than_any_machine_has_cpus_are_not_waited_for(connected, monkeypatch):
-    monkeypatch.setattr("moescope.engine.thread_variables", lambda: {**thread_variables(), "OMP_NUM_THREADS": "9"})
+    monkeypatch.setattr(
+        "moescope.engine.thread_variables", lambda: {**thread_variables(), "OMP_NUM_THREADS": "9"}
+    )
     with open_engine("ray", None, "cpu") as engine:
         facts, _ = done(engine, ray_work.worker_facts, [0])
     assert facts[0]["OMP_NUM_THREADS"] == "9"
@@ -78,7 +91,10 @@ def test_a_piece_whose_worker_is_killed_is_done_again_and_counted_once(connected
 
 def test_a_piece_that_kills_every_worker_is_given_up_in_one_line(connected, tmp_path):
     work = functools.partial(ray_work.die_over, str(tmp_path), 5, 99)
-    with open_engine("ray", None, "cpu") as engine, pytest.raises(BadInput, match="died 4 times over the same piece"):
+    with (
+        open_engine("ray", None, "cpu") as engine,
+        pytest.raises(BadInput, match="died 4 times over the same piece"),
+    ):
         done(engine, work, [5])
     assert len(list(tmp_path.glob("5-*"))) == RETRIES + 1
 
@@ -91,7 +107,10 @@ def test_bad_input_in_a_worker_is_the_same_bad_input_here(connected):
 
 
 def test_a_mistake_of_our_own_in_a_worker_keeps_its_traceback(connected):
-    with open_engine("ray", None, "cpu") as engine, pytest.raises(ZeroDivisionError, match=r"ray_work\.py") as caught:
+    with (
+        open_engine("ray", None, "cpu") as engine,
+        pytest.raises(ZeroDivisionError, match=r"ray_work\.py") as caught,
+    ):
         done(engine, ray_work.fail, [1])
     assert "a mistake of our own" in str(caught.value)
 
@@ -132,7 +151,10 @@ def test_a_cluster_without_a_cpu_is_refused_not_waited_for():
 
 
 def test_a_gpu_that_no_machine_has_is_refused_not_waited_for(connected):
-    with pytest.raises(BadInput, match="no machine of the Ray cluster has a GPU"), open_engine("ray", None, "cuda"):
+    with (
+        pytest.raises(BadInput, match="no machine of the Ray cluster has a GPU"),
+        open_engine("ray", None, "cuda"),
+    ):
         pass
 
 
@@ -141,7 +163,12 @@ def test_a_gpu_that_no_machine_has_is_refused_not_waited_for(connected):
     [
         ("spark", None, "auto", "unknown engine 'spark'; known: local, ray"),
         ("local", "auto", "auto", "--address auto: only Ray has an address; give --engine ray with it"),
-        ("ray", None, "cuda:1", "--device cuda:1: Ray hands out GPUs by itself; give --device cuda with --engine ray"),
+        (
+            "ray",
+            None,
+            "cuda:1",
+            "--device cuda:1: Ray hands out GPUs by itself; give --device cuda with --engine ray",
+        ),
         ("ray", None, "tpu", "unknown device 'tpu'; known: auto, cpu, cuda"),
     ],
 )
@@ -153,7 +180,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(engine, address, dev
 
 def test_without_ray_the_line_names_the_extra():
     """`-S` leaves out all installed packages, Ray among them."""
-    command = [sys.executable, "-S", "-c", "from moescope.engine import check_engine; check_engine('ray', None, 'cpu')"]
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        "from moescope.engine import check_engine; check_engine('ray', None, 'cpu')",
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.stderr.strip().endswith("--engine ray: Ray is not installed; pip install 'moescope[ray]'")
 

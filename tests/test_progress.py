@@ -19,4 +19,8 @@ def test_alerts_are_unsaid_only_where_that_was_asked_and_only_for_so_long(
         logger.error("what is an error is always said")
     logger.warning("after it")
     said = [record.getMessage() for record in caplog.records]
-    assert said == [*([] if unsaid else ["step 3, layer 0: an alert"]), "what is an error is always said", "after it"]
+    assert said == [
+        *([] if unsaid else ["step 3, layer 0: an alert"]),
+        "what is an error is always said",
+        "after it",
+    ]

@@ -1,4 +1,7 @@
-"""Run folders: pieces land whole or not at all, unfinished work is taken up again, and only our files are touched."""
+"""Run folders.
+
+Pieces land whole or not at all, unfinished work is taken up again, and only our files are touched.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,9 @@ def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path
         finish(writer)
 
 
-def test_a_disk_that_is_nearly_full_is_refused_before_the_piece_and_the_run_goes_on_later(tmp_path, monkeypatch):
+def test_a_disk_that_is_nearly_full_is_refused_before_the_piece_and_the_run_goes_on_later(
+    tmp_path, monkeypatch
+):
     full = shutil._ntuple_diskusage(10**9, 10**9 - 5_000_000, 5_000_000)
     refused = pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space")
     with refused, open_run(tmp_path / "run", "scan", IDENTITY) as writer:
@@ -194,7 +199,10 @@ def test_a_run_that_was_resumed_and_finished_tells_of_no_error(tmp_path):
     ("change", "words"),
     [
         ({"arguments": {**IDENTITY["arguments"], "seed": 1}}, r"other arguments \(seed\)"),
-        ({"arguments": {**IDENTITY["arguments"], "seed": 1, "matrix": ["up"]}}, r"other arguments \(matrix, seed\)"),
+        (
+            {"arguments": {**IDENTITY["arguments"], "seed": 1, "matrix": ["up"]}},
+            r"other arguments \(matrix, seed\)",
+        ),
         ({"arguments": {**IDENTITY["arguments"], "k": [3]}}, r"other arguments \(k\)"),
         ({"checkpoints": [{"path": "/models/b", "header_hash": "1"}]}, "other checkpoints"),
         ({"checkpoints": [{"path": "/models/a", "header_hash": "2"}]}, "other checkpoints"),
@@ -212,7 +220,9 @@ def test_other_arguments_are_refused_by_the_word_that_differs(tmp_path, finished
         open_run(folder, "scan", {**IDENTITY, **change}),
     ):
         pass
-    assert {name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()} == before
+    assert {
+        name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()
+    } == before
 
 
 def test_equal_arguments_compare_equal_through_json(tmp_path):
@@ -297,13 +307,19 @@ def test_a_file_in_the_way_is_refused(tmp_path):
         open_run(tmp_path / "run", "scan", IDENTITY),
     ):
         pass
-    with pytest.raises(BadInput, match="cannot be written"), open_run(tmp_path / "run" / "below", "scan", IDENTITY):
+    with (
+        pytest.raises(BadInput, match="cannot be written"),
+        open_run(tmp_path / "run" / "below", "scan", IDENTITY),
+    ):
         pass
     assert (tmp_path / "run").read_text() == "a file"
 
 
 def test_a_folder_that_cannot_be_made_is_refused():
-    with pytest.raises(BadInput, match="cannot be written"), open_run(Path("/proc/no/such"), "scan", IDENTITY):
+    with (
+        pytest.raises(BadInput, match="cannot be written"),
+        open_run(Path("/proc/no/such"), "scan", IDENTITY),
+    ):
         pass
 
 
@@ -376,7 +392,9 @@ def test_loading_refuses_what_is_no_finished_run(tmp_path):
     with pytest.raises(BadInput, match=r"no run\.json in it"):
         Run.load(tmp_path)
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
-    with pytest.raises(BadInput, match="this run is interrupted, not done; give its command again to finish it"):
+    with pytest.raises(
+        BadInput, match="this run is interrupted, not done; give its command again to finish it"
+    ):
         Run.load(tmp_path / "run")
 
 
@@ -410,7 +428,9 @@ with open_run(Path(sys.argv[1]), "scan", identity) as writer:
 def holder(tmp_path):
     """Another process in the midst of writing tmp_path/run."""
     source = HOLD.format(tests=str(Path(__file__).parent), identity=json.loads(json.dumps(IDENTITY)))
-    process = subprocess.Popen([sys.executable, "-c", source, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", source, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "holding\n"
     yield process

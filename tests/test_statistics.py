@@ -1,4 +1,7 @@
-"""Intervals: exact for a mean, right in size for cv over documents, and absent where there are too few of them."""
+"""Intervals.
+
+Exact for a mean, right in size for cv over documents, and absent where there are too few of them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def test_the_interval_of_cv_covers_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(1)
     base = np.array([1.0, 2, 3, 4, 5, 6])
     draw = lambda count: np.stack(  # noqa: E731
-        [generator.multinomial(200, p / p.sum()) for p in base * np.exp(0.5 * generator.standard_normal((count, 6)))]
+        [
+            generator.multinomial(200, p / p.sum())
+            for p in base * np.exp(0.5 * generator.standard_normal((count, 6)))
+        ]
     ).astype(float)
     true = float(cv(draw(40_000).sum(0)))
     hits = [low <= true <= high for low, high in (interval(draw(60), cv, 60) for _ in range(300))]

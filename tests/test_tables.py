@@ -1,4 +1,7 @@
-"""The tables' schema: fixed by a copy kept apart, explained in full, and enforced when a frame is written or read."""
+"""The tables' schema.
+
+Fixed by a copy kept apart, explained in full, and enforced when a frame is written or read.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ def test_layer_name_follows_layer_and_is_no_key(name):
         == (name not in ("steps", "overhead", "pieces", *STUDY_TABLES))
     )
     assert "layer" not in columns or columns[columns.index("layer") + 1] == "layer_name"
-    assert [column for column in columns if column != "layer_name"] == GOLDEN[name]["keys"] + GOLDEN[name]["values"]
+    assert [column for column in columns if column != "layer_name"] == GOLDEN[name]["keys"] + GOLDEN[name][
+        "values"
+    ]
     assert "layer_name" not in TABLES[name].keys
 
 
@@ -177,7 +182,10 @@ def test_a_missing_key_is_refused_by_name(key):
 
 def test_an_alert_about_a_layer_has_no_expert_and_is_still_told_from_its_like():
     alert = {"step": 3, "layer": 1, "expert": None, "kind": "unused", "value": 0.5}
-    assert conform("alerts", pd.DataFrame([alert, {**alert, "kind": "nan"}]))["expert"].to_pylist() == [None, None]
+    assert conform("alerts", pd.DataFrame([alert, {**alert, "kind": "nan"}]))["expert"].to_pylist() == [
+        None,
+        None,
+    ]
     with pytest.raises(ValueError, match="rows with equal keys step, layer, expert, kind"):
         conform("alerts", pd.DataFrame([alert, alert]))
 
@@ -198,7 +206,17 @@ def test_a_number_of_the_wrong_kind_is_refused():
 def test_lists_of_singular_values_survive_the_round_trip(tmp_path):
     values = np.array([3.0, 2.0, 0.5], dtype=np.float32)
     frame = pd.DataFrame(
-        [{"step": 0, "layer": 0, "matrix": "up", "expert": 2, "singular_values": values, "rank": 3, "fallback": False}]
+        [
+            {
+                "step": 0,
+                "layer": 0,
+                "matrix": "up",
+                "expert": 2,
+                "singular_values": values,
+                "rank": 3,
+                "fallback": False,
+            }
+        ]
     )
     write_table("spectra", frame, tmp_path / "spectra.parquet")
     back = read_parquet("spectra", str(tmp_path / "spectra.parquet"))
@@ -215,7 +233,8 @@ def test_another_schema_version_is_refused_with_both_numbers(tmp_path, monkeypat
     write_table("orthogonality", row(), path)
     monkeypatch.undo()
     with pytest.raises(
-        BadInput, match=f"schema version {SCHEMA_VERSION + 1}, this moescope reads {SCHEMA_VERSION}; scan again"
+        BadInput,
+        match=f"schema version {SCHEMA_VERSION + 1}, this moescope reads {SCHEMA_VERSION}; scan again",
     ):
         read_parquet("orthogonality", str(path))
 

@@ -1,7 +1,9 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`, `moescope.train(...)`,
-`moescope.study(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a verb returns a `Run`.
+`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`,
+`moescope.train(...)`,
+`moescope.study(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a
+verb returns a `Run`.
 `moescope.Monitor()` watches a model in training.
 """
 

@@ -23,7 +23,9 @@ def choose_device(device: str) -> str:
     if not torch.cuda.is_available():
         raise BadInput(f"device {device}: no CUDA device here; use --device cpu")
     if ":" in device and int(device.split(":")[1]) >= torch.cuda.device_count():
-        raise BadInput(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0")
+        raise BadInput(
+            f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0"
+        )
     return device
 
 
@@ -100,15 +102,23 @@ def weights(value: str | Sequence[float]) -> tuple[float, ...]:
         ) from None
 
 
-def run_to_resume(folder: Path | None, verb: str, called: str, others_given: bool) -> tuple[Path, dict[str, Any]]:
-    """The run that --resume goes on with, and its run.json: that of the folder, or the newest unfinished one of the verb in runs/."""
+def run_to_resume(
+    folder: Path | None, verb: str, called: str, others_given: bool
+) -> tuple[Path, dict[str, Any]]:
+    """The run that --resume goes on with, and its run.json.
+
+    That of the folder, or the newest unfinished one of the verb in runs/.
+    """
     if others_given:
         raise BadInput(
-            "--resume takes everything from the run itself; give it --out alone, or the same command without it"
+            "--resume takes everything from the run itself; give it --out alone, or the same "
+            "command without it"
         )
     if folder is None:
         found = sorted(Path("runs").glob(f"{verb}-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"]
+        open_ones = [
+            file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"
+        ]
         if not open_ones:
             raise BadInput(f"--resume: no unfinished {called} in runs/; give its folder with --out")
         folder = open_ones[-1]

@@ -1,8 +1,11 @@
 """Where independent pieces of work execute: in this process, or on Ray.
 
-A piece is a small picklable description; `work(piece, tick)` does it and calls `tick()` after each step that progress counts.
-`engine.run(work, pieces, on_tick)` gives every piece with its result, as they finish, and calls `on_tick(piece)` as often as its work
-ticked. Results come to the process that asked for them, which alone writes: wherever pieces run, nothing is written twice.
+A piece is a small picklable description; `work(piece, tick)` does it and calls `tick()` after each step that
+progress counts.
+`engine.run(work, pieces, on_tick)` gives every piece with its result, as they finish, and calls
+`on_tick(piece)` as often as its work
+ticked. Results come to the process that asked for them, which alone writes: wherever pieces run, nothing is
+written twice.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from typing import Any, ClassVar, TypeVar
 from moescope.errors import BadInput, unknown_name
 
 ENGINES = ("local", "ray")
-RETRIES = 3  # how often a piece is done again after its worker died; a piece too large for its machine must not loop
+# how often a piece is done again after its worker died; a piece too large for its machine must not loop
+RETRIES = 3
 PIECES_BESIDE_A_GPU = 3  # the GPU works for one, another's weights are read, statistics are made of the third
 POLL = 0.2  # seconds between two looks at the progress of workers
 
@@ -38,7 +42,10 @@ Work = Callable[[Piece, Tick], Result]
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """In this process: one piece after the other, or a few in threads where each keeps the processor and a GPU busy by turns."""
+    """In this process.
+
+    One piece after the other, or a few in threads where each keeps the processor and a GPU busy by turns.
+    """
 
     name: ClassVar = "local"
     elsewhere: ClassVar = False
@@ -93,7 +100,10 @@ class RayEngine:
         shown = [0] * len(pieces)
 
         def show(index: int, ticks: int) -> None:
-            """Progress never goes back: a piece begun anew is silent until it is past the point it had reached."""
+            """Progress never goes back.
+
+            A piece begun anew is silent until it is past the point it had reached.
+            """
             while shown[index] < ticks:
                 shown[index] += 1
                 on_tick(pieces[index])
@@ -110,7 +120,9 @@ class RayEngine:
                         raise outcome.refusal
                     yield pieces[index], outcome.result
                 if ray.wait([asked], timeout=0)[0]:
-                    with suppress(ray.exceptions.RayError):  # its machine went away; it starts again elsewhere
+                    with suppress(
+                        ray.exceptions.RayError
+                    ):  # its machine went away; it starts again elsewhere
                         for index, ticks in ray.get(asked).items():
                             show(index, ticks)
                     asked = counter.ticks.remote()
@@ -125,7 +137,10 @@ Engine = LocalEngine | RayEngine
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes back of a piece: its result, or the one line why it cannot be done. Ray would wrap an error in a traceback of its own."""
+    """What comes back of a piece: its result, or the one line why it cannot be done.
+
+    Ray would wrap an error in a traceback of its own.
+    """
 
     ticks: int
     result: Any = None
@@ -170,11 +185,14 @@ def fetch(ref: Any) -> Outcome:
         return get(ref)
     except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError):
         raise BadInput(
-            f"Ray's workers died {RETRIES + 1} times over the same piece of work, most likely for want of memory; fewer pieces at a "
+            f"Ray's workers died {RETRIES + 1} times over the same piece of work, most likely "
+            "for want of memory; fewer pieces at a "
             "time need less of it: set OMP_NUM_THREADS higher, then the same command goes on"
         ) from None
     except exceptions.RuntimeEnvSetupError as error:
-        raise BadInput(f"Ray could not prepare a worker ({first_sentence(error)}); use --engine local") from None
+        raise BadInput(
+            f"Ray could not prepare a worker ({first_sentence(error)}); use --engine local"
+        ) from None
 
 
 # --- opening
@@ -191,14 +209,19 @@ def check_engine(engine: str, address: str | None, device: str) -> None:
     if find_spec("ray") is None:
         raise BadInput("--engine ray: Ray is not installed; pip install 'moescope[ray]'")
     if device.startswith("cuda:"):
-        raise BadInput(f"--device {device}: Ray hands out GPUs by itself; give --device cuda with --engine ray")
+        raise BadInput(
+            f"--device {device}: Ray hands out GPUs by itself; give --device cuda with --engine ray"
+        )
     if device not in ("auto", "cpu", "cuda"):
         raise unknown_name("device", device, ["auto", "cpu", "cuda"])
 
 
 @contextmanager
 def open_engine(engine: str, address: str | None, device: str) -> Iterator[Engine]:
-    """The engine of that name, closed afterwards. Ray without an address is a cluster of this machine alone, gone when the work is done."""
+    """The engine of that name, closed afterwards.
+
+    Ray without an address is a cluster of this machine alone, gone when the work is done.
+    """
     if engine == "local":
         yield LocalEngine(device, at_once=1 if device == "cpu" else PIECES_BESIDE_A_GPU)
         return
@@ -208,14 +231,18 @@ def open_engine(engine: str, address: str | None, device: str) -> Iterator[Engin
         if not ray.is_initialized():
             stack.enter_context(own_cluster() if address is None else joined_cluster(address))
         elif address is not None:
-            raise BadInput(f"--address {address}: this process is connected to Ray already; leave the address out")
+            raise BadInput(
+                f"--address {address}: this process is connected to Ray already; leave the address out"
+            )
         yield ray_engine(device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 
 
 def ray_engine(device: str, machines: list[dict[str, float]]) -> RayEngine:
-    """What each piece asks of a cluster of such machines: as many CPUs as it uses threads, and a GPU where there are any.
+    """What each piece asks of a cluster of such machines: as many CPUs as it uses threads, and a GPU where
+    there are any.
 
-    BLAS sums in another order with another number of threads, so the last digits of a result depend on it. Workers are therefore given
+    BLAS sums in another order with another number of threads, so the last digits of a result depend on it.
+    Workers are therefore given
     the number this process has, and OMP_NUM_THREADS sets both.
     """
     most_cpus = max((machine.get("CPU", 0) for machine in machines), default=0)
@@ -226,7 +253,9 @@ def ray_engine(device: str, machines: list[dict[str, float]]) -> RayEngine:
         raise BadInput("device cuda: no machine of the Ray cluster has a GPU to give; use --device cpu")
     place = "cuda" if gpus and device != "cpu" else "cpu"
     environment = thread_variables()
-    cpus = min(int(environment["OMP_NUM_THREADS"]), most_cpus)  # what no machine has would be waited for forever
+    cpus = min(
+        int(environment["OMP_NUM_THREADS"]), most_cpus
+    )  # what no machine has would be waited for forever
     return RayEngine(place, cpus if place == "cpu" else 1, int(place == "cuda"), environment)
 
 
@@ -241,8 +270,13 @@ def thread_variables() -> dict[str, str]:
 
 @contextmanager
 def own_cluster() -> Iterator[None]:
-    """A cluster of this machine alone, without dashboard, logs on the terminal, files left behind or word to anybody."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)  # sockets need short paths
+    """A cluster of this machine alone, without dashboard, logs on the terminal.
+
+    Files left behind or word to anybody.
+    """
+    folder = tempfile.mkdtemp(
+        prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None
+    )  # sockets need short paths
     try:
         with connection(address="local", include_dashboard=False, _temp_dir=folder):
             yield
@@ -263,9 +297,12 @@ def joined_cluster(address: str) -> Iterator[None]:
             yield
     except (RayRefused, OSError, OverflowError) as error:
         remedy = (
-            "start one with `ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or leave --address out"
+            "start one with `ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or "
+            "leave --address out"
         )
-        raise BadInput(f"--address {address}: no Ray cluster there ({first_sentence(error)}); {remedy}") from None
+        raise BadInput(
+            f"--address {address}: no Ray cluster there ({first_sentence(error)}); {remedy}"
+        ) from None
 
 
 class RayRefused(Exception):
@@ -296,7 +333,10 @@ def connection(**options: Any) -> Iterator[None]:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """No news of dead workers on stdout, where Ray prints them whatever it is told: what is printed there may be read as JSON."""
+    """No news of dead workers on stdout, where Ray prints them whatever it is told.
+
+    What is printed there may be read as JSON.
+    """
     from ray._private import worker
 
     before = getattr(
@@ -311,7 +351,10 @@ def hushed() -> Iterator[None]:
 
 @contextmanager
 def environment(**defaults: str) -> Iterator[None]:
-    """These environment variables, where the user has not set them; Ray's processes take them over when they start."""
+    """These environment variables, where the user has not set them.
+
+    Ray's processes take them over when they start.
+    """
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -2,7 +2,10 @@
 
 
 def printable(text: str) -> str:
-    """The text on one line, its control characters spelled out: names from a checkpoint must not steer a terminal."""
+    """The text on one line, its control characters spelled out.
+
+    Names from a checkpoint must not steer a terminal.
+    """
     flat = " ".join(text.splitlines())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
 
@@ -10,7 +13,8 @@ def printable(text: str) -> str:
 class BadInput(Exception):
     """Something the user gave cannot be used: one line that names the thing and the remedy.
 
-    The command line prints the line and exits with code 2; anything else that escapes is our bug and keeps its traceback.
+    The command line prints the line and exits with code 2; anything else that escapes is our bug and keeps
+    its traceback.
     """
 
     def __init__(self, message: str):
@@ -18,7 +22,10 @@ class BadInput(Exception):
 
 
 class UnusableExpert(BadInput):
-    """One expert's or router row's weights cannot be analysed; `--keep-going` marks that expert and goes on."""
+    """One expert's or router row's weights cannot be analysed.
+
+    `--keep-going` marks that expert and goes on.
+    """
 
     def __init__(self, message: str, expert: int | None = None):
         super().__init__(message)

@@ -1,6 +1,8 @@
-"""An engine beside those of engine.py: a few processes of this machine, each doing one piece of work after another.
+"""An engine beside those of engine.py: a few processes of this machine, each doing one piece of work after
+another.
 
-For pieces that write folders of their own and hold state that threads would share: trainings, each with torch's random numbers.
+For pieces that write folders of their own and hold state that threads would share: trainings, each with
+torch's random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from moescope.errors import BadInput
 
 @dataclass(frozen=True)
 class ProcessEngine:
-    """Worker processes that start afresh (spawn), so that a GPU may be used in each. They end when this process does, however it ends."""
+    """Worker processes that start afresh (spawn), so that a GPU may be used in each.
+
+    They end when this process does, however it ends.
+    """
 
     name: ClassVar = "local"
     elsewhere: ClassVar = True
@@ -55,7 +60,8 @@ class ProcessEngine:
                         yield pieces[at], future.result()
             except BrokenProcessPool:
                 raise BadInput(
-                    f"a worker process died, most likely for want of memory; give fewer than --jobs {self.jobs}, then the same command goes on"
+                    "a worker process died, most likely for want of memory; give fewer than "
+                    f"--jobs {self.jobs}, then the same command goes on"
                 ) from None
             finally:
                 stop.set()  # those under way stop at their next tick
@@ -87,7 +93,10 @@ WORKER = Worker()
 
 
 def begin(counts: Any, stop: Event) -> None:
-    """An interruption is for the parent to hear, which then tells us; its death is watched for, since nobody could tell us of it."""
+    """An interruption is for the parent to hear, which then tells us.
+
+    Its death is watched for, since nobody could tell us of it.
+    """
     WORKER.counts, WORKER.stop = counts, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=die_with_parent, daemon=True).start()
@@ -101,7 +110,10 @@ def die_with_parent() -> None:
 
 
 def attempt(work: Work[Piece, Result], piece: Piece, at: int) -> Result:
-    """Do one piece, counting its ticks; a pool hands out pieces ahead of time, so one may come when nothing is wanted any more."""
+    """Do one piece, counting its ticks.
+
+    A pool hands out pieces ahead of time, so one may come when nothing is wanted any more.
+    """
     unless_stopped()
 
     def tick() -> None:

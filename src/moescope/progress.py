@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A function to call after each piece, with the name of what is being worked on, and how much was done if not one.
+    """A function to call after each piece, with the name of what is being worked on, and how much was done if
+    not one.
 
     Without a total (a text whose length is not known) what was done is counted and no time left is told.
     """

@@ -1,4 +1,7 @@
-"""A run folder: run.json and one parquet file a table. Pieces are flushed as they finish, so a run can be taken up again."""
+"""A run folder: run.json and one parquet file a table.
+
+Pieces are flushed as they finish, so a run can be taken up again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ OWN_FILES = (
     "calibration.safetensors",
     *(f"{name}.parquet" for name in TABLES),
 )
-TRAIN_LOCK = ".train.lock"  # of a whole training with its scan and trace, which the lock of one run does not cover
+TRAIN_LOCK = (
+    ".train.lock"  # of a whole training with its scan and trace, which the lock of one run does not cover
+)
 OWN_FOLDERS = ("parts",)
 GROWING = (
     "monitor",
@@ -53,7 +58,10 @@ class OtherRun(BadInput):
 
 @dataclass
 class Run:
-    """A finished run folder, to be read: `run.table("alignment")` is a pandas frame, `run.info` is run.json."""
+    """A finished run folder, to be read.
+
+    `run.table("alignment")` is a pandas frame, `run.info` is run.json.
+    """
 
     path: Path
     info: dict[str, Any]
@@ -66,7 +74,9 @@ class Run:
             where = "no such folder" if not path.exists() else "no run.json in it"
             raise BadInput(f"{path}: {where}; give a folder that a moescope verb has written")
         if info.get("status") != "done" and info["verb"] not in GROWING:
-            raise BadInput(f"{path}: this run is {info.get('status')}, not done; give its command again to finish it")
+            raise BadInput(
+                f"{path}: this run is {info.get('status')}, not done; give its command again to finish it"
+            )
         return cls(path, info)
 
     @property
@@ -80,7 +90,9 @@ class Run:
     def files(self, name: str) -> list[Path]:
         """Where the table lies: one file, or a file a piece in a run that is still growing."""
         whole = self.path / f"{name}.parquet"
-        return [whole] if whole.exists() else sorted(self.path.glob(f"parts/*[!p]/{name}.parquet"))  # not parts/*.tmp
+        return (
+            [whole] if whole.exists() else sorted(self.path.glob(f"parts/*[!p]/{name}.parquet"))
+        )  # not parts/*.tmp
 
     def table(self, name: str) -> pd.DataFrame:
         """The table of that name as a pandas frame, keys first."""
@@ -97,7 +109,10 @@ class Run:
 
 @dataclass
 class RunWriter:
-    """A run being written. Each piece of work lands whole in parts/ or not at all; `finish` joins them into tables."""
+    """A run being written.
+
+    Each piece of work lands whole in parts/ or not at all; `finish` joins them into tables.
+    """
 
     path: Path
     info: dict[str, Any]
@@ -105,7 +120,9 @@ class RunWriter:
 
     def done_pieces(self) -> set[str]:
         folder = self.path / "parts"
-        return {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
+        return (
+            {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
+        )
 
     def flush_piece(
         self,
@@ -117,7 +134,8 @@ class RunWriter:
     ) -> None:
         """Write one piece's tables and its setup record under parts/<piece>, atomically.
 
-        `arrays` are kept beside them for later pieces to read; `files` (name -> where it was written) are moved in.
+        `arrays` are kept beside them for later pieces to read; `files` (name -> where it was written) are
+        moved in.
         """
         target = self.path / "parts" / piece
         partial = target.with_suffix(".tmp")
@@ -143,7 +161,9 @@ class RunWriter:
         import pandas as pd
 
         files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_pieces())]
-        return pd.concat([read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True)
+        return pd.concat(
+            [read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True
+        )
 
     def join_streamed(self, name: str) -> None:
         """The same for a table too large for memory: its row groups go one by one into the finished file."""
@@ -168,7 +188,8 @@ class RunWriter:
 
     def setups(self) -> list[dict[str, Any]]:
         return [
-            json.loads((self.path / "parts" / piece / "setup.json").read_text()) for piece in sorted(self.done_pieces())
+            json.loads((self.path / "parts" / piece / "setup.json").read_text())
+            for piece in sorted(self.done_pieces())
         ]
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
@@ -185,7 +206,10 @@ class RunWriter:
         write_json(self.path / "run.json", self.info)
 
     def finish(self, frames: Frames) -> Run:
-        """Write the joined tables, mark the run done, then drop the pieces: a crash in between loses nothing."""
+        """Write the joined tables, mark the run done, then drop the pieces.
+
+        A crash in between loses nothing.
+        """
         for name, frame in frames.items():
             keys = list(TABLES[name].keys)
             write_table(name, frame.sort_values(keys, ignore_index=True), self.path / f"{name}.parquet")
@@ -205,10 +229,14 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 
 @contextmanager
-def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool = False) -> Iterator[RunWriter]:
-    """The writer of a run folder, under its lock. `identity` is what must be equal for an unfinished run to be taken up again.
+def open_run(
+    folder: Path, verb: str, identity: dict[str, Any], overwrite: bool = False
+) -> Iterator[RunWriter]:
+    """The writer of a run folder, under its lock. `identity` is what must be equal for an unfinished run to
+    be taken up again.
 
-    On the way out a run that was not finished is marked interrupted or failed; one that failed before its first piece
+    On the way out a run that was not finished is marked interrupted or failed; one that failed before its
+    first piece
     leaves nothing behind.
     """
     created = check_folder(folder, identity, overwrite)
@@ -226,10 +254,12 @@ def open_run(folder: Path, verb: str, identity: dict[str, Any], overwrite: bool 
                     "versions": versions(),
                     "git_commit": git_commit(),
                     "started": now(),
-                }  # fmt: skip
+                }
             before.pop("error", None)  # that of an earlier attempt
             writer = RunWriter(folder, before, dict(before.get("timings", {})))
-            writer.save_info(status="running", process=os.getpid(), pieces_taken_over=len(writer.done_pieces()))
+            writer.save_info(
+                status="running", process=os.getpid(), pieces_taken_over=len(writer.done_pieces())
+            )
             yield writer
         except BaseException as error:
             if writer is None or writer.info.get("status") == "done":
@@ -261,7 +291,9 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
     different = [key for key in identity if info.get(key) != jsonable(identity[key])]
     if different or info.get("schema_version") != SCHEMA_VERSION:
         what = difference(info, jsonable(identity), different)
-        raise OtherRun(f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it")
+        raise OtherRun(
+            f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it"
+        )
     return False
 
 
@@ -269,7 +301,11 @@ def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) 
     """The words that differ, as precisely as they can be named."""
     if keys == ["arguments"]:
         old, new = info.get("arguments") or {}, identity["arguments"]
-        return "arguments (" + ", ".join(word for word in sorted({*old, *new}) if old.get(word) != new.get(word)) + ")"
+        return (
+            "arguments ("
+            + ", ".join(word for word in sorted({*old, *new}) if old.get(word) != new.get(word))
+            + ")"
+        )
     return " and ".join(keys) if keys else "schema version"
 
 
@@ -284,10 +320,15 @@ def clear_run(folder: Path) -> None:
 
 
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
-    """runs/<verb>-<model>-<number>: the newest one if it is the same work left unfinished, else the next free number."""
+    """runs/<verb>-<model>-<number>.
+
+    The newest one if it is the same work left unfinished, else the next free number.
+    """
     stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
     numbers = [
-        int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()
+        int(path.name[len(stem) + 1 :])
+        for path in base.glob(f"{stem}-*")
+        if path.name[len(stem) + 1 :].isdigit()
     ]
     if numbers:
         newest = base / f"{stem}-{max(numbers)}"
@@ -295,7 +336,11 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
             info = read_run_json(newest)
         except BadInput:  # damaged, or not ours: passed over
             info = None
-        if info and info.get("status") != "done" and all(info.get(key) == jsonable(identity[key]) for key in identity):
+        if (
+            info
+            and info.get("status") != "done"
+            and all(info.get(key) == jsonable(identity[key]) for key in identity)
+        ):
             return newest
     return base / f"{stem}-{max(numbers, default=0) + 1}"
 
@@ -307,7 +352,9 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise DamagedRun(f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew") from None
+        raise DamagedRun(
+            f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew"
+        ) from None
     if not isinstance(info, dict) or "verb" not in info:
         raise BadInput(f"{path}: not written by moescope; give another folder")
     return info
@@ -349,7 +396,16 @@ def now() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("moescope", "torch", "transformers", "numpy", "scipy", "safetensors", "pandas", "pyarrow"):
+    for package in (
+        "moescope",
+        "torch",
+        "transformers",
+        "numpy",
+        "scipy",
+        "safetensors",
+        "pandas",
+        "pyarrow",
+    ):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -358,9 +414,14 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of the folder the user works in, if it is a git checkout: it says which code or config made the run."""
+    """The commit of the folder the user works in, if it is a git checkout.
+
+    It says which code or config made the run.
+    """
     try:
-        shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        shown = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return shown.stdout.strip() or None if shown.returncode == 0 else None

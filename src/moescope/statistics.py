@@ -18,10 +18,13 @@ NOT_AVAILABLE = (float("nan"), float("nan"))
 def interval(
     parts: Array, statistic: Callable[[Array], Array], documents: int, centre: float | None = None
 ) -> tuple[float, float]:
-    """A 95 % interval of statistic(sum of parts) from leaving out one part at a time; parts stand along the first axis.
+    """A 95 % interval of statistic(sum of parts) from leaving out one part at a time; parts stand along the
+    first axis.
 
-    Variance is (B - 1)/B times the sum of squared deviations of the B values left; the quantile is Student's. Not available
-    under 20 documents. `statistic` must work over leading axes; `centre` replaces its value where that is corrected for bias.
+    Variance is (B - 1)/B times the sum of squared deviations of the B values left; the quantile is Student's.
+    Not available
+    under 20 documents. `statistic` must work over leading axes; `centre` replaces its value where that is
+    corrected for bias.
     """
     if (
         documents < FEWEST_DOCUMENTS

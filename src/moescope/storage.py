@@ -1,4 +1,7 @@
-"""Writing that leaves nothing half-written: room is checked first, data reach the disk before their name does."""
+"""Writing that leaves nothing half-written.
+
+Room is checked first, data reach the disk before their name does.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ SPARE_DISK = 32 * 2**20
 PARTIAL_ENDING = ".moescope-partial"
 
 
-def check_disk(folder: Path, needed: int, remedy: str = "free some space, then the same command goes on") -> None:
+def check_disk(
+    folder: Path, needed: int, remedy: str = "free some space, then the same command goes on"
+) -> None:
     """Refuse before a disk is full, not after: `needed` is what is to be written, uncompressed."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_DISK:
         raise BadInput(
-            f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB needed; {remedy}"
+            f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB "
+            f"needed; {remedy}"
         )
 
 
@@ -64,7 +70,8 @@ def check_target(folder: Path) -> Path:
 
 @contextmanager
 def only_writer(shown: Path, lock_path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Holds a lock, the system's own, on what is about to be written; its folder is made, and removed again if nothing came into it.
+    """Holds a lock, the system's own, on what is about to be written; its folder is made, and removed again
+    if nothing came into it.
 
     The system drops the lock when its process dies, so it is never stale.
     """
@@ -76,14 +83,18 @@ def only_writer(shown: Path, lock_path: Path, what: str, remedy: str) -> Iterato
         lock_path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:  # an OSError too, so it stands first
-        raise BadInput(f"{shown}: another moescope process is writing {what}; wait for it, or {remedy}") from None
+        raise BadInput(
+            f"{shown}: another moescope process is writing {what}; wait for it, or {remedy}"
+        ) from None
     except OSError as error:
         remove_empty(new_folders)
         raise BadInput(f"{shown}: cannot be written ({reason(error)}); {remedy}") from None
     try:
         yield
     finally:
-        with suppress(OSError):  # removed while still held, so that nobody can take a lock on the file that goes
+        with suppress(
+            OSError
+        ):  # removed while still held, so that nobody can take a lock on the file that goes
             lock_path.unlink()
         lock.release()
         remove_empty(new_folders)
@@ -91,9 +102,11 @@ def only_writer(shown: Path, lock_path: Path, what: str, remedy: str) -> Iterato
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside the target to write into, which takes the target's name on the way out: all of it, or nothing.
+    """A folder beside the target to write into, which takes the target's name on the way out: all of it, or
+    nothing.
 
-    The target must be empty or not there. Whatever is raised inside removes what was written; what a killed process left
+    The target must be empty or not there. Whatever is raised inside removes what was written; what a killed
+    process left
     is removed by the next one that writes the same target. Files must be synced by who writes them.
     """
     target = check_target(folder)
@@ -115,4 +128,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def reason(error: BaseException) -> str:
-    return (isinstance(error, OSError) and error.strerror) or (str(error).splitlines() or [type(error).__name__])[0]
+    return (isinstance(error, OSError) and error.strerror) or (
+        str(error).splitlines() or [type(error).__name__]
+    )[0]

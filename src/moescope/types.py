@@ -1,7 +1,9 @@
 """The few values that flow between the parts.
 
-Shape suffixes in compute code: E experts, D model width, F expert hidden width, K values of k, R singular values.
-A name like `align_KEE` is a K x E x E array: k, router, expert, in that order. In routing, T are tokens and K the experts
+Shape suffixes in compute code: E experts, D model width, F expert hidden width, K values of k, R singular
+values.
+A name like `align_KEE` is a K x E x E array: k, router, expert, in that order. In routing, T are tokens and K
+the experts
 chosen for one.
 """
 
@@ -31,9 +33,11 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class StoredParts:
-    """Where one projection of every expert lies on disk: an expert's part is a run of bytes, `view` shows the projection in it.
+    """Where one projection of every expert lies on disk: an expert's part is a run of bytes, `view` shows the
+    projection in it.
 
-    Since `view` is a view of the stored part (a slice, a stride, a transpose), what reads a projection writes it too.
+    Since `view` is a view of the stored part (a slice, a stride, a transpose), what reads a projection writes
+    it too.
     """
 
     name: str  # the tensor's; {e} stands for the expert's number where each expert has a tensor of its own
@@ -50,7 +54,10 @@ class StoredParts:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """One projection of every expert of a layer, in [out, in] orientation; `stack.read(e)` reads expert e and no other."""
+    """One projection of every expert of a layer, in [out, in] orientation.
+
+    `stack.read(e)` reads expert e and no other.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]  # [E, out, in], or [E, out] of a bias
@@ -64,7 +71,8 @@ class ExpertStack:
 class RouterState:
     """A stored tensor of a router beside its rows and biases, and what of it belongs to which expert.
 
-    `kind` "experts": the first axis falls into as many equal runs as there are experts, one each; "table": its entries are experts'
+    `kind` "experts": the first axis falls into as many equal runs as there are experts, one each; "table":
+    its entries are experts'
     numbers; "shared": nothing in it belongs to one expert.
     """
 
@@ -105,7 +113,9 @@ class LayerWeights:
     gate_bias_EF: ExpertStack | None = None
     up_bias_EF: ExpertStack | None = None
     down_bias_ED: ExpertStack | None = None
-    router_state: tuple[RouterState, ...] = ()  # what else the router keeps: thresholds, strengths, tables, projections
+    router_state: tuple[
+        RouterState, ...
+    ] = ()  # what else the router keeps: thresholds, strengths, tables, projections
 
     @property
     def n_experts(self) -> int:
@@ -121,7 +131,14 @@ class LayerWeights:
 
     def expert(self, number: int) -> ExpertWeights:
         """One expert, read now, as stored."""
-        stacks = (self.gate_EFD, self.down_EDF, self.up_EFD, self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED)
+        stacks = (
+            self.gate_EFD,
+            self.down_EDF,
+            self.up_EFD,
+            self.gate_bias_EF,
+            self.up_bias_EF,
+            self.down_bias_ED,
+        )
         gate, down, *rest = (None if stack is None else stack.read(number) for stack in stacks)
         assert gate is not None
         assert down is not None
@@ -150,7 +167,9 @@ class LayerPlan:
     layer: int
     n_experts: int  # before
     groups: tuple[tuple[int, ...], ...]
-    dominants: tuple[int, ...]  # one a group, a member of it: the expert whose neurons the others are matched to
+    dominants: tuple[
+        int, ...
+    ]  # one a group, a member of it: the expert whose neurons the others are matched to
     weights: tuple[tuple[float, ...], ...]
 
     @property
@@ -161,22 +180,33 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What compression will do. Written as plan.json; arrays it carries (fitted router rows, neuron orders) lie beside it."""
+    """What compression will do.
+
+    Written as plan.json; arrays it carries (fitted router rows, neuron orders) lie beside it.
+    """
 
     method: str
-    checkpoint: dict[str, str | None]  # address, revision, hash of the headers: a plan is carried out on no other one
+    checkpoint: dict[
+        str, str | None
+    ]  # address, revision, hash of the headers: a plan is carried out on no other one
     layers: tuple[LayerPlan, ...]
     matching: str  # how members' neurons are brought into the dominant's order: "signed", "unsigned", "none"
-    # What the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join" (a group takes over its
+    # What the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join"
+    # (a group takes over its
     # dominant's part of the router, of a table the tokens of all members)
     router: str
     top_k: int | None  # after
-    settings: dict[str, str | int | float | bool | None]  # what made the plan: keep, linkage, merge weights, seed, ...
+    settings: dict[
+        str, str | int | float | bool | None
+    ]  # what made the plan: keep, linkage, merge weights, seed, ...
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The T tokens of one forward pass, row after row, padding included. Each row is a stretch of one document."""
+    """The T tokens of one forward pass, row after row, padding included.
+
+    Each row is a stretch of one document.
+    """
 
     rows: int
     ids_T: Tensor
@@ -193,7 +223,8 @@ class Tokens:
 class Routing:
     """One layer's routing of T tokens.
 
-    A token may have fewer experts than slots (capacity, expert choice, experts on other ranks): the slots left over hold -1 and a
+    A token may have fewer experts than slots (capacity, expert choice, experts on other ranks): the slots
+    left over hold -1 and a
     gate of 0. Slots are in no particular order; the first choice is the one with the largest gate.
     """
 
@@ -205,18 +236,24 @@ class Routing:
     tokens: Tokens | None = None  # None where nobody said which tokens these are: then all are real
     logits_TE: Tensor | None = None
     scores_TE: Tensor | None = None  # probabilities: softmax of the logits, or sigmoids divided by their sum
-    selection_TE: Tensor | None = None  # what the choice was made by, bias included; -inf where a group was ruled out
+    selection_TE: Tensor | None = (
+        None  # what the choice was made by, bias included; -inf where a group was ruled out
+    )
     auxiliary_loss: Tensor | None = None
     x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
     carried_TR: Tensor | None = None  # what the router of the layer before handed on, where it reads that
-    notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, by the metric's name
+    notes: dict[str, Note] = field(
+        default_factory=dict
+    )  # what the router says of itself, by the metric's name
 
 
 class Note(NamedTuple):
-    """A number a router says of itself in a pass, beside what it is by chance and at the worst. Tables hold means over passes.
+    """A number a router says of itself in a pass, beside what it is by chance and at the worst. Tables hold
+    means over passes.
 
-    Tensors are detached scalars in float32, left on the device; references that do not depend on the pass are plain numbers.
+    Tensors are detached scalars in float32, left on the device; references that do not depend on the pass are
+    plain numbers.
     """
 
     value: Tensor
@@ -240,7 +277,9 @@ class Coverage:
     def line(self) -> str:
         expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
         experts = (
-            "one expert" if self.experts_per_layer == (1,) else f"{'/'.join(map(str, self.experts_per_layer))} experts"
+            "one expert"
+            if self.experts_per_layer == (1,)
+            else f"{'/'.join(map(str, self.experts_per_layer))} experts"
         )
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
@@ -255,8 +294,12 @@ class Coverage:
         if self.rowless_router is None:
             return None
         if self.experts_per_layer == (1,):
-            return f"nothing is routed (router {self.rowless_router}): one block a layer has a spectrum, and nothing to be compared with"
+            return (
+                f"nothing is routed (router {self.rowless_router}): one block a layer has a "
+                "spectrum, and nothing to be compared with"
+            )
         return (
-            f"router {self.rowless_router} has no row for each expert, so experts are compared with each other alone, and alignment and "
+            f"router {self.rowless_router} has no row for each expert, so experts are compared "
+            "with each other alone, and alignment and "
             "ambiguity are left out; moescope trace shows where it sends text"
         )

@@ -1,4 +1,7 @@
-"""Real servers on this machine: one that gives files in byte ranges and counts, and one that answers like the model hub."""
+"""Real servers on this machine.
+
+One that gives files in byte ranges and counts, and one that answers like the model hub.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ COMMITS = {"main": "a" * 40, "step1000": "b" * 40}
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serves one folder. `sent` counts the bytes of bodies; the switches make it misbehave as real servers do."""
+    """Serves one folder.
+
+    `sent` counts the bytes of bodies; the switches make it misbehave as real servers do.
+    """
 
     daemon_threads = True
 
@@ -105,7 +111,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        answer = {"id": "tiny/moe", "sha": commit, "siblings": [{"rfilename": file["path"]} for file in files]}
+        answer = {
+            "id": "tiny/moe",
+            "sha": commit,
+            "siblings": [{"rfilename": file["path"]} for file in files],
+        }
         body = json.dumps(answer if model else files).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

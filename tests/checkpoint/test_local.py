@@ -141,7 +141,9 @@ def test_a_header_whose_entries_are_lists_is_refused(tmp_path):
 
 
 def test_a_git_lfs_pointer_is_named_with_the_command_that_helps(tmp_path):
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
     with pytest.raises(BadInput, match=r"a Git LFS pointer.*git lfs pull"):
         open_checkpoint(tmp_path)
 

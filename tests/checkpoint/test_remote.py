@@ -24,7 +24,9 @@ LAYERS = 12
 
 @pytest.fixture
 def folder(tmp_path):
-    return tiny_checkpoint(tmp_path / "files" / "moe", shards=3, layers=LAYERS, experts=8, d_model=64, d_ff=128)
+    return tiny_checkpoint(
+        tmp_path / "files" / "moe", shards=3, layers=LAYERS, experts=8, d_model=64, d_ff=128
+    )
 
 
 @pytest.fixture
@@ -91,7 +93,9 @@ def test_scanning_the_gates_alone_transfers_a_third_of_the_layer(tmp_path, folde
 def test_headers_alone_are_fetched_to_look_at_a_model(folder, server):
     read_moe(open_checkpoint(f"{server.url}/moe"))
     small = sum(file.stat().st_size for file in folder.glob("*.json"))
-    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
+    headers = sum(
+        8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors")
+    )
     assert headers + small <= server.sent <= 3 * 4096 + headers + small
 
 
@@ -198,7 +202,9 @@ def test_a_file_that_changes_on_the_server_during_a_scan_is_refused_after_the_la
 def test_name_password_and_query_work_and_are_never_shown(folder, server):
     url = server.url.replace("http://", "http://me:secret@") + "/moe?signature=abc"
     far = open_checkpoint(url)
-    assert torch.equal(far.read(expert_name(1, 1, "up")), open_checkpoint(folder).read(expert_name(1, 1, "up")))
+    assert torch.equal(
+        far.read(expert_name(1, 1, "up")), open_checkpoint(folder).read(expert_name(1, 1, "up"))
+    )
     assert all("?signature=abc" in request for request in server.requests if "/moe/" in request)
     for text in (
         far.address,
@@ -237,12 +243,25 @@ def test_a_bin_file_on_a_server_is_refused(server, folder):
 
 
 def on_the_hub(server: FileServer, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line with the hub's address set to the stand-in: it is read when the library is imported."""
-    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    """The command line with the hub's address set to the stand-in.
+
+    It is read when the library is imported.
+    """
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     environment.pop("HF_HUB_OFFLINE", None)
     return subprocess.run(
-        [sys.executable, "-m", "moescope", *arguments], env=environment, capture_output=True, text=True, timeout=120, cwd=home
-    )  # fmt: skip
+        [sys.executable, "-m", "moescope", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=home,
+    )
 
 
 @pytest.fixture
@@ -253,8 +272,13 @@ def hub(folder):
 
 @pytest.mark.parametrize(
     ("model", "extra", "commit"),
-    [("tiny/moe", [], "main"), ("tiny/moe@step1000", [], "step1000"), ("tiny/moe", ["--revision", "step1000"], "step1000"), ("hf://tiny/moe", [], "main")],
-)  # fmt: skip
+    [
+        ("tiny/moe", [], "main"),
+        ("tiny/moe@step1000", [], "step1000"),
+        ("tiny/moe", ["--revision", "step1000"], "step1000"),
+        ("hf://tiny/moe", [], "main"),
+    ],
+)
 def test_a_hub_id_is_read_at_the_commit_its_revision_names(tmp_path, hub, model, extra, commit):
     done = on_the_hub(hub, tmp_path, "inspect", model, *extra, "--json")
     assert done.returncode == 0, done.stderr

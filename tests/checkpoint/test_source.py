@@ -67,7 +67,9 @@ def test_every_tensor_of_a_folder_is_read_bit_for_bit(tmp_path, dtype, shards):
 
 
 def test_nan_payloads_and_signed_zeros_survive_reading(tmp_path):
-    odd = torch.tensor([0x7FC1, 0xFFC1, 0x8000, 0x0001, 0x7F80, 0xFF80], dtype=torch.uint16).view(torch.bfloat16)
+    odd = torch.tensor([0x7FC1, 0xFFC1, 0x8000, 0x0001, 0x7F80, 0xFF80], dtype=torch.uint16).view(
+        torch.bfloat16
+    )
     save_file({"odd": odd}, tmp_path / "model.safetensors")
     assert torch.equal(bits(open_checkpoint(tmp_path).read("odd")), bits(odd))
 
@@ -248,7 +250,18 @@ def test_an_index_that_names_the_wrong_shard_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", ["../../x.safetensors", "../outside/model.safetensors", "sub/x.safetensors", "..", ".", "", 7, None, ["a"]]
+    "place",
+    [
+        "../../x.safetensors",
+        "../outside/model.safetensors",
+        "sub/x.safetensors",
+        "..",
+        ".",
+        "",
+        7,
+        None,
+        ["a"],
+    ],
 )
 def test_an_index_may_only_name_files_beside_it(tmp_path, place):
     tiny_checkpoint(tmp_path / "outside")
@@ -368,7 +381,8 @@ def test_a_pickle_named_like_a_safetensors_file_is_refused_and_never_run(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "model", ["no/such/folder", "nowhere", "/no/such/file.safetensors", "~no-such-user/model", "x" * 5000, "a\0b"]
+    "model",
+    ["no/such/folder", "nowhere", "/no/such/file.safetensors", "~no-such-user/model", "x" * 5000, "a\0b"],
 )
 def test_a_path_that_does_not_exist_is_refused(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
@@ -471,7 +485,8 @@ def corrupt(folder: Path, draw: random.Random) -> str:
         raw[place : place + 64] = bytes(len(raw[place : place + 64]))
     elif way == "length":
         raw[:8] = struct.pack(
-            "<Q", draw.choice([0, 1, 7, len(raw), len(raw) - 8, 2**31, 2**40, 2**64 - 1, draw.randrange(2000)])
+            "<Q",
+            draw.choice([0, 1, 7, len(raw), len(raw) - 8, 2**31, 2**40, 2**64 - 1, draw.randrange(2000)]),
         )
     elif way == "swap":
         raw = bytearray(draw.choice(sorted(folder.iterdir())).read_bytes())
@@ -547,7 +562,9 @@ def test_no_corruption_escapes_as_anything_but_bad_input(tmp_path, batch):
         draw = random.Random(1000 * batch + number)
         folder = tmp_path / str(number)
         family = draw.choice(["mixtral", "qwen3_moe"])
-        tiny_checkpoint(folder, shards=draw.choice([1, 2]), layers=2, experts=3, d_model=4, d_ff=5, family=family)
+        tiny_checkpoint(
+            folder, shards=draw.choice([1, 2]), layers=2, experts=3, d_model=4, d_ff=5, family=family
+        )
         done = corrupt(folder, draw)
         try:
             moe = read_moe(open_checkpoint(folder))

@@ -1,4 +1,7 @@
-"""Checkpoints as they are written: what safetensors and huggingface_hub say of them, and what is left when writing stops midway."""
+"""Checkpoints as they are written.
+
+What safetensors and huggingface_hub say of them, and what is left when writing stops midway.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,24 @@ def names(folder: Path) -> set[str]:
 
 
 EVERY_DTYPE = {
-    f"a tensor of {dtype} α": torch.randint(0, 2 if dtype is torch.bool else 256, (5, 3 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    f"a tensor of {dtype} α": torch.randint(
+        0, 2 if dtype is torch.bool else 256, (5, 3 * dtype.itemsize), dtype=torch.uint8
+    ).view(dtype)
     for dtype in (
-        torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.bfloat16, torch.float16, torch.float32,
-        torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.bool,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
     )
-}  # fmt: skip
+}
 ODD_SHAPES = {"none": torch.ones(0, 4), "one": torch.tensor(3.5), "turned": torch.arange(6.0).reshape(2, 3).T}
 
 
@@ -63,7 +78,10 @@ def test_tensors_of_every_dtype_and_shape_come_back_bit_for_bit(tmp_path):
 
 
 def test_a_copy_is_bit_for_bit_whatever_the_dtype(tmp_path):
-    given = {**EVERY_DTYPE, "scale": torch.randint(0, 256, (7,), dtype=torch.uint8).view(torch.float8_e8m0fnu)}
+    given = {
+        **EVERY_DTYPE,
+        "scale": torch.randint(0, 256, (7,), dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    }
     (tmp_path / "source").mkdir()
     save_file(given, tmp_path / "source" / "model.safetensors")
     source = StoredBytes(open_checkpoint(tmp_path / "source"))
@@ -116,7 +134,10 @@ def test_shards_are_cut_and_named_as_huggingface_hub_cuts_them(tmp_path):
     written = write_checkpoint(tmp_path / "out", plan(tensors), max_shard_bytes=4000)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert len(written.shards) > 9
-    assert index == {"metadata": {"total_size": theirs.metadata["total_size"]}, "weight_map": theirs.tensor_to_filename}
+    assert index == {
+        "metadata": {"total_size": theirs.metadata["total_size"]},
+        "weight_map": theirs.tensor_to_filename,
+    }
     assert set(written.shards) == set(index["weight_map"].values()) == names(tmp_path / "out") - {INDEX}
     found = stored(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
@@ -149,8 +170,16 @@ def test_small_files_come_along_and_weights_and_indices_do_not(tmp_path):
         "modeling_x.py",
         "LICENSE",
     ]
-    left = ["pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt", "model.gguf", "trainer_state.json", ".gitattributes",
-            "consolidated.safetensors", "tf_model.h5"]  # fmt: skip
+    left = [
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "optimizer.pt",
+        "model.gguf",
+        "trainer_state.json",
+        ".gitattributes",
+        "consolidated.safetensors",
+        "tf_model.h5",
+    ]
     for name in (*kept, *left):
         (source / name).write_text(name)
     for folder in ("additional_chat_templates", "original"):

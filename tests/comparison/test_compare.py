@@ -1,4 +1,7 @@
-"""compare as a user meets it: distances against numpy on the files' own tensors, planted changes, refusals, real interruptions."""
+"""compare as a user meets it.
+
+Distances against numpy on the files' own tensors, planted changes, refusals, real interruptions.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,11 @@ def test_every_matrix_and_router_row_has_the_distance_of_the_files_own_tensors(r
     table = run.table("geometry")
     assert len(table) == 3 * 4 * 4
     for row in table.itertuples():
-        name = router_name(row.layer) if row.matrix == "router" else expert_name(row.layer, row.expert_a, row.matrix)
+        name = (
+            router_name(row.layer)
+            if row.matrix == "router"
+            else expert_name(row.layer, row.expert_a, row.matrix)
+        )
         a, b = (tensors[name].double().numpy() for tensors in (before, after))
         a, b = (a[row.expert_a], b[row.expert_a]) if row.matrix == "router" else (a, b)
         unit_a, unit_b = a / np.linalg.norm(a), b / np.linalg.norm(b)
@@ -100,7 +107,11 @@ def test_layers_hold_the_means_with_intervals_and_chance(run):
     experts = layers[layers["matrix"] != "router"]
     assert (experts["null_l2_matched"] < 1.3).all()
     assert experts["sv_alignment_mean"].between(0.9, 1).all()
-    assert layers.loc[layers["matrix"] == "router", ["null_l2_matched", "sv_alignment_mean"]].isna().all(axis=None)
+    assert (
+        layers.loc[layers["matrix"] == "router", ["null_l2_matched", "sv_alignment_mean"]]
+        .isna()
+        .all(axis=None)
+    )
 
 
 def test_tables_and_run_json_are_those_of_the_contract(run, base, tuned):
@@ -126,7 +137,8 @@ def test_alignment_and_ambiguity_before_and_after_are_those_of_two_scans(run, ba
         held = Run.load(run.path / "scans" / role)
         pd.testing.assert_frame_equal(held.table("ambiguity"), alone.table("ambiguity"))
     scores = [
-        Run.load(run.path / "scans" / role).table("ambiguity").set_index("layer")["absolute_score"] for role in "ab"
+        Run.load(run.path / "scans" / role).table("ambiguity").set_index("layer")["absolute_score"]
+        for role in "ab"
     ]
     layer = (scores[1] - scores[0]).abs().idxmax()
     assert f"absolute ambiguity changed most in layer {layer}: " in findings(run)
@@ -148,7 +160,9 @@ def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):
     for layer in range(3):
         for expert in range(4):
             names = [expert_name(layer, expert, matrix) for matrix in ("gate", "down", "up")]
-            copy, _, _ = shuffled(ExpertWeights(*(tensors[name] for name in names)), 10 * layer + expert, flip=True)
+            copy, _, _ = shuffled(
+                ExpertWeights(*(tensors[name] for name in names)), 10 * layer + expert, flip=True
+            )
             for name, moved in zip(names, (copy.gate_FD, copy.down_DF, copy.up_FD), strict=True):
                 tensors[name] = moved.contiguous()
     permuted = write_checkpoint(tmp_path / "permuted", tensors, tiny_config(3, 4))
@@ -165,13 +179,14 @@ def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):
     np.testing.assert_allclose(matched["relative_l2"], 0, atol=1e-6)
     np.testing.assert_allclose(matched["sv_alignment"], 1, atol=1e-5)
     assert (
-        "base_to_ift_permuted: relative L2, mean of a layer's experts, is 0 throughout; random experts of this shape 1.2"
-        in findings(run)
-    )
+        "base_to_ift_permuted: relative L2, mean of a layer's experts, is 0 throughout; random "
+        "experts of this shape 1.2"
+    ) in findings(run)
 
 
 @pytest.mark.parametrize(
-    ("match_by", "name"), [("unsigned", "base_to_ift_permuted_unsigned"), ("held_out", "base_to_ift_held_out")]
+    ("match_by", "name"),
+    [("unsigned", "base_to_ift_permuted_unsigned"), ("held_out", "base_to_ift_held_out")],
 )
 def test_neurons_are_matched_by_order_alone_or_with_down_held_out(base, tmp_path, match_by, name):
     """Against an unrelated model: both come closer as random experts do, except what was held out."""
@@ -193,11 +208,13 @@ def test_neurons_are_matched_by_order_alone_or_with_down_held_out(base, tmp_path
 def test_the_distance_of_a_quantised_model_is_its_rounding(tmp_path):
     qwen(tmp_path / "plain")
     fp8_checkpoint(tmp_path / "packed")
-    table = compare(tmp_path / "plain", tmp_path / "packed", out=tmp_path / "run", skip="scan", quiet=True).table(
-        "geometry"
-    )
+    table = compare(
+        tmp_path / "plain", tmp_path / "packed", out=tmp_path / "run", skip="scan", quiet=True
+    ).table("geometry")
     experts = table[table["matrix"] != "router"]
-    assert experts["relative_l2"].between(0.01, 0.05).all()  # three bits of mantissa: 1/16 at most, 0.026 in the mean
+    assert (
+        experts["relative_l2"].between(0.01, 0.05).all()
+    )  # three bits of mantissa: 1/16 at most, 0.026 in the mean
     assert (experts["sv_alignment"] > 0.95).all()
 
 
@@ -223,7 +240,14 @@ def test_experts_without_a_gate_have_no_up(tmp_path):
 
 def test_options_choose_layers_matrices_and_the_series_name(base, tuned, tmp_path):
     run = compare(
-        base, tuned, out=tmp_path / "run", layers="0,2", matrix="up,router", series="dpo", skip="scan,sv", quiet=True
+        base,
+        tuned,
+        out=tmp_path / "run",
+        layers="0,2",
+        matrix="up,router",
+        series="dpo",
+        skip="scan,sv",
+        quiet=True,
     )
     table = run.table("geometry")
     assert set(table["layer"]) == {0, 2}
@@ -232,9 +256,9 @@ def test_options_choose_layers_matrices_and_the_series_name(base, tuned, tmp_pat
     assert table["sv_alignment"].isna().all()
     assert not (run.path / "scans").exists()
     command = kind_of(run).command(run)
-    assert command.endswith("--layers 0,2 --matrix up,router --skip sv,scan --series dpo") or command.endswith(
-        "--layers 0,2 --matrix up,router --skip scan,sv --series dpo"
-    )
+    assert command.endswith(
+        "--layers 0,2 --matrix up,router --skip sv,scan --series dpo"
+    ) or command.endswith("--layers 0,2 --matrix up,router --skip scan,sv --series dpo")
 
 
 def test_a_matrix_of_zeros_is_warned_of_and_has_no_distance(base, tmp_path):
@@ -258,7 +282,10 @@ def other(tmp_path: Path, **changes: int) -> Path:
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"experts": 6}, r"layer 0 of .*other has number of experts 6, of .*base 4; give two checkpoints of one arch"),
+        (
+            {"experts": 6},
+            r"layer 0 of .*other has number of experts 6, of .*base 4; give two checkpoints of one arch",
+        ),
         ({"d_model": 32}, "model width 32, of .*base 24"),
         ({"d_ff": 8}, "expert width 8, of .*base 16"),
         ({"layers": 2}, "other has MoE layers 0-1, .*base 0-2"),
@@ -279,7 +306,10 @@ def test_another_architecture_is_refused_by_what_differs(base, tmp_path, changes
         ({"skip": "all"}, "unknown skip 'all'; known: sv, scan"),
         ({"layers": "7"}, "no MoE layer 7"),
         ({"match_by": "held_out"}, "give --matched with it"),
-        ({"match_by": "loosely", "matched": True}, "unknown match_by 'loosely'; known: signed, unsigned, held_out"),
+        (
+            {"match_by": "loosely", "matched": True},
+            "unknown match_by 'loosely'; known: signed, unsigned, held_out",
+        ),
         ({"seed": -1}, "seed -1"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
     ],
@@ -329,7 +359,18 @@ def test_an_interrupted_comparison_is_taken_up_at_the_layer_it_had_reached(tmp_p
     a = tiny_checkpoint(tmp_path / "a", **sizes)
     b = tiny_checkpoint(tmp_path / "b", seed=1, **sizes)
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "moescope", "compare", str(a), str(b), "--out", str(out), "--skip", "scan"]
+    command = [
+        sys.executable,
+        "-m",
+        "moescope",
+        "compare",
+        str(a),
+        str(b),
+        "--out",
+        str(out),
+        "--skip",
+        "scan",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (done := [piece for piece in out.glob("parts/*") if piece.suffix != ".tmp"]):
@@ -341,12 +382,16 @@ def test_an_interrupted_comparison_is_taken_up_at_the_layer_it_had_reached(tmp_p
     assert process.returncode == 130, complaints
     assert complaints == "moescope: interrupted; the same command goes on where this one stopped\n"
     assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
-    kept = {piece.name: piece.stat().st_mtime_ns for piece in out.glob("parts/layer*") if piece.suffix != ".tmp"}
+    kept = {
+        piece.name: piece.stat().st_mtime_ns for piece in out.glob("parts/layer*") if piece.suffix != ".tmp"
+    }
     assert 1 <= len(done) <= len(kept) < 8, "stopped too late to prove anything"
     redone = []
     with pytest.MonkeyPatch.context() as patch:
         real = compare_module.compare_layer
-        patch.setattr(compare_module, "compare_layer", lambda *given: (redone.append(given[4]), real(*given))[1])
+        patch.setattr(
+            compare_module, "compare_layer", lambda *given: (redone.append(given[4]), real(*given))[1]
+        )
         taken_up = compare(a, b, out=out, skip="scan", quiet=True)
     assert sorted(redone) == [layer for layer in range(8) if f"layer{layer}" not in kept]
     whole = compare(a, b, out=tmp_path / "whole", skip="scan", quiet=True)
@@ -363,9 +408,13 @@ def test_the_command_prints_findings_or_json(base, tuned, tmp_path, monkeypatch)
     assert shown.exit_code == 0, shown.output
     assert "moved most: layer 1, expert 2" in shown.stdout
     assert "run: runs/compare-base-1" in shown.stdout
-    facts = CliRunner().invoke(app, ["compare", str(base), str(tuned), "--layers", "1", "--skip", "scan", "--json"])
+    facts = CliRunner().invoke(
+        app, ["compare", str(base), str(tuned), "--layers", "1", "--skip", "scan", "--json"]
+    )
     assert json.loads(facts.stdout)["verb"] == "compare"
-    quiet = CliRunner().invoke(app, ["compare", str(base), str(tuned), "--layers", "0", "--skip", "scan,sv", "--quiet"])
+    quiet = CliRunner().invoke(
+        app, ["compare", str(base), str(tuned), "--layers", "0", "--skip", "scan,sv", "--quiet"]
+    )
     assert quiet.stdout == ""
 
 
@@ -380,9 +429,13 @@ def scans(base, tuned, tmp_path_factory) -> list[Run]:
 
 def test_two_scans_are_compared_row_by_row(scans, tmp_path):
     run = compare(scans[0].path, scans[1], out=tmp_path / "run")
-    tables = [scan.table("spectra").set_index(["layer", "expert"]) for scan in scans]  # one matrix: it tells nothing
+    tables = [
+        scan.table("spectra").set_index(["layer", "expert"]) for scan in scans
+    ]  # one matrix: it tells nothing
     change = tables[1]["frobenius"] - tables[0]["frobenius"]
-    record = next(item for item in run.info["changes"] if (item["table"], item["column"]) == ("spectra", "frobenius"))
+    record = next(
+        item for item in run.info["changes"] if (item["table"], item["column"]) == ("spectra", "frobenius")
+    )
     place = change.abs().idxmax()
     assert record["rows"] == 3 * 4
     assert record["where"] == dict(zip(("layer", "expert"), place, strict=True))

@@ -1,4 +1,7 @@
-"""The expert-distance chart and the drift figures: the tables' own numbers, chance always drawn, titles from the data."""
+"""The expert-distance chart and the drift figures.
+
+The tables' own numbers, chance always drawn, titles from the data.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,9 @@ def lines_of(figure, color: str, dash: str) -> list[dict]:
     return [
         trace
         for trace in figure.data
-        if trace["mode"] != "lines" and trace["line"].get("color") == color and trace["line"].get("dash") == dash
+        if trace["mode"] != "lines"
+        and trace["line"].get("color") == color
+        and trace["line"].get("dash") == dash
     ]
 
 
@@ -118,7 +123,11 @@ GREY_RGB = ",".join(str(int(GREY[place : place + 2], 16)) for place in (1, 3, 5)
 
 def test_chance_is_always_drawn_unrelated_dotted_and_matched_random_shaded():
     figure = chart(layers_table({"base_to_ift": (0.05, 0.998), "unsigned": (1.39, 0.03)}))
-    dotted = [trace for trace in figure.data if trace["line"].get("dash") == "dot" and trace.get("showlegend") is False]
+    dotted = [
+        trace
+        for trace in figure.data
+        if trace["line"].get("dash") == "dot" and trace.get("showlegend") is False
+    ]
     assert sorted(round(float(trace["y"][0]), 6) for trace in dotted) == [0, round(2**0.5, 6)]
     bands = filled(figure, GREY_RGB)
     assert len(bands) == 2
@@ -168,7 +177,11 @@ def test_drift_figures_are_valid_and_name_what_moved_beside_chance(spec):
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
     assert set(figure.columns) <= set(COLUMNS)
     expected = {
-        "drift_heatmap": ("layer 3, expert 1, relative L2 0.5", "median of all 0.1", "unrelated experts 1.41"),
+        "drift_heatmap": (
+            "layer 3, expert 1, relative L2 0.5",
+            "median of all 0.1",
+            "unrelated experts 1.41",
+        ),
         "router_cosines": ("layer 3, expert 1: cosine 0.875", "median of all 0.995", "unrelated rows 0"),
         "norm_ratios": ("gate 1 to 1.2", "router 1 to 1.2", "1 is no change"),
     }[spec.name]
@@ -188,6 +201,8 @@ def test_the_heatmap_slides_through_matrices_and_holds_every_expert():
 
 def test_matched_rows_do_not_enter_what_moved():
     table = drift_table()
-    matched = table[table["matrix"] != "router"].assign(series="base_to_ift_permuted", matched=True, relative_l2=0.0)
+    matched = table[table["matrix"] != "router"].assign(
+        series="base_to_ift_permuted", matched=True, relative_l2=0.0
+    )
     figure = DRIFT[0].draw({"geometry": pd.concat([table, matched], ignore_index=True)})
     assert figure.data[0]["z"][1, 1] == 0.5

@@ -21,7 +21,9 @@ SIZES = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
 def run(tmp_path_factory) -> Run:
     """Layer 2, expert 1 moved ten times as far as the rest."""
     folder = tmp_path_factory.mktemp("compared")
-    generator = torch.Generator().manual_seed(5)  # not the model's own, or its noise would be a change of scale
+    generator = torch.Generator().manual_seed(
+        5
+    )  # not the model's own, or its noise would be a change of scale
     tensors = tiny_tensors(**SIZES)
     for name, tensor in tensors.items():
         share = 0.4 if "layers.2.block_sparse_moe.experts.1." in name else 0.04
@@ -56,7 +58,11 @@ def test_the_table_of_what_moved_most_is_in_order_with_its_references(run, page_
     assert [row[:2] for row in shown["rows"]] == experts[["layer", "expert_a"]].to_numpy().tolist()
     assert shown["rows"][0][:2] == [2, 1]
     first = dict(zip(titles, shown["rows"][0], strict=True))
-    rows = run.table("geometry").query("series == 'base_to_ift' and layer == 2 and expert_a == 1").set_index("matrix")
+    rows = (
+        run.table("geometry")
+        .query("series == 'base_to_ift' and layer == 2 and expert_a == 1")
+        .set_index("matrix")
+    )
     assert first["L2 of up"] == pytest.approx(rows.loc["up", "relative_l2"], rel=1e-5)
     assert first["relative L2, mean"] == pytest.approx(rows.drop("router")["relative_l2"].mean(), rel=1e-5)
     assert first["lowest R"] == pytest.approx(rows["sv_alignment"].min(), rel=1e-5)
@@ -81,7 +87,9 @@ def test_the_series_of_several_runs_share_one_chart_and_those_of_one_name_say_wh
 ):
     from moescope.compression.verb import compress
 
-    merged = compress(run.info["checkpoints"][0]["path"], method="weights", keep=2, out=tmp_path / "merged", quiet=True)
+    merged = compress(
+        run.info["checkpoints"][0]["path"], method="weights", keep=2, out=tmp_path / "merged", quiet=True
+    )
     (section,) = charts_together([run, merged, runs_compared])
     drawn = section.figures[0][1]["geometry_layers"]
     assert set(drawn["series"]) == {"base_to_ift", "base_to_ift_permuted", "weights", "weights_permuted"}
@@ -99,7 +107,9 @@ def test_the_command_shown_makes_the_run_again(run):
 
 
 def test_the_report_of_two_runs_lists_every_column(runs_compared, page_of):
-    shown = next(item for item in payloads(page_of["runs"].read_text()).values() if item.get("name") == "changes")
+    shown = next(
+        item for item in payloads(page_of["runs"].read_text()).values() if item.get("name") == "changes"
+    )
     compared = [change for change in runs_compared.info["changes"] if change["rows"]]
     assert len(shown["rows"]) == len(compared)
     titles = [column["title"] for column in shown["columns"]]
@@ -114,7 +124,9 @@ def test_the_report_of_two_runs_lists_every_column(runs_compared, page_of):
     ("name", "figures", "width", "scheme"),
     [("checkpoints", 9, 1400, "light"), ("both", 9, 390, "dark"), ("runs", 0, 390, "light")],
 )
-def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, page_of, name, figures, width, scheme):
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(
+    browser, page_of, name, figures, width, scheme
+):
     troubles: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()

@@ -48,10 +48,21 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         key = repr((str(planted.folder), method, text, sorted(more.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp(method)
-            given = {"controls": 0, "judge": False, **({"token_ids": planted.token_ids} if text else {}), **more}
+            given = {
+                "controls": 0,
+                "judge": False,
+                **({"token_ids": planted.token_ids} if text else {}),
+                **more,
+            }
             run = moescope.compress(
-                planted.folder, method=method, keep=KEPT, apply=folder / "model", out=folder / "run", quiet=True, **given
-            )  # fmt: skip
+                planted.folder,
+                method=method,
+                keep=KEPT,
+                apply=folder / "model",
+                out=folder / "run",
+                quiet=True,
+                **given,
+            )
             made[key] = run, folder / "model"
         return made[key]
 

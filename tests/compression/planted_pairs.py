@@ -1,9 +1,14 @@
-"""A tiny Mixtral trained until its experts matter, some of them then made disguised copies of others: the truth is known.
+"""A tiny Mixtral trained until its experts matter, some of them then made disguised copies of others: the
+truth is known.
 
-The language has six dialects over the same eight words, each with words of its own spelling and a table of its own that says which word
-follows two others. Six experts are taught a dialect each (a nudge on the router beside the language-model loss); two are left over. After
-training those two become copies of experts 0 and 1: neurons in another order, up and down turned around for half of them, noise on all,
-and the router row of what they copy, a little lower, above all in other dialects: rarer twins that share their tokens.
+The language has six dialects over the same eight words, each with words of its own spelling and a table of
+its own that says which word
+follows two others. Six experts are taught a dialect each (a nudge on the router beside the language-model
+loss); two are left over. After
+training those two become copies of experts 0 and 1: neurons in another order, up and down turned around for
+half of them, noise on all,
+and the router row of what they copy, a little lower, above all in other dialects: rarer twins that share
+their tokens.
 """
 
 from __future__ import annotations
@@ -56,16 +61,30 @@ def trained(seed: int) -> Any:
 
     torch.manual_seed(seed)
     config = MixtralConfig(
-        vocab_size=DIALECTS * WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=EXPERTS, num_experts_per_tok=2, max_position_embeddings=64,
-        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=DIALECTS * WORDS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.1,
+    )
     model = MixtralForCausalLM(config).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     wanted = torch.zeros(DIALECTS, EXPERTS)
     wanted[range(DIALECTS), range(DIALECTS)], wanted[range(DIALECTS), SECOND] = FIRST_SHARE, 1 - FIRST_SHARE
     logits: list[Tensor] = []
-    hooks = [layer.mlp.gate.register_forward_hook(lambda _, given, gave: logits.append(gave[0])) for layer in model.model.layers]  # fmt: skip
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, given, gave: logits.append(gave[0]))
+        for layer in model.model.layers
+    ]
     for step in range(STEPS):
         for group in optimiser.param_groups:
             group["lr"] = 1e-2 * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / STEPS)
@@ -84,7 +103,10 @@ def trained(seed: int) -> Any:
 
 @dataclass(frozen=True)
 class Disguise:
-    """What was done to a copy's neurons: place p of the copy holds neuron order[p] of the original, times sign[p]."""
+    """What was done to a copy's neurons.
+
+    Place p of the copy holds neuron order[p] of the original, times sign[p].
+    """
 
     order_F: Tensor
     sign_F: Tensor
@@ -95,9 +117,11 @@ def plant(model: Any, seed: int, noise: float = NOISE) -> dict[tuple[int, int], 
     generator = torch.Generator().manual_seed(seed)
     states: dict[int, Tensor] = {}
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _, given, gave, number=number: states.update({number: given[0].flatten(0, -2)}))
+        layer.mlp.gate.register_forward_hook(
+            lambda _, given, gave, number=number: states.update({number: given[0].flatten(0, -2)})
+        )
         for number, layer in enumerate(model.model.layers)
-    ]  # fmt: skip
+    ]
     dialect, ids = texts(seed + 77, 60)
     with torch.no_grad():
         model(input_ids=ids)

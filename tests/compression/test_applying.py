@@ -1,4 +1,7 @@
-"""Plans carried out, judged by transformers: it loads what was written without a word, and runs the experts that were planned."""
+"""Plans carried out, judged by transformers.
+
+It loads what was written without a word, and runs the experts that were planned.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,21 @@ def test_a_pruned_model_loads_without_a_word_generates_and_holds_the_experts_tha
     plan = pruning_plan(moe, 3)
     after, before = planned_bytes(moe, plan, {})
     written = apply_plan(moe, plan, {}, tmp_path / "small")
-    assert written.total_bytes == after == data_bytes(tmp_path / "small") < before == data_bytes(tmp_path / "source")
+    assert (
+        written.total_bytes
+        == after
+        == data_bytes(tmp_path / "small")
+        < before
+        == data_bytes(tmp_path / "source")
+    )
     model = load(tmp_path / "small", caplog, tmp_path / "source")
     generates(model)
     kept = {layer.layer: list(layer.dominants) for layer in plan.layers}
     assert any(experts != [0, 1, 2] for experts in kept.values())
     for ours, theirs, experts in zip(find_blocks(model), tiny.blocks, kept.values(), strict=True):
         same_bits(
-            own_experts(ours.experts), {name: part[experts] for name, part in own_experts(theirs.experts).items()}
+            own_experts(ours.experts),
+            {name: part[experts] for name, part in own_experts(theirs.experts).items()},
         )
         same_bits({"router": router_of(ours)[1]}, {"router": router_of(theirs)[1][experts]})
         same_bits(own_biases(ours), {name: bias[experts] for name, bias in own_biases(theirs).items()})
@@ -67,7 +77,9 @@ def test_a_merged_model_loads_without_a_word_generates_and_holds_weighted_sums_o
     tiny, moe = saved(tmp_path / "source", kind, form, dtype)
     plan, fits = merging_plan(moe)
     after, _ = planned_bytes(moe, plan, fits)
-    assert apply_plan(moe, plan, fits, tmp_path / "small").total_bytes == after == data_bytes(tmp_path / "small")
+    assert (
+        apply_plan(moe, plan, fits, tmp_path / "small").total_bytes == after == data_bytes(tmp_path / "small")
+    )
     model = load(tmp_path / "small", caplog, tmp_path / "source")
     generates(model)
     for ours, theirs, layer in zip(find_blocks(model), tiny.blocks, plan.layers, strict=True):
@@ -91,7 +103,9 @@ def test_pruning_to_all_experts_changes_no_byte_of_the_files(tmp_path, kind, for
     _, moe = saved(tmp_path / "source", kind, form)
     apply_plan(moe, pruning_plan(moe, 4), {}, tmp_path / "same")
     same_bits(on_disk(tmp_path / "same"), on_disk(tmp_path / "source"))
-    assert (tmp_path / "same" / "config.json").read_bytes() == (tmp_path / "source" / "config.json").read_bytes()
+    assert (tmp_path / "same" / "config.json").read_bytes() == (
+        tmp_path / "source" / "config.json"
+    ).read_bytes()
 
 
 def test_a_scan_of_what_was_written_agrees_with_the_plan(tmp_path):
@@ -137,13 +151,21 @@ def read_weights_of_copies():
         return SimpleNamespace(read=lambda e: getattr((own, copy)[e], name))
 
     layer = SimpleNamespace(
-        gate_EFD=stack("gate_FD"), up_EFD=stack("up_FD"), down_EDF=stack("down_DF"), gate_bias_EF=None, up_bias_EF=None, down_bias_ED=None
-    )  # fmt: skip
+        gate_EFD=stack("gate_FD"),
+        up_EFD=stack("up_FD"),
+        down_EDF=stack("down_DF"),
+        gate_bias_EF=None,
+        up_bias_EF=None,
+        down_bias_ED=None,
+    )
     return SimpleNamespace(own=own, layer=layer, fit=fit)
 
 
 def test_no_more_than_one_projection_of_two_experts_is_in_memory_while_a_merged_layer_is_written(tmp_path):
-    """Reads of the source are counted between the bytes that are handed on: two a merged projection, one after the other."""
+    """Reads of the source are counted between the bytes that are handed on.
+
+    Two a merged projection, one after the other.
+    """
     from moescope.compression.applying import checked_layers
     from moescope.families.writing import NewExpert
 
@@ -176,10 +198,18 @@ def test_a_plan_with_tied_router_rows_a_wrong_shape_or_another_checkpoint_is_not
     for bad, arrays, said in (
         (replace(plan, router="tie"), {}, "plan with 'fold' to write it"),
         (replace(plan, layers=(*plan.layers, wrong_layer)), fits, "layer 99 has no experts"),
-        (replace(plan, layers=tuple(replace(layer, n_experts=5) for layer in plan.layers)), fits, "4 experts, and the plan is for 5"),
+        (
+            replace(plan, layers=tuple(replace(layer, n_experts=5) for layer in plan.layers)),
+            fits,
+            "4 experts, and the plan is for 5",
+        ),
         (plan, short, "orders 3 neurons of expert 0, which has 24"),
-        (replace(plan, checkpoint={"path": "elsewhere", "header_hash": "x"}), fits, "made for another checkpoint"),
-    ):  # fmt: skip
+        (
+            replace(plan, checkpoint={"path": "elsewhere", "header_hash": "x"}),
+            fits,
+            "made for another checkpoint",
+        ),
+    ):
         with pytest.raises(BadInput, match=said):
             apply_plan(moe, bad, arrays, tmp_path / "small")
     assert not (tmp_path / "small").exists()

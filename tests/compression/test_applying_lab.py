@@ -1,4 +1,7 @@
-"""Experts of the lab's own routers merged: the written checkpoint against the original in which the same was done by hand."""
+"""Experts of the lab's own routers merged.
+
+The written checkpoint against the original in which the same was done by hand.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from moescope.types import LayerPlan, Plan
 
 
 def joined_plan(moe: MoeCheckpoint) -> Plan:
-    """Every kept expert with one that goes: three quarters of the first, which leads, and a quarter of the second."""
+    """Every kept expert with one that goes.
+
+    Three quarters of the first, which leads, and a quarter of the second.
+    """
     layers = []
     for layer, kept in KEPT.items():
         others = [expert for expert in range(8) if expert not in kept]
@@ -68,7 +74,16 @@ def folded_plan(moe: MoeCheckpoint, folder: Path) -> tuple[Plan, Fits]:
     """The plan of a run whose router rows were fitted on text."""
     ids = folder / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(3, 60, (20, 30)))
-    found = compress(moe.checkpoint.location, method="hc_smoe", keep=4, token_ids=ids, out=folder / "run", judge=False, controls=0, quiet=True)  # fmt: skip
+    found = compress(
+        moe.checkpoint.location,
+        method="hc_smoe",
+        keep=4,
+        token_ids=ids,
+        out=folder / "run",
+        judge=False,
+        controls=0,
+        quiet=True,
+    )
     plan, fits = read_plan(found.path)
     assert plan.router == "fold"
     return plan, fits
@@ -76,8 +91,15 @@ def folded_plan(moe: MoeCheckpoint, folder: Path) -> tuple[Plan, Fits]:
 
 @pytest.mark.parametrize(
     ("router", "fitted"),
-    [("expert_choice", False), ("some", False), ("spectra", False), ("hash", False), ("expert_choice", True), ("some", True)],
-)  # fmt: skip
+    [
+        ("expert_choice", False),
+        ("some", False),
+        ("spectra", False),
+        ("hash", False),
+        ("expert_choice", True),
+        ("some", True),
+    ],
+)
 def test_damage_of_merging_is_foretold_as_it_is_measured(tmp_path: Path, router: str, fitted: bool):
     moe = read_moe(open_checkpoint(saved(tmp_path / "source", router)[0]))
     model = load_traced(tmp_path / "source", "auto", "cpu")
@@ -87,7 +109,9 @@ def test_damage_of_merging_is_foretold_as_it_is_measured(tmp_path: Path, router:
     predicted = predict(model, plan, fits, states, gating, blocks, moe)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.model.state_dict().items())
     apply_plan(moe, plan, fits, tmp_path / "small")
-    measured = measured_errors(load_traced(tmp_path / "small", "auto", "cpu"), original_outputs(model, states))
+    measured = measured_errors(
+        load_traced(tmp_path / "small", "auto", "cpu"), original_outputs(model, states)
+    )
     assert set(measured) == {0, 1, 2}
     for layer, error in measured.items():
         assert predicted[layer].error == pytest.approx(error, rel=1e-4)

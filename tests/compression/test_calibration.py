@@ -26,7 +26,10 @@ def traced(kind: str = "mixtral") -> TracedModel:
 
 def documents(count: int = 30, seed: int = 0, longest: int = 20) -> list[Document]:
     generator = np.random.default_rng(seed)
-    return [Document(number, 0, generator.integers(3, 64, generator.integers(2, longest))) for number in range(count)]
+    return [
+        Document(number, 0, generator.integers(3, 64, generator.integers(2, longest)))
+        for number in range(count)
+    ]
 
 
 class Everything:
@@ -45,7 +48,10 @@ class Everything:
 
 
 def by_hand(kind: str, texts: list[Document]) -> dict[int, dict[str, np.ndarray]]:
-    """The pruning sums from the model's own calls, seen by plain hooks, one document at a time and every expert run dense."""
+    """The pruning sums from the model's own calls, seen by plain hooks.
+
+    One document at a time and every expert run dense.
+    """
     tiny = tiny_model(kind)
     found: dict[int, dict[str, np.ndarray]] = {}
     for index, seen in enumerate(tiny.blocks):
@@ -90,7 +96,10 @@ def test_pruning_sums_equal_those_of_a_dense_run_by_hand_document_by_document(ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_times_ungated_outputs_give_what_the_experts_gave(kind):
-    """One expert at a time, weights of 1: put together with the model's own gates they are the module's own output."""
+    """One expert at a time, weights of 1.
+
+    Put together with the model's own gates they are the module's own output.
+    """
     keeper = Everything(with_outputs=True)
     outputs: list[torch.Tensor] = []
     model = traced(kind)
@@ -114,7 +123,8 @@ def test_gates_times_ungated_outputs_give_what_the_experts_gave(kind):
                 torch.testing.assert_close(out, own["down"][expert] @ hidden, rtol=1e-4, atol=1e-4)
             continue
         assert any(
-            given.numel() == mixed.numel() and torch.allclose(given.reshape(mixed.shape), mixed, rtol=1e-3, atol=1e-3)
+            given.numel() == mixed.numel()
+            and torch.allclose(given.reshape(mixed.shape), mixed, rtol=1e-3, atol=1e-3)
             for given in outputs
         ), f"{kind}, layer {routing.layer}"
 
@@ -167,7 +177,10 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama4_text", "gpt_oss"])
 def test_no_tensor_of_experts_times_tokens_times_width_is_made_for_pruning(kind):
-    """2,000 tokens of width 16 and 4 experts: weights are small beside them, so the largest tensor made is of tokens."""
+    """2,000 tokens of width 16 and 4 experts.
+
+    Weights are small beside them, so the largest tensor made is of tokens.
+    """
     keeper = Everything()
     calibrate(traced(kind), documents(1), [keeper])
     routing, block, _ = keeper.seen[-1]
@@ -176,15 +189,20 @@ def test_no_tensor_of_experts_times_tokens_times_width_is_made_for_pruning(kind)
     from dataclasses import replace
 
     large = replace(
-        routing, x_TD=routing.x_TD.repeat(copies, 1), chosen_TK=routing.chosen_TK.repeat(copies, 1),
-        gates_TK=routing.gates_TK.repeat(copies, 1), tokens=None,
-    )  # fmt: skip
+        routing,
+        x_TD=routing.x_TD.repeat(copies, 1),
+        chosen_TK=routing.chosen_TK.repeat(copies, 1),
+        gates_TK=routing.gates_TK.repeat(copies, 1),
+        tokens=None,
+    )
     rows = len(large.x_TD)
     collector = RoutedSums()
     with torch.no_grad(), Largest() as largest:
         collector.consume(large, block)
     assert collector.layers[routing.layer]["tokens_BE"].sum() == rows * routing.chosen_TK.shape[1]
-    widest = max(part.shape[-1] for part in block.experts.parameters())  # gate and up together, in some layouts
+    widest = max(
+        part.shape[-1] for part in block.experts.parameters()
+    )  # gate and up together, in some layouts
     assert largest.elements <= rows * max(2 * width, widest, 48) < routing.n_experts * rows * max(width, 48)
 
 
@@ -246,7 +264,9 @@ def test_samples_of_two_texts_make_the_sample_of_both():
     first, second = documents(15, seed=3), documents(15, seed=4)
     ours, theirs, both = sampled(first, 30), sampled(second, 30), sampled([*first, *second], 30)
     for layer, states in both.items():
-        assert set(ours[layer].joined(theirs[layer]).smallest(30).draw_T.tolist()) == set(states.draw_T.tolist())
+        assert set(ours[layer].joined(theirs[layer]).smallest(30).draw_T.tolist()) == set(
+            states.draw_T.tolist()
+        )
 
 
 def test_a_sample_is_spread_evenly_over_positions():
@@ -279,8 +299,14 @@ def test_states_hold_the_router_s_own_logits_choices_and_gates_and_survive_a_fil
 
 @pytest.mark.parametrize(
     ("kind", "normalised", "scale"),
-    [("mixtral", True, 1.0), ("olmoe", False, 1.0), ("deepseek_v3", True, 2.5), ("gpt_oss", True, 1.0), ("granitemoe", True, 1.0)],
-)  # fmt: skip
+    [
+        ("mixtral", True, 1.0),
+        ("olmoe", False, 1.0),
+        ("deepseek_v3", True, 2.5),
+        ("gpt_oss", True, 1.0),
+        ("granitemoe", True, 1.0),
+    ],
+)
 def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_did(kind, normalised, scale):
     sample = StateSample()
     found = calibrate(traced(kind), documents(20), [sample])
@@ -289,8 +315,10 @@ def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_
         assert gating.explains
         assert (gating.normalised, gating.scale) == (normalised, pytest.approx(scale, rel=1e-3))
         chosen, gates = gating.route(states.logits_TE)
-        ours, theirs = (torch.zeros(len(states), 4).scatter(1, c.long(), g.float())
-                        for c, g in ((chosen, gates), (states.chosen_TK, states.gates_TK)))  # fmt: skip
+        ours, theirs = (
+            torch.zeros(len(states), 4).scatter(1, c.long(), g.float())
+            for c, g in ((chosen, gates), (states.chosen_TK, states.gates_TK))
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 

@@ -16,7 +16,9 @@ from moescope.tables import conform
 from moescope.types import LayerPlan, Plan
 
 
-def plan_of(groups: tuple[tuple[int, ...], ...], dominants: tuple[int, ...], method: str = "m_smoe_permuted") -> Plan:
+def plan_of(
+    groups: tuple[tuple[int, ...], ...], dominants: tuple[int, ...], method: str = "m_smoe_permuted"
+) -> Plan:
     weights = tuple((1 / len(group),) * len(group) for group in groups)
     n_experts = sum(map(len, groups))
     layers = tuple(LayerPlan(layer, n_experts, groups, dominants, weights) for layer in range(2))
@@ -24,7 +26,9 @@ def plan_of(groups: tuple[tuple[int, ...], ...], dominants: tuple[int, ...], met
 
 
 def test_steps_become_rows_with_the_height_of_unrelated_experts():
-    grouping = Grouping(3, ((0, 2), (1,)), (2, 1), (Merge(0, 2, 0.25, 2, True), Merge(1, 3, 0.9, 3, False)), 1.5)
+    grouping = Grouping(
+        3, ((0, 2), (1,)), (2, 1), (Merge(0, 2, 0.25, 2, True), Merge(1, 3, 0.9, 3, False)), 1.5
+    )
     frame = merge_rows("weights", {4: grouping}, {4: "layers.4"})
     assert frame is not None
     rows = conform("merges", frame).to_pandas()
@@ -58,7 +62,9 @@ def test_distances_are_those_of_the_pairs_as_they_lie_and_matched(tmp_path):
     assert rows.loc[("m_smoe", 1, "gate"), "relative_l2"] == pytest.approx(
         relative_l2(dominant.gate_FD, member.gate_FD)
     )
-    assert rows.loc[("m_smoe_permuted", 1, "down"), "relative_l2"] == pytest.approx(relative_l2(dominant.down_DF, moved.down_DF))  # fmt: skip
+    assert rows.loc[("m_smoe_permuted", 1, "down"), "relative_l2"] == pytest.approx(
+        relative_l2(dominant.down_DF, moved.down_DF)
+    )
     layers = frames["geometry_layers"]
     assert np.allclose(layers["null_l2"], np.sqrt(2))
     assert layers["null_l2_matched"].notna().all()

@@ -1,4 +1,7 @@
-"""compress as a user calls it: plan, checkpoint and judgement; what resumes, what is refused in one line and leaves nothing behind."""
+"""compress as a user calls it: plan, checkpoint and judgement.
+
+What resumes, what is refused in one line and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,13 @@ def test_all_three_tables_are_there_and_every_column_is_filled(run):
         assert pq.read_schema(run.path / f"{name}.parquet").names == list(spec.columns)
         assert [column for column in spec.columns if frame[column].isna().all()] == []
     assert sorted(path.name for path in run.path.iterdir()) == [
-        "calibration.safetensors", "clusters.parquet", "damage.parquet", "plan.json", "run.json", "saliency.parquet"
-    ]  # fmt: skip
+        "calibration.safetensors",
+        "clusters.parquet",
+        "damage.parquet",
+        "plan.json",
+        "run.json",
+        "saliency.parquet",
+    ]
     assert run.info["warnings"] == []
 
 
@@ -72,7 +80,9 @@ def test_the_lowest_of_every_layer_by_the_saliency_table_are_the_ones_that_went(
         assert set(layer.dropped) == set(rows["expert"].iloc[:2])
     clusters = run.table("clusters").set_index(["layer", "expert"])
     for layer in plan.layers:
-        assert {expert for expert in range(4) if not clusters.loc[(layer.layer, expert), "kept"]} == set(layer.dropped)
+        assert {expert for expert in range(4) if not clusters.loc[(layer.layer, expert), "kept"]} == set(
+            layer.dropped
+        )
         assert [clusters.loc[(layer.layer, e), "cluster"] for e in layer.dominants] == [0, 1]
     config = json.loads((place / "small" / "config.json").read_text())
     assert config["num_local_experts"] == 2
@@ -115,7 +125,9 @@ def test_controls_stand_beside_the_plan_in_every_column_with_other_experts(run):
     layers, whole = damage[damage["layer"].notna()], damage[damage["layer"].isna()]
     assert layers[["predicted_error", "measured_error", "router_kl"]].notna().all(axis=None)
     assert (
-        whole[["perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]].notna().all(axis=None)
+        whole[["perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]]
+        .notna()
+        .all(axis=None)
     )
     assert whole["perplexity"].nunique() == 3
     assert (whole["js_divergence"] > 0.01).all()
@@ -129,18 +141,30 @@ def test_predicted_bytes_are_those_on_disk(run, place):
 
 
 def test_a_plan_made_first_and_carried_out_later_gives_the_same_files(run, place, tmp_path):
-    planned = compress(place / "model", keep=0.5, text=place / "text.jsonl", out=tmp_path / "planned", quiet=True)
+    planned = compress(
+        place / "model", keep=0.5, text=place / "text.jsonl", out=tmp_path / "planned", quiet=True
+    )
     assert not planned.table("damage")["predicted_error"].isna().all()
     assert planned.table("damage")["perplexity"].isna().all()
     assert "not written" in planned.info["warnings"][0]
     applied = compress(
-        place / "model", plan=planned.path, apply=tmp_path / "small", text=place / "text.jsonl", controls=2, out=tmp_path / "applied", quiet=True
-    )  # fmt: skip
+        place / "model",
+        plan=planned.path,
+        apply=tmp_path / "small",
+        text=place / "text.jsonl",
+        controls=2,
+        out=tmp_path / "applied",
+        quiet=True,
+    )
     same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))
     assert plain(applied)["damage"] == plain(run)["damage"]
     assert plain(applied)["clusters"] == plain(run)["clusters"]
     bare = compress(
-        place / "model", plan=planned.path / "plan.json", apply=tmp_path / "bare", out=tmp_path / "b", quiet=True
+        place / "model",
+        plan=planned.path / "plan.json",
+        apply=tmp_path / "bare",
+        out=tmp_path / "b",
+        quiet=True,
     )
     same_bits(on_disk(tmp_path / "bare"), on_disk(place / "small"))
     assert bare.tables == ["clusters", "damage"]
@@ -149,8 +173,15 @@ def test_a_plan_made_first_and_carried_out_later_gives_the_same_files(run, place
 
 def test_keeping_every_expert_changes_no_byte_no_perplexity_and_no_word(place, tmp_path):
     run = compress(
-        place / "model", method="ean", keep="1.0", text=place / "text.jsonl", apply=tmp_path / "same", out=tmp_path / "run", controls=1, quiet=True
-    )  # fmt: skip
+        place / "model",
+        method="ean",
+        keep="1.0",
+        text=place / "text.jsonl",
+        apply=tmp_path / "same",
+        out=tmp_path / "run",
+        controls=1,
+        quiet=True,
+    )
     same_bits(on_disk(tmp_path / "same"), on_disk(place / "model"))
     whole = run.table("damage").query("layer.isna()")
     assert whole["perplexity"].tolist() == pytest.approx(whole["perplexity_original"].tolist(), rel=1e-9)
@@ -161,7 +192,13 @@ def test_keeping_every_expert_changes_no_byte_no_perplexity_and_no_word(place, t
 @pytest.mark.parametrize("method", ["frequency", "gate_mass", "ean"])
 def test_every_saliency_prunes_by_its_own_column(place, tmp_path, method):
     run = compress(
-        place / "model", method=method, keep=3, text=place / "text.jsonl", out=tmp_path / "run", controls=0, quiet=True
+        place / "model",
+        method=method,
+        keep=3,
+        text=place / "text.jsonl",
+        out=tmp_path / "run",
+        controls=0,
+        quiet=True,
     )
     column = {"frequency": "tokens"}.get(method, method)
     for layer in read_plan(run.path)[0].layers:
@@ -172,23 +209,42 @@ def test_every_saliency_prunes_by_its_own_column(place, tmp_path, method):
 def test_the_same_run_twice_computes_nothing_anew(run, place, monkeypatch):
     monkeypatch.setattr(compress_module, "carry_out", lambda *given: pytest.fail("computed again"))
     again = compress(
-        place / "model", method="reap", keep=0.5, text=place / "text.jsonl", apply=place / "small", out=place / "run", controls=2, quiet=True
-    )  # fmt: skip
+        place / "model",
+        method="reap",
+        keep=0.5,
+        text=place / "text.jsonl",
+        apply=place / "small",
+        out=place / "run",
+        controls=2,
+        quiet=True,
+    )
     assert again.info["finished"] == run.info["finished"]
 
 
 @pytest.mark.parametrize("stopped_in", ["make_plan", "apply_to", "judge"])
-def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(run, place, tmp_path, monkeypatch, stopped_in):
+def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(
+    run, place, tmp_path, monkeypatch, stopped_in
+):
     from moescope.compression import calibration_text as compress_text
     from moescope.compression import held_out as compress_judging
 
-    given = {"method": "reap", "keep": 0.5, "text": place / "text.jsonl", "apply": tmp_path / "small", "out": tmp_path / "run", "controls": 2, "quiet": True}  # fmt: skip
+    given = {
+        "method": "reap",
+        "keep": 0.5,
+        "text": place / "text.jsonl",
+        "apply": tmp_path / "small",
+        "out": tmp_path / "run",
+        "controls": 2,
+        "quiet": True,
+    }
 
     def stop(*given):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        module, name = (compress_judging, "judge_models") if stopped_in == "judge" else (compress_module, stopped_in)
+        module, name = (
+            (compress_judging, "judge_models") if stopped_in == "judge" else (compress_module, stopped_in)
+        )
         patch.setattr(module, name, stop)
         with pytest.raises(KeyboardInterrupt):
             compress(place / "model", **given)
@@ -206,8 +262,14 @@ def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(run, place, tm
 def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_path):
     (tmp_path / "book.txt").write_text(" ".join(texts(40)))
     run = compress(
-        place / "model", keep=2, text=tmp_path / "book.txt", apply=tmp_path / "small", out=tmp_path / "run", controls=0, quiet=True
-    )  # fmt: skip
+        place / "model",
+        keep=2,
+        text=tmp_path / "book.txt",
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=0,
+        quiet=True,
+    )
     facts = run.info["setup"]
     words = len((tmp_path / "book.txt").read_text().split())
     assert facts["calibration_tokens"] == words - words // 5
@@ -222,13 +284,25 @@ def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_pat
 
 def test_no_judge_calibrates_on_everything_and_a_later_judgement_says_so(place, tmp_path):
     run = compress(
-        place / "model", keep=2, text=place / "text.jsonl", judge=False, apply=tmp_path / "small", out=tmp_path / "run", quiet=True
-    )  # fmt: skip
+        place / "model",
+        keep=2,
+        text=place / "text.jsonl",
+        judge=False,
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        quiet=True,
+    )
     assert run.info["setup"]["calibration_documents"] == 60
     assert run.table("damage")["perplexity"].isna().all()
     later = compress(
-        place / "model", plan=run.path, text=place / "text.jsonl", apply=tmp_path / "again", out=tmp_path / "later", controls=0, quiet=True
-    )  # fmt: skip
+        place / "model",
+        plan=run.path,
+        text=place / "text.jsonl",
+        apply=tmp_path / "again",
+        out=tmp_path / "later",
+        controls=0,
+        quiet=True,
+    )
     assert any("may have been seen" in warning for warning in later.info["warnings"])
 
 
@@ -237,8 +311,14 @@ def test_other_families_go_all_the_way(tmp_path, kind):
     save_model(tmp_path / "model", kind)
     write_jsonl(tmp_path / "text.jsonl", texts(30))
     run = compress(
-        tmp_path / "model", keep=3, text=tmp_path / "text.jsonl", apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True
-    )  # fmt: skip
+        tmp_path / "model",
+        keep=3,
+        text=tmp_path / "text.jsonl",
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=1,
+        quiet=True,
+    )
     damage = run.table("damage")
     assert damage[damage["layer"].notna()][["predicted_error", "measured_error"]].notna().all(axis=None)
     assert np.isfinite(damage["perplexity"].dropna()).all()
@@ -254,11 +334,18 @@ def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run,
     summed = compress(place / "model", text=second, add=run.path, out=tmp_path / "summed", **given)
     alone = compress(place / "model", text=second, out=tmp_path / "alone", **given)
     bare = compress(
-        place / "model", add=[run.path, alone.path / "calibration.safetensors"], out=tmp_path / "bare", **given
+        place / "model",
+        add=[run.path, alone.path / "calibration.safetensors"],
+        out=tmp_path / "bare",
+        **given,
     )
     expected = together.table("saliency")
     for found in (summed.table("saliency"), bare.table("saliency")):
-        assert found["tokens"].tolist() == expected["tokens"].tolist() != alone.table("saliency")["tokens"].tolist()
+        assert (
+            found["tokens"].tolist()
+            == expected["tokens"].tolist()
+            != alone.table("saliency")["tokens"].tolist()
+        )
         for column in ("gate_mass", "ean", "reap", "rank_low", "rank_high"):
             np.testing.assert_allclose(found[column], expected[column], rtol=1e-4)
     assert summed.table("clusters").equals(together.table("clusters"))
@@ -270,7 +357,9 @@ def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run,
 def test_sums_that_do_not_belong_are_refused(run, place, tmp_path):
     save_model(tmp_path / "other", nudge=0.1)
     text = place / "text.jsonl"
-    refused("calibrated for another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path)
+    refused(
+        "calibrated for another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path
+    )
     refused("no calibration.safetensors in it", tmp_path, place / "model", keep=2, text=text, add=tmp_path)
     refused("give --text beside --add", tmp_path, place / "model", keep=2, method="m_smoe", add=run.path)
 
@@ -287,7 +376,8 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import moescope
-run = moescope.compress({str(place / "model")!r}, method="random", keep=2, apply={str(tmp_path / "small")!r}, out={str(tmp_path / "run")!r}, quiet=True)
+places = dict(apply={str(tmp_path / "small")!r}, out={str(tmp_path / "run")!r})
+run = moescope.compress({str(place / "model")!r}, method="random", keep=2, quiet=True, **places)
 assert run.tables == ["clusters", "damage"], run.tables
 assert "transformers" not in sys.modules
 """
@@ -318,7 +408,10 @@ def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_pat
         ("nearest possible: 2", {"keep": 1, "text": text}),
         ("nothing says how many experts to keep", {"text": text}),
         ("method reap drops the experts .* so it needs a text; give --text", {"keep": 2}),
-        ("unknown method 'best'; known: frequency, gate_mass, ean, reap, random", {"keep": 2, "method": "best", "text": text}),
+        (
+            "unknown method 'best'; known: frequency, gate_mass, ean, reap, random",
+            {"keep": 2, "method": "best", "text": text},
+        ),
         ("keep 'half'", {"keep": "half", "text": text}),
         ("not empty; give a folder that is empty", {"keep": 2, "text": text, "apply": full}),
         ("no such plan", {"plan": tmp_path / "nowhere", "apply": tmp_path / "small"}),
@@ -327,7 +420,7 @@ def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_pat
         ("controls -1: must be at least 0", {"keep": 2, "text": text, "controls": -1}),
         ("batch_size 0: must be at least 1", {"keep": 2, "text": text, "batch_size": 0}),
         ("no such file or folder", {"keep": 2, "text": tmp_path / "nothing.txt"}),
-    ):  # fmt: skip
+    ):
         refused(said, tmp_path, model, **given)
     refused("no such folder", tmp_path, tmp_path / "no-model", keep=2, text=text)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
@@ -336,7 +429,9 @@ def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_pat
 def test_a_plan_needs_a_folder_and_its_own_checkpoint(run, place, tmp_path):
     refused("give --apply DIR", tmp_path, place / "model", plan=run.path)
     save_model(tmp_path / "other")
-    refused("made for another checkpoint", tmp_path, tmp_path / "other", plan=run.path, apply=tmp_path / "small")
+    refused(
+        "made for another checkpoint", tmp_path, tmp_path / "other", plan=run.path, apply=tmp_path / "small"
+    )
     assert not (tmp_path / "small").exists()
 
 
@@ -363,7 +458,18 @@ def test_a_text_without_tokens_is_refused_and_leaves_nothing_behind(place, tmp_p
 
 
 def test_the_command_prints_what_was_done_and_what_it_costs_beside_original_and_chance(run, place):
-    words = ["compress", str(place / "model"), "--method", "reap", "--keep", "0.5", "--text", str(place / "text.jsonl"), "--apply", str(place / "small")]  # fmt: skip
+    words = [
+        "compress",
+        str(place / "model"),
+        "--method",
+        "reap",
+        "--keep",
+        "0.5",
+        "--text",
+        str(place / "text.jsonl"),
+        "--apply",
+        str(place / "small"),
+    ]
     done = CliRunner().invoke(cli.app, [*words, "--out", str(place / "run"), "--controls", "2"])
     assert done.exit_code == 0, done.output
     assert "reap: 4 experts a layer become 2, in 3 layers (6 experts dropped)" in done.output

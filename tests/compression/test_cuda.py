@@ -1,4 +1,7 @@
-"""Calibration, prediction and judgement on a CUDA device give what they give on the CPU; skipped where there is none."""
+"""Calibration, prediction and judgement on a CUDA device give what they give on the CPU.
+
+Skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,19 @@ def on(device: str, tmp_path, kind: str, way: str) -> tuple[dict, dict, dict, tu
     gating = {layer: find_gating(own, found.block(layer).scoring) for layer, own in states.items()}
     plan, fits = (pruning_plan(moe, 3), {}) if way == "pruned" else merging_plan(moe)
     predicted = {
-        layer: damage.error for layer, damage in predict(model, plan, fits, states, gating, found.blocks).items()
+        layer: damage.error
+        for layer, damage in predict(model, plan, fits, states, gating, found.blocks).items()
     }
     held_out, reference = original_outputs(model, states), judge_original(model, documents(10, seed=9))
     apply_plan(moe, plan, fits, tmp_path / device / "small")
     small = load_model(str(tmp_path / device / "small"), "float32", device)
     judged = judge(small, documents(10, seed=9), reference)
-    return collector.sums(), predicted, measured_errors(small, held_out), (judged.perplexity, judged.js_divergence)
+    return (
+        collector.sums(),
+        predicted,
+        measured_errors(small, held_out),
+        (judged.perplexity, judged.js_divergence),
+    )
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text"])

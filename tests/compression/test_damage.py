@@ -1,4 +1,7 @@
-"""Damage foretold equals damage measured on the same states: two ways to the same number, one without writing anything."""
+"""Damage foretold equals damage measured on the same states.
+
+Two ways to the same number, one without writing anything.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ def calibrated(model, most: int = 200):
     sample = StateSample(most=most)
     found = calibrate(model, documents(20), [sample])
     states = sample.states()
-    return states, {layer: find_gating(own, found.block(layer).scoring) for layer, own in states.items()}, found.blocks
+    return (
+        states,
+        {layer: find_gating(own, found.block(layer).scoring) for layer, own in states.items()},
+        found.blocks,
+    )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "llama4_text"])
@@ -55,7 +62,10 @@ OTHERS = sorted(set(EVERY_KIND) - {*KINDS, "llama4_text", "nllb-moe", "phimoe", 
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("way", ["pruned", "merged"])
 def test_the_same_holds_for_every_other_model_type(tmp_path, kind, way):
-    """But for NLLB, which is refused, phimoe, whose gates are not explained, and Switch, whose capacity depends on the batch."""
+    """But for NLLB, which is refused, phimoe, whose gates are not explained, and Switch.
+
+    Whose capacity depends on the batch.
+    """
     test_predicted_damage_is_what_the_written_model_s_own_blocks_do_to_the_same_states(tmp_path, kind, way)
 
 
@@ -89,7 +99,9 @@ def test_router_kl_of_pruning_is_the_log_of_the_probability_that_is_left(tmp_pat
     for layer in plan.layers:
         p = states[layer.layer].logits_TE.double().softmax(-1)[:, list(layer.dominants)]
         q = states[layer.layer].logits_TE.double()[:, list(layer.dominants)].softmax(-1)
-        assert found[layer.layer].router_kl == pytest.approx(float((q * (q / p).log()).sum(-1).mean()), rel=1e-9)
+        assert found[layer.layer].router_kl == pytest.approx(
+            float((q * (q / p).log()).sum(-1).mean()), rel=1e-9
+        )
 
 
 def test_a_router_whose_gates_are_not_understood_gets_no_prediction(tmp_path):
@@ -98,7 +110,8 @@ def test_a_router_whose_gates_are_not_understood_gets_no_prediction(tmp_path):
     states, gating, blocks = calibrated(model)
     blind = {layer: replace(how, explains=False) for layer, how in gating.items()}
     assert all(
-        found.error is None for found in predict(model, pruning_plan(moe, 3), {}, states, blind, blocks).values()
+        found.error is None
+        for found in predict(model, pruning_plan(moe, 3), {}, states, blind, blocks).values()
     )
 
 
@@ -120,13 +133,18 @@ def test_experts_replaced_in_a_running_model_are_run_and_put_back_afterwards(kin
         changed = output_of(tiny.model)
     assert not torch.allclose(changed, before, atol=1e-3)
     assert torch.equal(output_of(tiny.model), before)
-    twice = ExpertWeights(*(None if part is None else part.clone() for part in vars(others.expert(1)).values()))
+    twice = ExpertWeights(
+        *(None if part is None else part.clone() for part in vars(others.expert(1)).values())
+    )
     experts.put(layer, 1, twice)
     assert torch.equal(output_of(tiny.model), before)
 
 
 def test_merging_an_expert_with_its_own_copy_costs_nothing_in_its_output(tmp_path):
-    """Expert 2 made a copy of 0, router row too: merged under grouped rows the layer's choice may change, its experts' sum not."""
+    """Expert 2 made a copy of 0, router row too.
+
+    Merged under grouped rows the layer's choice may change, its experts' sum not.
+    """
     tiny, _ = saved(tmp_path / "unused", "mixtral")
     for seen in tiny.blocks:
         with torch.no_grad():
@@ -140,7 +158,9 @@ def test_merging_an_expert_with_its_own_copy_costs_nothing_in_its_output(tmp_pat
     moe = read_moe(open_checkpoint(tiny.save(tmp_path / "source", "saved")))
     model = traced(tiny.model)
     states, gating, blocks = calibrated(model)
-    layers = tuple(LayerPlan(n, 4, ((0, 2), (1,), (3,)), (0, 1, 3), ((0.5, 0.5), (1.0,), (1.0,))) for n in moe.layers)
+    layers = tuple(
+        LayerPlan(n, 4, ((0, 2), (1,), (3,)), (0, 1, 3), ((0.5, 0.5), (1.0,), (1.0,))) for n in moe.layers
+    )
     fits = {n: LayerFit(weights.router_ED.read()[[0, 1, 3]]) for n, weights in moe.layers.items()}
     plan = Plan("weights", checkpoint_mark(moe.checkpoint), layers, "none", "fold", None, {})
     merged = predict(model, plan, fits, states, gating, blocks)

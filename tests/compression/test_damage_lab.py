@@ -1,4 +1,7 @@
-"""The same for the lab's routers, which are asked themselves what they would do: foretold equals measured, written file or not."""
+"""The same for the lab's routers, which are asked themselves what they would do.
+
+Foretold equals measured, written file or not.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def test_gates_that_are_probabilities_grow_by_what_the_kept_experts_take_over(tm
 
 
 def test_a_router_that_looks_at_the_whole_batch_is_neither_foretold_nor_measured(tmp_path: Path):
-    """SPECTRA's published evaluation runs Sinkhorn over whatever is evaluated together: single tokens tell nothing of it."""
+    """SPECTRA's published evaluation runs Sinkhorn over whatever is evaluated together.
+
+    Single tokens tell nothing of it.
+    """
     changes = {"router_options": {"evaluation": "published"}}
     found, model, states, _, _ = foretold(tmp_path, "spectra", changes)
     assert all(damage == Predicted(None, None) for damage in found.values())
@@ -108,7 +114,11 @@ def test_states_survive_their_file_whatever_they_hold(tmp_path: Path, router: st
     for layer, own in states.items():
         assert own.ids_T is not None
         assert (own.logits_TE is None) == (again[layer].logits_TE is None) == (router == "hash")
-        assert (own.carried_TR is None) == (again[layer].carried_TR is None) == (router != "spectra" or layer == 0)
+        assert (
+            (own.carried_TR is None)
+            == (again[layer].carried_TR is None)
+            == (router != "spectra" or layer == 0)
+        )
         assert again[layer].parts().keys() == own.parts().keys()
         assert all(torch.equal(again[layer].parts()[name], tensor) for name, tensor in own.parts().items())
 
@@ -118,7 +128,9 @@ def test_experts_that_take_tokens_by_a_threshold_are_no_choice_of_the_k_best():
     logits_TE = torch.tensor([[0.1, 0.2, 0.3], [2.0, 0.0, 0.0]])
     p_TE = logits_TE.softmax(-1)
     chosen_TK = torch.tensor([[0, 1, 2], [0, -1, -1]])
-    states = LayerStates(torch.zeros(2, 1), logits_TE, chosen_TK, p_TE.masked_fill(chosen_TK < 0, 0), torch.arange(2))
+    states = LayerStates(
+        torch.zeros(2, 1), logits_TE, chosen_TK, p_TE.masked_fill(chosen_TK < 0, 0), torch.arange(2)
+    )
     assert not find_gating(states, Scoring("softmax")).explains
     whole = LayerStates(torch.zeros(2, 1), logits_TE, torch.tensor([[0, 1, 2]] * 2), p_TE, torch.arange(2))
     assert find_gating(whole, Scoring("softmax")).explains

@@ -1,4 +1,7 @@
-"""Figures of compression: drawn from a real run, each number beside its references, titles made from the data."""
+"""Figures of compression.
+
+Drawn from a real run, each number beside its references, titles made from the data.
+"""
 
 import numpy as np
 import pandas as pd
@@ -112,10 +115,20 @@ def test_scores_are_drawn_over_their_layer_s_mean_and_crosses_are_the_dropped(ta
 
 def test_ranks_count_the_experts_that_could_be_on_either_side_of_the_cut():
     saliency = pd.DataFrame(
-        {"layer": 0, "expert": range(4), "tokens": 1, "gate_mass": 1.0, "ean": 1.0, "reap": [4.0, 3.0, 2.0, 1.0],
-         "rank_low": [1.0, 1.0, 2.0, 4.0], "rank_high": [1.0, 3.0, 3.0, 4.0]}
-    )  # fmt: skip
-    clusters = pd.DataFrame({"method": "reap", "layer": 0, "expert": range(4), "kept": [True, True, False, False]})
+        {
+            "layer": 0,
+            "expert": range(4),
+            "tokens": 1,
+            "gate_mass": 1.0,
+            "ean": 1.0,
+            "reap": [4.0, 3.0, 2.0, 1.0],
+            "rank_low": [1.0, 1.0, 2.0, 4.0],
+            "rank_high": [1.0, 3.0, 3.0, 4.0],
+        }
+    )
+    clusters = pd.DataFrame(
+        {"method": "reap", "layer": 0, "expert": range(4), "kept": [True, True, False, False]}
+    )
     figure = rank_intervals({"saliency": saliency, "clusters": clusters})
     assert figure.title == "Layer 0: 2 experts of 4 could be on either side of the cut with other documents"
     line, kept, dropped = figure.data

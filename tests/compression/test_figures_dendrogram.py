@@ -38,7 +38,9 @@ def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFr
         for layer, own in features.items()
     }
     layers = tuple(
-        LayerPlan(layer, own.n_experts, own.groups, own.dominants, tuple((1 / len(g),) * len(g) for g in own.groups))
+        LayerPlan(
+            layer, own.n_experts, own.groups, own.dominants, tuple((1 / len(g),) * len(g) for g in own.groups)
+        )
         for layer, own in groupings.items()
     )
     plan = Plan("hc_smoe", {}, layers, "none", "fold", None, {})
@@ -68,8 +70,13 @@ def test_links_meet_at_the_corners_of_scipy_s_own_dendrogram():
     order = leaf_order(steps, list(range(9)))
     across, up = links(steps, order)
     theirs = scipy_dendrogram(linkage(features, "average"), no_plot=True)
-    ours = sorted((round(row[1] * 2.0, 9), round(abs(x[2] - x[0]), 9)) for x, row in zip(across, up, strict=True))
-    corners = sorted((round(d[1], 9), round((i[2] - i[0]) / 10, 9)) for i, d in zip(theirs["icoord"], theirs["dcoord"], strict=True))  # fmt: skip
+    ours = sorted(
+        (round(row[1] * 2.0, 9), round(abs(x[2] - x[0]), 9)) for x, row in zip(across, up, strict=True)
+    )
+    corners = sorted(
+        (round(d[1], 9), round((i[2] - i[0]) / 10, 9))
+        for i, d in zip(theirs["icoord"], theirs["dcoord"], strict=True)
+    )
     assert [height for height, _ in ours] == pytest.approx([height for height, _ in corners])
     assert sorted(order) == list(range(9))
     assert min(width for _, width in ours) > 0

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.compression.folding import RouterParts, fold_router, load_of, load_thresholds, mean_router, wanted_load
+from moescope.compression.folding import (
+    RouterParts,
+    fold_router,
+    load_of,
+    load_thresholds,
+    mean_router,
+    wanted_load,
+)
 from moescope.compression.rerouting import Gating
 from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
@@ -29,7 +36,11 @@ class Case:
 
 
 def routed(
-    router: RouterParts, x_TD: torch.Tensor, function: str = "softmax", top_k: int = 2, normalised: bool = True
+    router: RouterParts,
+    x_TD: torch.Tensor,
+    function: str = "softmax",
+    top_k: int = 2,
+    normalised: bool = True,
 ) -> Case:
     logits = x_TD @ router.router_ED.T
     logits = logits if router.router_bias_E is None else logits + router.router_bias_E
@@ -85,7 +96,9 @@ def test_gates_that_are_not_renormalised_grow_as_much_as_is_said():
     case = routed(*drawn(scale=0.2), normalised=False)
     folded = fold(case)
     after = (case.states.x_TD @ folded.router_KD.T).softmax(-1).topk(2, dim=-1).values.sum(-1)
-    assert folded.gate_scale == pytest.approx(float(after.mean() / case.states.gates_TK.sum(-1).mean()), rel=1e-4)
+    assert folded.gate_scale == pytest.approx(
+        float(after.mean() / case.states.gates_TK.sum(-1).mean()), rel=1e-4
+    )
     assert folded.gate_scale > 1.2
 
 
@@ -131,9 +144,13 @@ def test_a_sigmoid_router_keeps_weighted_rows_and_its_loads():
     wanted = wanted_load(case.states.chosen_TK, member, 2)
     logits = (case.states.x_TD @ folded.router_KD.T).double()
     start = torch.tensor([0.9 * 0.2 - 0.1 * 0.1, 0.0, 0.1, 0.3 * 0.3 - 0.7 * 0.2], dtype=torch.float64)
-    before, after = (load_of(logits, bias, case.gating, 2) for bias in (start, folded.correction_bias_K.double()))
+    before, after = (
+        load_of(logits, bias, case.gating, 2) for bias in (start, folded.correction_bias_K.double())
+    )
     assert (before - wanted).abs().sum() / (2 * wanted.sum()) > 0.05
-    assert folded.load_error == pytest.approx(float((after - wanted).abs().sum() / (2 * wanted.sum())), abs=2e-3)
+    assert folded.load_error == pytest.approx(
+        float((after - wanted).abs().sum() / (2 * wanted.sum())), abs=2e-3
+    )
     assert folded.load_error < 0.01
 
 
@@ -146,7 +163,9 @@ def test_wanted_loads_count_a_token_once_a_group_and_fill_all_slots():
 
 def test_a_slot_is_empty_where_no_expert_was_chosen():
     member = torch.eye(2).bool()
-    assert wanted_load(torch.tensor([[0, -1], [1, -1], [0, -1]]), member, 1).tolist() == pytest.approx([2.0, 1.0])
+    assert wanted_load(torch.tensor([[0, -1], [1, -1], [0, -1]]), member, 1).tolist() == pytest.approx(
+        [2.0, 1.0]
+    )
 
 
 def test_a_sigmoid_router_without_a_bias_for_choosing_is_not_balanced():
@@ -157,9 +176,14 @@ def test_a_sigmoid_router_without_a_bias_for_choosing_is_not_balanced():
 
 
 def test_thresholds_let_each_group_take_as_many_as_took_any_member():
-    """Rows that read one state each: probabilities by hand, 3 tokens to the first group, 1 to the second, all to the third."""
+    """Rows that read one state each.
+
+    Probabilities by hand, 3 tokens to the first group, 1 to the second, all to the third.
+    """
     x_TD = torch.tensor([[3.0, 0.0, 0.0], [2.0, 0.0, 0.5], [1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    chosen_TK = torch.tensor([[0, 3, -1], [1, 3, -1], [0, 1, 3], [2, -1, 3]])  # of four experts, 0 and 1 one group
+    chosen_TK = torch.tensor(
+        [[0, 3, -1], [1, 3, -1], [0, 1, 3], [2, -1, 3]]
+    )  # of four experts, 0 and 1 one group
     gates_TK = torch.full((4, 3), 0.1).masked_fill(chosen_TK < 0, 0)
     states = LayerStates(x_TD, torch.zeros(4, 4), chosen_TK, gates_TK, torch.arange(4))
     threshold_K, scale = load_thresholds(torch.eye(3), [(0, 1), (2,), (3,)], states)
@@ -173,7 +197,11 @@ def test_thresholds_let_each_group_take_as_many_as_took_any_member():
 
 def test_a_group_nobody_chose_takes_nothing():
     states = LayerStates(
-        torch.randn(5, 2), torch.zeros(5, 2), torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1), torch.arange(5)
+        torch.randn(5, 2),
+        torch.zeros(5, 2),
+        torch.zeros(5, 1, dtype=torch.long),
+        torch.ones(5, 1),
+        torch.arange(5),
     )
     threshold_K, _ = load_thresholds(torch.eye(2), [(0,), (1,)], states)
     p_TK = states.x_TD.softmax(-1)

@@ -53,7 +53,12 @@ def test_experts_are_merged_within_their_routing_group_only():
 
 @pytest.mark.parametrize(
     ("keep", "nearest"),
-    [(3, "nearest possible: 4"), (1, "nearest possible: 2"), (0, "nearest possible: 2"), (9, "nearest possible: 8")],
+    [
+        (3, "nearest possible: 4"),
+        (1, "nearest possible: 2"),
+        (0, "nearest possible: 2"),
+        (9, "nearest possible: 8"),
+    ],
 )
 def test_a_number_that_routing_groups_cannot_share_is_refused_with_the_nearest_that_can(keep, nearest):
     with pytest.raises(BadInput, match=nearest):

@@ -17,7 +17,9 @@ def test_groups_are_those_scipy_makes_of_the_features(measure):
     theirs = {tuple(int(e) for e in np.flatnonzero(labels == label)) for label in np.unique(labels)}
     ours = hc_smoe(features, np.ones(12), 5, measure)
     assert set(ours.groups) == theirs
-    assert [merge.height for merge in ours.merges] == pytest.approx(linkage(features, "average", measure)[:, 2])
+    assert [merge.height for merge in ours.merges] == pytest.approx(
+        linkage(features, "average", measure)[:, 2]
+    )
 
 
 def test_cosine_ignores_the_size_of_an_output_and_the_default_does_not():

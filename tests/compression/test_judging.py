@@ -68,7 +68,9 @@ def test_a_model_beside_itself_does_not_diverge_and_another_one_does_by_what_sci
     for document in texts:
         ids = torch.from_numpy(document.ids)[None]
         with torch.no_grad():
-            both = [model(input_ids=ids).logits[0, :-1].double().softmax(-1).numpy() for model in (first, second)]
+            both = [
+                model(input_ids=ids).logits[0, :-1].double().softmax(-1).numpy() for model in (first, second)
+            ]
         expected += [jensenshannon(p, q) ** 2 for p, q in zip(*both, strict=True)]
     assert other.js_divergence == pytest.approx(np.mean(expected), rel=1e-3)
 

@@ -1,4 +1,7 @@
-"""Lab checkpoints in the lab's own layout compressed on text: sums, perplexity and errors against the lab model computed by hand."""
+"""Lab checkpoints in the lab's own layout compressed on text.
+
+Sums, perplexity and errors against the lab model computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def held_out() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 @torch.no_grad()
 def perplexity(model: LabModel, documents: list[torch.Tensor]) -> float:
-    losses = [functional.cross_entropy(model(ids[None]).logits_BLV[0, :-1], ids[1:], reduction="sum") for ids in documents]  # type: ignore[index]  # fmt: skip
+    losses = [
+        functional.cross_entropy(model(ids[None]).logits_BLV[0, :-1], ids[1:], reduction="sum")
+        for ids in documents
+    ]  # type: ignore[index]
     return math.exp(sum(losses).item() / sum(len(ids) - 1 for ids in documents))  # type: ignore[union-attr]
 
 
@@ -59,8 +65,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("lab")
     saved(place / "model", "loss_free")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("moescope.execution.models.load_model", lambda *given: pytest.fail("transformers was asked"))
-        compress(place / "model", method="reap", keep=0.5, text=written(place), apply=place / "small", out=place / "run", controls=1, quiet=True)  # fmt: skip
+        patched.setattr(
+            "moescope.execution.models.load_model", lambda *given: pytest.fail("transformers was asked")
+        )
+        compress(
+            place / "model",
+            method="reap",
+            keep=0.5,
+            text=written(place),
+            apply=place / "small",
+            out=place / "run",
+            controls=1,
+            quiet=True,
+        )
     return place
 
 
@@ -73,7 +90,9 @@ def test_saliency_is_gate_times_output_norm_of_the_lab_models_own_experts(run: R
     model, _ = load_model(place / "model")
     norms: dict[tuple[int, int], list[float]] = {}
 
-    def watch(module: torch.nn.Module, given: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, object]) -> None:
+    def watch(
+        module: torch.nn.Module, given: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, object]
+    ) -> None:
         x_TD, routed, experts = given[0], output[1], module.experts
         for x, chosen, gates in zip(x_TD, routed.chosen_TK.tolist(), routed.gates_TK.tolist(), strict=True):
             for expert, gate in zip(chosen, gates, strict=True):
@@ -113,7 +132,9 @@ def test_perplexities_are_those_of_the_lab_models_on_the_held_out_text(run: Run,
     assert whole["perplexity_original"] == pytest.approx(
         perplexity(load_model(place / "model")[0], documents), rel=1e-4
     )
-    assert whole["perplexity"] == pytest.approx(perplexity(load_model(place / "small")[0], documents), rel=1e-4)
+    assert whole["perplexity"] == pytest.approx(
+        perplexity(load_model(place / "small")[0], documents), rel=1e-4
+    )
     assert whole["perplexity"] != pytest.approx(whole["perplexity_original"], rel=1e-5)
     assert whole["js_divergence"] > 0
 
@@ -136,7 +157,9 @@ def test_measured_errors_are_those_of_both_models_blocks(place: Path):
     x_TD = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
     found = block_outputs(traced, {1: RouterReads(x_TD)})
     assert list(found) == [1]
-    made_TD, routed = traced.model.model.blocks[1].mlp(x_TD, torch.zeros(20, dtype=torch.long), torch.ones(20, dtype=torch.bool))  # fmt: skip
+    made_TD, routed = traced.model.model.blocks[1].mlp(
+        x_TD, torch.zeros(20, dtype=torch.long), torch.ones(20, dtype=torch.bool)
+    )
     torch.testing.assert_close(found[1][0], made_TD, rtol=1e-4, atol=1e-6)
     assert torch.equal(found[1][1], routed.chosen_TK)
 
@@ -150,7 +173,16 @@ def test_measured_errors_are_those_of_both_models_blocks(place: Path):
 )
 def test_experts_merged_on_text_run_in_the_lab(router: str, changes: dict, settings: dict, tmp_path: Path):
     model = saved(tmp_path / "model", router, layers=2, **changes)
-    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=0, quiet=True, **settings)  # fmt: skip
+    found = compress(
+        model,
+        keep=4,
+        text=written(tmp_path),
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=0,
+        quiet=True,
+        **settings,
+    )
     whole = found.table("damage").query("layer.isna()").iloc[0]
     small, _ = load_model(tmp_path / "small")
     assert small.config.experts == 4
@@ -158,9 +190,19 @@ def test_experts_merged_on_text_run_in_the_lab(router: str, changes: dict, setti
 
 
 @pytest.mark.parametrize("router", ["some", "expert_choice", "hash", "spectra"])
-def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by_the_lab(router: str, tmp_path: Path):
+def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by_the_lab(
+    router: str, tmp_path: Path
+):
     model = saved(tmp_path / "model", router, layers=2)
-    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True)  # fmt: skip
+    found = compress(
+        model,
+        keep=4,
+        text=written(tmp_path),
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=1,
+        quiet=True,
+    )
     small, _ = load_model(tmp_path / "small")
     assert small.config.experts == 4
     whole = found.table("damage").query("method == 'reap' and layer.isna()").iloc[0]
@@ -189,28 +231,55 @@ def test_a_dense_model_has_nothing_to_take_away(tmp_path: Path):
         ("expert_choice", {"method": "weights"}),
     ],
 )
-def test_experts_of_other_routers_are_merged_and_judged_by_the_lab(router: str, settings: dict, tmp_path: Path):
+def test_experts_of_other_routers_are_merged_and_judged_by_the_lab(
+    router: str, settings: dict, tmp_path: Path
+):
     model = saved(tmp_path / "model", router, layers=2)
-    found = compress(model, keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=1, quiet=True, **settings)  # fmt: skip
+    found = compress(
+        model,
+        keep=4,
+        text=written(tmp_path),
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=1,
+        quiet=True,
+        **settings,
+    )
     small, _ = load_model(tmp_path / "small")
     assert small.config.experts == 4
     assert found.table("clusters")["kept"].all()
     whole = found.table("damage").query("layer.isna()").set_index("method")
     assert whole["perplexity"].notna().all()
-    assert whole["perplexity"][settings["method"]] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
+    assert whole["perplexity"][settings["method"]] == pytest.approx(
+        perplexity(small, held_out()[1]), rel=1e-4
+    )
     layers = found.table("damage").dropna(subset="layer")
     assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
     assert found.info["setup"]["router"] == ("join" if router in ("hash", "spectra") else "fold")
 
 
 @pytest.mark.parametrize("router", ["some", "expert_choice"])
-def test_rows_fitted_for_other_routers_are_nearer_the_old_one_than_means_and_keep_loads(router: str, tmp_path: Path):
+def test_rows_fitted_for_other_routers_are_nearer_the_old_one_than_means_and_keep_loads(
+    router: str, tmp_path: Path
+):
     model = saved(tmp_path / "model", router, layers=2)
-    run = compress(model, method="weights", keep=4, text=written(tmp_path), apply=tmp_path / "small", out=tmp_path / "run", controls=0, judge=False, quiet=True)  # fmt: skip
+    run = compress(
+        model,
+        method="weights",
+        keep=4,
+        text=written(tmp_path),
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=0,
+        judge=False,
+        quiet=True,
+    )
     settings = run.info["setup"]["plan_settings"]
     assert settings["router_kl"] < settings["router_kl_of_mean_rows"]
     layers = run.table("damage").query("layer.notna()")
-    assert layers["router_kl"].mean() == pytest.approx(settings["router_kl"], rel=1e-3)  # of the router that was asked
+    assert layers["router_kl"].mean() == pytest.approx(
+        settings["router_kl"], rel=1e-3
+    )  # of the router that was asked
     (original, _), (small, _) = load_model(model), load_model(tmp_path / "small")
     plan, fits = read_plan(run.path)
     for layer in plan.layers:
@@ -236,7 +305,9 @@ def test_rows_fitted_for_other_routers_are_nearer_the_old_one_than_means_and_kee
 @pytest.mark.parametrize("router", ["some", "expert_choice"])
 def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(router: str, tmp_path: Path):
     model = saved(tmp_path / "model", router, layers=1)
-    run = compress(model, method="weights", keep=4, apply=tmp_path / "small", out=tmp_path / "run", quiet=True)
+    run = compress(
+        model, method="weights", keep=4, apply=tmp_path / "small", out=tmp_path / "run", quiet=True
+    )
     plan, _ = read_plan(run.path)
     assert plan.router == "join"
     leaders = list(plan.layers[0].dominants)
@@ -248,12 +319,22 @@ def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(route
 @pytest.mark.parametrize(
     ("router", "settings", "line"),
     [
-        ("hash", {"method": "m_smoe"}, "its router, hash, has no logits for m_smoe to go by; merge with hc_smoe or weights, or prune"),
+        (
+            "hash",
+            {"method": "m_smoe"},
+            "its router, hash, has no logits for m_smoe to go by; merge with hc_smoe or weights, or prune",
+        ),
         ("hash", {"method": "weights", "keep": 1}, "a token goes to 2; nearest possible: 2"),
-        ("spectra", {"method": "hc_smoe", "sequential": True}, "not merged in sequence then; leave out --sequential"),
+        (
+            "spectra",
+            {"method": "hc_smoe", "sequential": True},
+            "not merged in sequence then; leave out --sequential",
+        ),
     ],
-)  # fmt: skip
-def test_what_a_router_of_the_lab_cannot_become_is_refused_before_any_work(router: str, settings: dict, line: str, tmp_path: Path):  # fmt: skip
+)
+def test_what_a_router_of_the_lab_cannot_become_is_refused_before_any_work(
+    router: str, settings: dict, line: str, tmp_path: Path
+):
     model = saved(tmp_path / "model", router, layers=1)
     with pytest.raises(BadInput, match=line):
         compress(model, text=written(tmp_path), out=tmp_path / "run", **{"keep": 4, **settings})

@@ -35,7 +35,9 @@ def test_each_other_expert_joins_the_dominant_it_shares_tokens_with():
     assert grouping.groups == ((0, 4, 5), (1,), (2, 3))
     assert grouping.dominants == (0, 1, 2)
     cosine = profile_cosines(gram_of(logits))
-    assert sorted(merge.height for merge in grouping.merges) == pytest.approx(sorted(1 - cosine[[3, 4, 5], [2, 0, 0]]))
+    assert sorted(merge.height for merge in grouping.merges) == pytest.approx(
+        sorted(1 - cosine[[3, 4, 5], [2, 0, 0]])
+    )
     assert [merge.size for merge in grouping.merges if merge.left == 2] == [2]
     assert max(merge.size for merge in grouping.merges) == 3
 

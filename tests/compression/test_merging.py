@@ -18,7 +18,14 @@ from moescope.compression.plan import read_plan
 from moescope.errors import BadInput
 from moescope.families import read_moe
 
-FAMILIES = [("mixtral", "saved"), ("qwen3_moe", "memory"), ("olmoe", "saved"), ("deepseek_v3", "saved"), ("gpt_oss", "saved"), ("granitemoe", "saved")]  # fmt: skip
+FAMILIES = [
+    ("mixtral", "saved"),
+    ("qwen3_moe", "memory"),
+    ("olmoe", "saved"),
+    ("deepseek_v3", "saved"),
+    ("gpt_oss", "saved"),
+    ("granitemoe", "saved"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,9 @@ def model_of(folder: Path, kind: str = "mixtral", form: str = "saved") -> Path:
 def planned(model: Path, text: Path | None, out: Path, method: str, keep: int = 3, **more: Any) -> Any:
     given = {"token_ids": text} if text else {}
     more.setdefault("device", "cpu")
-    return moescope.compress(model, method=method, keep=keep, out=out, quiet=True, judge=False, controls=0, **given, **more)  # fmt: skip
+    return moescope.compress(
+        model, method=method, keep=keep, out=out, quiet=True, judge=False, controls=0, **given, **more
+    )
 
 
 @pytest.mark.parametrize(("kind", "form"), FAMILIES)
@@ -48,14 +57,18 @@ def test_merged_models_of_other_families_load_without_a_word_and_generate(tmp_pa
     run = planned(model, text, tmp_path / "run", "m_smoe_permuted", apply=tmp_path / "small")
     loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
     assert not any(told.values()), told
-    made = loaded.eval().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    made = loaded.eval().generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
     assert made.shape == (1, 7)
     plan, fits = read_plan(run.path)
     layers = read_moe(open_checkpoint(tmp_path / "small")).layers
     for layer in plan.layers:
         new = layers[layer.layer]
         assert new.n_experts == 3
-        assert new.router_ED.read().float().numpy() == pytest.approx(fits[layer.layer].router_KD.numpy(), rel=1e-2)
+        assert new.router_ED.read().float().numpy() == pytest.approx(
+            fits[layer.layer].router_KD.numpy(), rel=1e-2
+        )
         assert (new.router_bias_E is None) == (fits[layer.layer].router_bias_K is None)
         assert (new.correction_bias_E is None) == (fits[layer.layer].correction_bias_K is None)
     rescales = any("does not renormalise" in said for said in run.info["warnings"])
@@ -98,7 +111,9 @@ def test_an_adaptive_budget_keeps_as_many_in_all_and_is_for_plans_only(tmp_path,
 def test_tied_routers_lose_nothing_of_the_router_and_less_of_the_output_than_folded_ones(tmp_path, text):
     model = model_of(tmp_path)
     tied, folded = (
-        planned(model, text, tmp_path / router, "m_smoe_permuted", router=router).table("damage").query("layer.notna()")
+        planned(model, text, tmp_path / router, "m_smoe_permuted", router=router)
+        .table("damage")
+        .query("layer.notna()")
         for router in ("tie", "fold")
     )
     assert (tied["router_kl"] == 0).all()
@@ -155,7 +170,9 @@ def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
     edit_json(model / "config.json", n_group=2, topk_group=2)
     with pytest.raises(BadInput, match="nearest possible: 4"):
         planned(model, text, tmp_path / "run", "m_smoe", keep=3)
-    with pytest.raises(BadInput, match="each of the 2 routing groups of layer 2 as many experts; leave out --adaptive"):
+    with pytest.raises(
+        BadInput, match="each of the 2 routing groups of layer 2 as many experts; leave out --adaptive"
+    ):
         planned(model, text, tmp_path / "run", "m_smoe", keep=4, adaptive=True)
     assert not (tmp_path / "run").exists()
     run = planned(model, None, tmp_path / "weights", "weights", keep=4)
@@ -176,7 +193,14 @@ def test_controls_match_neurons_just_where_their_plan_does(tmp_path, text):
     errors = []
     for method in ("hc_smoe", "hc_smoe_permuted"):
         run = moescope.compress(
-            model, method=method, keep=3, token_ids=text, out=tmp_path / method, controls=1, quiet=True, device="cpu"
+            model,
+            method=method,
+            keep=3,
+            token_ids=text,
+            out=tmp_path / method,
+            controls=1,
+            quiet=True,
+            device="cpu",
         )
         damage = run.table("damage")
         errors.append(damage[damage["method"] == "random (seed 1)"]["predicted_error"].dropna().to_numpy())
@@ -187,8 +211,13 @@ def test_controls_match_neurons_just_where_their_plan_does(tmp_path, text):
 def test_every_merging_method_names_random_merging_as_its_control():
     merging = [method for method in METHODS if method.merges]
     assert [method.name for method in merging] == [
-        "hc_smoe", "hc_smoe_permuted", "m_smoe", "m_smoe_permuted", "weights", "random_merge",
-    ]  # fmt: skip
+        "hc_smoe",
+        "hc_smoe_permuted",
+        "m_smoe",
+        "m_smoe_permuted",
+        "weights",
+        "random_merge",
+    ]
     assert {method.control for method in merging} == {"random_merge"}
     assert [method.name for method in merging if not method.needs_text] == ["weights", "random_merge"]
 
@@ -196,12 +225,24 @@ def test_every_merging_method_names_random_merging_as_its_control():
 @pytest.mark.parametrize(
     ("method", "more", "line"),
     [
-        ("hc_smoe", {"distance": "l2"}, "unknown distance of hc_smoe 'l2'; known: default, euclidean, cosine"),
+        (
+            "hc_smoe",
+            {"distance": "l2"},
+            "unknown distance of hc_smoe 'l2'; known: default, euclidean, cosine",
+        ),
         ("weights", {"distance": "cosine"}, "unknown distance of weights 'cosine'; known: default, l2, sv"),
-        ("weights", {"adaptive": True}, "method weights has no adaptive budget; use m_smoe or m_smoe_permuted"),
+        (
+            "weights",
+            {"adaptive": True},
+            "method weights has no adaptive budget; use m_smoe or m_smoe_permuted",
+        ),
         ("m_smoe", {"merge_weights": "mean"}, "unknown merge weights 'mean'"),
         ("m_smoe", {"router": "slice"}, "unknown router 'slice'; known: fold, tie"),
-        ("reap", {"sequential": True}, "method reap drops experts and merges none; leave sequential as it is"),
+        (
+            "reap",
+            {"sequential": True},
+            "method reap drops experts and merges none; leave sequential as it is",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_any_work(tmp_path, text, method, more, line):
@@ -225,7 +266,8 @@ def test_weights_alone_are_clustered_without_transformers(tmp_path):
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import moescope\n"
-        f"run = moescope.compress({str(model)!r}, method='weights', keep=3, out={str(tmp_path / 'run')!r}, apply={str(tmp_path / 'small')!r}, quiet=True)\n"
+        f"run = moescope.compress({str(model)!r}, method='weights', keep=3, "
+        f"out={str(tmp_path / 'run')!r}, apply={str(tmp_path / 'small')!r}, quiet=True)\n"
         "assert run.table('clusters').groupby('layer')['cluster'].nunique().eq(3).all()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)

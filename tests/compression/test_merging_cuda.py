@@ -27,14 +27,27 @@ def test_a_gpu_makes_the_cpu_s_plan(tmp_path, kind, method, more):
     model = tiny_model(kind).save(tmp_path / "model", "saved")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (30, 20)))
     runs = [
-        moescope.compress(model, method=method, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / device, quiet=True, judge=False, controls=1, device=device, **more)
+        moescope.compress(
+            model,
+            method=method,
+            keep=3,
+            token_ids=tmp_path / "ids.npy",
+            out=tmp_path / device,
+            quiet=True,
+            judge=False,
+            controls=1,
+            device=device,
+            **more,
+        )
         for device in ("cpu", "cuda")
-    ]  # fmt: skip
+    ]
     ours, theirs = (run.table("clusters") for run in runs)
     assert ours["cluster"].tolist() == theirs["cluster"].tolist()
     assert ours["weight"].to_numpy() == pytest.approx(theirs["weight"].to_numpy(), abs=0.02)
     damage, other = (run.table("damage").query("layer.notna()") for run in runs)
-    assert damage["predicted_error"].to_numpy() == pytest.approx(other["predicted_error"].to_numpy(), rel=0.05)
+    assert damage["predicted_error"].to_numpy() == pytest.approx(
+        other["predicted_error"].to_numpy(), rel=0.05
+    )
     for layer, fit in read_plan(runs[0].path)[1].items():
         rows = read_plan(runs[1].path)[1][layer].router_KD
         assert (fit.router_KD is None) == (rows is None)

@@ -21,7 +21,7 @@ FOLD = Plan("m_smoe_permuted", MARK, (MERGED,), "signed", "fold", 2, {"keep": "0
 SLICE = Plan("reap", MARK, (PRUNED, replace(PRUNED, layer=1)), "none", "slice", None, {"keep": "2"})
 FIT = LayerFit(
     torch.randn(2, 8), torch.randn(2), None, {0: torch.tensor([2, 0, 1])}, {0: torch.tensor([1, -1, 1])}
-)  # fmt: skip
+)
 
 
 def test_a_plan_with_fitted_arrays_comes_back_as_it_was_written(tmp_path):
@@ -61,13 +61,24 @@ def test_experts_in_no_group_are_the_dropped_ones(tmp_path):
         (lambda layer: layer.update(dominants=[2]), "2 groups, 1 dominants and 2 lists of weights"),
         (lambda layer: layer.update(weights=[[0.5, 0.6], [0.5, 0.5]]), "sum to 1.1, not to 1"),
         (lambda layer: layer.update(weights=[[1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
-        (lambda layer: layer.update(weights=[[2.0, -1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
-        (lambda layer: layer.update(weights=[[float("nan"), 1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
-        (lambda layer: layer.update(groups=[[0], [1], [2, 3]], dominants=[0, 1, 2], weights=[[1], [1], [0.5, 0.5]]), "router_KD has 2 rows for 3"),
+        (
+            lambda layer: layer.update(weights=[[2.0, -1.0], [0.5, 0.5]]),
+            "are not one number from 0 up a member",
+        ),
+        (
+            lambda layer: layer.update(weights=[[float("nan"), 1.0], [0.5, 0.5]]),
+            "are not one number from 0 up a member",
+        ),
+        (
+            lambda layer: layer.update(
+                groups=[[0], [1], [2, 3]], dominants=[0, 1, 2], weights=[[1], [1], [0.5, 0.5]]
+            ),
+            "router_KD has 2 rows for 3",
+        ),
         (lambda layer: layer.pop("groups"), "'groups' is missing or malformed"),
         (lambda layer: layer.update(groups="many"), "is missing or malformed"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_that_cannot_be_meant_is_refused_when_it_is_read(tmp_path, change, said):
     write_plan(tmp_path, FOLD, {3: FIT})
     content = json.loads((tmp_path / "plan.json").read_text())
@@ -126,7 +137,8 @@ def test_arrays_of_another_plan_or_none_at_all_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("{", "not valid JSON"), ('{"a": 1}', "not a plan of moescope"), ("[]", "not a plan")]
+    ("content", "said"),
+    [("{", "not valid JSON"), ('{"a": 1}', "not a plan of moescope"), ("[]", "not a plan")],
 )
 def test_files_that_are_no_plan_are_refused(tmp_path, content, said):
     (tmp_path / "plan.json").write_text(content)

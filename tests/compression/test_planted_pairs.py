@@ -1,4 +1,7 @@
-"""A trained model with planted twins: who finds them, what merging them costs, and what merging others does."""
+"""A trained model with planted twins.
+
+Who finds them, what merging them costs, and what merging others does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ GROUPS = ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
 
 
 def loaded(folder: Path) -> Any:
-    """The written checkpoint as transformers loads it; a weight that is missing, left over or of another shape fails."""
+    """The written checkpoint as transformers loads it.
+
+    A weight that is missing, left over or of another shape fails.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -47,7 +53,9 @@ def keeps_within_one_percent(planted: Planted, run: Run, folder: Path, method: s
         assert groups(run, layer) == GROUPS
     assert abs(change(planted, folder)) < 0.01
     whole = run.table("damage").query("layer.isna()").set_index("method")
-    assert whole.loc[method, "perplexity"] == pytest.approx(whole.loc[method, "perplexity_original"], rel=0.01)
+    assert whole.loc[method, "perplexity"] == pytest.approx(
+        whole.loc[method, "perplexity_original"], rel=0.01
+    )
     at_random = whole.drop(index=method)
     assert len(at_random) == 2
     assert (at_random["perplexity"] > 1.05 * at_random["perplexity_original"]).all()
@@ -97,7 +105,9 @@ def test_unsigned_matching_leaves_half_of_the_neurons_wrong_and_costs_more(one_p
     right = []
     for (layer, copy), disguise in one_planted.disguises.items():
         if copy in fits[layer].orders:
-            right.append(disguise.order_F[fits[layer].orders[copy].long()] == torch.arange(len(disguise.order_F)))
+            right.append(
+                disguise.order_F[fits[layer].orders[copy].long()] == torch.arange(len(disguise.order_F))
+            )
             assert copy not in fits[layer].signs
     assert 0.3 < float(torch.cat(right).float().mean()) < 0.8
     _, signed = compressed(one_planted, "m_smoe_permuted", **JUDGED)

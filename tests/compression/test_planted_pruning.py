@@ -1,4 +1,7 @@
-"""Pruning on a model whose truth is known: of two twins one can go, and every saliency sees that where chance does not."""
+"""Pruning on a model whose truth is known.
+
+Of two twins one can go, and every saliency sees that where chance does not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ def test_one_of_each_pair_of_twins_goes_and_almost_nothing_is_lost_where_random_
 ):
     run, _ = compressed(planted, method, judge=True, controls=3)
     for layer in read_plan(run.path)[0].layers:
-        assert sorted(PAIRS.index(next(pair for pair in PAIRS if expert in pair)) for expert in layer.dropped) == [0, 1]
+        assert sorted(
+            PAIRS.index(next(pair for pair in PAIRS if expert in pair)) for expert in layer.dropped
+        ) == [0, 1]
     whole = run.table("damage").query("layer.isna()").set_index("method")
     own, controls = whole.loc[method], whole.drop(method)
     assert abs(own["perplexity"] / own["perplexity_original"] - 1) < 0.015
@@ -29,7 +34,10 @@ def test_one_of_each_pair_of_twins_goes_and_almost_nothing_is_lost_where_random_
 
 
 def test_whether_a_twin_or_its_original_goes_is_told_by_its_rank_s_interval(one_planted, compressed):
-    """Twins do the same on the tokens they get, so which of them scores lower is close; what no twin has is not."""
+    """Twins do the same on the tokens they get, so which of them scores lower is close.
+
+    What no twin has is not.
+    """
     run, _ = compressed(one_planted, "reap", judge=True, controls=3)
     rows = run.table("saliency").set_index(["layer", "expert"])
     twins = {expert for pair in PAIRS for expert in pair}

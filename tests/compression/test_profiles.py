@@ -44,7 +44,10 @@ def test_profiles_and_means_are_those_of_all_tokens_at_once():
         for expert in range(block.n_experts):  # by hand: SwiGLU of the fused tensors
             gate, up = torch.nn.functional.linear(x, experts.gate_up_proj[expert]).chunk(2, dim=-1)
             out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, experts.down_proj[expert])
-            ours = means.sums()[f"layer.{layer}.output_sum_ED"][expert] / means.sums()[f"layer.{layer}.output_tokens"]
+            ours = (
+                means.sums()[f"layer.{layer}.output_sum_ED"][expert]
+                / means.sums()[f"layer.{layer}.output_tokens"]
+            )
             assert ours.numpy() == pytest.approx(out.detach().double().mean(0).numpy(), abs=1e-6)
 
 
@@ -72,7 +75,9 @@ def test_outputs_are_summed_a_few_thousand_tokens_at_a_time(monkeypatch):
     from moescope.compression import profiles
 
     plain = profiles.ungated_output
-    monkeypatch.setattr(profiles, "ungated_output", lambda block, x, e: (seen.append(len(x)), plain(block, x, e))[1])
+    monkeypatch.setattr(
+        profiles, "ungated_output", lambda block, x, e: (seen.append(len(x)), plain(block, x, e))[1]
+    )
     parts = ExpertMeans()
     calibrate(model, documents(), [parts])
     assert max(seen) == 5

@@ -26,8 +26,17 @@ from moescope.types import LayerPlan, Plan
 
 @pytest.mark.parametrize(
     ("keep", "share", "count"),
-    [("0.5", 0.5, None), (0.25, 0.25, None), ("4", None, 4), (4, None, 4), ("50%", 0.5, None), ("1", None, 1), (1.0, 1.0, None), ("1e-1", 0.1, None)],
-)  # fmt: skip
+    [
+        ("0.5", 0.5, None),
+        (0.25, 0.25, None),
+        ("4", None, 4),
+        (4, None, 4),
+        ("50%", 0.5, None),
+        ("1", None, 1),
+        (1.0, 1.0, None),
+        ("1e-1", 0.1, None),
+    ],
+)
 def test_keep_is_a_share_where_it_has_a_point_and_a_number_where_it_has_none(keep, share, count):
     assert read_keep(keep) == (share, count)
 
@@ -62,7 +71,9 @@ def test_groups_that_do_not_divide_are_refused_with_the_nearest_possible_numbers
     folder = tiny_model("deepseek_v3").save(tmp_path / "model", "saved")
     edit_json(folder / "config.json", n_group=2, topk_group=1)
     moe = read_moe(open_checkpoint(folder))
-    with pytest.raises(BadInput, match=r"3 experts in layer 2 cannot be routed in 2 groups .*; nearest possible: 4"):
+    with pytest.raises(
+        BadInput, match=r"3 experts in layer 2 cannot be routed in 2 groups .*; nearest possible: 4"
+    ):
         keep_counts(moe, 3, merges=False)
     with pytest.raises(BadInput, match="nearest possible: 4"):
         keep_counts(moe, 3, merges=True)
@@ -72,7 +83,9 @@ def test_groups_that_do_not_divide_are_refused_with_the_nearest_possible_numbers
 def test_a_quantised_checkpoint_is_refused_before_anything_is_read(tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
     with pytest.raises(BadInput, match=r"is quantised .* and cannot be rewritten; give a bf16 checkpoint"):
         keep_counts(read_moe(open_checkpoint(folder)), 0.5, merges=False)
 
@@ -106,19 +119,31 @@ def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list(
     assert len(set(names)) == len(names)
     assert names[:5] == ["frequency", "gate_mass", "ean", "reap", "random"]
     assert {method_named(method.control).needs_text for method in METHODS} <= {False}
-    with pytest.raises(BadInput, match="unknown method 'reep'; known: frequency, gate_mass, ean, reap, random"):
+    with pytest.raises(
+        BadInput, match="unknown method 'reep'; known: frequency, gate_mass, ean, reap, random"
+    ):
         method_named("reep")
 
 
 def test_choices_of_merging_are_refused_where_nothing_is_merged():
-    with pytest.raises(BadInput, match="method reap drops experts and merges none; leave merge weights as it is"):
+    with pytest.raises(
+        BadInput, match="method reap drops experts and merges none; leave merge weights as it is"
+    ):
         check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
     check_settings(method_named("reap"), PlanSettings(seed=3), written=True)
 
 
 def test_gates_that_are_not_renormalised_grow_by_the_probability_that_was_dropped():
     p_TE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.1, 0.5, 0.3]])
-    states = {0: LayerStates(torch.zeros(2, 1), p_TE.log(), torch.tensor([[0], [2]]), torch.tensor([[0.4], [0.5]]), torch.arange(2))}  # fmt: skip
+    states = {
+        0: LayerStates(
+            torch.zeros(2, 1),
+            p_TE.log(),
+            torch.tensor([[0], [2]]),
+            torch.tensor([[0.4], [0.5]]),
+            torch.arange(2),
+        )
+    }
     layers = (LayerPlan(0, 4, ((0,), (1,), (2,)), (0, 1, 2), ((1.0,),) * 3),)
     as_they_are = Gating(Scoring("softmax"), 1, False, 1.0, True)
     after = (0.4 / 0.9 + 0.5 / 0.7) / 2  # expert 3 is gone: its 0.1 and 0.3 go to the others
@@ -136,9 +161,20 @@ def test_a_pruned_family_that_does_not_renormalise_gates_says_by_how_much_they_g
     saved(tmp_path / "model", kind)
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (20, 16)))
     run = moescope.compress(
-        tmp_path / "model", method="reap", keep=2, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", judge=False, controls=0, quiet=True
-    )  # fmt: skip
-    words = [warning for warning in run.info["warnings"] if "does not renormalise gates: pruning multiplies" in warning]
+        tmp_path / "model",
+        method="reap",
+        keep=2,
+        token_ids=tmp_path / "ids.npy",
+        out=tmp_path / "run",
+        judge=False,
+        controls=0,
+        quiet=True,
+    )
+    words = [
+        warning
+        for warning in run.info["warnings"]
+        if "does not renormalise gates: pruning multiplies" in warning
+    ]
     assert len(words) == said
     grown = read_plan(run.path)[0].settings["gate_scale"]
     assert grown > 1.05 if said else grown == 1

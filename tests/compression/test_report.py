@@ -1,4 +1,7 @@
-"""A compression's part of the report: what it says, what it draws, and that it needs neither torch nor the model."""
+"""A compression's part of the report.
+
+What it says, what it draws, and that it needs neither torch nor the model.
+"""
 
 import shlex
 import shutil
@@ -39,9 +42,13 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     random = sorted(whole.drop("reap")["perplexity"])
     worse = whole.loc["reap", "perplexity"] >= random[0]
     assert found[2] == (
-        f"Perplexity on held-out text {whole.loc['reap', 'perplexity']:.3g}, original {whole.loc['reap', 'perplexity_original']:.3g}, "
-        f"random controls {random[0]:.3g} to {random[1]:.3g}" + ("; no better than choosing at random" if worse else "")
-    )  # fmt: skip
+        (
+            f"Perplexity on held-out text {whole.loc['reap', 'perplexity']:.3g}, original "
+            f"{whole.loc['reap', 'perplexity_original']:.3g}, "
+            f"random controls {random[0]:.3g} to {random[1]:.3g}"
+        )
+        + ("; no better than choosing at random" if worse else "")
+    )
     assert "(at most 0.693), random controls" in found[3]
     assert found[4].startswith("Measured error of a layer's routed output: largest in layer")
     assert "random controls" in found[4]
@@ -54,8 +61,18 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
 def test_the_page_has_every_figure_and_table_and_explains_every_column(page):
     html = page.read_text(encoding="utf-8")
     names = set(payloads(html))
-    for name in ("cost-0-perplexities", "cost-1-divergences", "cost-2-errors_by_layer", "cost-3-router_kl_by_layer",
-                 "saliency-0-saliency_heatmap", "saliency-1-rank_intervals", "cost-t0", "cost-t1", "saliency-t0", "experts-after-t0"):  # fmt: skip
+    for name in (
+        "cost-0-perplexities",
+        "cost-1-divergences",
+        "cost-2-errors_by_layer",
+        "cost-3-router_kl_by_layer",
+        "saliency-0-saliency_heatmap",
+        "saliency-1-rank_intervals",
+        "cost-t0",
+        "cost-t1",
+        "saliency-t0",
+        "experts-after-t0",
+    ):
         assert f"o0-{name}" in names
     for name in COMPRESSION_TABLES:
         for column in TABLES[name].columns:
@@ -82,7 +99,9 @@ def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_ag
 
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (8, 12)))
     model = compressed_run.path.parent / "model"
-    run = compress(model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True)
+    run = compress(
+        model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True
+    )
     words = shlex.split(compression_command(run))
     assert words[words.index("--token-ids") + 1] == str(tmp_path / "ids.npy")
     assert "--text" not in words

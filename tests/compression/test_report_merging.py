@@ -19,14 +19,29 @@ def merged_run(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("merged")
     model = tiny_model("mixtral").save(folder / "model", "saved")
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 60, (30, 20)))
-    return moescope.compress(model, method="hc_smoe", keep=2, token_ids=folder / "ids.npy", out=folder / "run", quiet=True, controls=1)  # fmt: skip
+    return moescope.compress(
+        model,
+        method="hc_smoe",
+        keep=2,
+        token_ids=folder / "ids.npy",
+        out=folder / "run",
+        quiet=True,
+        controls=1,
+    )
 
 
 def test_groups_and_distances_are_drawn_and_every_column_is_explained(merged_run, tmp_path):
     page = moescope.report(merged_run, out=tmp_path / "report.html").read_text(encoding="utf-8")
     names = set(payloads(page))
-    for name in ("experts-after-0-dendrogram", "experts-after-1-group_sizes", "experts-after-t0", "experts-after-t1",
-                 "distances-0-expert_distance_gate", "distances-2-expert_distance_down", "distances-t0"):  # fmt: skip
+    for name in (
+        "experts-after-0-dendrogram",
+        "experts-after-1-group_sizes",
+        "experts-after-t0",
+        "experts-after-t1",
+        "distances-0-expert_distance_gate",
+        "distances-2-expert_distance_down",
+        "distances-t0",
+    ):
         assert f"o0-{name}" in names
     for name in ("merges", "geometry_layers"):
         for column in TABLES[name].columns:
@@ -34,20 +49,26 @@ def test_groups_and_distances_are_drawn_and_every_column_is_explained(merged_run
 
 
 def test_the_words_say_what_became_of_the_router_and_how_large_groups_are(merged_run):
-    section = next(section for section in compression_sections(merged_run) if section.anchor == "experts-after")
+    section = next(
+        section for section in compression_sections(merged_run) if section.anchor == "experts-after"
+    )
     assert section.words.startswith("Router rows are fitted anew, one for each merged expert.")
     settings = merged_run.info["setup"]["plan_settings"]
     assert (
-        f"{settings['router_kl_of_mean_rows']:.3g} nats for the members' mean rows, {settings['router_kl']:.3g} for those taken"
-        in section.words
-    )
+        f"{settings['router_kl_of_mean_rows']:.3g} nats for the members' mean rows, "
+        f"{settings['router_kl']:.3g} for those taken"
+    ) in section.words
     assert "on states that the fit did not see" in section.words
     sizes = merged_run.table("clusters").groupby(["layer", "cluster"]).size()
     assert f"{(sizes > 1).sum()} groups of {sizes[sizes > 1].min()} to {sizes.max()} members" in section.words
 
 
 def test_a_merging_run_holds_its_steps_and_distances_as_tables(merged_run):
-    assert merged_run.tables == [name for name in TABLES if name in {"clusters", "merges", "saliency", "damage", "geometry", "geometry_layers"}]  # fmt: skip
+    assert merged_run.tables == [
+        name
+        for name in TABLES
+        if name in {"clusters", "merges", "saliency", "damage", "geometry", "geometry_layers"}
+    ]
     steps = merged_run.table("merges")
     assert steps.groupby("layer")["done"].sum().tolist() == [2, 2, 2]
     assert steps.groupby("layer").size().tolist() == [3, 3, 3]
@@ -61,7 +82,9 @@ def test_the_command_names_token_ids_as_such(merged_run):
 
 
 def test_a_plan_without_steps_has_no_dendrogram(merged_run, tmp_path):
-    run = moescope.compress(merged_run.path.parent / "model", method="random_merge", keep=2, out=tmp_path / "run", quiet=True)  # fmt: skip
+    run = moescope.compress(
+        merged_run.path.parent / "model", method="random_merge", keep=2, out=tmp_path / "run", quiet=True
+    )
     assert "merges" not in run.tables
     drawn = [spec.name for section in compression_sections(run) for spec, _ in section.figures]
     assert "dendrogram" not in drawn

@@ -20,8 +20,13 @@ def a_case(seed: int, tokens: int = 300, width: int = 5, rows: int = 3, bias: bo
     return (torch.tensor(part) for part in (x, target, start, rng.normal(size=rows) if bias else np.zeros(0)))
 
 
-def by_scipy(x: np.ndarray, target: np.ndarray, start: np.ndarray, bias: np.ndarray | None, ridge: float) -> float:
-    """The least value of the same objective by another library's quasi-Newton, from finite differences of nothing: exact gradients."""
+def by_scipy(
+    x: np.ndarray, target: np.ndarray, start: np.ndarray, bias: np.ndarray | None, ridge: float
+) -> float:
+    """The least value of the same objective by another library's quasi-Newton.
+
+    From finite differences of nothing: exact gradients.
+    """
     rows, width = start.shape
     scale = np.square(x).mean()
 
@@ -29,7 +34,9 @@ def by_scipy(x: np.ndarray, target: np.ndarray, start: np.ndarray, bias: np.ndar
         own = flat[: rows * width].reshape(rows, width)
         shift = flat[rows * width :] if bias is not None else np.zeros(rows)
         log_q = log_softmax(x @ own.T + shift, axis=1)
-        value = (target * (np.log(target) - log_q)).sum(1).mean() + ridge * scale / 2 * np.square(own - start).sum()
+        value = (target * (np.log(target) - log_q)).sum(1).mean() + ridge * scale / 2 * np.square(
+            own - start
+        ).sum()
         off = (np.exp(log_q) - target) / len(x)
         slope = off.T @ x + ridge * scale * (own - start)
         return value, np.concatenate([slope.ravel(), off.sum(0) if bias is not None else np.zeros(0)])

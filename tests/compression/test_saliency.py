@@ -14,20 +14,31 @@ def sums_of(tokens, gates, norms, gated, layer: int = 3) -> dict[str, torch.Tens
     """Sums of a layer: rows are groups of documents."""
     values = dict(zip(COUNTED, (tokens, gates, norms, gated), strict=True))
     return {
-        f"layer.{layer}.{name}": torch.tensor(value, dtype=torch.int64 if name == "tokens_BE" else torch.float64)
+        f"layer.{layer}.{name}": torch.tensor(
+            value, dtype=torch.int64 if name == "tokens_BE" else torch.float64
+        )
         for name, value in values.items()
     }
 
 
-# three tokens: the first two go to expert 0 (gates 0.5 and 0.25, norms 2 and 4), the third to expert 1 (1.0, 3); nobody to expert 2
+# three tokens: the first two go to expert 0 (gates 0.5 and 0.25, norms 2 and 4), the third to expert 1 (1.0,
+# 3); nobody to expert 2
 HAND = sums_of(
-    [[1, 1, 0], [1, 0, 0]], [[0.5, 1.0, 0], [0.25, 0, 0]], [[2.0, 3.0, 0], [4.0, 0, 0]], [[1.0, 3.0, 0], [1.0, 0, 0]]
+    [[1, 1, 0], [1, 0, 0]],
+    [[0.5, 1.0, 0], [0.25, 0, 0]],
+    [[2.0, 3.0, 0], [4.0, 0, 0]],
+    [[1.0, 3.0, 0], [1.0, 0, 0]],
 )
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("frequency", [2, 1, 0]), ("gate_mass", [0.75, 1.0, 0]), ("ean", [6.0, 3.0, 0]), ("reap", [1.0, 3.0, 0.0])],
+    [
+        ("frequency", [2, 1, 0]),
+        ("gate_mass", [0.75, 1.0, 0]),
+        ("ean", [6.0, 3.0, 0]),
+        ("reap", [1.0, 3.0, 0.0]),
+    ],
 )
 def test_scores_of_three_tokens_by_hand(name, expected):
     assert scores(HAND, 3, name).tolist() == expected

@@ -1,4 +1,7 @@
-"""A layer merged in a running model: tied it is the reference, folded it is what the written checkpoint will do."""
+"""A layer merged in a running model.
+
+Tied it is the reference, folded it is what the written checkpoint will do.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ def looked_at(model: torch.nn.Module) -> tuple[dict[int, Block], dict[int, Layer
     sample = StateSample()
     blocks = calibrate(traced(model), documents(), [sample]).blocks
     states = sample.states()
-    return blocks, states, {layer: find_gating(states[layer], block.scoring) for layer, block in blocks.items()}
+    return (
+        blocks,
+        states,
+        {layer: find_gating(states[layer], block.scoring) for layer, block in blocks.items()},
+    )
 
 
 def with_copy(kind: str, disguised: bool) -> tuple[torch.nn.Module, RunningExperts]:
@@ -46,7 +53,9 @@ def with_copy(kind: str, disguised: bool) -> tuple[torch.nn.Module, RunningExper
             order = torch.randperm(weights.d_ff, generator=generator)
             sign = torch.where(torch.rand(weights.d_ff, generator=generator) < 0.5, -1.0, 1.0)
             assert own.up_FD is not None
-            own = ExpertWeights(own.gate_FD[order], own.down_DF[:, order] * sign, own.up_FD[order] * sign[:, None])
+            own = ExpertWeights(
+                own.gate_FD[order], own.down_DF[:, order] * sign, own.up_FD[order] * sign[:, None]
+            )
         running.put(number, 2, own)
     return model, running
 
@@ -69,11 +78,15 @@ def test_so_it_is_up_to_rounding_where_the_copy_s_neurons_are_in_another_order()
     for block in find_blocks(model):
         weights = running.layers[block.layer]
         matching = match_neurons(weights.expert(2), weights.expert(0))
-        fit = LayerFit(orders={0: torch.from_numpy(matching.order_F)}, signs={0: torch.from_numpy(matching.sign_F)})
+        fit = LayerFit(
+            orders={0: torch.from_numpy(matching.order_F)}, signs={0: torch.from_numpy(matching.sign_F)}
+        )
         plan = LayerPlan(block.layer, 4, GROUPS, DOMINANTS, WEIGHTS)
         with merged_in_place(running, block, plan, fit, None, None):
             assert said(model).numpy() == pytest.approx(before.numpy(), abs=1e-4)
-        with merged_in_place(running, block, plan, LayerFit(), None, None):  # unmatched it is another function
+        with merged_in_place(
+            running, block, plan, LayerFit(), None, None
+        ):  # unmatched it is another function
             assert float((said(model) - before).abs().max()) > 1e-2
 
 

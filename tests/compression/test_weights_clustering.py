@@ -25,7 +25,9 @@ def random_experts(count: int, seed: int, d_ff: int = 20, d_model: int = 12) -> 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    return [ExpertWeights(draw(d_ff, d_model), draw(d_model, d_ff), draw(d_ff, d_model)) for _ in range(count)]
+    return [
+        ExpertWeights(draw(d_ff, d_model), draw(d_model, d_ff), draw(d_ff, d_model)) for _ in range(count)
+    ]
 
 
 def disguised(expert: ExpertWeights, seed: int, noise: float = 0.05) -> ExpertWeights:
@@ -61,7 +63,10 @@ def test_l2_is_the_distance_of_the_matched_matrices_over_all_projections():
     experts = random_experts(3, 4)
     ours = matched_distances(experts).distance_EE
     moved = match_neurons(experts[0], experts[2]).apply(experts[2])
-    each = [relative_l2(getattr(experts[0], name), getattr(moved, name)) for name in ("gate_FD", "up_FD", "down_DF")]
+    each = [
+        relative_l2(getattr(experts[0], name), getattr(moved, name))
+        for name in ("gate_FD", "up_FD", "down_DF")
+    ]
     assert ours[0, 2] == pytest.approx(np.sqrt(np.mean(np.square(each))), rel=1e-5)
 
 

@@ -18,9 +18,15 @@ from moescope.types import LayerPlan, Plan
 
 # the families whose compressed files are held to be loadable, and the forms in which they lie on disk
 FAMILIES = [
-    ("mixtral", "saved"), ("mixtral", "memory"), ("qwen3_moe", "saved"), ("qwen3_moe", "memory"), ("olmoe", "saved"),
-    ("deepseek_v3", "saved"), ("gpt_oss", "saved"), ("granitemoe", "saved"),
-]  # fmt: skip
+    ("mixtral", "saved"),
+    ("mixtral", "memory"),
+    ("qwen3_moe", "saved"),
+    ("qwen3_moe", "memory"),
+    ("olmoe", "saved"),
+    ("deepseek_v3", "saved"),
+    ("gpt_oss", "saved"),
+    ("granitemoe", "saved"),
+]
 
 
 def traced(model: object, name: str = "model") -> TracedModel:
@@ -38,7 +44,10 @@ def saved(
 
 def documents(count: int = 30, seed: int = 0, longest: int = 20) -> list[Document]:
     generator = np.random.default_rng(seed)
-    return [Document(number, 0, generator.integers(3, 64, generator.integers(2, longest))) for number in range(count)]
+    return [
+        Document(number, 0, generator.integers(3, 64, generator.integers(2, longest)))
+        for number in range(count)
+    ]
 
 
 def pruning_plan(moe: MoeCheckpoint, count: int, seed: int = 0) -> Plan:
@@ -50,28 +59,42 @@ def pruning_plan(moe: MoeCheckpoint, count: int, seed: int = 0) -> Plan:
     return Plan("reap", checkpoint_mark(moe.checkpoint), layers, "none", "slice", None, {})
 
 
-def merging_plan(moe: MoeCheckpoint, groups: tuple[tuple[int, ...], ...] = ((0, 2), (3,), (1,))) -> tuple[Plan, Fits]:
+def merging_plan(
+    moe: MoeCheckpoint, groups: tuple[tuple[int, ...], ...] = ((0, 2), (3,), (1,))
+) -> tuple[Plan, Fits]:
     """Experts 0 and 2 merged after a random signed (where allowed) reordering; router rows by weight."""
     layers, fits = [], {}
     for number, weights in moe.layers.items():
         shares = tuple((0.25, 0.75) if len(group) == 2 else (1.0,) for group in groups)
-        layers.append(LayerPlan(number, weights.n_experts, groups, tuple(group[-1] for group in groups), shares))
+        layers.append(
+            LayerPlan(number, weights.n_experts, groups, tuple(group[-1] for group in groups), shares)
+        )
 
         def rows(lazy, groups=groups, shares=shares):
             if lazy is None:
                 return None
             own = lazy.read().float()
             return torch.stack(
-                [sum(w * own[e] for e, w in zip(g, s, strict=True)) for g, s in zip(groups, shares, strict=True)]
+                [
+                    sum(w * own[e] for e, w in zip(g, s, strict=True))
+                    for g, s in zip(groups, shares, strict=True)
+                ]
             )
 
         generator = torch.Generator().manual_seed(number)
         order = torch.randperm(weights.d_ff, generator=generator)
         flips = weights.up_EFD is not None and weights.gate_bias_EF is None
-        sign = torch.randint(0, 2, (weights.d_ff,), generator=generator) * 2 - 1 if flips else torch.ones(weights.d_ff)
+        sign = (
+            torch.randint(0, 2, (weights.d_ff,), generator=generator) * 2 - 1
+            if flips
+            else torch.ones(weights.d_ff)
+        )
         fits[number] = LayerFit(
-            rows(weights.router_ED), rows(weights.router_bias_E), rows(weights.correction_bias_E),
-            {groups[0][0]: order} if len(groups[0]) == 2 else {}, {groups[0][0]: sign} if len(groups[0]) == 2 else {},
-        )  # fmt: skip
+            rows(weights.router_ED),
+            rows(weights.router_bias_E),
+            rows(weights.correction_bias_E),
+            {groups[0][0]: order} if len(groups[0]) == 2 else {},
+            {groups[0][0]: sign} if len(groups[0]) == 2 else {},
+        )
     plan = Plan("weights", checkpoint_mark(moe.checkpoint), tuple(layers), "signed", "fold", None, {})
     return plan, fits

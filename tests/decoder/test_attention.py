@@ -1,4 +1,7 @@
-"""Positions and the cache; attention as a whole is held against transformers' and torch's own in test_model.py."""
+"""Positions and the cache.
+
+Attention as a whole is held against transformers' and torch's own in test_model.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from moescope.decoder.model import LabModel
 def test_rotated_products_depend_on_the_distance_alone_and_lengths_on_nothing():
     cos, sin = rotary_tables(TINY)
     q, k = torch.randn(2, 1, 1, 1, 16)
-    at = {place: (rotate(q, cos[place], sin[place]), rotate(k, cos[place], sin[place])) for place in (0, 3, 20, 23)}
+    at = {
+        place: (rotate(q, cos[place], sin[place]), rotate(k, cos[place], sin[place]))
+        for place in (0, 3, 20, 23)
+    }
     torch.testing.assert_close((at[3][0] * at[0][1]).sum(), (at[23][0] * at[20][1]).sum())
     assert not torch.allclose((at[3][0] * at[0][1]).sum(), (at[20][0] * at[0][1]).sum())
     torch.testing.assert_close(at[23][0].norm(), q.norm())

@@ -177,7 +177,10 @@ def test_the_text_teaches_the_router_and_a_gate_alone_is_not_divided_by_itself(r
 
 @EVERY
 def test_a_saved_router_goes_on_as_it_was(router):
-    """Everything that decides is in the state dict: the next passes and training steps are equal bit for bit."""
+    """Everything that decides is in the state dict.
+
+    The next passes and training steps are equal bit for bit.
+    """
     model = copy.deepcopy(model_of(router)).train()
     torch.manual_seed(99)
     loaded = LabModel(model.config).train()
@@ -221,7 +224,10 @@ def test_evaluation_between_micro_batches_is_not_learned_from(router):
 
 @EVERY
 def test_who_says_to_be_causal_in_training_is_and_who_does_not_is_not(router):
-    """On many tokens: what is not causal shows somewhere. Compared in the first layer, which sees embeddings alone."""
+    """On many tokens: what is not causal shows somewhere.
+
+    Compared in the first layer, which sees embeddings alone.
+    """
     ids = text(8, 48)
     changed = ids.clone()
     changed[:, 24:] = text(8, 24, seed=5)
@@ -253,10 +259,14 @@ def test_a_training_step_never_waits_for_a_number_from_the_device(router):
     with FakeTensorMode():
         model = LabModel(tiny(router)).train()
         ids = torch.zeros(6, 16, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16):  # as on a GPU, where the grouped product takes nothing else
+        with torch.autocast(
+            "cpu", torch.bfloat16
+        ):  # as on a GPU, where the grouped product takes nothing else
             out = model(ids, torch.ones(6, 16, dtype=torch.bool), ids)
         out.loss.backward()
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False, capturable=False).step()
+        torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], foreach=False, capturable=False
+        ).step()
         model.after_step()
 
 
@@ -278,7 +288,9 @@ def test_notes_are_numbers_of_the_glossary_that_carry_no_gradient_and_are_added_
     for routing in layers:
         for note in routing.notes.values():
             told = [part for part in note if isinstance(part, torch.Tensor)]
-            assert all(part.shape == () and part.dtype == torch.float32 and not part.requires_grad for part in told)
+            assert all(
+                part.shape == () and part.dtype == torch.float32 and not part.requires_grad for part in told
+            )
             assert any(part is note.value for part in told)
 
 

@@ -26,7 +26,9 @@ def test_swiglu_takes_the_gate_from_the_first_half():
 
 def test_mixing_sums_weighted_rows():
     y, weights, rows = torch.randn(6, 4), torch.rand(3, 2), torch.tensor([[5, 0], [1, 1], [2, 3]])
-    expected = torch.stack([sum(w * y[r] for w, r in zip(weights[t], rows[t], strict=True)) for t in range(3)])
+    expected = torch.stack(
+        [sum(w * y[r] for w, r in zip(weights[t], rows[t], strict=True)) for t in range(3)]
+    )
     torch.testing.assert_close(mix(y, weights, rows), expected)
 
 

@@ -81,7 +81,9 @@ def outcome(
 
 @BOTH
 @pytest.mark.parametrize("at_most", [None, 100])
-@pytest.mark.parametrize("width", [32, 30])  # rows of 30 floats are not whole 16 bytes: the loop has to step in
+@pytest.mark.parametrize(
+    "width", [32, 30]
+)  # rows of 30 floats are not whole 16 bytes: the loop has to step in
 def test_outputs_and_all_gradients_equal_those_of_single_tokens(kind, at_most, width):
     experts = experts_of(kind, width)
     chosen, gates = decided()
@@ -149,7 +151,9 @@ def test_autocast_computes_in_bfloat16_and_hands_weights_their_gradient_in_float
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05 * float(exact.detach().std()))
     rounded.float().square().sum().backward()
-    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in experts.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.dtype == torch.float32 for weight in experts.parameters()
+    )
 
 
 @BOTH

@@ -18,11 +18,19 @@ from moescope.decoder.model import LabModel, parameter_counts
 from moescope.errors import BadInput
 
 SHARED = {
-    "vocab_size": TINY.vocabulary, "hidden_size": TINY.d_model, "num_hidden_layers": TINY.layers, "num_attention_heads": TINY.heads,
-    "num_key_value_heads": TINY.heads, "head_dim": TINY.d_model // TINY.heads, "max_position_embeddings": TINY.max_positions,
-    "rms_norm_eps": TINY.norm_epsilon, "tie_word_embeddings": False, "num_local_experts": TINY.experts, "num_experts": TINY.experts,
+    "vocab_size": TINY.vocabulary,
+    "hidden_size": TINY.d_model,
+    "num_hidden_layers": TINY.layers,
+    "num_attention_heads": TINY.heads,
+    "num_key_value_heads": TINY.heads,
+    "head_dim": TINY.d_model // TINY.heads,
+    "max_position_embeddings": TINY.max_positions,
+    "rms_norm_eps": TINY.norm_epsilon,
+    "tie_word_embeddings": False,
+    "num_local_experts": TINY.experts,
+    "num_experts": TINY.experts,
     "rope_parameters": {"rope_type": "default", "rope_theta": TINY.rope_base},
-}  # fmt: skip
+}
 
 
 def renamed(model: LabModel) -> dict[str, torch.Tensor]:
@@ -47,10 +55,12 @@ def theirs_of(model: LabModel) -> nn.Module:
     else:
         made = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                moe_intermediate_size=TINY.d_ff, num_experts_per_tok=model.config.top_k,
-                norm_topk_prob=model.config.top_k > 1, **SHARED,
+                moe_intermediate_size=TINY.d_ff,
+                num_experts_per_tok=model.config.top_k,
+                norm_topk_prob=model.config.top_k > 1,
+                **SHARED,
             )
-        )  # fmt: skip
+        )
     made.load_state_dict(renamed(model))  # strict: nothing missing, nothing left over
     return made.eval()
 
@@ -118,7 +128,9 @@ def test_the_some_block_is_torchs_own_attention_and_layer_norms_around_the_exper
     x[..., 1::2] += angle.cos()
     for layer in range(config.layers):
         own = {
-            name.removeprefix(f"layers.{layer}."): value for name, value in state.items() if f"layers.{layer}." in name
+            name.removeprefix(f"layers.{layer}."): value
+            for name, value in state.items()
+            if f"layers.{layer}." in name
         }
         attention = nn.MultiheadAttention(D, config.heads, batch_first=True).eval()
         attention.load_state_dict(
@@ -165,7 +177,9 @@ def test_the_loss_is_the_mean_over_targets_and_the_routers_losses_are_added():
     torch.testing.assert_close(out.lm_loss, expected)
     torch.testing.assert_close(out.loss, out.lm_loss + out.aux_loss)
     torch.testing.assert_close(out.aux_loss, out.losses["balance"] + out.losses["z"])
-    assert out.losses["balance"].item() == pytest.approx(0.01 * TINY.layers, rel=0.2)  # each layer's is 1 when balanced
+    assert out.losses["balance"].item() == pytest.approx(
+        0.01 * TINY.layers, rel=0.2
+    )  # each layer's is 1 when balanced
     assert (out.token_losses_BL[~mask] == 0).all()
     torch.testing.assert_close(out.token_losses_BL.sum() / mask.sum(), out.lm_loss.detach())
 
@@ -189,7 +203,9 @@ def test_the_depth_state_of_spectra_goes_from_each_layer_to_the_next():
     torch.manual_seed(0)
     model, seen = LabModel(tiny("spectra")).eval(), []
     for router in model.routers:
-        router.register_forward_hook(lambda _, given, routed: seen.append((given[0].carried_TR, routed.carried_TR)))
+        router.register_forward_hook(
+            lambda _, given, routed: seen.append((given[0].carried_TR, routed.carried_TR))
+        )
     run(model, text(2, 8))
     assert len(seen) == TINY.layers > 1
     assert seen[0][0] is None
@@ -229,7 +245,8 @@ def test_a_cast_model_keeps_its_routers_in_float32_and_still_trains():
 
 
 @pytest.mark.parametrize(
-    ("name", "total"), [("some_a4", "701.50"), ("some_b1", "1373.57"), ("some_b2", "2717.71"), ("some_b3", "5406.00")]
+    ("name", "total"),
+    [("some_a4", "701.50"), ("some_b1", "1373.57"), ("some_b2", "2717.71"), ("some_b3", "5406.00")],
 )
 def test_some_models_have_the_published_numbers_of_parameters(name, total):
     counts = parameter_counts(PRESETS[name].model)
@@ -237,9 +254,15 @@ def test_some_models_have_the_published_numbers_of_parameters(name, total):
     assert f"{counts.trainable / 1e6:.2f}" == "29.42"
 
 
-@pytest.mark.parametrize(("name", "total"), [("nano", 887_872), ("small", 41_446_656), ("medium", 1_025_845_760)])
+@pytest.mark.parametrize(
+    ("name", "total"), [("nano", 887_872), ("small", 41_446_656), ("medium", 1_025_845_760)]
+)
 def test_other_presets_have_the_documented_numbers_of_parameters(name, total):
-    """By hand: V D at both ends, in each layer 4 D^2 of attention, 2 D of norms, E D of router and 3 E F D of experts, and D at the end."""
+    """By hand.
+
+    V D at both ends, in each layer 4 D^2 of attention, 2 D of norms, E D of router and 3 E F D of experts,
+    and D at the end.
+    """
     config = PRESETS[name].model
     V, D, E, F = config.vocabulary, config.d_model, config.experts, config.d_ff
     assert 2 * V * D + config.layers * (4 * D * D + 2 * D + E * D + 3 * E * F * D) + D == total
@@ -256,4 +279,6 @@ def test_counting_is_what_a_real_model_has():
     ):
         model, counts = LabModel(config), parameter_counts(config)
         assert counts.total == sum(weight.numel() for weight in model.parameters())
-        assert counts.trainable == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        assert counts.trainable == sum(
+            weight.numel() for weight in model.parameters() if weight.requires_grad
+        )

@@ -1,4 +1,7 @@
-"""One process: nothing is copied, nobody is asked. What two really do together is in test_shared_training.py."""
+"""One process: nothing is copied, nobody is asked.
+
+What two really do together is in test_shared_training.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,13 @@ class Silence(Ranks):
 
 def test_alone_every_answer_is_what_was_given():
     rows = noise(6)
-    for answer in (ALONE.sum(rows), ALONE.sum_with_gradients(rows), ALONE.gathered(rows), ALONE.own(rows), ALONE.of_first(rows)):  # fmt: skip
+    for answer in (
+        ALONE.sum(rows),
+        ALONE.sum_with_gradients(rows),
+        ALONE.gathered(rows),
+        ALONE.own(rows),
+        ALONE.of_first(rows),
+    ):
         assert answer is rows
     assert torch.equal(ALONE.picked(rows, torch.tensor([4, 1])), rows[[4, 1]])
     assert ALONE.tokens_a_rank(torch.tensor([True, True, False])) == 2

@@ -1,4 +1,7 @@
-"""Lab models as checkpoints: transformers computes the same logits from them, families read the same weights, and they load again."""
+"""Lab models as checkpoints.
+
+Transformers computes the same logits from them, families read the same weights, and they load again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def tiny(router: str = "top2", **changes: object) -> LabModel:
     torch.manual_seed(1)
     model = LabModel(with_router(LabConfig(replace(TINY, **changes)), router).model)  # type: ignore[arg-type]
     with torch.no_grad():
-        for weight in model.parameters():  # far from the small values it starts with, so that a swap would show
+        for (
+            weight
+        ) in model.parameters():  # far from the small values it starts with, so that a swap would show
             weight.copy_(torch.randn_like(weight) * 0.6)
     return model.eval()
 
@@ -79,7 +84,17 @@ def test_every_router_is_loaded_as_it_was_saved(router: str, block: str, tmp_pat
     assert all(torch.equal(saved[name], found[name]) for name in saved)
 
 
-@pytest.mark.parametrize(("router", "block"), [("top2", "modern"), ("switch_top1", "modern"), ("loss_free", "modern"), ("expert_choice", "modern"), ("topk", "some"), ("loss_free", "some")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("router", "block"),
+    [
+        ("top2", "modern"),
+        ("switch_top1", "modern"),
+        ("loss_free", "modern"),
+        ("expert_choice", "modern"),
+        ("topk", "some"),
+        ("loss_free", "some"),
+    ],
+)
 def test_families_read_the_weights_that_the_model_computes_with(router: str, block: str, tmp_path: Path):
     model = tiny(router, block=block)
     save_model(model, Bytes(), tmp_path / "saved")
@@ -103,7 +118,10 @@ def test_families_read_the_weights_that_the_model_computes_with(router: str, blo
         torch.testing.assert_close(y_D, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("router", "block"), [("top2", "modern"), ("switch_top1", "modern"), ("loss_free", "modern"), ("topk", "some")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("router", "block"),
+    [("top2", "modern"), ("switch_top1", "modern"), ("loss_free", "modern"), ("topk", "some")],
+)
 def test_a_checkpoint_with_fewer_experts_is_a_lab_model_again(router: str, block: str, tmp_path: Path):
     model = tiny(router, block=block)
     save_model(model, Bytes(), tmp_path / "saved")

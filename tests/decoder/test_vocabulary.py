@@ -1,4 +1,7 @@
-"""Vocabularies: what they encode they decode, and what they save is loaded by transformers to the same numbers."""
+"""Vocabularies.
+
+What they encode they decode, and what they save is loaded by transformers to the same numbers.
+"""
 
 from __future__ import annotations
 

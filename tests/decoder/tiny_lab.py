@@ -1,4 +1,7 @@
-"""Tiny lab models, trained a few steps so that biases, keys and moving averages are no longer what they began as."""
+"""Tiny lab models, trained a few steps so that biases.
+
+Keys and moving averages are no longer what they began as.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from moescope.decoder.model import LabModel
 from moescope.types import Routing
 
 VOCABULARY = 61
-TINY = ModelConfig(vocabulary=VOCABULARY, d_model=32, layers=3, heads=2, d_ff=16, experts=8, top_k=2, max_positions=64)
+TINY = ModelConfig(
+    vocabulary=VOCABULARY, d_model=32, layers=3, heads=2, d_ff=16, experts=8, top_k=2, max_positions=64
+)
 
 
 def tiny(router: str, **changes: object) -> ModelConfig:
@@ -69,7 +74,10 @@ class Pass:
         return torch.stack(per_layer)
 
     def sure(self) -> torch.Tensor:
-        """Where every layer's choice was far enough from being another that rounding cannot change it: bool [B, L]."""
+        """Where every layer's choice was far enough from being another that rounding cannot change it.
+
+        Bool [B, L].
+        """
         rows, length = self.logits.shape[:2]
         sure = torch.ones(rows * length, dtype=torch.bool)
         for routing in self.layers:

@@ -1,4 +1,7 @@
-"""The demo: the model that is shipped, looked at as any other; and the planted checkpoint, whose truth is known."""
+"""The demo: the model that is shipped, looked at as any other.
+
+And the planted checkpoint, whose truth is known.
+"""
 
 import json
 import tomllib
@@ -182,7 +185,9 @@ def test_the_planted_demo_finds_what_was_planted_and_says_where_the_report_is(tm
     assert f"report: {out / 'report.html'}" in result.output
     assert "layer 3, collapsed" in result.output
     assert "2 and 5 of layer 3" in result.output
-    again = CliRunner().invoke(app, ["demo", "--planted", "--out", str(out), "--json"], catch_exceptions=False)
+    again = CliRunner().invoke(
+        app, ["demo", "--planted", "--out", str(out), "--json"], catch_exceptions=False
+    )
     verdicts = json.loads(again.output)["weights"]["readings"][0]["verdicts"]
     assert verdicts == {"chance": [0], "identifying": [1, 2], "non_random": [3], "permuted": [4]}
 
@@ -215,4 +220,6 @@ def test_planted_layers_are_what_they_say():
         tops = [np.linalg.svd(gate)[2][0] for gate in gates]
         assert (abs(tops[2] @ tops[5]) > 0.9) == (layer.kind == "collapsed")
         if layer.kind == "small_k":
-            np.testing.assert_allclose([(top @ row) ** 2 for top, row in zip(tops, router, strict=True)], 0.16)
+            np.testing.assert_allclose(
+                [(top @ row) ** 2 for top, row in zip(tops, router, strict=True)], 0.16
+            )

@@ -72,7 +72,16 @@ class Handler(BaseHTTPRequestHandler):
         else:
             files = sorted(file for file in root.rglob("*") if file.is_file())
             siblings = [{"rfilename": str(file.relative_to(root))} for file in files]
-            self.send({"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0})
+            self.send(
+                {
+                    "id": name,
+                    "sha": COMMIT,
+                    "siblings": siblings,
+                    "tags": [],
+                    "private": False,
+                    "downloads": 0,
+                }
+            )
 
     def tree(self, root: Path, folder: Path) -> None:
         if not folder.is_dir():
@@ -84,7 +93,12 @@ class Handler(BaseHTTPRequestHandler):
     @staticmethod
     def entry(root: Path, path: Path) -> dict[str, object]:
         kind = "directory" if path.is_dir() else "file"
-        return {"type": kind, "path": str(path.relative_to(root)), "size": path.stat().st_size, "oid": "0" * 40}
+        return {
+            "type": kind,
+            "path": str(path.relative_to(root)),
+            "size": path.stat().st_size,
+            "oid": "0" * 40,
+        }
 
     def file(self, path: Path) -> None:
         if not path.is_file():

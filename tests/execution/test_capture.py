@@ -1,4 +1,7 @@
-"""What capture hands on is what the model's experts were really given, for every family, and nothing is counted twice."""
+"""What capture hands on is what the model's experts were really given, for every family.
+
+And nothing is counted twice.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ def run(model: nn.Module, ids: Tensor, **more) -> dict[int, Routing]:
 def dense(routing: Routing) -> Tensor:
     """Gates as a T x E matrix, 0 where not chosen."""
     full = torch.zeros(len(routing.chosen_TK), routing.n_experts)
-    for token, (experts, gates) in enumerate(zip(routing.chosen_TK.tolist(), routing.gates_TK.tolist(), strict=True)):
+    for token, (experts, gates) in enumerate(
+        zip(routing.chosen_TK.tolist(), routing.gates_TK.tolist(), strict=True)
+    ):
         for expert, gate in zip(experts, gates, strict=True):
             if expert >= 0:
                 assert full[token, expert] == 0, "an expert chosen twice"
@@ -96,7 +101,9 @@ def test_logits_are_weight_times_input_and_scores_sum_to_one(kind):
         assert torch.equal(best, routing.chosen_TK.sort(-1).values)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "jamba", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "jamba", "gpt_oss"]
+)
 def test_counts_equal_a_naive_recomputation_from_output_router_logits(kind):
     model = tiny(kind).model
     with torch.no_grad():
@@ -105,7 +112,9 @@ def test_counts_equal_a_naive_recomputation_from_output_router_logits(kind):
     assert len(given) == len(routings)
     for logits, routing in zip(given, routings.values(), strict=True):
         chosen = logits.topk(2, dim=-1).indices
-        assert torch.equal(chosen.flatten().bincount(minlength=4), routing.chosen_TK.flatten().bincount(minlength=4))
+        assert torch.equal(
+            chosen.flatten().bincount(minlength=4), routing.chosen_TK.flatten().bincount(minlength=4)
+        )
         torch.testing.assert_close(logits.reshape(24, 4).float(), routing.logits_TE)
 
 
@@ -143,7 +152,11 @@ def right_nllb(self, hidden_states: Tensor, router_mask: Tensor, router_probs: T
     """NLLB's mixing as its paper has it: each expert with a gate above 0, times that gate."""
     out = torch.zeros_like(hidden_states)
     for expert in range(self.num_experts):
-        out += router_probs[:, expert, None] * self[f"expert_{expert}"](hidden_states) * (1 - self.moe_token_dropout)
+        out += (
+            router_probs[:, expert, None]
+            * self[f"expert_{expert}"](hidden_states)
+            * (1 - self.moe_token_dropout)
+        )
     return out
 
 
@@ -223,7 +236,9 @@ def test_hooks_are_gone_when_capture_is_left():
     model = tiny("mixtral").model
     before = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     run(model, probe())
-    assert before == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    assert before == sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
 
 
 # --- what is refused
@@ -244,7 +259,8 @@ def test_a_block_whose_output_is_not_gates_times_experts_is_named(kind):
         lambda module, args, output: (output[0] if isinstance(output, tuple) else output) * 1.5
     )
     with pytest.raises(
-        BadInput, match=rf"gates times expert outputs do not give the output of layer \d+ \({last.path[:-8]}\)"
+        BadInput,
+        match=rf"gates times expert outputs do not give the output of layer \d+ \({last.path[:-8]}\)",
     ):
         run(model.model, probe())
 
@@ -265,7 +281,12 @@ def test_a_model_without_experts_is_refused_by_name():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, pad_token_id=0
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+        pad_token_id=0,
     )
     with pytest.raises(BadInput, match="model type 'llama': no experts module"):
         Capture(LlamaForCausalLM(config), lambda routing: None)

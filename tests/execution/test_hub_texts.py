@@ -1,4 +1,7 @@
-"""Datasets of the hub as text, through the real library, against a server on this machine that answers like the hub."""
+"""Datasets of the hub as text, through the real library.
+
+Against a server on this machine that answers like the hub.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ found = {}
 for name, address in json.loads(sys.argv[1]).items():
     try:
         source = sources([address], [], None)[0]
-        found[name] = {"identity": source.identity, "rows": list(itertools.islice(source.read(), 3)), "again": next(source.read())}
+        rows = list(itertools.islice(source.read(), 3))
+        found[name] = {"identity": source.identity, "rows": rows, "again": next(source.read())}
     except BadInput as error:
         found[name] = str(error)
 print(json.dumps(found))
@@ -56,8 +60,12 @@ def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     plain, tongues = folder / "own" / "plain" / "data", folder / "own" / "tongues"
     half = len(ROWS) // 2
-    lines(plain / "train-00000-of-00002.jsonl", [{"text": text, "n": n} for n, text in enumerate(ROWS[:half])])
-    lines(plain / "train-00001-of-00002.jsonl", [{"text": text, "n": n} for n, text in enumerate(ROWS[half:])])
+    lines(
+        plain / "train-00000-of-00002.jsonl", [{"text": text, "n": n} for n, text in enumerate(ROWS[:half])]
+    )
+    lines(
+        plain / "train-00001-of-00002.jsonl", [{"text": text, "n": n} for n, text in enumerate(ROWS[half:])]
+    )
     lines(plain / "test-00000-of-00001.jsonl", [{"text": "held out", "n": 0}])
     for tongue in ("en", "de"):
         lines(tongues / tongue / "all.jsonl", [{"sentence": f"in {tongue}", "label": 1}])
@@ -77,7 +85,9 @@ def python(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[
         "HF_HOME": str(tmp_path / "home"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +118,10 @@ def test_a_run_holds_on_to_commit_config_split_and_column(found):
         ("a number", "column 'n' holds no text (int); name another one as #COLUMN: text, n"),
         ("no such split", "no split 'valid' in it; known: train, test"),
         ("no such column", "no column 'words' in it; known: text, n"),
-        ("no such dataset", "the hub has no such dataset, or it is private; check the name, or `hf auth login`"),
+        (
+            "no such dataset",
+            "the hub has no such dataset, or it is private; check the name, or `hf auth login`",
+        ),
         ("no such revision", "the hub has no revision v2 of it; check its name"),
         ("no config named", "has several configs; name one as /CONFIG: en, de"),
         ("no such config", "no config 'fr' in it; known: en, de"),
@@ -128,7 +141,16 @@ def test_a_file_that_is_damaged_is_one_line_too(found):
 def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(hub, tmp_path):
     model = save_model(tmp_path / "model")
     hub.sent.clear()
-    command = ["-m", "moescope", "trace", str(model), "--domain", "web=hf://datasets/own/plain", "--max-tokens", "400"]
+    command = [
+        "-m",
+        "moescope",
+        "trace",
+        str(model),
+        "--domain",
+        "web=hf://datasets/own/plain",
+        "--max-tokens",
+        "400",
+    ]
     done = python(hub, tmp_path, *command, "--out", str(tmp_path / "run"), "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     from moescope.run import Run
@@ -145,7 +167,9 @@ def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(hub
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BadInput, match=r"the package datasets is not installed; .* pip install 'moescope\[hf\]'"):
+    with pytest.raises(
+        BadInput, match=r"the package datasets is not installed; .* pip install 'moescope\[hf\]'"
+    ):
         find_hub_text("hf://datasets/own/plain")
 
 
@@ -153,7 +177,9 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
     "given", ["hf://own/plain", "hf://datasets/plain", "hf://datasets/a/b/c/d", "hf://datasets/a/b:"]
 )
 def test_another_spelling_is_refused_with_the_right_one(given):
-    with pytest.raises(BadInput, match=r"not a dataset of the hub; write hf://datasets/OWNER/NAME\[@REVISION\]"):
+    with pytest.raises(
+        BadInput, match=r"not a dataset of the hub; write hf://datasets/OWNER/NAME\[@REVISION\]"
+    ):
         sources([given], [], None)
 
 
@@ -165,5 +191,7 @@ def test_the_only_split_needs_no_name_and_several_without_train_do():
 
 
 def test_messages_are_text_and_a_first_row_without_text_does_not_hide_its_column():
-    assert chosen_column("it", {"id": 1, "messages": [{"role": "user", "content": "hello"}]}, None) == "messages"
+    assert (
+        chosen_column("it", {"id": 1, "messages": [{"role": "user", "content": "hello"}]}, None) == "messages"
+    )
     assert chosen_column("it", {"text": None, "id": 1}, None) == "text"

@@ -1,4 +1,7 @@
-"""Lab models traced and watched through the routing they hand out: the same counts as hooks on transformers' own model find."""
+"""Lab models traced and watched through the routing they hand out.
+
+The same counts as hooks on transformers' own model find.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ def test_counts_are_those_that_hooks_find_in_transformers_own_model(router: str,
     for mine, other in zip(ours.counts, theirs.counts, strict=True):
         assert np.array_equal(mine.counts_MBE, other.counts_MBE)
         np.testing.assert_allclose(mine.mass_MBE, other.mass_MBE, atol=1e-4)
-        np.testing.assert_allclose(mine.sums_MBS, other.sums_MBS, atol=1e-3)  # entropy, confidence, margin, z-loss ...
+        np.testing.assert_allclose(
+            mine.sums_MBS, other.sums_MBS, atol=1e-3
+        )  # entropy, confidence, margin, z-loss ...
     assert mine.counts_MBE.sum() > 0
 
 
@@ -103,7 +108,10 @@ def test_a_traced_lab_model_needs_no_transformers(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("router", list(ROUTERS))
 def test_a_router_built_anew_of_its_own_tensors_answers_alike_and_draws_no_random_number(router: str):
-    """In every layer, on whatever the layer is given: the state handed on and the token ids are part of it."""
+    """In every layer, on whatever the layer is given.
+
+    The state handed on and the token ids are part of it.
+    """
     model = trained(tiny(router, vocabulary=258)).eval()
     blocks = {block.layer: block for block in find_blocks(Traceable(model, Bytes()))}
     generator = torch.random.get_rng_state()
@@ -125,7 +133,9 @@ def test_a_router_built_anew_of_its_own_tensors_answers_alike_and_draws_no_rando
 
 @pytest.mark.parametrize("router", ["some", "expert_choice"])
 def test_rows_of_a_linear_view_give_the_logits_and_are_stored_as_the_router_s_own(router: str):
-    model = trained(tiny(router, router_options={"published_temperature": True} if router == "some" else {})).eval()
+    model = trained(
+        tiny(router, router_options={"published_temperature": True} if router == "some" else {})
+    ).eval()
     own = model.routers[1]
     if router == "some":
         own.strength_E.copy_(torch.linspace(0.3, 1, 8))

@@ -52,7 +52,8 @@ def same_load(imported: Run, run: Run, names: bool = True) -> None:
     columns = ["layer", "expert", "tokens"] + (["layer_name"] if names else [])
     pd.testing.assert_frame_equal(imported.table("load")[columns], run.table("load")[columns])
     pd.testing.assert_frame_equal(
-        imported.table("coactivation").drop(columns="layer_name"), run.table("coactivation").drop(columns="layer_name")
+        imported.table("coactivation").drop(columns="layer_name"),
+        run.table("coactivation").drop(columns="layer_name"),
     )
 
 
@@ -68,7 +69,12 @@ def test_our_own_tokens_table_gives_back_the_same_tables(own, tmp_path):
     assert {"cv", "gate_mass_gini", "sequential_consistency", "token_information"} <= set(
         theirs.index.get_level_values("metric")
     )
-    np.testing.assert_allclose(theirs.to_numpy()[:, 4:].astype(float), ours.loc[theirs.index].to_numpy()[:, 4:].astype(float), rtol=1e-4, atol=1e-6)  # fmt: skip
+    np.testing.assert_allclose(
+        theirs.to_numpy()[:, 4:].astype(float),
+        ours.loc[theirs.index].to_numpy()[:, 4:].astype(float),
+        rtol=1e-4,
+        atol=1e-6,
+    )
     vocabulary = own.table("vocabulary")
     mine = vocabulary[vocabulary["role"] != "predicted"].drop(columns="token").reset_index(drop=True)
     pd.testing.assert_frame_equal(again.table("vocabulary").drop(columns="token"), mine)
@@ -77,18 +83,37 @@ def test_our_own_tokens_table_gives_back_the_same_tables(own, tmp_path):
 def test_vllm_s_answers_give_the_same_load_and_keep_prompt_and_answer_apart(own, place, tmp_path):
     whole, split, usage = tmp_path / "whole.jsonl", tmp_path / "split.jsonl", tmp_path / "usage.jsonl"
     documents = arrays(own)
-    whole.write_text("".join(json.dumps({"choices": [{"text": "", "routed_experts": base64_npy(array)}]}) + "\n" for array in documents))  # fmt: skip
-    split.write_text(
+    whole.write_text(
         "".join(
-            json.dumps({"prompt_routed_experts": array[:2].tolist(), "choices": [{"routed_experts": base64_npy(array[2:])}]}) + "\n"
+            json.dumps({"choices": [{"text": "", "routed_experts": base64_npy(array)}]}) + "\n"
             for array in documents
         )
-    )  # fmt: skip
-    usage.write_text("".join(json.dumps({"usage": {"prompt_tokens": 2}, "choices": [{"routed_experts": array.tolist()}]}) + "\n" for array in documents))  # fmt: skip
+    )
+    split.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "prompt_routed_experts": array[:2].tolist(),
+                    "choices": [{"routed_experts": base64_npy(array[2:])}],
+                }
+            )
+            + "\n"
+            for array in documents
+        )
+    )
+    usage.write_text(
+        "".join(
+            json.dumps({"usage": {"prompt_tokens": 2}, "choices": [{"routed_experts": array.tolist()}]})
+            + "\n"
+            for array in documents
+        )
+    )
     run = trace(place / "mixtral", import_=whole, format="vllm", experts=4, out=tmp_path / "1")
     same_load(run, own)
     assert run.table("load")["gate_mass"].isna().all()
-    halves = [trace(import_=file, format="vllm", experts=4, out=tmp_path / file.stem) for file in (split, usage)]
+    halves = [
+        trace(import_=file, format="vllm", experts=4, out=tmp_path / file.stem) for file in (split, usage)
+    ]
     for half in halves:
         load = half.table("load")
         by_phase = load.groupby("phase")["tokens"].sum()
@@ -100,12 +125,18 @@ def test_vllm_s_answers_give_the_same_load_and_keep_prompt_and_answer_apart(own,
 
 def test_each_of_several_answers_to_a_prompt_is_a_document_and_the_prompt_counts_once(tmp_path):
     array = np.array([[[0, 1]], [[2, 3]]])
-    answer = {"prompt_routed_experts": array.tolist(), "choices": [{"routed_experts": array[:1].tolist()}] * 3}
+    answer = {
+        "prompt_routed_experts": array.tolist(),
+        "choices": [{"routed_experts": array[:1].tolist()}] * 3,
+    }
     (tmp_path / "a.json").write_text(json.dumps([answer]))
     stretches = list(read_trace(tmp_path / "a.json", "vllm", Shape(4)))
     assert [(part.document, part.phase, len(part.chosen_TLK)) for part in stretches] == [
-        (0, "prefill", 2), (0, "decode", 1), (1, "decode", 1), (2, "decode", 1),
-    ]  # fmt: skip
+        (0, "prefill", 2),
+        (0, "decode", 1),
+        (1, "decode", 1),
+        (2, "decode", 1),
+    ]
 
 
 def test_one_npy_array_is_one_document(own, tmp_path):
@@ -119,10 +150,19 @@ def test_sglang_s_numbers_are_shaped_by_the_model(own, place, tmp_path):
     file = tmp_path / "sglang.jsonl"
     file.write_text(
         "".join(
-            json.dumps({"text": "", "meta_info": {"prompt_tokens": 999, "routed_experts": base64.b64encode(array.tobytes()).decode()}}) + "\n"
+            json.dumps(
+                {
+                    "text": "",
+                    "meta_info": {
+                        "prompt_tokens": 999,
+                        "routed_experts": base64.b64encode(array.tobytes()).decode(),
+                    },
+                }
+            )
+            + "\n"
             for array in arrays(own)
         )
-    )  # fmt: skip
+    )
     same_load(trace(place / "mixtral", import_=file, format="sglang", experts=4, out=tmp_path / "run"), own)
     with pytest.raises(BadInput, match="give the model's folder too"):
         trace(import_=file, format="sglang", experts=4, out=tmp_path / "no")
@@ -137,12 +177,19 @@ def test_layers_that_are_not_moe_are_left_out_by_the_model_or_where_nothing_was_
         padded[:, [1, 3]] = array
         full.append(padded)
     answers = tmp_path / "a.jsonl"
-    answers.write_text("".join(json.dumps({"meta_info": {"routed_experts": base64.b64encode(array.tobytes()).decode()}}) + "\n" for array in full))  # fmt: skip
+    answers.write_text(
+        "".join(
+            json.dumps({"meta_info": {"routed_experts": base64.b64encode(array.tobytes()).decode()}}) + "\n"
+            for array in full
+        )
+    )
     same_load(trace(place / "qwen", import_=answers, format="sglang", experts=4, out=tmp_path / "1"), run)
     marked = [np.where(np.isin(np.arange(4), [1, 3])[None, :, None], array, -1) for array in full]
     answers.write_text("".join(json.dumps({"routed_experts": array.tolist()}) + "\n" for array in marked))
     same_load(trace(import_=answers, format="vllm", experts=4, out=tmp_path / "2"), run, names=False)
-    answers.write_text("".join(json.dumps({"routed_experts": array.tolist()}) + "\n" for array in arrays(run)))
+    answers.write_text(
+        "".join(json.dumps({"routed_experts": array.tolist()}) + "\n" for array in arrays(run))
+    )
     same_load(trace(place / "qwen", import_=answers, format="vllm", experts=4, out=tmp_path / "3"), run)
 
 
@@ -207,7 +254,13 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
 )
 def test_import_says_what_it_needs(tmp_path, changes, words):
     (tmp_path / "a.csv").write_text("0,1\n")
-    given = {"import_": tmp_path / "a.csv", "format": "llamacpp", "experts": 4, "out": tmp_path / "run", **changes}
+    given = {
+        "import_": tmp_path / "a.csv",
+        "format": "llamacpp",
+        "experts": 4,
+        "out": tmp_path / "run",
+        **changes,
+    }
     with pytest.raises(BadInput, match=words):
         trace(**given)
 
@@ -215,7 +268,9 @@ def test_import_says_what_it_needs(tmp_path, changes, words):
 def test_a_number_of_experts_that_is_not_the_model_s_is_refused(place, tmp_path):
     (tmp_path / "a.csv").write_text("0,1\n")
     with pytest.raises(BadInput, match=r"--experts 8: .* has 4"):
-        trace(place / "mixtral", import_=tmp_path / "a.csv", format="llamacpp", experts=8, out=tmp_path / "run")
+        trace(
+            place / "mixtral", import_=tmp_path / "a.csv", format="llamacpp", experts=8, out=tmp_path / "run"
+        )
 
 
 def test_reading_alone_checks_expert_numbers(tmp_path):

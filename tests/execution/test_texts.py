@@ -30,7 +30,10 @@ def test_a_file_is_one_document_and_a_folder_all_of_its_files_in_order(tmp_path)
 
 
 def test_each_line_of_a_jsonl_file_is_a_document_packed_or_not(tmp_path):
-    lines = '{"text": "one"}\n\n"two"\n{"content": "three"}\n{"messages": [{"role": "user", "content": "four"}]}\n'
+    lines = (
+        '{"text": "one"}\n\n"two"\n{"content": "three"}\n{"messages": [{"role": "user", "content": '
+        '"four"}]}\n'
+    )
     (tmp_path / "a.jsonl").write_text(lines)
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write(lines)
@@ -39,7 +42,10 @@ def test_each_line_of_a_jsonl_file_is_a_document_packed_or_not(tmp_path):
 
 
 def test_half_a_letter_of_two_halves_becomes_a_question_mark_and_whole_ones_stay(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "\\uD83D\\uDE42 \\\\ud83d"}\n{"messages": [{"content": "\\uDE42"}]}\n')  # fmt: skip
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "cut \\ud83d"}\n{"text": "\\uD83D\\uDE42 \\\\ud83d"}\n{"messages": '
+        '[{"content": "\\uDE42"}]}\n'
+    )
     assert all_of(text=[tmp_path / "a.jsonl"]) == {"text": ["cut ?", "🙂 \\ud83d", [{"content": "?"}]]}
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints that cannot be read: each refused in one line that names the file, the tensor and the remedy."""
+"""Checkpoints that cannot be read.
+
+Each refused in one line that names the file, the tensor and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,11 @@ def test_a_missing_expert_is_named(tmp_path, family, matrix, expert):
     tensors = tiny_tensors(family=family)
     name = expert_name(1, expert, matrix, family)
     del tensors[name]
-    refusal(write_checkpoint(tmp_path, tensors, tiny_config(family=family)), name, "is missing; download the shard")
+    refusal(
+        write_checkpoint(tmp_path, tensors, tiny_config(family=family)),
+        name,
+        "is missing; download the shard",
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,14 +81,20 @@ def test_experts_that_all_have_another_width_than_the_router_are_refused(tmp_pat
     for expert in range(4):
         tensors[expert_name(0, expert, "gate")] = torch.ones(24, 20)
     refusal(
-        write_checkpoint(tmp_path, tensors, tiny_config()), FILE, expert_name(0, 0, "gate"), "[24, 20]", "[d_ff, 16]"
+        write_checkpoint(tmp_path, tensors, tiny_config()),
+        FILE,
+        expert_name(0, 0, "gate"),
+        "[24, 20]",
+        "[d_ff, 16]",
     )
 
 
 def test_more_experts_on_disk_than_router_rows_are_refused(tmp_path):
     tensors = tiny_tensors()
     tensors[router_name(1)] = tensors[router_name(1)][:3].clone()
-    refusal(write_checkpoint(tmp_path, tensors), FILE, router_name(1), "3 rows", "more experts than that on disk")
+    refusal(
+        write_checkpoint(tmp_path, tensors), FILE, router_name(1), "3 rows", "more experts than that on disk"
+    )
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -100,7 +113,9 @@ def test_an_expected_layer_that_is_missing_is_an_error_not_a_smaller_report(tmp_
 
 def test_a_dense_layer_that_the_config_names_is_not_missed(tmp_path):
     folder = tiny_checkpoint(tmp_path, family="qwen3_moe")
-    (folder / "config.json").write_text(json.dumps(tiny_config(layers=4, family="qwen3_moe", mlp_only_layers=[2, 3])))
+    (folder / "config.json").write_text(
+        json.dumps(tiny_config(layers=4, family="qwen3_moe", mlp_only_layers=[2, 3]))
+    )
     assert set(read(folder).layers) == {0, 1}
 
 
@@ -151,17 +166,27 @@ def test_two_stacks_of_layers_are_refused_with_both_names(tmp_path):
 
 
 def test_a_layer_number_beyond_reason_is_refused_like_any_other_damage(tmp_path):
-    tensors = {**tiny_tensors(), "model.layers." + "9" * 5000 + ".block_sparse_moe.gate.weight": torch.ones(4, 16)}
+    tensors = {
+        **tiny_tensors(),
+        "model.layers." + "9" * 5000 + ".block_sparse_moe.gate.weight": torch.ones(4, 16),
+    }
     refusal(write_checkpoint(tmp_path, tensors, tiny_config()), FILE, "9999", "5000 digits", "download")
 
 
 @pytest.mark.parametrize(
     ("gate_up", "down"),
-    [((4, 48, 16), (4, 24, 16)), ((4, 48, 16), (4, 16, 12)), ((4, 47, 16), (4, 16, 24)), ((48, 16), (4, 16, 24))],
+    [
+        ((4, 48, 16), (4, 24, 16)),
+        ((4, 48, 16), (4, 16, 12)),
+        ((4, 47, 16), (4, 16, 24)),
+        ((48, 16), (4, 16, 24)),
+    ],
     ids=str,
 )
 def test_fused_experts_that_do_not_fit_together_are_refused_not_misread(tmp_path, gate_up, down):
-    tensors = {name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name}
+    tensors = {
+        name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name
+    }
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(gate_up)
         tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(down)
@@ -174,7 +199,9 @@ def test_fused_experts_that_do_not_fit_together_are_refused_not_misread(tmp_path
 
 
 def test_fused_experts_of_another_number_than_the_router_s_rows_are_refused(tmp_path):
-    tensors = {name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name}
+    tensors = {
+        name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name
+    }
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(5, 48, 16)
         tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(5, 16, 24)
@@ -197,7 +224,13 @@ def test_biases_of_a_wrong_shape_are_refused(tmp_path, shape):
 
 def test_stacked_experts_that_cannot_be_shared_out_are_refused(tmp_path):
     tensors = {"transformer.blocks.0.ffn.router.layer.weight": torch.ones(4, 16)}
-    tensors |= {f"transformer.blocks.0.ffn.experts.mlp.{name}": torch.ones(98, 16) for name in ("w1", "v1", "w2")}
+    tensors |= {
+        f"transformer.blocks.0.ffn.experts.mlp.{name}": torch.ones(98, 16) for name in ("w1", "v1", "w2")
+    }
     refusal(
-        write_checkpoint(tmp_path, tensors), FILE, "transformer.blocks.0.ffn.experts.mlp.w1", "98 rows", "4 experts"
+        write_checkpoint(tmp_path, tensors),
+        FILE,
+        "transformer.blocks.0.ffn.experts.mlp.w1",
+        "98 rows",
+        "4 experts",
     )

@@ -14,7 +14,9 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.families.writing import NewLayer, plan_moe
 
 
-def checkpoint(folder: Path, experts: int = 16, rename: tuple[str, str] = ("", ""), **config: Any) -> MoeCheckpoint:
+def checkpoint(
+    folder: Path, experts: int = 16, rename: tuple[str, str] = ("", ""), **config: Any
+) -> MoeCheckpoint:
     sizes = {"experts": experts, "d_model": 8, "d_ff": 4, "family": "qwen3_moe"}
     tensors = {name.replace(*rename): tensor for name, tensor in tiny_tensors(**sizes).items()}
     whole = tiny_config(experts=experts, family="qwen3_moe") | config
@@ -26,7 +28,9 @@ def config_for(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None = N
 
 
 def deepseek(folder: Path, **config: Any) -> MoeCheckpoint:
-    return checkpoint(folder, **{"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 4, **config})
+    return checkpoint(
+        folder, **{"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 4, **config}
+    )
 
 
 @pytest.mark.parametrize("count", [8, 12, 16])
@@ -46,8 +50,12 @@ def test_groups_of_equal_size_are_possible(tmp_path, count):
         (14, {"topk_group": 1, "num_experts_per_tok": 6}, "none"),
     ],
 )
-def test_a_number_the_groups_cannot_share_is_refused_with_the_nearest_that_they_can(tmp_path, count, more, nearest):
-    with pytest.raises(BadInput, match=rf"{count} experts in layer 0 .* 4 groups .*nearest possible: {nearest}$"):
+def test_a_number_the_groups_cannot_share_is_refused_with_the_nearest_that_they_can(
+    tmp_path, count, more, nearest
+):
+    with pytest.raises(
+        BadInput, match=rf"{count} experts in layer 0 .* 4 groups .*nearest possible: {nearest}$"
+    ):
         config_for(deepseek(tmp_path, **more), {0: count, 1: count})
 
 
@@ -73,9 +81,12 @@ def test_every_field_that_counts_experts_is_changed_wherever_it_stands(tmp_path)
 
 def test_a_list_of_counts_takes_another_number_for_each_layer(tmp_path):
     moe = checkpoint(
-        tmp_path, rename=("mlp.gate.weight", "mlp.gate.wg.weight"),
-        model_type="hunyuan_v1_moe", num_experts=[16, 16], moe_topk=[1, 2],
-    )  # fmt: skip
+        tmp_path,
+        rename=("mlp.gate.weight", "mlp.gate.wg.weight"),
+        model_type="hunyuan_v1_moe",
+        num_experts=[16, 16],
+        moe_topk=[1, 2],
+    )
     assert config_for(moe, {1: 3})["num_experts"] == [16, 3]
     assert config_for(moe, {0: 1, 1: 3})["num_experts"] == [1, 3]
     with pytest.raises(BadInput, match="layer 1 would have 1 experts, and top_k is 2"):
@@ -112,5 +123,7 @@ def test_a_model_nobody_knows_keeps_its_number(tmp_path):
 
 def test_a_config_that_does_not_say_the_number_is_refused(tmp_path):
     moe = checkpoint(tmp_path, num_experts=None)
-    with pytest.raises(BadInput, match="none of num_experts, num_local_experts in it; add the number of experts"):
+    with pytest.raises(
+        BadInput, match="none of num_experts, num_local_experts in it; add the number of experts"
+    ):
         config_for(moe, {0: 3, 1: 3})

@@ -1,4 +1,7 @@
-"""What the installed transformers can model with experts, less what moescope reads: kept in unclaimed.txt, so that a newcomer is noticed."""
+"""What the installed transformers can model with experts, less what moescope reads.
+
+Kept in unclaimed.txt, so that a newcomer is noticed.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,19 @@ def assigned(node: ast.ClassDef, name: str) -> list[ast.expr]:
     found = []
     for part in node.body:
         target = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
-        if isinstance(target, ast.Name) and target.id.startswith(name) and getattr(part, "value", None) is not None:
+        if (
+            isinstance(target, ast.Name)
+            and target.id.startswith(name)
+            and getattr(part, "value", None) is not None
+        ):
             found.append(part.value)  # type: ignore[attr-defined]
     return found
 
 
 def model_type(node: ast.ClassDef) -> str | None:
-    return next((value.value for value in assigned(node, "model_type") if isinstance(value, ast.Constant)), None)
+    return next(
+        (value.value for value in assigned(node, "model_type") if isinstance(value, ast.Constant)), None
+    )
 
 
 def refers_to(node: ast.ClassDef) -> set[str]:
@@ -83,7 +92,9 @@ def folders_with_experts() -> set[str]:
         file.parent.name
         for file in SOURCES.glob("*/modeling_*.py")
         if re.search(
-            r"^class \w*(Experts|SparseMoe\w*|MoE|SparseMLP)\(", file.read_text(encoding="utf-8"), re.MULTILINE
+            r"^class \w*(Experts|SparseMoe\w*|MoE|SparseMLP)\(",
+            file.read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
     }
 
@@ -92,16 +103,24 @@ def folders_counting_experts() -> set[str]:
     return {
         file.parent.name
         for file in SOURCES.glob("*/configuration_*.py")
-        if any(counts_experts(node) for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
-    }  # fmt: skip
+        if any(
+            counts_experts(node)
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef)
+        )
+    }
 
 
 def test_every_model_with_experts_is_read_or_listed_as_unclaimed():
     listed = set(UNCLAIMED.read_text().split())
     unread = moe_model_types() - set(MODELS)
     new, gone = sorted(unread - listed), sorted(listed - unread)
-    assert not new, f"transformers {transformers.__version__} has these with experts; read them, or list them: {new}"
-    assert not gone, f"read by now, or no longer in transformers {transformers.__version__}; strike them out: {gone}"
+    assert not new, (
+        f"transformers {transformers.__version__} has these with experts; read them, or list them: {new}"
+    )
+    assert not gone, (
+        f"read by now, or no longer in transformers {transformers.__version__}; strike them out: {gone}"
+    )
 
 
 def test_no_modelling_code_with_experts_escapes_the_search_for_their_count():

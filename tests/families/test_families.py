@@ -1,4 +1,7 @@
-"""Families against transformers itself: the same tensors bit for bit, and the same numbers computed from them."""
+"""Families against transformers itself.
+
+The same tensors bit for bit, and the same numbers computed from them.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,11 @@ def test_the_config_s_words_reach_the_layer(models, name):
         block = "block_sparse_moe" if family == "mixtral" else "mlp"
         assert weights.layer == layer
         assert weights.layer_name == f"model.layers.{layer}.{block}"
-        assert (weights.n_experts, weights.d_model, weights.d_ff) == (4, 16, 24 if family == "mixtral" else 20)
+        assert (weights.n_experts, weights.d_model, weights.d_ff) == (
+            4,
+            16,
+            24 if family == "mixtral" else 20,
+        )
         assert (weights.top_k, weights.scoring, weights.activation) == (2, "softmax", "silu")
         assert weights.norm_offset == 0.0
 
@@ -166,7 +173,9 @@ def test_router_logits_and_block_outputs_are_those_of_a_real_forward_pass(models
         of = seen[layer]
         x_TD = of["x"].reshape(-1, weights.d_model)
         torch.testing.assert_close(x_TD @ weights.router_ED.read().T, of["logits"], rtol=1e-4, atol=1e-5)
-        outputs_ETD = torch.stack([expert_output(weights, expert, x_TD) for expert in range(weights.n_experts)])
+        outputs_ETD = torch.stack(
+            [expert_output(weights, expert, x_TD) for expert in range(weights.n_experts)]
+        )
         mixed_TD = sum(
             of["scores"][:, slot, None] * outputs_ETD[of["chosen"][:, slot], torch.arange(len(x_TD))]
             for slot in range(2)
@@ -187,7 +196,8 @@ def test_coverage_of_a_tiny_mixtral_is_what_a_hand_counts(tmp_path):
     assert coverage.parameters_total == 9376 + 8 * 16
     assert coverage.skipped == {"not part of an MoE block": 1}
     assert coverage.line() == (
-        "mixtral: 2 MoE layers of 2 expected, 4 experts a layer, 9,376 of 9,504 parameters understood (98.7%); "
+        "mixtral: 2 MoE layers of 2 expected, 4 experts a layer, 9,376 of 9,504 parameters "
+        "understood (98.7%); "
         "1 tensors skipped: not part of an MoE block"
     )
 
@@ -198,7 +208,8 @@ def test_coverage_of_a_real_model_counts_its_dense_layers_as_skipped(models):
     assert (coverage.layers_found, coverage.layers_expected) == (2, 2)
     assert coverage.parameters_total == sum(parameter.numel() for parameter in model.parameters())
     assert coverage.parameters_understood == 2 * (4 * 16 + 16 + 4 * 3 * 20 * 16)
-    # Embedding, head, last norm; 6 x (q, k, v, o, q_norm, k_norm, input norm); 4 dense x (gate, up, down, second norm).
+    # Embedding, head, last norm; 6 x (q, k, v, o, q_norm, k_norm, input norm); 4 dense x (gate, up, down,
+    # second norm).
     assert coverage.skipped == {"not part of an MoE block": 3 + 6 * 7 + 4 * 4}
 
 
@@ -236,7 +247,12 @@ def test_counts_may_be_lists_with_an_entry_a_layer(tmp_path):
         name.replace("mlp.gate.weight", "mlp.gate.wg.weight"): tensor
         for name, tensor in tiny_tensors(family="qwen3_moe").items()
     }
-    config = {"model_type": "hunyuan_v1_moe", "num_hidden_layers": 2, "num_experts": [4, 4], "moe_topk": [1, 2]}
+    config = {
+        "model_type": "hunyuan_v1_moe",
+        "num_hidden_layers": 2,
+        "num_experts": [4, 4],
+        "moe_topk": [1, 2],
+    }
     layers = read(write_checkpoint(tmp_path, tensors, config)).layers
     assert [weights.top_k for weights in layers.values()] == [1, 2]
 
@@ -252,7 +268,10 @@ def test_a_language_model_within_another_is_known_by_its_own_type(tmp_path):
 
 
 def fused(tensors: dict[str, torch.Tensor], transposed: bool) -> dict[str, torch.Tensor]:
-    """The experts of tiny Qwen tensors in two tensors a layer, the released Qwen3-VL's way round or transformers'."""
+    """The experts of tiny Qwen tensors in two tensors a layer.
+
+    The released Qwen3-VL's way round or transformers'.
+    """
     out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(2):
         gate, up, down = (
@@ -266,7 +285,9 @@ def fused(tensors: dict[str, torch.Tensor], transposed: bool) -> dict[str, torch
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("d_ff", [8, 16, 24, 32])  # with d_model 16: 2F = D, F = D, and F = 2D look most alike
+@pytest.mark.parametrize(
+    "d_ff", [8, 16, 24, 32]
+)  # with d_model 16: 2F = D, F = D, and F = 2D look most alike
 def test_fused_experts_are_told_from_transposed_ones_by_both_shapes(tmp_path, d_ff, transposed):
     tensors = tiny_tensors(family="qwen3_moe", d_ff=d_ff)
     moe = read(write_checkpoint(tmp_path, fused(tensors, transposed), tiny_config(family="qwen3_moe")))
@@ -274,7 +295,9 @@ def test_fused_experts_are_told_from_transposed_ones_by_both_shapes(tmp_path, d_
         stacks = {"gate": weights.gate_EFD, "up": weights.up_EFD, "down": weights.down_EDF}
         for matrix, stack in stacks.items():
             for expert in range(4):
-                assert torch.equal(stack.read(expert), tensors[expert_name(layer, expert, matrix, "qwen3_moe")])
+                assert torch.equal(
+                    stack.read(expert), tensors[expert_name(layer, expert, matrix, "qwen3_moe")]
+                )
 
 
 def test_one_shard_alone_may_be_looked_at_and_coverage_says_how_little_it_is(tmp_path):
@@ -318,12 +341,15 @@ def test_names_outweigh_a_config_that_claims_another_family(tmp_path):
 
 
 def test_layers_stand_in_the_order_of_their_numbers_not_of_their_names(tmp_path):
-    assert list(read(tiny_checkpoint(tmp_path, layers=12, experts=2, d_model=4, d_ff=4)).layers) == list(range(12))
+    assert list(read(tiny_checkpoint(tmp_path, layers=12, experts=2, d_model=4, d_ff=4)).layers) == list(
+        range(12)
+    )
 
 
 def test_another_prefix_of_the_layers_is_found(tmp_path):
     tensors = {
-        name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in tiny_tensors().items()
+        name.replace("model.layers", "model.language_model.layers"): tensor
+        for name, tensor in tiny_tensors().items()
     }
     moe = read(write_checkpoint(tmp_path, tensors, tiny_config()))
     assert moe.layers[1].layer_name == "model.language_model.layers.1.block_sparse_moe"

@@ -18,7 +18,9 @@ from moescope.families.inspect import duration, inspect, short
 
 @pytest.fixture
 def model(tmp_path):
-    return write_checkpoint(tmp_path / "model", tiny_tensors(layers=2, experts=4, d_model=16, d_ff=24), tiny_config())
+    return write_checkpoint(
+        tmp_path / "model", tiny_tensors(layers=2, experts=4, d_model=16, d_ff=24), tiny_config()
+    )
 
 
 def test_the_facts_are_those_of_the_checkpoint(model):
@@ -33,7 +35,12 @@ def test_the_facts_are_those_of_the_checkpoint(model):
     )
     routed = 2 * 4 * 3 * 16 * 24
     rest = 8 * 16 + 2 * (4 * 16 + 16)
-    assert facts["parameters"] == {"total": routed + rest, "routed": routed, "shared": 0, "active": rest + routed // 2}
+    assert facts["parameters"] == {
+        "total": routed + rest,
+        "routed": routed,
+        "shared": 0,
+        "active": rest + routed // 2,
+    }
     assert facts["bytes"] == (model / "model.safetensors").stat().st_size
 
 
@@ -47,9 +54,18 @@ def test_no_tensor_is_read(model, monkeypatch):
 
 def test_shared_experts_are_counted_apart(tmp_path):
     config = Qwen2MoeConfig(
-        hidden_size=32, intermediate_size=48, moe_intermediate_size=24, shared_expert_intermediate_size=40, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, vocab_size=50, mlp_only_layers=[1],
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=6,
+        num_experts_per_tok=2,
+        vocab_size=50,
+        mlp_only_layers=[1],
+    )
     model = Qwen2MoeForCausalLM(config)
     model.save_pretrained(tmp_path / "qwen")
     facts = inspect(tmp_path / "qwen")
@@ -62,9 +78,15 @@ def test_shared_experts_are_counted_apart(tmp_path):
 
 def test_experts_fused_into_one_tensor_are_counted_too(tmp_path):
     config = GraniteMoeConfig(
-        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6,
-        num_experts_per_tok=2, vocab_size=50,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        vocab_size=50,
+    )
     GraniteMoeForCausalLM(config).save_pretrained(tmp_path / "granite")
     facts = inspect(tmp_path / "granite")
     assert facts["parameters"]["routed"] == 2 * 6 * 3 * 32 * 24
@@ -94,7 +116,9 @@ def test_counts_and_durations_are_written_as_people_do():
 
 
 @pytest.mark.parametrize("router", ["hash", "spectra", "dense"])
-def test_a_lab_checkpoint_without_router_rows_is_told_with_what_its_scan_will_lack(router, tmp_path, monkeypatch):
+def test_a_lab_checkpoint_without_router_rows_is_told_with_what_its_scan_will_lack(
+    router, tmp_path, monkeypatch
+):
     lab = LabModel(tiny_lab(router, vocabulary=258))
     save_model(lab, Bytes(), tmp_path / "lab")
     monkeypatch.setattr(LocalFiles, "handle", lambda self, file: pytest.fail("a tensor was read"))
@@ -109,7 +133,11 @@ def test_a_lab_checkpoint_without_router_rows_is_told_with_what_its_scan_will_la
     page = CliRunner().invoke(app, ["inspect", str(tmp_path / "lab")])
     assert page.exit_code == 0
     assert f"lab router {router}" in page.output
-    lacks = "nothing is routed (router dense)" if router == "dense" else f"router {router} has no row for each expert"
+    lacks = (
+        "nothing is routed (router dense)"
+        if router == "dense"
+        else f"router {router} has no row for each expert"
+    )
     assert f"read; {lacks}" in page.output
     assert facts["scan_estimate"]["read_bytes"] == 3 * experts * 32 * d_ff * 4
 

@@ -1,4 +1,7 @@
-"""Lab checkpoints whose router has no row for each expert: what is read against the model that was saved, and what is refused."""
+"""Lab checkpoints whose router has no row for each expert.
+
+What is read against the model that was saved, and what is refused.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +21,13 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.families.lab import ROWLESS
 from moescope.families.writing import NewLayer, write_moe
 
-KINDS = [("hash", "modern"), ("hash", "some"), ("spectra", "modern"), ("spectra", "some"), ("dense", "modern")]
+KINDS = [
+    ("hash", "modern"),
+    ("hash", "some"),
+    ("spectra", "modern"),
+    ("spectra", "some"),
+    ("dense", "modern"),
+]
 
 
 def saved(folder: Path, router: str, block: str = "modern", **options: object) -> tuple[Path, LabModel]:

@@ -1,4 +1,7 @@
-"""Every family against transformers' own model of it: the same tensors bit for bit, and the same numbers computed from them."""
+"""Every family against transformers' own model of it.
+
+The same tensors bit for bit, and the same numbers computed from them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from moescope.families import MODELS, read_moe
 from moescope.families.lab import LAB
 from moescope.types import ExpertStack, LayerWeights
 
-KINDS = sorted(set(MODELS) - {"kimi_k2", *LAB.models})  # transformers has no model of that name; it is a DeepSeek V3
+KINDS = sorted(
+    set(MODELS) - {"kimi_k2", *LAB.models}
+)  # transformers has no model of that name; it is a DeepSeek V3
 tiny = tiny_model
 
 
@@ -36,15 +41,23 @@ def read(kind: str, form: str, folder) -> list[LayerWeights]:
 
 def check_bits(weights: LayerWeights, model: TinyModel, number: int) -> None:
     seen = model.blocks[number]
-    ours = {"gate": weights.gate_EFD, "up": weights.up_EFD, "down": weights.down_EDF, "gate_bias": weights.gate_bias_EF,
-            "up_bias": weights.up_bias_EF, "down_bias": weights.down_bias_ED}  # fmt: skip
+    ours = {
+        "gate": weights.gate_EFD,
+        "up": weights.up_EFD,
+        "down": weights.down_EDF,
+        "gate_bias": weights.gate_bias_EF,
+        "up_bias": weights.up_bias_EF,
+        "down_bias": weights.down_bias_ED,
+    }
     same({part: together(stack) for part, stack in ours.items() if stack}, own_experts(seen.experts))
     same({"router": weights.router_ED.read()}, {"router": router_of(seen)[1].detach()})
     biases = {"router": weights.router_bias_E, "correction": weights.correction_bias_E}
     same({name: lazy.read() for name, lazy in biases.items() if lazy}, own_biases(seen))
     shared = weights.shared
     parts = (
-        {"gate": shared.gate_FD, "up": shared.up_FD, "down": shared.down_DF, "front": shared.gate_D} if shared else {}
+        {"gate": shared.gate_FD, "up": shared.up_FD, "down": shared.down_DF, "front": shared.gate_D}
+        if shared
+        else {}
     )
     for lazy in filter(None, parts.values()):
         assert lazy.read().shape == lazy.shape
@@ -155,7 +168,10 @@ def check_logits(weights: LayerWeights, logits_TE: Tensor, gave: tuple[Tensor, .
 
 
 def check_scoring(weights: LayerWeights, logits_TE: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> None:
-    """The chosen are those of the highest scores and bias, and their gates stand in the ratio of their scores."""
+    """The chosen are those of the highest scores and bias.
+
+    And their gates stand in the ratio of their scores.
+    """
     if weights.scoring == "sparsemixer":
         return
     assert chosen_TK.shape[1] == weights.top_k
@@ -178,11 +194,17 @@ def check_llama4(weights: LayerWeights, logits_TE: Tensor, x_TD: Tensor, seen) -
 
 
 def check_norm(weights: LayerWeights, model: TinyModel, x_TD: Tensor) -> None:
-    """The norm read is that of the module whose output the block was given, and multiplies by its weight and the offset."""
+    """The norm read is that of the module whose output the block was given.
+
+    And multiplies by its weight and the offset.
+    """
     mine = [
-        (module, before) for module, before, after in model.norms
-        if after.shape[-1] == weights.d_model and after.numel() == x_TD.numel() and torch.equal(after.reshape(x_TD.shape), x_TD)
-    ]  # fmt: skip
+        (module, before)
+        for module, before, after in model.norms
+        if after.shape[-1] == weights.d_model
+        and after.numel() == x_TD.numel()
+        and torch.equal(after.reshape(x_TD.shape), x_TD)
+    ]
     if not mine:
         assert weights.norm_D is None
         return
@@ -221,7 +243,10 @@ def shuffled(stack: ExpertStack) -> ExpertStack:
 
 
 def turned(stack: ExpertStack) -> ExpertStack:
-    """Another orientation, in the shape that was asked for: what a reader gets who mistakes [in, out] for [out, in]."""
+    """Another orientation, in the shape that was asked for.
+
+    What a reader gets who mistakes [in, out] for [out, in].
+    """
     return replace(stack, read=lambda expert: stack.read(expert).T.reshape(stack.shape[1:]))
 
 

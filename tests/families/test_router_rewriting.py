@@ -1,4 +1,7 @@
-"""Lab checkpoints with fewer experts, against the original model whose router is told by hand that the others are not there."""
+"""Lab checkpoints with fewer experts.
+
+Against the original model whose router is told by hand that the others are not there.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def keys(router: Any, given: RouterInput, gone_E: Tensor) -> Routed:
 
 
 def costs(router: Any, given: RouterInput, gone_E: Tensor) -> Routed:
-    """SPECTRA: who is not there wants no token, so nobody is repelled by it; the state goes through the same GRU."""
+    """SPECTRA: who is not there wants no token, so nobody is repelled by it.
+
+    The state goes through the same GRU.
+    """
     x_TD, options, n = given.x_TD, router.options, len(gone_E)
     if options["plain"]:
         logits_TE = x_TD @ router.linear.weight.T
@@ -103,13 +109,17 @@ def costs(router: Any, given: RouterInput, gone_E: Tensor) -> Routed:
     p_TE = (s_TE / options["epsilon"]).exp() * ~gone_E
     p_TE = p_TE / p_TE.sum(-1, keepdim=True)
     m_ER = nn.functional.normalize(router.direction_ER, dim=-1)
-    cost_TE = -s_TE + options["saturation_weight"] * (s_TE.abs() - options["saturation_start"]).clamp(min=0) ** 2
+    cost_TE = (
+        -s_TE + options["saturation_weight"] * (s_TE.abs() - options["saturation_start"]).clamp(min=0) ** 2
+    )
     there = [expert for expert in range(n) if not gone_E[expert]]
     for i in there:
         for j in there:
             if i != j:
                 square = float(m_ER[i] @ m_ER[j]) ** 2
-                shared = s_TE[:, i].abs() / (len(there) - 1) if options["repulsion"] == "published" else p_TE[:, j]
+                shared = (
+                    s_TE[:, i].abs() / (len(there) - 1) if options["repulsion"] == "published" else p_TE[:, j]
+                )
                 cost_TE[:, i] += options["repulsion_weight"] * square * shared
     logits_TE = -cost_TE / options["epsilon"]
     chosen_TK = (logits_TE + router.potential_E).masked_fill(gone_E, -999).topk(router.config.top_k).indices
@@ -155,7 +165,9 @@ def test_a_pruned_checkpoint_is_the_original_with_its_router_restricted_to_the_k
             block.mlp.router.potential_E.copy_(torch.linspace(-3, 3, 8).roll(3 * at))
         save_model(model, Bytes(), source)
     small, planned = pruned(tmp_path / "small", source)
-    assert not torch.allclose(run(small, text(5, 20, seed=3)).logits, run(model, text(5, 20, seed=3)).logits, atol=1e-3)
+    assert not torch.allclose(
+        run(small, text(5, 20, seed=3)).logits, run(model, text(5, 20, seed=3)).logits, atol=1e-3
+    )
     same_logits(small, restricted(model, rule))
     tensors = [*small.state_dict().values()]
     assert planned == sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,7 @@
-"""Layers written back, judged by transformers: it loads what was written, and finds in it the experts that were chosen."""
+"""Layers written back, judged by transformers.
+
+It loads what was written, and finds in it the experts that were chosen.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,24 @@ from checkpoints import (
     tiny_tensors,
     write_checkpoint,
 )
-from families.tiny_models import find_blocks, model_class, output_of, own_biases, own_experts, router_of, tiny_model
+from families.tiny_models import (
+    find_blocks,
+    model_class,
+    output_of,
+    own_biases,
+    own_experts,
+    router_of,
+    tiny_model,
+)
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import MODELS, MoeCheckpoint, read_moe
 from moescope.families.lab import LAB
 from moescope.families.writing import NewExpert, NewLayer, plan_moe, write_moe
 
-KINDS = sorted(set(MODELS) - {"kimi_k2", *LAB.models})  # transformers has no model of that name; it is a DeepSeek V3
+KINDS = sorted(
+    set(MODELS) - {"kimi_k2", *LAB.models}
+)  # transformers has no model of that name; it is a DeepSeek V3
 FORMS = ["saved", "memory"]
 KEPT = [2, 0, 3]
 
@@ -71,7 +84,10 @@ def spoken_by_transformers(caplog):
 
 
 def load(folder: Path, caplog, source: Path) -> Any:
-    """The model as transformers loads it: no key missing, left over or of another shape, and no word that the source's config does not earn."""
+    """The model as transformers loads it.
+
+    No key missing, left over or of another shape, and no word that the source's config does not earn.
+    """
     from transformers import AutoConfig
 
     with spoken_by_transformers(caplog) as before:
@@ -91,8 +107,14 @@ def everywhere(moe: MoeCheckpoint, experts: list[int]) -> dict[int, NewLayer]:
 def given_layer(seen, experts: list[int]) -> NewLayer:
     """The same experts as the transformers model holds them, handed in as tensors."""
     own, biases = own_experts(seen.experts), own_biases(seen)
-    words = {"gate": "gate_FD", "up": "up_FD", "down": "down_DF",
-             "gate_bias": "gate_bias_F", "up_bias": "up_bias_F", "down_bias": "down_bias_D"}  # fmt: skip
+    words = {
+        "gate": "gate_FD",
+        "up": "up_FD",
+        "down": "down_DF",
+        "gate_bias": "gate_bias_F",
+        "up_bias": "up_bias_F",
+        "down_bias": "down_bias_D",
+    }
     return NewLayer(
         [NewExpert(**{words[part]: tensor[expert] for part, tensor in own.items()}) for expert in experts],
         router_ED=router_of(seen)[1][experts],
@@ -106,7 +128,9 @@ def given_layer(seen, experts: list[int]) -> NewLayer:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rewriting_every_layer_with_its_own_experts_changes_no_bit_and_no_output(tmp_path, caplog, kind, form):
+def test_rewriting_every_layer_with_its_own_experts_changes_no_bit_and_no_output(
+    tmp_path, caplog, kind, form
+):
     tiny = tiny_model(kind)
     source = tiny.save(tmp_path / "source", form)
     moe = read(source)
@@ -127,13 +151,18 @@ def test_kept_experts_are_the_chosen_ones_in_the_chosen_order(tmp_path, caplog, 
     moe = read(tiny.save(tmp_path / "source", form))
     plan = plan_moe(moe, everywhere(moe, KEPT))
     written = write_moe(moe, tmp_path / "pruned", everywhere(moe, KEPT))
-    assert written.total_bytes == plan.total_bytes < sum(tensor.nbytes for tensor in tiny.model.state_dict().values())
+    assert (
+        written.total_bytes
+        == plan.total_bytes
+        < sum(tensor.nbytes for tensor in tiny.model.state_dict().values())
+    )
     model = load(tmp_path / "pruned", caplog, tmp_path / "source")
     blocks = find_blocks(model)
     assert len(blocks) == len(tiny.blocks) > 0
     for ours, theirs in zip(blocks, tiny.blocks, strict=True):
         same_bits(
-            own_experts(ours.experts), {part: tensor[KEPT] for part, tensor in own_experts(theirs.experts).items()}
+            own_experts(ours.experts),
+            {part: tensor[KEPT] for part, tensor in own_experts(theirs.experts).items()},
         )
         same_bits({"router": router_of(ours)[1]}, {"router": router_of(theirs)[1][KEPT]})
         same_bits(own_biases(ours), {name: bias[KEPT] for name, bias in own_biases(theirs).items()})
@@ -145,7 +174,9 @@ def test_kept_experts_are_the_chosen_ones_in_the_chosen_order(tmp_path, caplog, 
     shared = {name for name in before if "shared" in name}
     same_bits({name: after[name] for name in shared}, {name: before[name] for name in shared})
     assert output_of(model).isfinite().all()
-    assert [weights.n_experts for weights in read(tmp_path / "pruned").layers.values()] == [3] * len(moe.layers)
+    assert [weights.n_experts for weights in read(tmp_path / "pruned").layers.values()] == [3] * len(
+        moe.layers
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -198,7 +229,9 @@ def fused_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_new_expert_stands_among_kept_ones_in_the_dtype_of_the_source(tmp_path, fused):
-    tensors = fused_tensors(torch.bfloat16) if fused else tiny_tensors(family="qwen3_moe", dtype=torch.bfloat16)
+    tensors = (
+        fused_tensors(torch.bfloat16) if fused else tiny_tensors(family="qwen3_moe", dtype=torch.bfloat16)
+    )
     moe = read(write_checkpoint(tmp_path / "source", tensors, tiny_config(family="qwen3_moe")))
     calls: list[str] = []
     router = torch.randn(4, 16)
@@ -206,7 +239,11 @@ def test_a_new_expert_stands_among_kept_ones_in_the_dtype_of_the_source(tmp_path
     assert sorted(calls) == ["down_DF", "gate_FD", "up_FD"], "each is made once"
     layers = read(tmp_path / "out").layers
     expected = new_expert(5)
-    for name, mine in {"gate_EFD": expected.gate_FD, "up_EFD": expected.up_FD, "down_EDF": expected.down_DF}.items():
+    for name, mine in {
+        "gate_EFD": expected.gate_FD,
+        "up_EFD": expected.up_FD,
+        "down_EDF": expected.down_DF,
+    }.items():
         old, new = getattr(moe.layers[1], name), getattr(layers[1], name)
         assert torch.equal(new.read(1), mine.to(torch.bfloat16))
         for place, expert in {0: 3, 2: 0, 3: 0}.items():
@@ -242,8 +279,10 @@ def test_experts_of_several_dtypes_keep_each_its_own(tmp_path):
 def test_multi_token_prediction_is_left_out_when_the_number_of_experts_changes_and_only_then(tmp_path):
     tensors = tiny_tensors(layers=3, family="qwen3_moe")
     config = tiny_config(family="qwen3_moe") | {
-        "model_type": "deepseek_v3", "first_k_dense_replace": 0, "num_nextn_predict_layers": 1,
-    }  # fmt: skip
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 1,
+    }
     source = write_checkpoint(tmp_path / "source", tensors, config)
     moe = read(source)
     extra = {name for name in tensors if name.startswith("model.layers.2.")}
@@ -287,23 +326,46 @@ ROWS = torch.ones(4, 16)
         ({0: NewLayer([0, 1, 2, 4])}, "no expert 4 to keep; it has 0 to 3"),
         ({0: NewLayer([0, 1, 2, -1])}, "no expert -1"),
         ({0: NewLayer([0, 1, 2, new_expert(1)])}, "new experts need router_ED"),
-        ({0: NewLayer([0, 1, 2, new_expert(1)], torch.ones(3, 16))}, r"router_ED has shape \[3, 16\], expected \[4, 16\]"),
-        ({0: NewLayer([3, 1, 2, 0], ROWS, router_bias_E=torch.ones(4))}, "router_bias_E is given, but the source has none"),
-        ({0: NewLayer([0, 1, 2, NewExpert(torch.ones(24, 16), torch.ones(16, 24))], ROWS)}, "new expert 3 lacks up_EFD"),
         (
-            {0: NewLayer([0, 1, 2, NewExpert(torch.ones(24, 16), torch.ones(24, 16), torch.ones(24, 16))], ROWS)},
+            {0: NewLayer([0, 1, 2, new_expert(1)], torch.ones(3, 16))},
+            r"router_ED has shape \[3, 16\], expected \[4, 16\]",
+        ),
+        (
+            {0: NewLayer([3, 1, 2, 0], ROWS, router_bias_E=torch.ones(4))},
+            "router_bias_E is given, but the source has none",
+        ),
+        (
+            {0: NewLayer([0, 1, 2, NewExpert(torch.ones(24, 16), torch.ones(16, 24))], ROWS)},
+            "new expert 3 lacks up_EFD",
+        ),
+        (
+            {
+                0: NewLayer(
+                    [0, 1, 2, NewExpert(torch.ones(24, 16), torch.ones(24, 16), torch.ones(24, 16))], ROWS
+                )
+            },
             r"down_EDF of new expert 3 has shape \[24, 16\], expected \[16, 24\]",
         ),
         (
-            {0: NewLayer([0, 1, 2, NewExpert(lambda: torch.ones(16), torch.ones(16, 24), torch.ones(24, 16))], ROWS)},
+            {
+                0: NewLayer(
+                    [0, 1, 2, NewExpert(lambda: torch.ones(16), torch.ones(16, 24), torch.ones(24, 16))], ROWS
+                )
+            },
             r"gate_EFD of new expert 3 has shape \[16\]",
         ),
         ({0: NewLayer([0, 1, 2, NAN], ROWS)}, "holds NaN or Inf"),
-        ({0: NewLayer([0, 1, 2])}, "layer 0 would have 3 experts and layer 1 4, but config.json holds one number for all"),
+        (
+            {0: NewLayer([0, 1, 2])},
+            "layer 0 would have 3 experts and layer 1 4, but config.json holds one number for all",
+        ),
         ({0: NewLayer([]), 1: NewLayer([])}, "left without experts"),
-        ({0: NewLayer([1]), 1: NewLayer([1])}, "would have 1 experts, and top_k is 2; keep at least 2, or give a top_k"),
+        (
+            {0: NewLayer([1]), 1: NewLayer([1])},
+            "would have 1 experts, and top_k is 2; keep at least 2, or give a top_k",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, layers, message):
     moe = read(tiny_checkpoint(tmp_path / "source"))
     with pytest.raises(BadInput, match=message):
@@ -332,14 +394,20 @@ def test_a_quantised_layer_is_copied_but_not_rewritten(tmp_path):
 
 
 def test_a_config_that_speaks_of_quantisation_is_enough_to_refuse(tmp_path):
-    source = write_checkpoint(tmp_path, tiny_tensors(), tiny_config(quantization_config={"quant_method": "fp8"}))
+    source = write_checkpoint(
+        tmp_path, tiny_tensors(), tiny_config(quantization_config={"quant_method": "fp8"})
+    )
     refuse(source, r"quantised \(quantization_config\)")
 
 
-@pytest.mark.parametrize("stray", ["experts.3.w1.weight_scale_inv", "experts.9.w1.weight", "experts.offsets", "counts"])
+@pytest.mark.parametrize(
+    "stray", ["experts.3.w1.weight_scale_inv", "experts.9.w1.weight", "experts.offsets", "counts"]
+)
 def test_a_tensor_among_the_experts_that_nobody_knows_is_refused_by_name(tmp_path, stray):
     name = f"model.layers.1.block_sparse_moe.{stray}"
-    refuse(write_checkpoint(tmp_path, {**tiny_tensors(), name: torch.ones(4)}, tiny_config()), f"tensor {name}")
+    refuse(
+        write_checkpoint(tmp_path, {**tiny_tensors(), name: torch.ones(4)}, tiny_config()), f"tensor {name}"
+    )
 
 
 def test_without_a_config_the_number_of_experts_stays(tmp_path):
@@ -352,7 +420,9 @@ def test_without_a_config_the_number_of_experts_stays(tmp_path):
 def test_one_shard_alone_is_not_rewritten(tmp_path):
     tensors = {name: tensor for name, tensor in tiny_tensors().items() if "layers.1" not in name}
     file = write_checkpoint(tmp_path, tensors, tiny_config()) / "model.safetensors"
-    with pytest.raises(BadInput, match="1 of 2 MoE layers are in it; give the folder of the whole checkpoint"):
+    with pytest.raises(
+        BadInput, match="1 of 2 MoE layers are in it; give the folder of the whole checkpoint"
+    ):
         plan_moe(read(file), {})
 
 
@@ -373,10 +443,11 @@ MEMORY = """
     weights = moe.layers[0]
     made = NewExpert(*map(lazily, (weights.gate_EFD, weights.down_EDF, weights.up_EFD)))
     layers = {0: NewLayer([3, made, 0, *range(4, 16)], torch.ones(15, 1024))}
-    torch.ones(1024, 1024).to(torch.bfloat16).isfinite().all()  # what torch sets up at its first use is not ours
+    torch.ones(1024, 1024).to(torch.bfloat16).isfinite().all()  # torch sets things up at its first use
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     def resident(which):
-        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(which)) * 1024
+        lines = open("/proc/self/status").read().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(which)) * 1024
     before = resident("VmRSS")
     print(write_moe(moe, sys.argv[2], layers).total_bytes, resident("VmHWM") - before)
 """

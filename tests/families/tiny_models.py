@@ -1,4 +1,7 @@
-"""Tiny random models of transformers' own, one a model_type, run once, with all that their MoE blocks were seen to do."""
+"""Tiny random models of transformers' own, one a model_type, run once.
+
+With all that their MoE blocks were seen to do.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,78 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 16, "d_model": 16, "num_hidden_layers": 3, "num_layers": 4, "num_decoder_layers": 4,
-    "encoder_layers": 4, "decoder_layers": 4, "n_layers": 2, "vocab_size": 64, "max_position_embeddings": 64,
-    "intermediate_size": 24, "intermediate_size_mlp": 28, "moe_intermediate_size": 20, "d_ff": 24, "d_kv": 8,
-    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "shared_expert_intermediate_size": 12, "shared_intermediate_size": 12,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "num_heads": 2, "n_heads": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4,
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "first_k_dense_replace": 1, "num_dense_layers": 1, "n_group": 1,
-    "topk_group": 1, "num_expert_group": 1, "n_shared_experts": 1, "tie_word_embeddings": False,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-TEXT = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "num_experts_per_tok", "pad_token_id")}  # fmt: skip
+    "hidden_size": 16,
+    "d_model": 16,
+    "num_hidden_layers": 3,
+    "num_layers": 4,
+    "num_decoder_layers": 4,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "n_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 28,
+    "moe_intermediate_size": 20,
+    "d_ff": 24,
+    "d_kv": 8,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "shared_expert_intermediate_size": 12,
+    "shared_intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_heads": 2,
+    "n_heads": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "head_dim": 8,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "n_shared_experts": 1,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TEXT = {
+    name: SIZES[name]
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "num_experts_per_tok",
+        "pad_token_id",
+    )
+}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -39,54 +99,125 @@ VISION = {
 }
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
-QWEN_VL = {"text_config": {**TEXT, "num_experts": 4}, "vision_config": {**VISION, "deepstack_visual_indexes": [0]}}
-# What a model_type needs beyond small sizes: dense layers, biases, shared experts, so that every tensor is there.
+QWEN_VL = {
+    "text_config": {**TEXT, "num_experts": 4},
+    "vision_config": {**VISION, "deepstack_visual_indexes": [0]},
+}
+# What a model_type needs beyond small sizes: dense layers, biases, shared experts, so that every tensor is
+# there.
 MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "qwen3_vl_moe": QWEN_VL,
     "qwen3_5_moe": {
         **QWEN_VL,
-        "text_config": {**QWEN_VL["text_config"], "shared_expert_intermediate_size": 12, "linear_num_key_heads": 1,
-                        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-                        "layer_types": LINEAR},
+        "text_config": {
+            **QWEN_VL["text_config"],
+            "shared_expert_intermediate_size": 12,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": LINEAR,
+        },
     },
-    "glm4v_moe": {"text_config": {**TEXT, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
-                                  "rope_parameters": MROPE}, "vision_config": VISION},
+    "glm4v_moe": {
+        "text_config": {
+            **TEXT,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "rope_parameters": MROPE,
+        },
+        "vision_config": VISION,
+    },
     "llama4": {
-        "text_config": {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 28, "interleave_moe_layer_step": 2,
-                        "num_hidden_layers": 4},
-        "vision_config": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-                          "image_size": 28, "patch_size": 14, "vision_output_dim": 16, "projector_input_dim": 16,
-                          "projector_output_dim": 16},
+        "text_config": {
+            **TEXT,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 28,
+            "interleave_moe_layer_step": 2,
+            "num_hidden_layers": 4,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
     },
     "llama4_text": {"moe_layers": [0, 2]},
     "gpt_oss": {"intermediate_size": 16},  # square, as the released models are
     "dbrx": {
-        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4}, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "max_seq_len": 64,
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16},
     },
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False,
-              "mamba_d_state": 4},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
-                         "layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
     "ernie4_5_moe": {"num_hidden_layers": 5, "moe_layer_interval": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "router_bias": True},
     "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 1, "num_experts": 4},
     # latent attention has as many key heads as heads; fewer are read otherwise once padding is masked
     "deepseek_v2": {"num_key_value_heads": 2},
-    "deepseek_v3": {"num_hidden_layers": 4, "first_k_dense_replace": 2, "head_dim": 4, "num_key_value_heads": 2},
+    "deepseek_v3": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "head_dim": 4,
+        "num_key_value_heads": 2,
+    },
     "deepseek_v32": {"head_dim": 4, "num_key_value_heads": 2},
     "axk1": {"head_dim": 4, "num_key_value_heads": 2},
     "glm4_moe_lite": {"num_key_value_heads": 2},
-    "mistral4": {"head_dim": 4, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                 "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}},
+    "mistral4": {
+        "head_dim": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "kimi_k25": {
-        "text_config": {**TEXT, "model_type": "deepseek_v3", "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-                        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-                        "first_k_dense_replace": 1, "head_dim": 4, "num_key_value_heads": 2},
-        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "text_config": {
+            **TEXT,
+            "model_type": "deepseek_v3",
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+            "head_dim": 4,
+            "num_key_value_heads": 2,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
     },
     "glm_moe_dsa": {"head_dim": 4, "num_key_value_heads": 2},
     "glm4v_moe_text": {"rope_parameters": MROPE},
@@ -94,7 +225,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"layer_types": LINEAR},
     "bailing_hybrid": {"layer_types": LINEAR, "num_key_value_heads": 2},
     "kimi_linear": {"layer_types": LINEAR, "num_key_value_heads": 2},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -155,7 +286,10 @@ def model_class(config: Any) -> Any:
 
 
 def tiny_model(kind: str) -> TinyModel:
-    """The model of that type, perturbed so that no one or zero hides an error, after one forward pass; a copy of its own."""
+    """The model of that type, perturbed so that no one or zero hides an error, after one forward pass.
+
+    A copy of its own.
+    """
     return copy.deepcopy(made_once(kind))
 
 
@@ -169,7 +303,9 @@ def made_once(kind: str) -> TinyModel:
     config_class = CONFIG_MAPPING[kind]
     nested = "text_config" in MORE.get(kind, {})
     known = {} if nested else config_class().to_dict()
-    config = config_class(**{name: size for name, size in SIZES.items() if name in known} | MORE.get(kind, {}))
+    config = config_class(
+        **{name: size for name, size in SIZES.items() if name in known} | MORE.get(kind, {})
+    )
     if kind == "llama4":
         config.pad_token_id = 0
     torch.manual_seed(0)
@@ -252,7 +388,10 @@ def run(tiny: TinyModel) -> None:
 
 
 def router_of(seen: Seen) -> tuple[nn.Module, Tensor]:
-    """The module that owns the router's weight, and the weight: the block's only [E, D] matrix outside its experts."""
+    """The module that owns the router's weight, and the weight.
+
+    The block's only [E, D] matrix outside its experts.
+    """
     n_experts = own_experts(seen.experts)["gate"].shape[0]
     found = [
         (module, module.weight)
@@ -269,10 +408,14 @@ def own_experts(experts: nn.Module) -> dict[str, Tensor]:
     name = type(experts).__name__
     if isinstance(experts, nn.ModuleDict):  # NLLB, Switch
         lower, upper = ("fc1", "fc2") if name.startswith("Nllb") else ("wi", "wo")
-        linears = {part: [getattr(expert, part) for expert in experts.values()
-                          if hasattr(expert, part)] for part in (lower, upper)}  # fmt: skip
-        found = {"gate": torch.stack([linear.weight for linear in linears[lower]]),
-                 "down": torch.stack([linear.weight for linear in linears[upper]])}  # fmt: skip
+        linears = {
+            part: [getattr(expert, part) for expert in experts.values() if hasattr(expert, part)]
+            for part in (lower, upper)
+        }
+        found = {
+            "gate": torch.stack([linear.weight for linear in linears[lower]]),
+            "down": torch.stack([linear.weight for linear in linears[upper]]),
+        }
         if name.startswith("Nllb"):
             found["gate_bias"] = torch.stack([linear.bias for linear in linears[lower]])
             found["down_bias"] = torch.stack([linear.bias for linear in linears[upper]])
@@ -284,8 +427,14 @@ def own_experts(experts: nn.Module) -> dict[str, Tensor]:
         found = {"gate": gate, "up": up, "down": down.transpose(1, 2)}
     elif name.startswith("GptOss"):
         both, bias = experts.gate_up_proj.transpose(1, 2), experts.gate_up_proj_bias
-        found = {"gate": both[:, 0::2], "up": both[:, 1::2], "down": experts.down_proj.transpose(1, 2),
-                 "gate_bias": bias[:, 0::2], "up_bias": bias[:, 1::2], "down_bias": experts.down_proj_bias}  # fmt: skip
+        found = {
+            "gate": both[:, 0::2],
+            "up": both[:, 1::2],
+            "down": experts.down_proj.transpose(1, 2),
+            "gate_bias": bias[:, 0::2],
+            "up_bias": bias[:, 1::2],
+            "down_bias": experts.down_proj_bias,
+        }
     elif name.startswith("Llama4"):
         gate, up = experts.gate_up_proj.transpose(1, 2).chunk(2, dim=1)
         found = {"gate": gate, "up": up, "down": experts.down_proj.transpose(1, 2)}

@@ -21,11 +21,16 @@ def random_expert(
     gate, down = gaussian(hidden, width), gaussian(width, hidden)
     if not biases:
         return ExpertWeights(gate, down, up)
-    return ExpertWeights(gate, down, up, gaussian(hidden), gaussian(hidden) if gated else None, gaussian(width))
+    return ExpertWeights(
+        gate, down, up, gaussian(hidden), gaussian(hidden) if gated else None, gaussian(width)
+    )
 
 
 def output(expert: ExpertWeights, x_TD: Tensor) -> Tensor:
-    """What the expert computes, in fp64: down(silu(gate x) * up x), or down(relu(x)) where there is no gate."""
+    """What the expert computes, in fp64.
+
+    Down(silu(gate x) * up x), or down(relu(x)) where there is no gate.
+    """
 
     def linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight.double(), None if bias is None else bias.double())
@@ -39,7 +44,10 @@ def output(expert: ExpertWeights, x_TD: Tensor) -> Tensor:
 
 
 def shuffled(expert: ExpertWeights, seed: int, flip: bool) -> tuple[ExpertWeights, np.ndarray, np.ndarray]:
-    """The same function with neurons in another order, half of them with the other sign; and the order and signs that were taken."""
+    """The same function with neurons in another order, half of them with the other sign.
+
+    And the order and signs that were taken.
+    """
     random = np.random.default_rng(seed)
     hidden = expert.gate_FD.shape[0]
     order = random.permutation(hidden)

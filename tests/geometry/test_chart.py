@@ -1,4 +1,7 @@
-"""Series of pairs -> rows, on layers read from real files: against distances taken by hand, planted copies, and the published shape."""
+"""Series of pairs -> rows, on layers read from real files.
+
+Against distances taken by hand, planted copies, and the published shape.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """The same model after a training that moved later layers more: noise of 5 % in the first layer, 10 % in the last."""
+    """The same model after a training that moved later layers more.
+
+    Noise of 5 % in the first layer, 10 % in the last.
+    """
     generator = torch.Generator().manual_seed(7)
     tensors = tiny_tensors(**SIZES)
     for name, tensor in tensors.items():
@@ -88,22 +94,30 @@ def test_a_dominant_expert_is_read_once_for_all_its_members(base):
     layer = base[0]
     counted = {
         name: dataclasses.replace(
-            getattr(layer, name), read=lambda e, name=name: (read.append((name, e)), getattr(layer, name).read(e))[1]
+            getattr(layer, name),
+            read=lambda e, name=name: (read.append((name, e)), getattr(layer, name).read(e))[1],
         )
         for name in ("gate_EFD", "up_EFD", "down_EDF")
     }
     counting = dataclasses.replace(layer, **counted)
-    layer_geometry(counting, counting, [(0, 1), (0, 2), (0, 3)], {"cluster": "none"}, matrices=("gate", "down"))
+    layer_geometry(
+        counting, counting, [(0, 1), (0, 2), (0, 3)], {"cluster": "none"}, matrices=("gate", "down")
+    )
     assert sorted(read) == sorted((name, e) for name in ("gate_EFD", "down_EDF") for e in range(4))
 
 
 def test_the_chart_has_the_published_shape(base, tuned):
-    """Drift small and rising with the layer, R near 1; clusters of unrelated experts at chance; matching moves them to the random band, no further."""
+    """Drift small and rising with the layer, R near 1; clusters of unrelated experts at chance.
+
+    Matching moves them to the random band, no further.
+    """
     same = [(expert, expert) for expert in range(6)]
     clusters = [(0, 1), (0, 2), (3, 4), (3, 5)]
     layers = []
     for number in (0, 1):
-        layers.append(layer_geometry(base[number], tuned[number], same, {"base_to_ift": "none"})["geometry_layers"])
+        layers.append(
+            layer_geometry(base[number], tuned[number], same, {"base_to_ift": "none"})["geometry_layers"]
+        )
         series = {"m_smoe": "none", "m_smoe_permuted": "unsigned"}
         layers.append(layer_geometry(base[number], base[number], clusters, series)["geometry_layers"])
     table = pd.concat(layers, ignore_index=True)
@@ -112,10 +126,14 @@ def test_the_chart_has_the_published_shape(base, tuned):
     for layer, column in ((0, "relative_l2_first_layer"), (1, "relative_l2_last_layer")):
         drift = means.loc[("base_to_ift", layer)]
         assert drift["relative_l2_mean"] == pytest.approx(float(PUBLISHED["base_to_ift"][column]), abs=0.01)
-        assert drift["sv_alignment_mean"] == pytest.approx(float(PUBLISHED["base_to_ift"]["sv_alignment"]), abs=0.02)
+        assert drift["sv_alignment_mean"] == pytest.approx(
+            float(PUBLISHED["base_to_ift"]["sv_alignment"]), abs=0.02
+        )
         cluster = means.loc[("m_smoe", layer)]
         assert cluster["relative_l2_mean"] == pytest.approx(float(PUBLISHED["m_smoe"][column]), abs=0.02)
-        assert cluster["sv_alignment_mean"] == pytest.approx(float(PUBLISHED["m_smoe"]["sv_alignment"]), abs=0.02)
+        assert cluster["sv_alignment_mean"] == pytest.approx(
+            float(PUBLISHED["m_smoe"]["sv_alignment"]), abs=0.02
+        )
         rows = table[(table["series"] == "m_smoe_permuted") & (table["layer"] == layer)]
         assert (rows["relative_l2_mean"] - rows["null_l2_matched"]).abs().max() < 0.02
         assert (rows["sv_alignment_mean"] - rows["null_sv_matched"]).abs().max() < 0.03
@@ -137,7 +155,9 @@ def test_a_permuted_copy_comes_back_whole_after_matching_and_down_even_when_held
 
 
 def test_random_experts_gain_nothing_on_what_was_held_out(base):
-    table = layer_geometry(base[0], base[0], [(a, a + 1) for a in range(5)], {"check": "held_out"})["geometry_layers"]
+    table = layer_geometry(base[0], base[0], [(a, a + 1) for a in range(5)], {"check": "held_out"})[
+        "geometry_layers"
+    ]
     down, gate = (row_of(table, matrix=matrix) for matrix in ("down", "gate"))
     assert down["relative_l2_mean"] == pytest.approx(2**0.5, abs=0.01)
     assert down["null_l2_matched"] == pytest.approx(2**0.5)
@@ -163,7 +183,9 @@ def test_bad_names_and_weights_are_refused(base, tmp_path):
         layer_geometry(base[0], base[0], [(0, 1)], {"x": "loose"})
     tensors = tiny_tensors(**SIZES)
     tensors[expert_name(1, 4, "up")][0, 0] = float("inf")
-    broken = read_moe(open_checkpoint(write_checkpoint(tmp_path / "broken", tensors, tiny_config(2, 6)))).layers
+    broken = read_moe(
+        open_checkpoint(write_checkpoint(tmp_path / "broken", tensors, tiny_config(2, 6)))
+    ).layers
     with pytest.raises(BadInput, match=r"experts\.4\.w3\.weight.*layer 1 holds NaN"):
         layer_geometry(base[1], broken[1], [(4, 4)], {"x": "none"})
 
@@ -177,7 +199,9 @@ def test_the_interval_is_that_of_a_bootstrap_over_units():
 
     values = np.random.default_rng(1).gamma(2, size=40)
     found = bootstrap(values, np.arange(40))
-    oracle = scipy_bootstrap((values,), np.mean, method="percentile", n_resamples=9999, rng=0).confidence_interval
+    oracle = scipy_bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=9999, rng=0
+    ).confidence_interval
     assert found["mean"] == pytest.approx(values.mean())
     assert found["sd"] == pytest.approx(np.std(values, ddof=1))
     assert found["low"] == pytest.approx(oracle.low, abs=0.03)
@@ -201,10 +225,19 @@ def test_one_pair_has_no_interval_and_missing_values_do_not_count():
 
 def test_means_stand_beside_the_chance_of_their_own_series():
     rows = [
-        {"series": name, "layer": 0, "layer_name": "b", "matrix": "gate", "expert_a": e, "expert_b": e, "relative_l2": 1.0, "sv_alignment": 0.0}
+        {
+            "series": name,
+            "layer": 0,
+            "layer_name": "b",
+            "matrix": "gate",
+            "expert_a": e,
+            "expert_b": e,
+            "relative_l2": 1.0,
+            "sv_alignment": 0.0,
+        }
         for name in ("x", "y")
         for e in range(3)
-    ]  # fmt: skip
+    ]
     chance = {"x": matched_chance(64, 96, True), "y": matched_chance(64, 96, False)}
     table = layer_means(pd.DataFrame(rows), chance)
     assert row_of(table, series="x")["null_l2_matched"] == chance["x"]["gate"].relative_l2

@@ -43,7 +43,8 @@ def test_a_layer_s_rows_are_those_of_the_cpu(tmp_path):
     layers = read_moe(open_checkpoint(tiny_checkpoint(tmp_path / "model", d_model=128, d_ff=96))).layers
     series = {"as_they_lie": "none", "matched": "signed"}
     frames = [
-        layer_geometry(layers[0], layers[1], [(0, 1), (2, 3)], series, device=device) for device in ("cpu", "cuda")
+        layer_geometry(layers[0], layers[1], [(0, 1), (2, 3)], series, device=device)
+        for device in ("cpu", "cuda")
     ]
     for name in frames[0]:
         columns = frames[0][name].select_dtypes("number").columns

@@ -1,4 +1,7 @@
-"""Neuron matching against planted orders and signs, every order of few neurons, and the function the expert computes."""
+"""Neuron matching against planted orders and signs, every order of few neurons.
+
+And the function the expert computes.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def test_matching_without_signs_recovers_about_half_of_a_signed_permutation():
 
 
 def test_the_matching_is_the_best_of_all_orders_and_signs():
-    """Every order of five neurons, with every neuron's better sign: written out by hand from the definition."""
+    """Every order of five neurons, with every neuron's better sign.
+
+    Written out by hand from the definition.
+    """
     dominant, member = random_expert(7, hidden=5, width=3), random_expert(8, hidden=5, width=3)
 
     def unit(matrix):
@@ -104,7 +110,9 @@ def test_scale_and_precision_of_a_projection_change_nothing():
     dominant, member = random_expert(0), random_expert(1)
     scaled = ExpertWeights(member.gate_FD * 1000, member.down_DF * 1e-3, member.up_FD)
     assert (match_neurons(dominant, member).order_F == match_neurons(dominant, scaled).order_F).all()
-    half = ExpertWeights(*(matrix.bfloat16() for matrix in (dominant.gate_FD, dominant.down_DF, dominant.up_FD)))
+    half = ExpertWeights(
+        *(matrix.bfloat16() for matrix in (dominant.gate_FD, dominant.down_DF, dominant.up_FD))
+    )
     assert match_neurons(half, half).score == pytest.approx(3, abs=1e-5)
     assert match_neurons(half, half).apply(half).gate_FD.dtype == torch.bfloat16
 

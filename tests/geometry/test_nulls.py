@@ -13,7 +13,9 @@ from moescope.geometry.nulls import drawn_cosines, matched_chance, own_share
 from moescope.geometry.polar import PolarFactor, polar_factor, sv_alignment
 
 
-def drawn_pair(hidden: int, width: int, seed: int, signed: bool) -> dict[str, tuple[float, float, float, float]]:
+def drawn_pair(
+    hidden: int, width: int, seed: int, signed: bool
+) -> dict[str, tuple[float, float, float, float]]:
     """Projection -> (L2, R) as they lie and (L2, R) matched, of two random experts, by the slow road."""
     dominant, member = (random_expert(seed + number, hidden, width) for number in (0, 1000))
     matching = match_neurons(dominant, member, signed)

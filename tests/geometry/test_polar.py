@@ -77,7 +77,9 @@ def test_ill_conditioned_matrices_keep_their_whole_rank():
 
 def test_r_is_its_definition_by_singular_vectors():
     a, b = torch.randn(12, 30), torch.randn(12, 30)
-    (left_a, _, right_a), (left_b, _, right_b) = (scipy.linalg.svd(m.numpy(), full_matrices=False) for m in (a, b))
+    (left_a, _, right_a), (left_b, _, right_b) = (
+        scipy.linalg.svd(m.numpy(), full_matrices=False) for m in (a, b)
+    )
     by_definition = ((left_a.T @ left_b) * (right_a @ right_b.T)).sum() / 12
     assert sv_alignment(polar_factor(a), polar_factor(b)) == pytest.approx(by_definition, abs=1e-6)
 
@@ -97,7 +99,9 @@ def test_r_ignores_singular_values_and_signs_follow():
 
 
 def test_all_pairs_from_one_gram_matrix():
-    factors = polar_factors([torch.randn(10, 15), torch.randn(10, 15), torch.randn(10, 3) @ torch.randn(3, 15)])
+    factors = polar_factors(
+        [torch.randn(10, 15), torch.randn(10, 15), torch.randn(10, 3) @ torch.randn(3, 15)]
+    )
     found = all_alignments(factors)
     for i, a in enumerate(factors):
         for j, b in enumerate(factors):
@@ -106,7 +110,10 @@ def test_all_pairs_from_one_gram_matrix():
 
 
 def test_a_permuted_expert_needs_no_new_decomposition():
-    """polar(P W) = P polar(W): R of matched experts from the factors alone equals R of the matched experts."""
+    """polar(P W) = P polar(W).
+
+    R of matched experts from the factors alone equals R of the matched experts.
+    """
     dominant, member = random_expert(0), random_expert(1)
     matching = match_neurons(dominant, member)
     applied = matching.apply(member)

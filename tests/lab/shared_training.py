@@ -1,4 +1,7 @@
-"""Trainings that several processes may share. As a script it is what each process that torchrun starts does: all of CASES, into one file."""
+"""Trainings that several processes may share.
+
+As a script it is what each process that torchrun starts does: all of CASES, into one file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,36 @@ from moescope.routing.monitor_loop import LoopMonitor
 from moescope.run import Run
 
 STEPS = 6
-WORDS = ["for", "in", "the", "while", "of", "one", "a", "to", "let", "be", "not", "with", "expert", "token", "route", "return", "print", "import", "def", "3", "14", "159", "(", ")", "=", "+", ":", "\n"]  # fmt: skip
+WORDS = [
+    "for",
+    "in",
+    "the",
+    "while",
+    "of",
+    "one",
+    "a",
+    "to",
+    "let",
+    "be",
+    "not",
+    "with",
+    "expert",
+    "token",
+    "route",
+    "return",
+    "print",
+    "import",
+    "def",
+    "3",
+    "14",
+    "159",
+    "(",
+    ")",
+    "=",
+    "+",
+    ":",
+    "\n",
+]
 
 
 @dataclass(frozen=True)
@@ -58,19 +90,44 @@ CASES = {
     "expert_choice, padded, micro-batches": Case("expert_choice", {}, PADDED, 2),
     "expert_choice that takes nearly everybody": Case("expert_choice", {"capacity_factor": 1.9}, PADDED),
     "spectra, padded, micro-batches": Case("spectra", {}, PADDED, 2),
-    "spectra, losses alone, padded": Case("spectra", {"orthogonality_weight": 10.0, "entropy_weight": 0.3, "speciality_weight": 1.0, "quota": False, "repulsion": "none"}, PADDED, control=True),
+    "spectra, losses alone, padded": Case(
+        "spectra",
+        {
+            "orthogonality_weight": 10.0,
+            "entropy_weight": 0.3,
+            "speciality_weight": 1.0,
+            "quota": False,
+            "repulsion": "none",
+        },
+        PADDED,
+        control=True,
+    ),
     "spectra of 1 without GRU": Case("spectra", {"gru": False, "repulsion": "published"}, model={"top_k": 1}),
     "spectra, plain": Case("spectra", {"plain": True}),
-    "some, padded, micro-batches, respawn": Case("some", {"respawn": True, "decay": 0.96, "decay_after": 1, "decay_percentile": 60.0}, PADDED, 2, FROZEN, control=True),
-    "top2, padded, micro-batches, fsdp": Case("top2", {}, PADDED, 2, {"tie_embeddings": True}, parallel="fsdp"),
+    "some, padded, micro-batches, respawn": Case(
+        "some",
+        {"respawn": True, "decay": 0.96, "decay_after": 1, "decay_percentile": 60.0},
+        PADDED,
+        2,
+        FROZEN,
+        control=True,
+    ),
+    "top2, padded, micro-batches, fsdp": Case(
+        "top2", {}, PADDED, 2, {"tie_embeddings": True}, parallel="fsdp"
+    ),
     "spectra, padded, micro-batches, fsdp": Case("spectra", {}, PADDED, 2, parallel="fsdp"),
-    "some, frozen experts, fsdp": Case("some", {}, model={**FROZEN, "frozen_dtype": "bfloat16", "experts": 5}, parallel="fsdp"),
-}  # fmt: skip
+    "some, frozen experts, fsdp": Case(
+        "some", {}, model={**FROZEN, "frozen_dtype": "bfloat16", "experts": 5}, parallel="fsdp"
+    ),
+}
 
 
 @dataclass(frozen=True)
 class OwnRowsAlone(Ranks):
-    """What must not be: sums over ranks after a step, but choices and means of a pass from every rank's own rows."""
+    """What must not be.
+
+    Sums over ranks after a step, but choices and means of a pass from every rank's own rows.
+    """
 
     def sum(self, amount: Tensor) -> Tensor:
         return amount if torch.is_grad_enabled() else super().sum(amount)
@@ -116,7 +173,10 @@ def training_of(case: Case, ranks: Ranks) -> Training:
 
 
 def curve(case: Case, ranks: Ranks, own_rows_alone: bool = False) -> list[list[float]]:
-    """Language-model loss, auxiliary loss and gradient norm of every step, then the sums of squares of what routers have learned."""
+    """Language-model loss, auxiliary loss and gradient norm of every step.
+
+    Then the sums of squares of what routers have learned.
+    """
     training = training_of(case, ranks)
     if own_rows_alone:
         for router in training.model.routers:
@@ -135,7 +195,10 @@ def curve(case: Case, ranks: Ranks, own_rows_alone: bool = False) -> list[list[f
 
 
 def shares(training: Training) -> list[float]:
-    """What this rank holds of an attention's weights and of the optimiser's moments of them, or of frozen experts."""
+    """What this rank holds of an attention's weights and of the optimiser's moments of them.
+
+    Or of frozen experts.
+    """
     block = training.model.blocks[1]
     weight, experts = block.self_attn.o_proj.weight, next(block.mlp.experts.parameters())
     held = training.optimiser.state[experts]["exp_avg"] if experts.requires_grad else experts
@@ -150,7 +213,10 @@ class Killed(Exception):
 
 
 def whole(case: Case, ranks: Ranks, folder: Path, killed_after: int = 0) -> Run | None:
-    """The run, on the first rank; one that is killed leaves its last state, which the next call goes on from."""
+    """The run, on the first rank.
+
+    One that is killed leaves its last state, which the next call goes on from.
+    """
     training = training_of(case, ranks)
     if state := load_state(folder / "states"):
         training.restore(state)
@@ -164,7 +230,10 @@ def whole(case: Case, ranks: Ranks, folder: Path, killed_after: int = 0) -> Run 
     monitor.watch(training.model, training.step, verb="train", identity={"arguments": {}})
     try:
         training.run(
-            monitor, folder / "states", lambda model, step: torch.save(model.state_dict(), folder / "saved.pt"), advance
+            monitor,
+            folder / "states",
+            lambda model, step: torch.save(model.state_dict(), folder / "saved.pt"),
+            advance,
         )
         return monitor.close()
     except Killed:

@@ -24,17 +24,29 @@ Arm = dict[str, Any]
 
 def router_arms(names: list[str] | None = None) -> list[Arm]:
     return [
-        {"name": name, "question": "main", "overrides": {"model": {"router": name}}, "axes": {}, "shift": SHIFT.get(name, 0.002 * index)}
+        {
+            "name": name,
+            "question": "main",
+            "overrides": {"model": {"router": name}},
+            "axes": {},
+            "shift": SHIFT.get(name, 0.002 * index),
+        }
         for index, name in enumerate(names or ROUTERS)
-    ]  # fmt: skip
+    ]
 
 
 def more_arms() -> list[Arm]:
     """Ablations of spectra, a sweep of one option, and two routers at several numbers of experts."""
     ablations = [
-        {"name": f"spectra{part}", "question": "ablation", "overrides": {"model": {"router": "spectra"}}, "axes": {}, "shift": shift}
+        {
+            "name": f"spectra{part}",
+            "question": "ablation",
+            "overrides": {"model": {"router": "spectra"}},
+            "axes": {},
+            "shift": shift,
+        }
         for part, shift in (("-GRU", 0.02), ("-Quota", 0.002))
-    ]  # fmt: skip
+    ]
     sweep = [
         {
             "name": f"spectra epsilon={value}",
@@ -79,14 +91,29 @@ def study_run(
         cv = arm.get("cv", 0.06 + 0.1 * abs(arm["shift"]) / 0.05)
         for number in range(seeds):
             keys = {"arm": arm["name"], "seed": number}
-            known = {"question": arm["question"], "parameters_total": 200_000, "parameters_trainable": 200_000, "parameters_active": 90_000, "flops_per_token": 250_000}  # fmt: skip
+            known = {
+                "question": arm["question"],
+                "parameters_total": 200_000,
+                "parameters_trainable": 200_000,
+                "parameters_active": 90_000,
+                "flops_per_token": 250_000,
+            }
             if arm["name"] in not_run:
                 runs.append({**keys, **known, "status": "not run"})
                 continue
             if (arm["name"], number) in failed:
-                runs.append({**keys, **known, "status": "failed", "message": "loss is not a number at step 40, layer 1"})  # fmt: skip
+                runs.append(
+                    {
+                        **keys,
+                        **known,
+                        "status": "failed",
+                        "message": "loss is not a number at step 40, layer 1",
+                    }
+                )
                 continue
-            loss = 2.4 + arm["shift"] + of_seed[number] + arm.get("spread", spread) * generator.standard_normal()
+            loss = (
+                2.4 + arm["shift"] + of_seed[number] + arm.get("spread", spread) * generator.standard_normal()
+            )
             runs.append(
                 {
                     **keys,
@@ -122,15 +149,32 @@ def study_run(
                     }
                 )
             documents += [
-                {**keys, "document": place, "domain": domain, "tokens": tokens, "loss": loss + more * arm["shift"]}
-                for place, (domain, tokens, more) in enumerate([("code", 100, 1), ("code", 300, 1), ("prose", 200, -1)])
+                {
+                    **keys,
+                    "document": place,
+                    "domain": domain,
+                    "tokens": tokens,
+                    "loss": loss + more * arm["shift"],
+                }
+                for place, (domain, tokens, more) in enumerate(
+                    [("code", 100, 1), ("code", 300, 1), ("prose", 200, -1)]
+                )
             ]
     routers = list(dict.fromkeys(arm["overrides"]["model"]["router"] for arm in arms))
     overhead = []
     for router in routers:
         parts = COMPONENTS.get(router, ["routing"])
         cost = {"experts": 2.0, **dict.fromkeys(parts, 0.2)}
-        overhead += [{"router": router, "component": part, "milliseconds": ms, "flops": 1000, "share": ms / sum(cost.values())} for part, ms in cost.items()]  # fmt: skip
+        overhead += [
+            {
+                "router": router,
+                "component": part,
+                "milliseconds": ms,
+                "flops": 1000,
+                "share": ms / sum(cost.values()),
+            }
+            for part, ms in cost.items()
+        ]
     folder.mkdir(parents=True)
     frame = pd.DataFrame(runs)
     write_table("study_runs", frame, folder / "study_runs.parquet")
@@ -138,12 +182,29 @@ def study_run(
         write_table("study_documents", pd.DataFrame(documents), folder / "study_documents.parquet")
         write_table("study_curves", pd.DataFrame(curves), folder / "study_curves.parquet")
     write_table("overhead", pd.DataFrame(overhead), folder / "overhead.parquet")
-    write_table("study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet")
+    write_table(
+        "study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet"
+    )
     told = [{key: arm[key] for key in ("name", "question", "overrides", "axes")} for arm in arms]
     info = {
-        "schema_version": 1, "verb": "study", "status": "done", "arguments": {}, "corpus": "0123abcd", "checkpoints": [], "timings": {"train": 100.0},
-        "versions": {}, "started": "2026-01-01T00:00:00+0000", "finished": "2026-01-01T01:00:00+0000", "git_commit": None, "warnings": [],
-        "reference": arms[0]["name"], "references": references or {}, "seeds": list(range(seeds)), "base": BASE, "arms": told, "asked": {"config": "routers.toml"},
-    }  # fmt: skip
+        "schema_version": 1,
+        "verb": "study",
+        "status": "done",
+        "arguments": {},
+        "corpus": "0123abcd",
+        "checkpoints": [],
+        "timings": {"train": 100.0},
+        "versions": {},
+        "started": "2026-01-01T00:00:00+0000",
+        "finished": "2026-01-01T01:00:00+0000",
+        "git_commit": None,
+        "warnings": [],
+        "reference": arms[0]["name"],
+        "references": references or {},
+        "seeds": list(range(seeds)),
+        "base": BASE,
+        "arms": told,
+        "asked": {"config": "routers.toml"},
+    }
     write_json(folder / "run.json", info)
     return Run.load(folder)

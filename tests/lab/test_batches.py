@@ -49,7 +49,11 @@ def test_every_row_comes_once_an_epoch_and_epochs_differ():
     n = packed.rows
     first = [packed.of_step(step, 1, seed=3).ids_BL.tobytes() for step in range(n)]
     second = [packed.of_step(step, 1, seed=3).ids_BL.tobytes() for step in range(n, 2 * n)]
-    assert sorted(first) == sorted(second) == sorted(packed.batch(np.array([i])).ids_BL.tobytes() for i in range(n))
+    assert (
+        sorted(first)
+        == sorted(second)
+        == sorted(packed.batch(np.array([i])).ids_BL.tobytes() for i in range(n))
+    )
     assert first != second
 
 

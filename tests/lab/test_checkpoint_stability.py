@@ -57,7 +57,9 @@ def test_values_are_means_over_layers_and_neighbouring_checkpoints(rows, tmp_pat
 
 
 def test_only_the_last_four_count(rows, tmp_path):
-    saved = [(step, checkpoint(tmp_path / f"step-{step}", seed=9 if step == 1 else 0)) for step in (1, 2, 3, 4, 5)]
+    saved = [
+        (step, checkpoint(tmp_path / f"step-{step}", seed=9 if step == 1 else 0)) for step in (1, 2, 3, 4, 5)
+    ]
     found = checkpoint_stability(saved, rows, "cpu")
     assert found is not None
     assert found.consistency == 1.0

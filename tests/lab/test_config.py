@@ -29,7 +29,9 @@ def test_every_preset_can_be_built_and_survives_json():
 
 def test_a_file_is_laid_over_the_preset_it_names(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text('preset = "small"\n[model]\nlayers = 2\n[train]\nlearning_rate = 1\n[data.domains]\ncode = "src"\n')
+    path.write_text(
+        'preset = "small"\n[model]\nlayers = 2\n[train]\nlearning_rate = 1\n[data.domains]\ncode = "src"\n'
+    )
     config = read_config(path)
     assert config.model == replace(PRESETS["small"].model, layers=2)
     assert config.train.learning_rate == 1.0
@@ -79,7 +81,10 @@ def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
         ("[model]\nblock = 'some'\nqk_norm = true", "for block = 'modern' only"),
         ("[model]\nrouter = 'topk'\ntop_k = 9", "top_k 9 is more than the 8 experts there are"),
         ("[model]\nrouter = 'top2'\ntop_k = 3", "use router = 'topk' for top_k = 3"),
-        ("[model]\nrouter_options = {balence = 0.1}", "router top2: unknown option 'balence'; did you mean 'balance'?"),
+        (
+            "[model]\nrouter_options = {balence = 0.1}",
+            "router top2: unknown option 'balence'; did you mean 'balance'?",
+        ),
         ("[model]\nrouter_options = {z = true}", "router top2: z must be a number, not True"),
         ("[model]\nrouter_options = {balance = -1}", "router top2: balance must be 0 or more, not -1"),
         ("[model]\nrouter = 'dense'\nrouter_options = {z = 1}", "router dense has no options; 'z' was given"),

@@ -28,10 +28,14 @@ def test_embedded_corpus_is_equal_in_another_process_with_other_hash_seeds():
     script = f"from moescope.lab.corpus import embedded_corpus; print(embedded_corpus({SMALL}).identity)"
     told = {
         subprocess.run(
-            [sys.executable, "-c", script], env={**__import__("os").environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", script],
+            env={**__import__("os").environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for seed in ("1", "2")
-    }  # fmt: skip
+    }
     assert told == {embedded_corpus(SMALL).identity}
 
 
@@ -42,7 +46,9 @@ def test_a_share_of_about_a_tenth_is_held_back_in_generated_domains():
 
 
 def test_a_module_and_its_docstrings_are_on_the_same_side():
-    documents = [Document(domain, f"module {i}", f"{domain} {i}") for i in range(200) for domain in ("code", "prose")]
+    documents = [
+        Document(domain, f"module {i}", f"{domain} {i}") for i in range(200) for domain in ("code", "prose")
+    ]
     corpus = split(documents, 0.3)
     sides = {d: {text.split()[1] for text in corpus.validation[d]} for d in ("code", "prose")}
     assert sides["code"] == sides["prose"]
@@ -62,7 +68,9 @@ def test_topics_that_repeat_each_other_are_one_group_held_back_only_if_each_woul
     groups = topic_groups(topics)
     together = {groups[name] for name in ("whole", "section", "other section")}
     assert len(together) == 1
-    assert place(together.pop()) == max(place(f"topic {name}") for name in ("whole", "section", "other section"))
+    assert place(together.pop()) == max(
+        place(f"topic {name}") for name in ("whole", "section", "other section")
+    )
     assert {groups[name] for name in ("one line alone", "short", "short too")} == {
         "topic one line alone",
         "topic short",
@@ -97,7 +105,10 @@ def test_the_order_of_files_changes_nothing():
 
 def test_identity_changes_with_one_letter():
     texts = [f"text {i}" for i in range(50)]
-    assert corpus_of({"a": lambda: texts}).identity != corpus_of({"a": lambda: [*texts[:-1], "text 4x"]}).identity
+    assert (
+        corpus_of({"a": lambda: texts}).identity
+        != corpus_of({"a": lambda: [*texts[:-1], "text 4x"]}).identity
+    )
 
 
 def test_a_domain_of_one_text_is_cut_at_a_line_near_its_end():

@@ -27,7 +27,9 @@ def test_active_parameters_are_all_but_those_of_experts_not_met(router):
 
 
 def test_expert_choice_meets_as_many_experts_as_its_capacity_lets_it_on_average():
-    wide, narrow = (tiny("expert_choice", router_options={"capacity_factor": factor}) for factor in (2.0, 1.0))
+    wide, narrow = (
+        tiny("expert_choice", router_options={"capacity_factor": factor}) for factor in (2.0, 1.0)
+    )
     expert = 3 * narrow.d_model * narrow.d_ff
     assert active_parameters(wide) - active_parameters(narrow) == 2 * expert * narrow.layers
     assert active_parameters(narrow) == active_parameters(tiny("top2"))
@@ -35,7 +37,10 @@ def test_expert_choice_meets_as_many_experts_as_its_capacity_lets_it_on_average(
 
 @pytest.mark.parametrize("router", ["top2", "dense", "loss_free"])
 def test_operations_are_those_that_torch_counts_in_the_matrix_products_of_a_real_pass(router):
-    """Its counter takes attention over the whole row, of which a causal one needs half; routers' small change is left aside."""
+    """Its counter takes attention over the whole row, of which a causal one needs half.
+
+    Routers' small change is left aside.
+    """
     config = tiny(router)
     model = LabModel(config)
     for block in model.blocks:
@@ -43,13 +48,17 @@ def test_operations_are_those_that_torch_counts_in_the_matrix_products_of_a_real
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(text(4, LENGTH), targets_BL=text(4, LENGTH))
     whole_rows = config.layers * 4 * config.d_model * (LENGTH - (LENGTH + 1) / 2)
-    router_alone = config.layers * (router_flops(config) - (0 if router == "dense" else 2 * config.experts * config.d_model))  # fmt: skip
+    router_alone = config.layers * (
+        router_flops(config) - (0 if router == "dense" else 2 * config.experts * config.d_model)
+    )
     expected = counter.get_total_flops() / (4 * LENGTH)
     assert flops_per_token(config, LENGTH) + whole_rows - router_alone == pytest.approx(expected)
 
 
 def test_half_as_many_experts_twice_as_wide_cost_the_same():
-    assert flops_per_token(tiny("switch_top1", d_ff=32, experts=4), LENGTH) == pytest.approx(flops_per_token(tiny("top2"), LENGTH), rel=0.02)  # fmt: skip
+    assert flops_per_token(tiny("switch_top1", d_ff=32, experts=4), LENGTH) == pytest.approx(
+        flops_per_token(tiny("top2"), LENGTH), rel=0.02
+    )
     assert flops_per_token(tiny("dense"), LENGTH) < flops_per_token(tiny("top2"), LENGTH)
 
 

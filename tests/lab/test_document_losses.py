@@ -1,4 +1,7 @@
-"""Losses by document: every stretch read alone, every token counted once, noise that is of documents and nothing else."""
+"""Losses by document.
+
+Every stretch read alone, every token counted once, noise that is of documents and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,10 @@ LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-
 
 
 def rows(heading: str, head: str = "|") -> list[list[str]]:
-    """The cells of the first table under that heading whose head begins so, its head left out, without backticks."""
+    """The cells of the first table under that heading whose head begins so, its head left out.
+
+    Without backticks.
+    """
     start = LINES.index(heading)
     first = next(at for at, line in enumerate(LINES[start:]) if line.startswith(head))
     table = []
@@ -70,11 +73,15 @@ def test_every_preset_is_documented_with_its_shape_and_parameters():
 
 
 @pytest.mark.parametrize(
-    ("heading", "part"), [("## Model", ModelConfig()), ("## Data", DataConfig()), ("## Training", TrainConfig())]
+    ("heading", "part"),
+    [("## Model", ModelConfig()), ("## Data", DataConfig()), ("## Training", TrainConfig())],
 )
 def test_every_key_of_model_data_and_training_is_documented_with_its_default(heading, part):
     said = {row[0]: row[1] for row in rows(heading)}
-    assert said == {name: str(default or "none").lower() if isinstance(default, tuple | dict) else str(default).lower() for name, default in asdict(part).items()}  # fmt: skip
+    assert said == {
+        name: str(default or "none").lower() if isinstance(default, tuple | dict) else str(default).lower()
+        for name, default in asdict(part).items()
+    }
 
 
 def test_every_key_of_a_study_is_documented():

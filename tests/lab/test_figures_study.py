@@ -1,4 +1,7 @@
-"""Figures of a study: drawn from planted studies, validated by plotly; references, words and titles from their numbers."""
+"""Figures of a study: drawn from planted studies, validated by plotly.
+
+References, words and titles from their numbers.
+"""
 
 from __future__ import annotations
 
@@ -69,16 +72,23 @@ def test_the_reference_is_the_grey_line_at_zero_and_arms_are_called_by_their_ver
     assert named(figure, "worse")["y"] == ["hash", "switch_top1"]
     assert named(figure, "not distinguishable")["y"] == ["spectra"]
     assert "*" not in str(figure.data)
-    assert figure.title.startswith("loss_free is better than top2; hash and switch_top1 are worse than top2; spectra cannot be told from it; a difference of 0.0")  # fmt: skip
+    assert figure.title.startswith(
+        "loss_free is better than top2; hash and switch_top1 are worse than top2; spectra cannot "
+        "be told from it; a difference of 0.0"
+    )
     assert figure.title.endswith("would have been seen with probability 80 %")
 
 
 def test_each_arm_that_cannot_be_told_has_a_difference_of_its_own_that_would_have_been_seen():
     arms = pd.DataFrame({"arm": ["topk", "spectra"], "detectable_difference": [0.0187, 0.275]})
     assert (
-        power_words(arms) == "; 0.0187 nats (topk) to 0.275 nats (spectra) would have been seen with probability 80 %"
+        power_words(arms)
+        == "; 0.0187 nats (topk) to 0.275 nats (spectra) would have been seen with probability 80 %"
     )
-    assert power_words(arms.head(1)) == "; a difference of 0.0187 nats would have been seen with probability 80 %"
+    assert (
+        power_words(arms.head(1))
+        == "; a difference of 0.0187 nats would have been seen with probability 80 %"
+    )
     assert power_words(arms.assign(detectable_difference=math.nan)) == ""
 
 
@@ -124,7 +134,11 @@ def test_dots_are_differences_within_seeds(main: Tables):
 def test_with_few_seeds_the_title_claims_nothing(tmp_path: Path):
     figure = checked(differences(of_question(tables_of(study_run(tmp_path / "run", seeds=3)), "main")))
     assert figure.title.startswith("With 3 seeds nothing is claimed; hash lies farthest from top2, +0.0")
-    assert {trace["name"] for trace in figure.data} == {"top2 (reference)", "one seed", "too few seeds to say"}
+    assert {trace["name"] for trace in figure.data} == {
+        "top2 (reference)",
+        "one seed",
+        "too few seeds to say",
+    }
 
 
 def test_an_arm_without_a_run_says_so_in_its_row(tmp_path: Path):
@@ -139,7 +153,10 @@ def test_where_no_arm_differs_the_detectable_difference_is_told(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     tables = of_question(tables_of(study_run(tmp_path / "run", arms=arms, seed=3)), "main")
     seen = tables["study_comparisons"]["detectable_difference"].max()
-    assert differences(tables).title == f"No arm can be told from top2; a difference of {seen:.3g} nats would have been seen with probability 80 %"  # fmt: skip
+    assert differences(tables).title == (
+        f"No arm can be told from top2; a difference of {seen:.3g} nats would have been seen "
+        "with probability 80 %"
+    )
 
 
 def test_losses_connect_seeds_and_show_the_references_mean(main: Tables):
@@ -221,7 +238,9 @@ def test_routing_over_steps_stands_beside_routing_that_looks_at_nothing(main: Ta
     assert entropy["y"] == pytest.approx(np.full(6, math.log(8)))
     cv = grey(checked(curves(main, "load_cv")))
     assert cv["random routing, 2 of 8"]["y"] == pytest.approx(np.full(6, math.sqrt(6 / (2 * tokens))))
-    assert cv["random routing, 1 of 8"]["y"] == pytest.approx(np.full(6, math.sqrt(7 / tokens)))  # switch_top1
+    assert cv["random routing, 1 of 8"]["y"] == pytest.approx(
+        np.full(6, math.sqrt(7 / tokens))
+    )  # switch_top1
     assert grey(checked(curves(main, "unused_share")))["random routing"]["y"] == pytest.approx(np.zeros(6))
 
 
@@ -238,7 +257,9 @@ def test_a_seed_that_the_reference_lacks_is_left_out_of_differences_over_steps(m
     without = rows[(rows["arm"] != "top2") | (rows["seed"] != 0)]
     losses_of = rows.set_index(["arm", "seed", "step"])["validation_loss"]
     expected = np.mean([losses_of["hash", seed, 300] - losses_of["top2", seed, 300] for seed in range(1, 5)])
-    assert named(difference_by_step({**main, "study_curves": without}), "hash")["y"][-1] == pytest.approx(expected)
+    assert named(difference_by_step({**main, "study_curves": without}), "hash")["y"][-1] == pytest.approx(
+        expected
+    )
 
 
 def test_a_training_that_failed_is_not_in_the_mean(main: Tables):
@@ -246,7 +267,9 @@ def test_a_training_that_failed_is_not_in_the_mean(main: Tables):
     runs.loc[(runs["arm"] == "hash") & (runs["seed"] == 0), "status"] = "failed"
     rows = main["study_curves"]
     own = rows[(rows["arm"] == "hash") & (rows["seed"] != 0) & (rows["step"] == 300)]["validation_loss"]
-    assert named(curves({**main, "study_runs": runs}, "validation_loss"), "hash")["y"][-1] == pytest.approx(own.mean())
+    assert named(curves({**main, "study_runs": runs}, "validation_loss"), "hash")["y"][-1] == pytest.approx(
+        own.mean()
+    )
 
 
 def test_of_sixteen_arms_those_that_stand_out_have_names(tmp_path: Path):
@@ -295,7 +318,9 @@ def test_a_sweep_shows_loss_beside_the_reference_and_load_beside_its_aim(whole):
 def test_a_sweep_that_misses_its_aim_says_how_near_it_came(whole):
     tables = along(whole, "sweep")
     runs = tables["study_runs"].assign(load_cv=lambda frame: frame["load_cv"] + 1)
-    assert load_by_value({**tables, "study_runs": runs}).title.startswith("Load CV stays above 0.1: lowest at epsilon 0.02, 1.02")  # fmt: skip
+    assert load_by_value({**tables, "study_runs": runs}).title.startswith(
+        "Load CV stays above 0.1: lowest at epsilon 0.02, 1.02"
+    )
 
 
 def test_a_value_without_a_result_is_named(whole):
@@ -321,14 +346,31 @@ def test_overhead_is_stacked_to_the_whole_with_the_references_experts_beside(mai
     assert np.nansum([trace["x"] for trace in bars], axis=0) == pytest.approx(np.ones(5))
     assert bars[0]["name"] == "experts"
     assert grey(figure)["experts' share under top2"]["x"][0] == pytest.approx(2 / 2.2)
-    assert figure.title == "spectra spends most on routing: 28.6 % of a block's time goes elsewhere than to experts, under top2 9.09 %"  # fmt: skip
+    assert figure.title == (
+        "spectra spends most on routing: 28.6 % of a block's time goes elsewhere than to "
+        "experts, under top2 9.09 %"
+    )
 
 
 def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
     shares = {"experts": 0.4, **{f"part{index}": 0.02 * (index + 1) for index in range(7)}, "rest": 0.04}
-    rows = pd.DataFrame([{"router": "spectra", "component": name, "milliseconds": share, "flops": 1, "share": share} for name, share in shares.items()])  # fmt: skip
+    rows = pd.DataFrame(
+        [
+            {"router": "spectra", "component": name, "milliseconds": share, "flops": 1, "share": share}
+            for name, share in shares.items()
+        ]
+    )
     figure = checked(overhead_shares({**main, "overhead": rows}))
-    assert [trace["name"] for trace in figure.data] == ["experts", "part6", "part5", "part4", "part3", "part2", "part1", "other parts"]  # fmt: skip
+    assert [trace["name"] for trace in figure.data] == [
+        "experts",
+        "part6",
+        "part5",
+        "part4",
+        "part3",
+        "part2",
+        "part1",
+        "other parts",
+    ]
     assert sum(trace["x"][0] for trace in figure.data) == pytest.approx(1.0)
     assert figure.data[-1]["x"][0] == pytest.approx(0.02 + 0.04)
     assert len({trace["marker"]["color"] for trace in figure.data}) == 8
@@ -337,7 +379,13 @@ def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
 def test_every_glossary_entry_of_the_figures_exists(main: Tables, whole):
     from moescope.glossary import COLUMNS
 
-    figures = [differences(main), losses(main), noise_and_spread(main), difference_by_step(main), overhead_shares(tables_of(whole))]  # fmt: skip
+    figures = [
+        differences(main),
+        losses(main),
+        noise_and_spread(main),
+        difference_by_step(main),
+        overhead_shares(tables_of(whole)),
+    ]
     figures += [spec.draw(main) for spec in COURSE]
     figures += [draw(along(whole, "sweep")) for draw in (loss_by_value, load_by_value)]
     assert {column for figure in figures for column in figure.columns} <= set(COLUMNS)

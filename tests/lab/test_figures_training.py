@@ -1,4 +1,7 @@
-"""Figures of a training: drawn from a real run, validated by plotly, titles and references from its numbers."""
+"""Figures of a training.
+
+Drawn from a real run, validated by plotly, titles and references from its numbers.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,21 @@ def tables() -> Tables:
     ).astype(float)
     references = pd.DataFrame({"name": ["uniform", "unigram", "clip"], "value": [5.6, 3.5, 1.0]})
     domains = pd.DataFrame(
-        {"step": [0, 20] * 2, "domain": ["code"] * 2 + ["prose"] * 2, "loss": [5.5, 2.0, 5.5, 3.6], "unigram": [3.0, 3.0, 3.4, 3.4]}
-    )  # fmt: skip
+        {
+            "step": [0, 20] * 2,
+            "domain": ["code"] * 2 + ["prose"] * 2,
+            "loss": [5.5, 2.0, 5.5, 3.6],
+            "unigram": [3.0, 3.0, 3.4, 3.4],
+        }
+    )
     gradients = pd.DataFrame(
-        {"step": [10, 10, 20, 20], "layer": [0, 1, 0, 1], "lm_gradient_norm": [0.1, 0.2, 0.3, 0.05], "aux_gradient_norm": [0.01, 0.03, 0.02, 0.04]}
-    )  # fmt: skip
+        {
+            "step": [10, 10, 20, 20],
+            "layer": [0, 1, 0, 1],
+            "lm_gradient_norm": [0.1, 0.2, 0.3, 0.05],
+            "aux_gradient_norm": [0.01, 0.03, 0.02, 0.04],
+        }
+    )
     return {"steps": steps, "references": references, "domain_losses": domains, "router_gradients": gradients}
 
 
@@ -66,7 +79,8 @@ def test_domains_are_told_by_what_they_save_over_frequencies(tables: Tables):
     figure = checked(saved_by_domain(tables))
     assert list(figure.data[0]["y"]) == [-2.5, 1.0]
     assert figure.title == (
-        "Code is learned best, 1 nat a token below frequencies alone; prose least, 0.2 nats a token above frequencies alone"
+        "Code is learned best, 1 nat a token below frequencies alone; prose least, 0.2 nats a "
+        "token above frequencies alone"
     )
     assert grey(figure) == {"frequencies alone": [0, 0]}
 

@@ -64,8 +64,15 @@ def test_sixty_small_steps_of_nano_beat_the_unigram_model_only_with_a_router_tha
 ):
     nano = with_router(preset("nano"), router)
     few = replace(
-        nano.train, steps=60, batch_size=8, sequence_length=64, warmup=10, evaluate_every=60, checkpoint_every=60, evaluation_rows=60
-    )  # fmt: skip
+        nano.train,
+        steps=60,
+        batch_size=8,
+        sequence_length=64,
+        warmup=10,
+        evaluate_every=60,
+        checkpoint_every=60,
+        evaluation_rows=60,
+    )
     training = tiny_training(replace(nano, train=few))
     trained(training, tmp_path)
     assert (below_unigram(training) > SHORT) == learns
@@ -76,17 +83,24 @@ def test_sixty_small_steps_of_nano_beat_the_unigram_model_only_with_a_router_tha
 def test_nano_itself_beats_the_unigram_model_only_with_a_router_that_works(router: str, learns: bool):
     config = with_router(preset("nano"), router)
     corpus = embedded_corpus()
-    rows = [TokenRows.of(side, Bytes(), config.train.sequence_length) for side in (corpus.train, corpus.validation)]
+    rows = [
+        TokenRows.of(side, Bytes(), config.train.sequence_length)
+        for side in (corpus.train, corpus.validation)
+    ]
     torch.manual_seed(0)
     training = Training(config, LabModel(config.model), Data(rows[0], rows[1].sample(60)))
     from moescope.lab.divergence import FiniteWatch
     from moescope.lab.evaluation import evaluate
 
     watch = FiniteWatch(training.model)
-    training.evaluations.append(evaluate(training.model, rows[1].sample(60), 0, 16, "cpu", "float32").as_dict())
+    training.evaluations.append(
+        evaluate(training.model, rows[1].sample(60), 0, 16, "cpu", "float32").as_dict()
+    )
     training.model.train()
     for _ in range(config.train.steps):
         training.one_step(watch)
     watch.check()
-    training.evaluations.append(evaluate(training.model, rows[1].sample(60), 300, 16, "cpu", "float32").as_dict())
+    training.evaluations.append(
+        evaluate(training.model, rows[1].sample(60), 300, 16, "cpu", "float32").as_dict()
+    )
     assert (below_unigram(training) > WHOLE) == learns

@@ -1,4 +1,7 @@
-"""The overhead table: its parts are disjoint, add up, cost what formulas say, and leave the router as it was."""
+"""The overhead table.
+
+Its parts are disjoint, add up, cost what formulas say, and leave the router as it was.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,9 @@ def test_operations_are_those_of_the_formulas(rows):
 
 def test_of_a_router_that_names_its_parts_nothing_is_counted_twice(rows):
     block = MoE(config_of("spectra"), 0, router_class("spectra").shared_parts(config_of("spectra")))
-    assert set(parts_of(block)) - {"routing"} == set(rows[rows["router"] == "spectra"]["component"]) - {"rest"}
+    assert set(parts_of(block)) - {"routing"} == set(rows[rows["router"] == "spectra"]["component"]) - {
+        "rest"
+    }
     rest = operations(rows, "spectra", "rest")
     assert 0 <= rest < operations(rows, "spectra", "similarity")
 
@@ -105,7 +110,9 @@ def test_experts_may_run_in_another_type():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_events_time_a_gpu():
-    found = overhead({"spectra": config_of("spectra")}, tokens=T, repeats=2, device="cuda", dtype=torch.bfloat16)
+    found = overhead(
+        {"spectra": config_of("spectra")}, tokens=T, repeats=2, device="cuda", dtype=torch.bfloat16
+    )
     assert (found["milliseconds"] > 0).any()
 
 

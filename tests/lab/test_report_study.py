@@ -1,4 +1,7 @@
-"""A study's part of the page: what may be said is said with its numbers, what may not is not, and every cell has a run or a reason."""
+"""A study's part of the page.
+
+What may be said is said with its numbers, what may not is not, and every cell has a run or a reason.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ from reporting.test_browser import scroll_through
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Five seeds: routers, ablations against spectra, a sweep, scaling; one training failed, one arm was not run."""
+    """Five seeds: routers, ablations against spectra, a sweep, scaling.
+
+    One training failed, one arm was not run.
+    """
     return study_run(
         tmp_path_factory.mktemp("study") / "everything",
         arms=[*router_arms(), *more_arms()],
@@ -44,7 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_claim_names_difference_interval_p_arms_and_seeds(run: Run):
     row = run.table("study_comparisons").query("question == 'main' and arm == 'loss_free'").iloc[0]
     assert findings(run)[0] == (
-        f"loss_free is {-row['difference']:.3g} nats a token better than top2 (95 % −{-row['difference_low']:.3g} to −{-row['difference_high']:.3g}; "
+        f"loss_free is {-row['difference']:.3g} nats a token better than top2 (95 % "
+        f"−{-row['difference_low']:.3g} to −{-row['difference_high']:.3g}; "
         "p < 0.0001 after Holm for 3 arms, 5 seeds)."
     )
 
@@ -52,7 +59,8 @@ def test_a_claim_names_difference_interval_p_arms_and_seeds(run: Run):
 def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_been_seen(run: Run):
     row = run.table("study_comparisons").query("question == 'main' and arm == 'spectra'").iloc[0]
     assert findings(run)[1] == (
-        f"spectra cannot be told from top2 with 5 seeds; a difference of {row['detectable_difference']:.3g} nats would have been seen with probability 80 %."
+        "spectra cannot be told from top2 with 5 seeds; a difference of "
+        f"{row['detectable_difference']:.3g} nats would have been seen with probability 80 %."
     )
 
 
@@ -71,17 +79,24 @@ def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
     told = " ".join(findings(run))
     assert "4 seeds are too few to say anything of hash: nothing is claimed." in told
     assert "hash lacks seeds of top2 and is compared on 4 seeds" in told
-    assert "1 of 85 trainings failed; the first, hash with seed 2: loss is not a number at step 40, layer 1." in told
+    assert (
+        "1 of 85 trainings failed; the first, hash with seed 2: loss is not a number at step 40, layer 1."
+        in told
+    )
     assert "5 of 85 trainings were not run." in told
 
 
 def test_ablations_are_told_against_their_own_reference(run: Run):
-    assert any(said.startswith("Ablation: spectra-GRU is") and "worse than spectra (" in said for said in findings(run))
+    assert any(
+        said.startswith("Ablation: spectra-GRU is") and "worse than spectra (" in said
+        for said in findings(run)
+    )
 
 
 def test_a_sweep_says_how_many_settings_reach_the_load_that_is_aimed_at(run: Run):
     assert any(
-        "Sweep: 2 of 4 settings end with a load CV below 0.1, which is aimed at" in said for said in findings(run)
+        "Sweep: 2 of 4 settings end with a load CV below 0.1, which is aimed at" in said
+        for said in findings(run)
     )
 
 
@@ -108,12 +123,17 @@ def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
 
 
 def test_arms_that_scatter_differently_are_said_to(tmp_path: Path):
-    run = study_run(tmp_path / "run", arms=[{**arm, "spread": 0.2 if arm["name"] == "hash" else 0.004} for arm in router_arms()])  # fmt: skip
+    run = study_run(
+        tmp_path / "run",
+        arms=[{**arm, "spread": 0.2 if arm["name"] == "hash" else 0.004} for arm in router_arms()],
+    )
     assert "Arms scatter differently within seeds (p" in sections(run)[0].words
 
 
 def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
-    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith("This study is running: what is said here is of the trainings so far.")  # fmt: skip
+    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith(
+        "This study is running: what is said here is of the trainings so far."
+    )
 
 
 # --- sections
@@ -142,7 +162,16 @@ def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
 def test_cells_without_a_run_say_so_and_what_is_known_before_stays(run: Run):
     tables = tables_of(run)
     rows = {row[0]: row[1:] for row in balance_table(tables)["rows"]}
-    assert rows["switch_top1"] == ["0 of 5", "not run", "not run", "not run", "not run", pytest.approx(2.07944), "not run", "not run"]  # fmt: skip
+    assert rows["switch_top1"] == [
+        "0 of 5",
+        "not run",
+        "not run",
+        "not run",
+        "not run",
+        pytest.approx(2.07944),
+        "not run",
+        "not run",
+    ]
     assert rows["hash"][0] == "4 of 5"
     costs = {row[0]: row[1:] for row in cost_table(tables)["rows"]}
     assert costs["switch_top1"][1:5] == [200_000, 200_000, 90_000, 250_000]
@@ -176,9 +205,15 @@ def test_speed_and_overhead_stand_beside_the_studys_own_reference_though_ablatio
 
 def test_sizes_with_names_lie_at_their_active_parameters(tmp_path: Path):
     arms = [
-        {"name": name, "question": "scaling", "overrides": {"model": {"router": "top2"}}, "axes": {"size": name, "router": "top2"}, "shift": shift}
+        {
+            "name": name,
+            "question": "scaling",
+            "overrides": {"model": {"router": "top2"}},
+            "axes": {"size": name, "router": "top2"},
+            "shift": shift,
+        }
         for name, shift in (("S", 0.0), ("L", -0.1))
-    ]  # fmt: skip
+    ]
     run = study_run(tmp_path / "run", arms=arms)
     tables = of_question(tables_of(run), "scaling")
     tables["study_runs"].loc[tables["study_runs"]["arm"] == "L", "parameters_active"] = 180_000
@@ -218,7 +253,9 @@ def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path
 
     shutil.copytree(run.path, tmp_path / "young")
     (tmp_path / "young" / "study_comparisons.parquet").unlink()
-    with pytest.raises(BadInput, match=r"young: nothing has been compared in this study yet; give its command again"):
+    with pytest.raises(
+        BadInput, match=r"young: nothing has been compared in this study yet; give its command again"
+    ):
         report(tmp_path / "young")
 
 
@@ -227,7 +264,10 @@ def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_path: Path, width, scheme):
-    arms = [*router_arms(["top2", "spectra", "hash"]), *(arm for arm in more_arms() if arm["question"] == "sweep")]
+    arms = [
+        *router_arms(["top2", "spectra", "hash"]),
+        *(arm for arm in more_arms() if arm["question"] == "sweep"),
+    ]
     path = report(study_run(tmp_path / "run", arms=arms, not_run=("hash",)), out=tmp_path / "report.html")
     troubles: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)

@@ -30,7 +30,10 @@ def test_the_first_sentence_gives_the_loss_and_both_models_without_skill(run: Ru
 
 def test_domains_no_better_than_frequencies_are_named(run: Run):
     worse = {**run.info["references"], "unigram": dict.fromkeys(run.info["references"]["unigram"], 0.0)}
-    assert "No better than token frequencies alone" in findings(Run(run.path, {**run.info, "references": worse}))[1]
+    assert (
+        "No better than token frequencies alone"
+        in findings(Run(run.path, {**run.info, "references": worse}))[1]
+    )
 
 
 def test_load_is_told_beside_random_routing(run: Run):
@@ -43,13 +46,17 @@ def told_of(run: Run, **model: object) -> Run:
     return Run(run.path, {**run.info, "arguments": {**arguments, "model": {**arguments["model"], **model}}})
 
 
-def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
     rows = run.table("routing_layers")
     even = rows.assign(value=rows["value"].where(rows["metric"] != "cv", 0.0))
     tables = {name: run.table(name) for name in run.tables} | {"routing_layers": even}
     monkeypatch.setattr(Run, "table", lambda self, name: tables[name])
     sentence = [said for said in findings(told_of(run, router="expert_choice")) if "load is" in said]
-    assert sentence[0].startswith("At the end of training load is even in every layer by construction: experts choose")
+    assert sentence[0].startswith(
+        "At the end of training load is even in every layer by construction: experts choose"
+    )
     assert "random routing gives a CV of" in sentence[0]
     assert not any("load is" in said for said in findings(told_of(run, router="dense")))
     assert not any("load is" in said for said in findings(told_of(run, experts=1)))
@@ -73,11 +80,15 @@ def test_one_of_a_thing_is_not_many(model: dict[str, object], words: str, run: R
 def test_a_small_text_is_told_in_bytes_and_the_head_beside_the_vocabulary(run: Run):
     sizes = {"text": {"train_bytes": 851}}
     last = coverage(Run(run.path, {**run.info, "domains": sizes}))[-1]
-    assert last.startswith("text: text, 851 bytes to train on; 258 tokens in the vocabulary, 260 entries in the model's head;")  # fmt: skip
+    assert last.startswith(
+        "text: text, 851 bytes to train on; 258 tokens in the vocabulary, 260 entries in the model's head;"
+    )
 
 
 def test_what_is_frozen_and_where_it_began_is_said(run: Run):
-    told = Run(run.path, {**run.info, "frozen": "frozen: x", "arguments": {**run.info["arguments"], "from": "there"}})
+    told = Run(
+        run.path, {**run.info, "frozen": "frozen: x", "arguments": {**run.info["arguments"], "from": "there"}}
+    )
     assert coverage(told)[1:3] == ["begins with there: model and vocabulary are its own", "frozen: x"]
 
 
@@ -101,7 +112,12 @@ def test_words_of_the_users_domains_do_not_act_in_figures(run: Run):
     evaluations = [{**one, "domains": {name: 1.0}} for one in run.info["evaluations"]]
     unigram = {**run.info["references"]["unigram"], name: 2.0}
     told = Run(
-        run.path, {**run.info, "evaluations": evaluations, "references": {**run.info["references"], "unigram": unigram}}
+        run.path,
+        {
+            **run.info,
+            "evaluations": evaluations,
+            "references": {**run.info["references"], "unigram": unigram},
+        },
     )
     losses = sections(told)[0]
     figures = [spec.draw(tables) for spec, tables in losses.figures]

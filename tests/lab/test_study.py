@@ -1,4 +1,7 @@
-"""The verb: many real trainings, one of them hopeless, killed and taken up, in this process, in several, and on Ray."""
+"""The verb.
+
+Many real trainings, one of them hopeless, killed and taken up, in this process, in several, and on Ray.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_a_process(out: Path, *words: str) -> Run:
     """The study as the command line runs it."""
-    command = [sys.executable, "-m", "moescope", "study", *words, "--out", str(out), "--device", "cpu", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "moescope",
+        "study",
+        *words,
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
     subprocess.run(command, check=True, timeout=300)
     return Run.load(out)
 
@@ -92,39 +106,65 @@ def test_values_are_those_of_the_training_s_own_tables(whole: Run):
     row = whole.table("study_runs").query("arm == 'top2' and seed == 5").iloc[0]
     layers = own.table("routing_layers")
     last = layers[(layers["step"] == 6) & (layers["domain"] == "")].groupby("metric")["value"].mean()
-    named = {"load_cv": "cv", "max_over_mean": "max_over_mean", "routing_entropy": "routing_entropy", "unused_share": "unused", "dropped_share": "dropped"}  # fmt: skip
-    assert {column: row[column] for column in named} == pytest.approx({column: last[metric] for column, metric in named.items()})  # fmt: skip
+    named = {
+        "load_cv": "cv",
+        "max_over_mean": "max_over_mean",
+        "routing_entropy": "routing_entropy",
+        "unused_share": "unused",
+        "dropped_share": "dropped",
+    }
+    assert {column: row[column] for column in named} == pytest.approx(
+        {column: last[metric] for column, metric in named.items()}
+    )
     documents = whole.table("study_documents").query("arm == 'top2' and seed == 5")
     assert row["validation_loss"] == mean_loss(documents)
     curves = whole.table("study_curves").query("arm == 'top2' and seed == 5").set_index("step")
     steps = own.table("steps").set_index("step")
-    assert curves["validation_loss"].to_dict() == pytest.approx(steps["validation_loss"].to_dict(), nan_ok=True)
+    assert curves["validation_loss"].to_dict() == pytest.approx(
+        steps["validation_loss"].to_dict(), nan_ok=True
+    )
     assert curves.loc[6, "load_cv"] == pytest.approx(last["cv"])
     assert row["parameters_total"] == own.info["parameters_total"]
 
 
 def test_every_arm_is_judged_by_the_same_documents(whole: Run):
     documents = whole.table("study_documents")
-    shapes = [tuple(map(tuple, own[["document", "domain", "tokens"]].to_numpy())) for _, own in documents.groupby(["arm", "seed"])]  # fmt: skip
+    shapes = [
+        tuple(map(tuple, own[["document", "domain", "tokens"]].to_numpy()))
+        for _, own in documents.groupby(["arm", "seed"])
+    ]
     assert len(set(shapes)) == 1
     assert len(shapes) == 4
     assert documents["loss"].nunique() > len(shapes[0])
 
 
 def test_arms_of_one_seed_read_the_same_text_in_the_same_order_from_the_same_weights(whole: Run):
-    """Two arms that differ in the weight of a loss have one language-model loss in their first step; another seed has another."""
-    first = {(arm, seed): training(whole, arm, seed).table("steps").set_index("step").loc[1, "lm_loss"] for arm in ("top2", "unbalanced") for seed in SEEDS}  # fmt: skip
+    """Two arms that differ in the weight of a loss have one language-model loss in their first step.
+
+    Another seed has another.
+    """
+    first = {
+        (arm, seed): training(whole, arm, seed).table("steps").set_index("step").loc[1, "lm_loss"]
+        for arm in ("top2", "unbalanced")
+        for seed in SEEDS
+    }
     for seed in SEEDS:
         assert first["top2", seed] == first["unbalanced", seed]
     assert first["top2", 3] != first["top2", 5]
-    last = {arm: training(whole, arm, 3).table("steps").set_index("step").loc[6, "lm_loss"] for arm in ("top2", "unbalanced")}  # fmt: skip
+    last = {
+        arm: training(whole, arm, 3).table("steps").set_index("step").loc[6, "lm_loss"]
+        for arm in ("top2", "unbalanced")
+    }
     assert last["top2"] != last["unbalanced"]
 
 
 def test_routers_that_draw_other_weights_still_share_every_part_of_equal_shape():
     from lab.tiny_training import tiny_config
 
-    models = {router: first_model(tiny_config(router, paired_weights=True, seed=4), None, "cpu") for router in ("top2", "spectra", "some", "dense")}  # fmt: skip
+    models = {
+        router: first_model(tiny_config(router, paired_weights=True, seed=4), None, "cpu")
+        for router in ("top2", "spectra", "some", "dense")
+    }
     reference = models["top2"].state_dict()
     for router, model in models.items():
         state = model.state_dict()
@@ -209,9 +249,29 @@ def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
     import psutil
 
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "moescope", "study", str(config), "--out", str(out), "--device", "cpu", "--jobs", "2"]  # fmt: skip
-    ready = "import signal, sys, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = sys.argv[1:]; runpy.run_module('moescope', run_name='__main__')"  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", ready, *command[2:]], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "moescope",
+        "study",
+        str(config),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+    ]
+    ready = (
+        "import signal, sys, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = sys.argv[1:]; runpy.run_module('moescope', run_name='__main__')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", ready, *command[2:]],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     until = time.monotonic() + 200
     while not list(out.glob("parts/*-seed-?")) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -234,7 +294,19 @@ def test_workers_die_with_a_parent_that_is_killed(config: Path, tmp_path: Path):
     import psutil
 
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "moescope", "study", str(config), "--out", str(out), "--device", "cpu", "--jobs", "2"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "moescope",
+        "study",
+        str(config),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 200
     while not list(out.glob("trainings/*/run.json")) and process.poll() is None and time.monotonic() < until:
@@ -254,7 +326,9 @@ def test_ray_gives_the_same_tables(connected: str, whole: Run, config: Path, tmp
     assert_equal_tables(run, whole)
 
 
-def test_progress_goes_over_the_steps_of_all_trainings(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_progress_goes_over_the_steps_of_all_trainings(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from contextlib import contextmanager
 
     from moescope.lab import study as module
@@ -279,7 +353,9 @@ def tomlized(config: Path) -> dict[str, Any]:
     return tomllib.loads(config.read_text())
 
 
-def test_dry_run_counts_everything_and_touches_nothing(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_counts_everything_and_touches_nothing(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     facts = study(config, dry_run=True)
     assert isinstance(facts, dict)
@@ -307,17 +383,30 @@ def test_dry_run_counts_everything_and_touches_nothing(config: Path, tmp_path: P
         ({"engine": "ray", "jobs": 2}, "--jobs 2: Ray runs as many"),
         ({"engine": "dask"}, "unknown engine 'dask'"),
         ({"address": "auto"}, "only Ray has an address"),
-        ({"config": {"reference": "a", "arms": {"a": {"model": {"layers": 1}}, "b": {}}, "base": {"data": {"text": ["nowhere.txt"]}}}}, r"nowhere\.txt: no such file"),
+        (
+            {
+                "config": {
+                    "reference": "a",
+                    "arms": {"a": {"model": {"layers": 1}}, "b": {}},
+                    "base": {"data": {"text": ["nowhere.txt"]}},
+                }
+            },
+            r"nowhere\.txt: no such file",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_refused_before_any_work(words: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+)
+def test_what_cannot_be_done_is_refused_before_any_work(
+    words: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=message):
         study(**words, quiet=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(whole: Run, config: Path, tmp_path: Path):
+def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(
+    whole: Run, config: Path, tmp_path: Path
+):
     out = tmp_path / "run"
     shutil.copytree(whole.path, out)
     (out / "trainings" / "mine.txt").write_text("kept")
@@ -326,17 +415,28 @@ def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(whole: R
         study(few, out=out, device="cpu", quiet=True)
     run = study(few, out=out, device="cpu", quiet=True, overwrite=True)
     assert isinstance(run, Run)
-    assert sorted(path.name for path in (out / "trainings").iterdir()) == ["dense-seed-3", "dense-seed-5", "mine.txt", "top2-seed-3", "top2-seed-5"]  # fmt: skip
+    assert sorted(path.name for path in (out / "trainings").iterdir()) == [
+        "dense-seed-3",
+        "dense-seed-5",
+        "mine.txt",
+        "top2-seed-3",
+        "top2-seed-5",
+    ]
     dense = run.table("study_runs").query("arm == 'dense'")
     assert dense[["load_cv", "consistency", "kendall_tau"]].isna().all(axis=None), "nothing is routed"
     assert dense["validation_loss"].notna().all()
 
 
-def test_a_study_that_another_process_writes_loses_nothing_to_overwrite(whole: Run, config: Path, tmp_path: Path):
+def test_a_study_that_another_process_writes_loses_nothing_to_overwrite(
+    whole: Run, config: Path, tmp_path: Path
+):
     out = tmp_path / "run"
     shutil.copytree(whole.path, out)
     before = sorted(out.rglob("*"))
-    with only_writer(out, out / ".lock", "this run", ""), pytest.raises(BadInput, match="another moescope process"):
+    with (
+        only_writer(out, out / ".lock", "this run", ""),
+        pytest.raises(BadInput, match="another moescope process"),
+    ):
         study(config, out=out, device="cpu", quiet=True, overwrite=True)
     assert sorted(out.rglob("*")) == before
 
@@ -346,14 +446,19 @@ def test_overwrite_replaces_a_study_whose_run_json_is_damaged(whole: Run, config
     shutil.copytree(whole.path, out)
     (out / "run.json").write_text("{")
     (out / "trainings" / "old-seed-0").mkdir()
-    shutil.copy(training(whole, "top2", SEEDS[0]).path / "run.json", out / "trainings" / "old-seed-0" / "run.json")
+    shutil.copy(
+        training(whole, "top2", SEEDS[0]).path / "run.json", out / "trainings" / "old-seed-0" / "run.json"
+    )
     few = {**tomlized(config), "arms": {name: {"model": {"router": name}} for name in ("top2", "dense")}}
     study(few, out=out, device="cpu", quiet=True, overwrite=True)
     assert not (out / "trainings" / "old-seed-0").exists()
 
 
 def test_the_reference_is_timed_for_its_router_wherever_it_stands():
-    arms = {name: {"model": {"router": router, "layers": layers}} for name, router, layers in (("thin", "top2", 1), ("hash", "hash", 2), ("plain", "top2", 2))}  # fmt: skip
+    arms = {
+        name: {"model": {"router": router, "layers": layers}}
+        for name, router, layers in (("thin", "top2", 1), ("hash", "hash", 2), ("plain", "top2", 2))
+    }
     assert set(one_arm_a_router(study_from({"reference": "plain", "arms": arms}))) == {"plain", "hash"}
 
 
@@ -363,7 +468,9 @@ def test_torchrun_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch):
         study(config, quiet=True)
 
 
-@pytest.mark.parametrize(("keep", "left"), [("all", ["step-2", "step-4", "training_state.pt"]), ("last", ["step-4"]), ("none", [])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keep", "left"), [("all", ["step-2", "step-4", "training_state.pt"]), ("last", ["step-4"]), ("none", [])]
+)
 def test_what_is_kept_of_checkpoints_is_as_asked_for(keep: str, left: list[str], tmp_path: Path):
     for name in ("step-2", "step-4"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

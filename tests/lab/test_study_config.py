@@ -34,7 +34,12 @@ def test_a_list_of_routers_is_an_arm_each_under_five_seeds():
 
 
 def test_trainings_go_seed_by_seed_so_that_a_study_stopped_early_is_balanced():
-    assert [(arm.name, seed) for arm, seed in made(seeds=[7, 1]).trainings] == [("top2", 7), ("loss_free", 7), ("top2", 1), ("loss_free", 1)]  # fmt: skip
+    assert [(arm.name, seed) for arm, seed in made(seeds=[7, 1]).trainings] == [
+        ("top2", 7),
+        ("loss_free", 7),
+        ("top2", 1),
+        ("loss_free", 1),
+    ]
 
 
 def test_with_fewer_than_five_seeds_nothing_is_claimed():
@@ -43,21 +48,38 @@ def test_with_fewer_than_five_seeds_nothing_is_claimed():
 
 
 def test_the_base_is_laid_over_the_preset_and_arms_over_the_base():
-    study = made(preset="small", base={"model": {"layers": 3}, "train": {"steps": 9}}, arms={"wide": {"model": {"d_ff": 1024}}})  # fmt: skip
+    study = made(
+        preset="small",
+        base={"model": {"layers": 3}, "train": {"steps": 9}},
+        arms={"wide": {"model": {"d_ff": 1024}}},
+    )
     wide = study.arms[0].config
-    assert (wide.model.layers, wide.model.d_ff, wide.model.experts, wide.train.steps) == (3, 1024, PRESETS["small"].model.experts, 9)  # fmt: skip
+    assert (wide.model.layers, wide.model.d_ff, wide.model.experts, wide.train.steps) == (
+        3,
+        1024,
+        PRESETS["small"].model.experts,
+        9,
+    )
 
 
 def test_every_combination_of_axes_is_an_arm_that_its_name_describes():
     study = made(axes={"model.experts": [4, 8], "model.router": ["top2", "hash"]}, reference="experts=4 top2")
-    assert [arm.name for arm in study.arms] == ["experts=4 top2", "experts=4 hash", "experts=8 top2", "experts=8 hash"]
+    assert [arm.name for arm in study.arms] == [
+        "experts=4 top2",
+        "experts=4 hash",
+        "experts=8 top2",
+        "experts=8 hash",
+    ]
     assert {arm.question for arm in study.arms} == {"scaling"}
     assert study.arms[3].axes == {"experts": 8, "router": "hash"}
     assert study.arms[3].config.model.experts == 8
 
 
 def test_a_router_of_an_axis_keeps_the_options_of_another_axis():
-    study = made(axes={"model.router_options.epsilon": [0.02, 0.05], "model.router": ["spectra"]}, reference="epsilon=0.02 spectra")  # fmt: skip
+    study = made(
+        axes={"model.router_options.epsilon": [0.02, 0.05], "model.router": ["spectra"]},
+        reference="epsilon=0.02 spectra",
+    )
     assert [arm.config.model.router_options for arm in study.arms] == [{"epsilon": 0.02}, {"epsilon": 0.05}]
     assert {arm.question for arm in study.arms} == {"sweep"}
 
@@ -89,7 +111,9 @@ def test_all_arms_norm_queries_and_keys_as_the_reference_does_unless_the_study_s
     three = {"model.router": ["switch_top1", "top2", "spectra"]}
     for reference, norms in (("top2", False), ("switch_top1", True)):
         assert {arm.config.model.qk_norm for arm in made(axes=three, reference=reference).arms} == {norms}
-    assert {arm.config.model.qk_norm for arm in made(axes=three, base={"model": {"qk_norm": True}}).arms} == {True}
+    assert {arm.config.model.qk_norm for arm in made(axes=three, base={"model": {"qk_norm": True}}).arms} == {
+        True
+    }
     own = made(axes=three, arms={"normed": {"model": {"router": "top2", "qk_norm": True}}})
     assert [arm.config.model.qk_norm for arm in own.arms] == [True, None, None, None]
 
@@ -105,14 +129,22 @@ def test_every_example_can_be_studied_and_has_seeds_enough_for_claims(name):
 def test_the_example_of_all_routers_gives_each_the_same_work_beside_its_router():
     study = read_study(EXAMPLES / "routers.toml")
     assert {arm.config.model.router for arm in study.arms} == set(EVERY_ROUTER)
-    beside = {flops_per_token(arm.config.model, 256) - arm.config.model.layers * router_flops(arm.config.model) for arm in study.arms}  # fmt: skip
+    beside = {
+        flops_per_token(arm.config.model, 256) - arm.config.model.layers * router_flops(arm.config.model)
+        for arm in study.arms
+    }
     assert len(beside) == 1
     experts = {arm.config.model.experts * arm.config.model.d_ff for arm in study.arms}
     assert len(experts) == 1
 
 
 def test_a_study_survives_json():
-    study = made(ablations="spectra", arms={"big": {"model": {"experts": 16}, "question": "scaling", "axes": {"experts": 16}}}, keep="all", seeds=[1, 2])  # fmt: skip
+    study = made(
+        ablations="spectra",
+        arms={"big": {"model": {"experts": 16}, "question": "scaling", "axes": {"experts": 16}}},
+        keep="all",
+        seeds=[1, 2],
+    )
     assert study_from(json.loads(json.dumps(study.as_dict()))) == study
 
 
@@ -124,7 +156,10 @@ def test_a_study_survives_json():
         ({"reference": "top3"}, "unknown reference 'top3'; known: top2, loss_free"),
         ({"references": {"ablation": "x"}}, "unknown reference of ablation 'x'"),
         ({"references": {"why": "top2"}}, "unknown question 'why'"),
-        ({"seeds": 1}, "seeds must be a number from 2, or a list of at least two different whole numbers, not 1"),
+        (
+            {"seeds": 1},
+            "seeds must be a number from 2, or a list of at least two different whole numbers, not 1",
+        ),
         ({"seeds": [1, 1]}, "seeds must be a number from 2"),
         ({"seeds": [1, -2]}, "seeds must be a number from 2"),
         ({"seeds": True}, "seeds must be a number from 2"),
@@ -133,7 +168,10 @@ def test_a_study_survives_json():
         ({"keep": "some"}, "unknown keep 'some'; known: last, all, none"),
         ({"base": {"modell": {}}}, "base: unknown table 'modell'"),
         ({"base": {"train": {"seed": 3}}}, "[base.train] seed: a study has seeds of its own"),
-        ({"base": {"train": {"paired_weights": False}}}, "[base.train] paired_weights: all arms of a seed begin with the same weights"),
+        (
+            {"base": {"train": {"paired_weights": False}}},
+            "[base.train] paired_weights: all arms of a seed begin with the same weights",
+        ),
         ({"base": {"preset": "small"}}, "[base] preset: write preset at the top of the file"),
         ({"base": {"model": {"vocabulary": 9}}}, "bytes needs at least 258 entries"),
         ({"axes": {"model.router": "top2"}}, "[axes] model.router must be a list of values, not 'top2'"),
@@ -142,22 +180,49 @@ def test_a_study_survives_json():
         ({"axes": {"router": ["top2", "hash"]}}, "write the table too, such as"),
         ({"axes": {"model.ruter": ["top2", "hash"]}}, "did you mean 'router'?"),
         ({"axes": {"model.router": ["top2", "top3"]}}, "arm 'top3': unknown router 'top3'"),
-        ({"axes": {**ROUTERS, "model.router_options.rate": [1]}}, "arm 'top2 rate=1': router top2: unknown option 'rate'"),
-        ({"axes": {"size": {"S": {"model": 3}}}}, "[axes.size] S must be a table of changes to model and train, not {'model': 3}"),
-        ({"axes": {"train.paired_weights": [True, False]}}, "arm 'paired_weights=False': [train] paired_weights: all arms of a seed begin"),
-        ({"arms": {"x" * 201: {"model": {"layers": 1}}}}, "its name has 201 letters; give it one of at most 200"),
+        (
+            {"axes": {**ROUTERS, "model.router_options.rate": [1]}},
+            "arm 'top2 rate=1': router top2: unknown option 'rate'",
+        ),
+        (
+            {"axes": {"size": {"S": {"model": 3}}}},
+            "[axes.size] S must be a table of changes to model and train, not {'model': 3}",
+        ),
+        (
+            {"axes": {"train.paired_weights": [True, False]}},
+            "arm 'paired_weights=False': [train] paired_weights: all arms of a seed begin",
+        ),
+        (
+            {"arms": {"x" * 201: {"model": {"layers": 1}}}},
+            "its name has 201 letters; give it one of at most 200",
+        ),
         ({"arms": {"x": {"modle": {}}}}, "[arms.x]: unknown key 'modle'; did you mean 'model'?"),
         ({"arms": {"x": {"question": "why"}}}, "unknown question 'why'"),
-        ({"arms": {"x": {"model": {"router": "topk", "top_k": 9}}}}, "arm 'x': [model] top_k 9 is more than the 8 experts there are"),
-        ({"arms": {"x": {"train": {"seed": 9}}}}, "arm 'x': [train] seed: all arms are trained under the study's seeds"),
+        (
+            {"arms": {"x": {"model": {"router": "topk", "top_k": 9}}}},
+            "arm 'x': [model] top_k 9 is more than the 8 experts there are",
+        ),
+        (
+            {"arms": {"x": {"train": {"seed": 9}}}},
+            "arm 'x': [train] seed: all arms are trained under the study's seeds",
+        ),
         ({"arms": {"top2": {"model": {"layers": 3}}}}, "two different arms are called 'top2'"),
-        ({"arms": {"x": {"model": {"router": "hash"}}, "y": {"model": {"router": "hash"}}}}, "arms 'x' and 'y' are the same training"),
-        ({"arms": {"a b": {"model": {"layers": 1}}, "A_b": {"model": {"layers": 2}}}}, "arms 'a b' and 'A_b' would share a folder"),
-        ({"arms": {"x": {"data": {"max_bytes": 9}}}}, "differ in [data], so their losses are not of the same text"),
+        (
+            {"arms": {"x": {"model": {"router": "hash"}}, "y": {"model": {"router": "hash"}}}},
+            "arms 'x' and 'y' are the same training",
+        ),
+        (
+            {"arms": {"a b": {"model": {"layers": 1}}, "A_b": {"model": {"layers": 2}}}},
+            "arms 'a b' and 'A_b' would share a folder",
+        ),
+        (
+            {"arms": {"x": {"data": {"max_bytes": 9}}}},
+            "differ in [data], so their losses are not of the same text",
+        ),
         ({"arms": {"x": {"train": {"sequence_length": 9}}}}, "differ in [train] sequence_length"),
         ({"ablations": "hash"}, "ablations = 'hash': known are those of spectra and some"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_studied_is_refused_in_one_line_that_names_it(changes, message):
     given = {"reference": "top2", "axes": ROUTERS, **changes}
     with pytest.raises(BadInput) as caught:

@@ -1,4 +1,7 @@
-"""A study's statistics: against least squares, scipy and a case by hand; error rates by simulation; what cannot be said is not said."""
+"""A study's statistics: against least squares, scipy and a case by hand; error rates by simulation.
+
+What cannot be said is not said.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ from moescope.run import write_table
 from moescope.tables import TABLES, read_parquet
 
 
-def runs_of(losses_RS, arms: list[str] | None = None, question: str | list[str] = "main", **columns) -> pd.DataFrame:
+def runs_of(
+    losses_RS, arms: list[str] | None = None, question: str | list[str] = "main", **columns
+) -> pd.DataFrame:
     """study_runs with those losses; NaN is a training that failed."""
     losses_RS = np.asarray(losses_RS, float)
     arms = arms or ["ref", *(f"arm{index}" for index in range(1, len(losses_RS)))]
@@ -54,7 +59,11 @@ def study(arms: int, seeds: int, generator: np.random.Generator, shift=0.0, spre
     means = np.zeros((arms, 1))
     means[1] = shift
     spreads = np.broadcast_to(np.asarray(spread, float), (arms,))[:, None]
-    return means + seed_spread * generator.standard_normal((1, seeds)) + spreads * generator.standard_normal((arms, seeds))  # fmt: skip
+    return (
+        means
+        + seed_spread * generator.standard_normal((1, seeds))
+        + spreads * generator.standard_normal((arms, seeds))
+    )
 
 
 def row_of(frame: pd.DataFrame, arm: str, question: str = "main") -> pd.Series:
@@ -62,8 +71,12 @@ def row_of(frame: pd.DataFrame, arm: str, question: str = "main") -> pd.Series:
     return pd.Series(row)
 
 
-BY_HAND = np.array([[10.0], [12.0], [9.0]]) + np.array([[0.0, 5.0, -3.0]]) + np.array([[1, -1, 0], [0, 1, -1], [-1, 0, 1]])  # fmt: skip
-"""Arm + seed + residual: Σ residual² = 6 on 4 degrees of freedom, s² = 1.5, standard error √(2 · 1.5/3) = 1."""
+BY_HAND = (
+    np.array([[10.0], [12.0], [9.0]])
+    + np.array([[0.0, 5.0, -3.0]])
+    + np.array([[1, -1, 0], [0, 1, -1], [-1, 0, 1]])
+)
+"""Arm, seed, residual: Σ residual² = 6 on 4 degrees of freedom, s² = 1.5, standard error √(2 · 1.5/3) = 1."""
 
 
 # --- the numbers
@@ -118,7 +131,9 @@ def test_two_arms_are_scipys_paired_t():
     assert row["test"] == "paired t"
     assert row["statistic"] == pytest.approx(oracle.statistic)
     assert row["p_value"] == row["p_adjusted"] == pytest.approx(oracle.pvalue)
-    assert (row["difference_low"], row["difference_high"]) == pytest.approx(tuple(oracle.confidence_interval(0.95)))
+    assert (row["difference_low"], row["difference_high"]) == pytest.approx(
+        tuple(oracle.confidence_interval(0.95))
+    )
     assert np.isnan(row["equal_variances_p"])
 
 
@@ -192,7 +207,9 @@ def test_hedges_factor_makes_the_effect_size_unbiased():
 def test_the_detectable_difference_has_the_power_that_the_noncentral_t_gives(degrees, tests):
     bar = stats.t.ppf(1 - LEVEL / tests / 2, degrees)
     shift = detectable(degrees, tests)
-    assert stats.nct.sf(bar, degrees, shift) + stats.nct.cdf(-bar, degrees, shift) == pytest.approx(0.8, abs=1e-3)
+    assert stats.nct.sf(bar, degrees, shift) + stats.nct.cdf(-bar, degrees, shift) == pytest.approx(
+        0.8, abs=1e-3
+    )
 
 
 def test_the_detectable_difference_is_told_in_the_unit_of_the_loss():
@@ -206,14 +223,27 @@ def test_the_detectable_difference_is_told_in_the_unit_of_the_loss():
 losses_of_studies = st.tuples(st.integers(2, 6), st.integers(2, 9), st.integers(0, 10_000)).map(
     lambda drawn: study(drawn[0], drawn[1], np.random.default_rng(drawn[2]))
 )
-OF_COMPARISONS = ["difference", "difference_low", "difference_high", "statistic", "p_value", "p_adjusted", "hedges_g", "rank_p", "equal_variances_p", "detectable_difference"]  # fmt: skip
+OF_COMPARISONS = [
+    "difference",
+    "difference_low",
+    "difference_high",
+    "statistic",
+    "p_value",
+    "p_adjusted",
+    "hedges_g",
+    "rank_p",
+    "equal_variances_p",
+    "detectable_difference",
+]
 
 
 @settings(max_examples=30, deadline=None)
 @given(losses_of_studies, st.integers(0, 99))
 def test_a_constant_added_to_every_arm_of_a_seed_changes_no_comparison(losses, seed):
     moved = losses + 7 * np.random.default_rng(seed).standard_normal((1, losses.shape[1]))
-    before, after = (compare(runs_of(each), "ref")[OF_COMPARISONS].to_numpy(float) for each in (losses, moved))
+    before, after = (
+        compare(runs_of(each), "ref")[OF_COMPARISONS].to_numpy(float) for each in (losses, moved)
+    )
     np.testing.assert_allclose(after, before, rtol=1e-7, atol=1e-9)
 
 
@@ -223,7 +253,9 @@ def test_another_order_of_arms_and_seeds_permutes_rows_and_nothing_else(losses, 
     runs = runs_of(losses)
     shuffled = runs.iloc[random.sample(range(len(runs)), len(runs))]
     columns = ["mean", "low", "high", *OF_COMPARISONS]
-    before, after = (compare(each, "ref").set_index("arm")[columns].astype(float) for each in (runs, shuffled))
+    before, after = (
+        compare(each, "ref").set_index("arm")[columns].astype(float) for each in (runs, shuffled)
+    )
     np.testing.assert_allclose(after.loc[before.index], before, rtol=1e-9, atol=1e-12)
 
 
@@ -277,7 +309,9 @@ def test_a_planted_difference_of_the_detectable_size_is_found_in_eight_studies_o
 def test_the_check_of_variances_has_its_level_and_sees_a_noisy_arm():
     generator = np.random.default_rng(2)
     level = np.mean([equal_variances_p(study(6, 5, generator)) < 0.1 for _ in range(1500)])
-    power = np.mean([equal_variances_p(study(6, 5, generator, spread=[1, 5, 1, 1, 1, 1])) < 0.1 for _ in range(300)])
+    power = np.mean(
+        [equal_variances_p(study(6, 5, generator, spread=[1, 5, 1, 1, 1, 1])) < 0.1 for _ in range(300)]
+    )
     assert 0.08 < level < 0.12
     assert power > 0.75
 
@@ -292,7 +326,9 @@ def test_below_five_seeds_numbers_are_given_and_nothing_is_claimed():
     assert row["verdict"] == "too few seeds to say"
 
 
-@pytest.mark.parametrize(("shift", "verdict"), [(-9.0, "better"), (9.0, "worse"), (0.0, "not distinguishable")])
+@pytest.mark.parametrize(
+    ("shift", "verdict"), [(-9.0, "better"), (9.0, "worse"), (0.0, "not distinguishable")]
+)
 def test_from_five_seeds_on_there_is_a_verdict(shift, verdict):
     losses = study(4, 5, np.random.default_rng(0), shift=shift)
     assert row_of(compare(runs_of(losses), "ref"), "arm1")["verdict"] == verdict
@@ -327,7 +363,10 @@ def test_an_arm_without_a_result_pays_for_nothing():
     assert row["verdict"] == "failed"
     assert row[["mean", "difference", "p_value", "p_adjusted", "test", "rank_p"]].isna().all()
     assert row["seeds"] == 0
-    assert row_of(frame, "arm1")["p_adjusted"] == row_of(compare(runs_of(losses[:3]), "ref"), "arm1")["p_adjusted"]
+    assert (
+        row_of(frame, "arm1")["p_adjusted"]
+        == row_of(compare(runs_of(losses[:3]), "ref"), "arm1")["p_adjusted"]
+    )
 
 
 @pytest.mark.parametrize("arm", ["ref", "arm2"])

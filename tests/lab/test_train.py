@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workflows.test_train_parts import damage
 
+from lab.test_train_parts import damage
 from lab.tiny_training import TOML
 from moescope.decoder.config import DataConfig, LabConfig, ModelConfig, config_from, preset
 from moescope.errors import BadInput
@@ -27,7 +27,16 @@ from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run
 
-LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
+LOSSES = [
+    "step",
+    "tokens",
+    "train_loss",
+    "lm_loss",
+    "aux_loss",
+    "validation_loss",
+    "learning_rate",
+    "gradient_norm",
+]
 
 
 def config_file(folder: Path, steps: int = 12, more: str = "") -> Path:
@@ -49,7 +58,9 @@ def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(trained_run:
 
 def test_references_stand_beside_the_losses(trained_run: Run):
     told = trained_run.info["references"]
-    assert told["uniform"] == pytest.approx(np.log(260))  # of all entries that an untrained model spreads over
+    assert told["uniform"] == pytest.approx(
+        np.log(260)
+    )  # of all entries that an untrained model spreads over
     assert trained_run.info["evaluations"][0]["loss"] == pytest.approx(told["uniform"], abs=0.1)
     assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
     assert 2 < told["unigram"][""] < told["uniform"]
@@ -77,7 +88,9 @@ def test_the_same_command_again_computes_nothing(trained_run: Run):
     assert (trained_run.path / "steps.parquet").stat().st_mtime_ns == before
 
 
-def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(trained_run: Run, tmp_path: Path):
+def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(
+    trained_run: Run, tmp_path: Path
+):
     """Its lock covers scan and trace after the last step too, and comes before anything is cleared."""
     folder = shutil.copytree(trained_run.path, tmp_path / "copy")
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
@@ -112,7 +125,9 @@ def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run
         made, first = Run.load(folder / part), Run.load(trained_run.path / part)
         assert made.info["status"] == "done"
         assert made.table(table).equals(first.table(table))
-        assert made.info["checkpoints"][-1]["path"] == str(folder / "checkpoints" / "step-12")  # where the run is now
+        assert made.info["checkpoints"][-1]["path"] == str(
+            folder / "checkpoints" / "step-12"
+        )  # where the run is now
     assert (folder / "report.html").stat().st_mtime_ns > page
 
 
@@ -125,7 +140,9 @@ def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_wit
     (folder / "scan" / "mine.txt").write_text("kept")
     run = train(out=folder, resume=True, device="cpu", quiet=True)
     assert isinstance(run, Run)
-    assert sum(said.startswith("the trained weights were not scanned: ") for said in run.info["warnings"]) == 1
+    assert (
+        sum(said.startswith("the trained weights were not scanned: ") for said in run.info["warnings"]) == 1
+    )
     (folder / "scan" / "mine.txt").unlink()
     run = train(out=folder, resume=True, device="cpu", quiet=True)
     assert isinstance(run, Run)
@@ -172,7 +189,9 @@ def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
 def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, tmp_path: Path):
     shutil.copytree(trained_run.path, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "mine.txt").write_text("kept")
-    run = train(config_file(tmp_path, steps=4), out=tmp_path / "run", overwrite=True, device="cpu", quiet=True)
+    run = train(
+        config_file(tmp_path, steps=4), out=tmp_path / "run", overwrite=True, device="cpu", quiet=True
+    )
     assert isinstance(run, Run)
     assert [item["step"] for item in run.info["checkpoints"]] == [4]
     assert run.table("steps")["step"].tolist() == [0, 4]
@@ -181,10 +200,19 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, 
 
 
 @pytest.mark.parametrize(
-    "router", ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)]
+    "router",
+    ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)],
 )
 def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
-    model = {"d_model": 16, "layers": 2, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 64, "router": router}
+    model = {
+        "d_model": 16,
+        "layers": 2,
+        "heads": 2,
+        "d_ff": 16,
+        "experts": 4,
+        "max_positions": 64,
+        "router": router,
+    }
     settings = {
         "steps": 2,
         "batch_size": 4,
@@ -193,7 +221,12 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
         "checkpoint_every": 1,
         "warmup": 1,
     }
-    run = train({"model": model, "data": {"max_bytes": 20_000}, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)  # fmt: skip
+    run = train(
+        {"model": model, "data": {"max_bytes": 20_000}, "train": settings},
+        out=tmp_path / "run",
+        device="cpu",
+        quiet=True,
+    )
     assert isinstance(run, Run)
     assert (run.path / "report.html").exists()
     assert (run.path / "trace").exists() == (router != "dense")
@@ -219,9 +252,21 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
 def test_two_processes_give_the_loss_curve_of_one(parallel: str, trained_run: Run, tmp_path: Path):
     config = config_file(tmp_path, more=f'parallel = "{parallel}"\n')
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moescope",
-        "train", str(config), "--out", str(tmp_path / "run"), "--device", "cpu",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "moescope",
+        "train",
+        str(config),
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -260,7 +305,10 @@ def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     facts = train(preset="some_a4", dry_run=True)
     assert isinstance(facts, dict)
-    assert (round(facts["parameters_total"] / 1e6, 2), round(facts["parameters_trainable"] / 1e6, 2)) == (701.50, 29.42)
+    assert (round(facts["parameters_total"] / 1e6, 2), round(facts["parameters_trainable"] / 1e6, 2)) == (
+        701.50,
+        29.42,
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -274,7 +322,10 @@ def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypat
         ({"from_": "nowhere"}, "nowhere: not a checkpoint of the lab"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
-        ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}, "dry_run": True}, r"nowhere\.txt: no such file"),
+        (
+            {"config": {"data": {"domains": {"a": "nowhere.txt"}}}, "dry_run": True},
+            r"nowhere\.txt: no such file",
+        ),
         ({"config": {"data": {"text": ["nowhere.txt"]}}, "dry_run": True}, r"nowhere\.txt: no such file"),
         ({"seed": -1}, "^--seed -1: must be 0 or more"),
         ({"config": {"model": {"vocabulary": 100}}}, "bytes needs at least 258 entries"),
@@ -290,35 +341,77 @@ def test_what_cannot_be_done_is_refused_before_any_work(
 
 
 def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_new_text_says(tmp_path: Path):
-    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 2, "checkpoint_every": 2}
-    shape = {"vocabulary": 300, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 32}
+    settings = {
+        "steps": 2,
+        "batch_size": 4,
+        "sequence_length": 16,
+        "evaluate_every": 2,
+        "checkpoint_every": 2,
+    }
+    shape = {
+        "vocabulary": 300,
+        "d_model": 16,
+        "layers": 1,
+        "heads": 2,
+        "d_ff": 16,
+        "experts": 4,
+        "max_positions": 32,
+    }
     for name, line in (("old", "{} green bottles"), ("new", "there are {} more rows here")):
         (tmp_path / f"{name}.txt").write_text("".join(line.format(i) + "\n" for i in range(300)))
     first, further = ({"text": [str(tmp_path / f"{name}.txt")]} for name in ("old", "new"))
-    train({"model": shape, "data": {**first, "vocabulary": "bpe"}, "train": settings}, out=tmp_path / "first", device="cpu", quiet=True)  # fmt: skip
+    train(
+        {"model": shape, "data": {**first, "vocabulary": "bpe"}, "train": settings},
+        out=tmp_path / "first",
+        device="cpu",
+        quiet=True,
+    )
     origin = tmp_path / "first" / "checkpoints" / "step-2"
-    run = train({"data": further, "train": settings}, from_=origin, out=tmp_path / "run", device="cpu", quiet=True)
+    run = train(
+        {"data": further, "train": settings}, from_=origin, out=tmp_path / "run", device="cpu", quiet=True
+    )
     assert isinstance(run, Run)
     kept = run.path / "checkpoints" / "step-2" / "tokenizer.json"
     assert json.loads(kept.read_text()) == json.loads((origin / "tokenizer.json").read_text())
     assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
     assert run.info["vocabulary_size"] > 258
-    with pytest.raises(BadInput, match=r"config: \[data\] vocabulary is bytes, but .*step-2 has bpe; leave it out"):
+    with pytest.raises(
+        BadInput, match=r"config: \[data\] vocabulary is bytes, but .*step-2 has bpe; leave it out"
+    ):
         train({"data": {**further, "vocabulary": "bytes"}}, from_=origin, dry_run=True)
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(tmp_path: Path):
     (tmp_path / "a.txt").write_text("row of many\n" * 100)
-    shape = {"vocabulary": 4096, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 1, "top_k": 1, "router": "topk"}  # fmt: skip
-    settings = {"steps": 2, "batch_size": 2, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
+    shape = {
+        "vocabulary": 4096,
+        "d_model": 16,
+        "layers": 1,
+        "heads": 2,
+        "d_ff": 16,
+        "experts": 1,
+        "top_k": 1,
+        "router": "topk",
+    }
+    settings = {
+        "steps": 2,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "evaluate_every": 1,
+        "checkpoint_every": 2,
+    }
     data = {"text": [str(tmp_path / "a.txt")], "vocabulary": "bpe"}
-    run = train({"model": shape, "data": data, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True)
+    run = train(
+        {"model": shape, "data": data, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True
+    )
     assert isinstance(run, Run)
     warmup, entries, cut, scanned = run.info["warnings"]
     assert warmup.startswith(
         "[train] warmup is 20 steps, more than the 2 there are: the learning rate ends at 10% of 0.003"
     )
-    assert entries.startswith(f"the vocabulary has {run.info['vocabulary_size']} entries, not the 4,096 of [model] vocabulary")  # fmt: skip
+    assert entries.startswith(
+        f"the vocabulary has {run.info['vocabulary_size']} entries, not the 4,096 of [model] vocabulary"
+    )
     assert run.info["vocabulary_size"] < 300
     assert cut.startswith("domain text is one document")
     assert run.info["references"]["uniform"] == pytest.approx(np.log(4096))
@@ -334,10 +427,16 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     [
         (
             {"experts": 8},
-            r"\[model\] experts is 8, but .*step-12 has 4; leave it out, or train from the start without --from",
+            (
+                r"\[model\] experts is 8, but .*step-12 has 4; leave it out, or train from the start "
+                r"without --from"
+            ),
         ),
         ({"router": "spectra"}, r"\[model\] router is spectra, but .*step-12 has top2"),
-        ({"router_options": {"balance": 0.5}}, r"\[model\] router_options.balance is 0.5, but .*step-12 has 0.01"),
+        (
+            {"router_options": {"balance": 0.5}},
+            r"\[model\] router_options.balance is 0.5, but .*step-12 has 0.01",
+        ),
         ({"vocabulary": 300}, r"\[model\] vocabulary is 300, but .*step-12 has 260"),
         ({"qk_norm": True}, r"\[model\] qk_norm is true, but .*step-12 has false"),
     ],
@@ -353,11 +452,14 @@ def test_a_config_that_contradicts_the_checkpoint_it_begins_with_is_refused_by_k
 def test_what_a_config_repeats_of_its_checkpoint_or_leaves_to_a_preset_is_no_contradiction(trained_run: Run):
     origin, said = trained_run.path / "checkpoints" / "step-12", trained_run.info["arguments"]["model"]
     for config in (said, {"experts": 4, "qk_norm": False, "router_options": {"balance": 0.01}}, {}):
-        facts = train({"model": config, "train": {"sequence_length": 32}}, preset="small", from_=origin, dry_run=True)
+        facts = train(
+            {"model": config, "train": {"sequence_length": 32}}, preset="small", from_=origin, dry_run=True
+        )
         assert isinstance(facts, dict)
         assert facts["parameters_total"] == trained_run.info["parameters_total"]
         assert (
-            fact_lines(facts)[1] == f"begins with {origin}: model and vocabulary are its own, whatever the preset has"
+            fact_lines(facts)[1]
+            == f"begins with {origin}: model and vocabulary are its own, whatever the preset has"
         )
     other = replace(preset("nano"), model=replace(preset("nano").model, layers=3))
     with pytest.raises(BadInput, match=r"config: \[model\] layers is 3, but"):
@@ -386,7 +488,9 @@ def test_a_warm_up_longer_than_the_training_is_said_before_it_begins():
     for steps, said in ((20, 0), (19, 1)):
         facts = train({"train": {"steps": steps}}, dry_run=True)
         assert isinstance(facts, dict)
-        assert sum(line.startswith("warning: [train] warmup is 20 steps") for line in fact_lines(facts)) == said
+        assert (
+            sum(line.startswith("warning: [train] warmup is 20 steps") for line in fact_lines(facts)) == said
+        )
 
 
 def test_pairs_are_learned_from_training_texts_alone():
@@ -402,10 +506,20 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: R
         "".join(json.dumps({"text": f"row {i} of many, many rows"}) + "\n" for i in range(60))
     )
     domains = {"a": str(tmp_path / "a.txt"), "b": str(tmp_path / "b.jsonl")}
-    settings = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
+    settings = {
+        "steps": 2,
+        "batch_size": 4,
+        "sequence_length": 16,
+        "evaluate_every": 1,
+        "checkpoint_every": 2,
+    }
     run = train(
-        {"data": {"domains": domains}, "train": settings}, from_=trained_run.path / "checkpoints" / "step-12", out=tmp_path / "run", device="cpu", quiet=True
-    )  # fmt: skip
+        {"data": {"domains": domains}, "train": settings},
+        from_=trained_run.path / "checkpoints" / "step-12",
+        out=tmp_path / "run",
+        device="cpu",
+        quiet=True,
+    )
     assert isinstance(run, Run)
     assert set(run.info["domains"]) == {"a", "b"}
     assert run.info["evaluations"][0]["loss"] < 4.5  # not that of an untrained model, 5.6
@@ -417,7 +531,15 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: R
 def test_a_compiled_training_says_nothing_of_gradients_instead_of_failing_at_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    shape = {"vocabulary": 258, "d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 2, "router": "top2"}
+    shape = {
+        "vocabulary": 258,
+        "d_model": 16,
+        "layers": 1,
+        "heads": 2,
+        "d_ff": 16,
+        "experts": 2,
+        "router": "top2",
+    }
     settings = {
         "steps": 2,
         "batch_size": 2,

@@ -34,7 +34,9 @@ def made_in(folder: Path) -> Run:
     return own_part(folder, make)
 
 
-@pytest.mark.parametrize("how", ["other arguments", "older version", "cut short", "killed while it was cleared"])
+@pytest.mark.parametrize(
+    "how", ["other arguments", "older version", "cut short", "killed while it was cleared"]
+)
 def test_a_part_that_does_not_fit_is_made_anew(how: str, tmp_path: Path):
     made_in(tmp_path)
     (tmp_path / "report.html").write_text("of the part before")
@@ -72,6 +74,8 @@ def test_a_report_older_than_a_part_is_behind(tmp_path: Path):
     assert report_is_behind(tmp_path)
 
 
-@pytest.mark.parametrize(("router", "experts", "routed"), [("topk", 4, True), ("topk", 1, False), ("dense", 4, False)])
+@pytest.mark.parametrize(
+    ("router", "experts", "routed"), [("topk", 4, True), ("topk", 1, False), ("dense", 4, False)]
+)
 def test_with_one_expert_nothing_is_routed(router: str, experts: int, routed: bool):
     assert is_routed(LabConfig(ModelConfig(router=router, experts=experts, top_k=1))) == routed

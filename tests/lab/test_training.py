@@ -26,10 +26,20 @@ from moescope.lab.training_state import load_state
 from moescope.routing.alerts import Thresholds
 from moescope.routing.monitor_loop import LoopMonitor
 
-LOSSES = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm"]
+LOSSES = [
+    "step",
+    "tokens",
+    "train_loss",
+    "lm_loss",
+    "aux_loss",
+    "validation_loss",
+    "learning_rate",
+    "gradient_norm",
+]
 
 
-# Keys that weaken at once and begin anew in every step, at random queries: the one router that draws while it trains.
+# Keys that weaken at once and begin anew in every step, at random queries: the one router that draws while it
+# trains.
 DRAWING = {"respawn": True, "decay": 0.95, "decay_after": 0, "decay_percentile": 60.0}
 
 
@@ -49,7 +59,9 @@ def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bi
             raise Killed
 
     broken = tiny_training(config)
-    watching = LoopMonitor(tmp_path / "run", every=4).watch(broken.model, verb="train", identity={"arguments": {}})
+    watching = LoopMonitor(tmp_path / "run", every=4).watch(
+        broken.model, verb="train", identity={"arguments": {}}
+    )
     with pytest.raises(Killed):
         broken.run(watching, tmp_path / "states", lambda model, step: None, killed_after_four)
     watching.stop()
@@ -93,7 +105,10 @@ def test_micro_batches_change_the_loss_by_rounding_only(tmp_path: Path):
     for micro in (1, 2, 4):
         config = tiny_config(options={"balance": 0.0}, micro_batches=micro, steps=6)
         curves.append(
-            trained(tiny_training(config), tmp_path / str(micro)).table("steps")["lm_loss"].dropna().to_numpy()
+            trained(tiny_training(config), tmp_path / str(micro))
+            .table("steps")["lm_loss"]
+            .dropna()
+            .to_numpy()
         )
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
     np.testing.assert_allclose(curves[2], curves[0], rtol=1e-4)
@@ -107,7 +122,8 @@ def test_steps_are_those_of_a_plain_loop_with_torchs_own_adamw_and_clipping(rout
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() <= 1]
     plain = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+        [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
     )
     watch = FiniteWatch(training.model)
     training.model.train()
@@ -137,17 +153,24 @@ def test_the_tables_of_a_training_say_what_was_done(tmp_path: Path):
     assert steps.index.tolist() == [0, 4, 8, 12]
     assert steps["tokens"].dropna().tolist() == [4 * 256, 8 * 256, 12 * 256]
     assert steps["validation_loss"].notna().all()
-    assert steps.loc[0, "validation_loss"] == pytest.approx(np.log(260), abs=0.1)  # an untrained model knows nothing
+    assert steps.loc[0, "validation_loss"] == pytest.approx(
+        np.log(260), abs=0.1
+    )  # an untrained model knows nothing
     assert steps.loc[12, "learning_rate"] == pytest.approx(training.config.train.final_learning_rate)
     np.testing.assert_allclose((steps["lm_loss"] + steps["aux_loss"]).dropna(), steps["train_loss"].dropna())
     load = run.table("load")
-    assert load.groupby(["step", "layer"])["tokens"].sum().unique().tolist() == [4 * 256 * 2]  # two experts a token
+    assert load.groupby(["step", "layer"])["tokens"].sum().unique().tolist() == [
+        4 * 256 * 2
+    ]  # two experts a token
     assert (run.table("router_gradients")["lm_gradient_norm"] > 0).all()
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "loss_free", "spectra", "some"])
 def test_what_routers_say_of_themselves_is_the_mean_over_the_passes_of_a_window(router: str, tmp_path: Path):
-    """Twice a step in micro-batches, evaluations left out, each with references that a run of the same passes gives."""
+    """Twice a step in micro-batches, evaluations left out.
+
+    Each with references that a run of the same passes gives.
+    """
     training = tiny_training(tiny_config(router, micro_batches=2, steps=8))
     heard: dict[tuple[int, int, str], list[list[float]]] = {}
 
@@ -211,7 +234,9 @@ def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_
     last, batch = training.evaluations[-1], training.data.validation.batch(np.arange(40))
     training.model.eval()
     with torch.no_grad():
-        logits = training.model(torch.from_numpy(batch.ids_BL), mask_BL=torch.from_numpy(batch.mask_BL)).logits_BLV
+        logits = training.model(
+            torch.from_numpy(batch.ids_BL), mask_BL=torch.from_numpy(batch.mask_BL)
+        ).logits_BLV
     log_p = torch.log_softmax(logits.double(), -1).numpy()
     wanted = np.where(batch.mask_BL, batch.targets_BL, Bytes().pad)
     losses = -np.take_along_axis(log_p, wanted[..., None], -1)[..., 0]
@@ -219,7 +244,9 @@ def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_
     assert last["loss"] == pytest.approx(losses[batch.mask_BL].mean(), rel=1e-5)
     assert last["published"] != pytest.approx(last["loss"], rel=1e-3)
     assert run.table("steps")["validation_loss_published"].iloc[-1] == last["published"]
-    assert run.table("load").groupby("layer")["tokens"].sum().unique() == [2 * training.data.train.of_step(0, 8, 0).mask_BL.sum()]  # fmt: skip
+    assert run.table("load").groupby("layer")["tokens"].sum().unique() == [
+        2 * training.data.train.of_step(0, 8, 0).mask_BL.sum()
+    ]
 
 
 def test_unequal_rows_count_by_their_targets_however_they_are_dealt_out(tmp_path: Path):
@@ -254,7 +281,9 @@ def test_nan_stops_the_training_and_names_step_and_layer(layer: int, tmp_path: P
 
 def test_a_gradient_that_is_not_finite_is_named_by_its_weight(tmp_path: Path):
     training = tiny_training(tiny_config())
-    for block in training.model.blocks[:2]:  # what is not finite in the second reaches the first, which is not to blame
+    for block in training.model.blocks[
+        :2
+    ]:  # what is not finite in the second reaches the first, which is not to blame
         weight = block.mlp.experts.down
         weight.register_hook(lambda gradient: gradient * float("inf") if training.step == 2 else gradient)
     with pytest.raises(Diverged, match=r"step 3: the gradient of layers\.1\.mlp\.experts\.down"):
@@ -263,7 +292,11 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_weight(tmp_path: Path):
 
 def test_bfloat16_trains_to_about_the_same_loss(tmp_path: Path):
     full = trained(tiny_training(tiny_config()), tmp_path / "full").table("steps")["lm_loss"].iloc[-1]
-    half = trained(tiny_training(tiny_config(dtype="bfloat16")), tmp_path / "half").table("steps")["lm_loss"].iloc[-1]
+    half = (
+        trained(tiny_training(tiny_config(dtype="bfloat16")), tmp_path / "half")
+        .table("steps")["lm_loss"]
+        .iloc[-1]
+    )
     assert half != full
     assert half == pytest.approx(full, rel=0.02)
 

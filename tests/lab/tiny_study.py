@@ -47,8 +47,14 @@ def write_study(folder: Path) -> Path:
     draw = random.Random(0)
     texts = {
         "words": [" ".join(draw.choices(WORDS, k=30)) for _ in range(40)],
-        "sums": ["\n".join(f"{a} + {b} = {a + b}" for a, b in zip(draw.choices(range(99), k=12), draw.choices(range(99), k=12), strict=True)) for _ in range(40)],
-    }  # fmt: skip
+        "sums": [
+            "\n".join(
+                f"{a} + {b} = {a + b}"
+                for a, b in zip(draw.choices(range(99), k=12), draw.choices(range(99), k=12), strict=True)
+            )
+            for _ in range(40)
+        ],
+    }
     for name, documents in texts.items():
         lines = [json.dumps({"text": text}) for text in documents]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

@@ -21,10 +21,16 @@ TINY = LabConfig(
     ModelConfig(d_model=32, layers=2, heads=2, d_ff=32, experts=4, max_positions=64),
     DataConfig(max_bytes=150_000),
     TrainConfig(
-        steps=12, batch_size=8, sequence_length=32, learning_rate=0.01, warmup=3, evaluate_every=4, checkpoint_every=4,
+        steps=12,
+        batch_size=8,
+        sequence_length=32,
+        learning_rate=0.01,
+        warmup=3,
+        evaluate_every=4,
+        checkpoint_every=4,
         evaluation_rows=20,
     ),
-)  # fmt: skip
+)
 TOML = """
 [model]
 d_model = 32
@@ -61,13 +67,20 @@ def tiny_config(router: str = "top2", options: dict[str, Any] | None = None, **t
 
 
 def tiny_training(config: LabConfig) -> Training:
-    rows = [TokenRows.of(side, Bytes(), config.train.sequence_length) for side in (tiny_corpus().train, tiny_corpus().validation)]  # fmt: skip
+    rows = [
+        TokenRows.of(side, Bytes(), config.train.sequence_length)
+        for side in (tiny_corpus().train, tiny_corpus().validation)
+    ]
     torch.manual_seed(config.train.seed)
-    return Training(config, LabModel(config.model), Data(rows[0], rows[1].sample(config.train.evaluation_rows)))
+    return Training(
+        config, LabModel(config.model), Data(rows[0], rows[1].sample(config.train.evaluation_rows))
+    )
 
 
 def trained(training: Training, folder: Path, **monitor: Any) -> Run:
-    watching = LoopMonitor(folder / "run", every=4, **monitor).watch(training.model, training.step, verb="train", identity={"arguments": {}})  # fmt: skip
+    watching = LoopMonitor(folder / "run", every=4, **monitor).watch(
+        training.model, training.step, verb="train", identity={"arguments": {}}
+    )
     try:
         training.run(watching, folder / "states", lambda model, step: None)
         run = watching.close()

@@ -1,4 +1,7 @@
-"""Layouts on a plane: PCA held to scikit-learn's, groups kept together by all three, and what is said of them held to counting."""
+"""Layouts on a plane.
+
+PCA held to scikit-learn's, groups kept together by all three, and what is said of them held to counting.
+"""
 
 from __future__ import annotations
 
@@ -89,5 +92,7 @@ def test_random_directions_leave_about_two_shares_of_many_on_two_axes():
     generator = np.random.default_rng(9)
     x = generator.standard_normal((16, 64))
     x /= np.linalg.norm(x, axis=1)[:, None]
-    assert plane_of_directions(16, 64) == pytest.approx(PCA().fit(x).explained_variance_ratio_[:2].sum(), abs=0.04)
+    assert plane_of_directions(16, 64) == pytest.approx(
+        PCA().fit(x).explained_variance_ratio_[:2].sum(), abs=0.04
+    )
     assert plane_of_directions(16, 10_000) == pytest.approx(2 / 15, abs=0.01)  # all alike where there is room

@@ -28,18 +28,38 @@ def test_a_colour_bar_has_every_end_layer_in_its_own_colour():
     marker, colors = layer_colorbar(range(12))["marker"], layer_colors(range(12))
     places = {color: place for place, color in marker["colorscale"][1:-1]}
     for layer in (0, 11):
-        assert places[colors[layer]] == pytest.approx((layer - marker["cmin"]) / (marker["cmax"] - marker["cmin"]))
+        assert places[colors[layer]] == pytest.approx(
+            (layer - marker["cmin"]) / (marker["cmax"] - marker["cmin"])
+        )
     assert [marker["colorscale"][0][1], marker["colorscale"][-1][1]] == [SEQUENTIAL[0], SEQUENTIAL[-1]]
 
 
 @pytest.mark.parametrize(("layers", "legend"), [(2, True), (10, True), (11, False)])
 def test_few_layers_are_named_in_a_legend_and_many_by_a_colour_bar(layers: int, legend: bool):
-    rows = [{"layer": layer, "expert": expert, "k": 1, "align": 0.1 * expert + 0.01 * layer, "delta_vs_shuffle": expert - 1.0} for layer in range(layers) for expert in range(3)]  # fmt: skip
-    tables = {"alignment": pd.DataFrame(rows), "alignment_layers": pd.DataFrame({"k": [1], "degenerate": [False]})}
+    rows = [
+        {
+            "layer": layer,
+            "expert": expert,
+            "k": 1,
+            "align": 0.1 * expert + 0.01 * layer,
+            "delta_vs_shuffle": expert - 1.0,
+        }
+        for layer in range(layers)
+        for expert in range(3)
+    ]
+    tables = {
+        "alignment": pd.DataFrame(rows),
+        "alignment_layers": pd.DataFrame({"k": [1], "degenerate": [False]}),
+    }
     figure = align_against_delta(tables)
-    assert [trace["name"] for trace in figure.data if trace.get("showlegend")] == [f"layer {at}" for at in range(layers)] * legend  # fmt: skip
+    assert [trace["name"] for trace in figure.data if trace.get("showlegend")] == [
+        f"layer {at}" for at in range(layers)
+    ] * legend
     assert any("colorbar" in trace.get("marker", {}) for trace in figure.data) != legend
-    assert sum(len(trace["x"]) for trace in figure.data if trace.get("mode") == "markers" and "name" in trace) == 3 * layers  # fmt: skip
+    assert (
+        sum(len(trace["x"]) for trace in figure.data if trace.get("mode") == "markers" and "name" in trace)
+        == 3 * layers
+    )
 
 
 @pytest.mark.parametrize(("experts", "every"), [(3, 1), (10, 1), (64, None)])

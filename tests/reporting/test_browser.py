@@ -17,7 +17,10 @@ def planted_report(planted_run, tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, planted_report):
-    """Opens the report at a width and colour scheme; afterwards no error may have been said and nothing asked for."""
+    """Opens the report at a width and colour scheme.
+
+    Afterwards no error may have been said and nothing asked for.
+    """
     contexts, troubles, requests = [], [], []
 
     def open_page(width=1400, scheme="light"):
@@ -27,7 +30,8 @@ def opened(browser, planted_report):
         contexts.append(context)
         page = context.new_page()
         page.on(
-            "console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None
+            "console",
+            lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None,
         )
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
@@ -42,7 +46,10 @@ def opened(browser, planted_report):
 
 
 def scroll_through(page):
-    """To every figure that is not hidden, as a reader would, waiting for each to be drawn when it is in view."""
+    """To every figure that is not hidden, as a reader would.
+
+    Waiting for each to be drawn when it is in view.
+    """
     page.evaluate(
         """async () => {
              for (const slot of document.querySelectorAll(".figure-slot")) {
@@ -56,8 +63,13 @@ def scroll_through(page):
 
 
 def bring(page, name):
-    """Scroll to one figure across layers and wait until it is drawn; all others stay undrawn, which keeps the page light."""
-    page.evaluate(f"document.querySelector(\"[data-payload='r0-{name}']\").scrollIntoView({{ block: 'center' }})")
+    """Scroll to one figure across layers and wait until it is drawn.
+
+    All others stay undrawn, which keeps the page light.
+    """
+    page.evaluate(
+        f"document.querySelector(\"[data-payload='r0-{name}']\").scrollIntoView({{ block: 'center' }})"
+    )
     figure = page.locator(f"#across [data-reading='0'] figure[data-name={name}]")
     expect(figure.locator(".plot.drawn .main-svg").first).to_be_visible()
     return figure
@@ -110,10 +122,13 @@ def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
     figure = open_layer(page, 3).locator("figure[data-name=pair_matrix]")
     expect(figure.locator(".main-svg").first).to_be_visible()
     drawn = figure.evaluate(
-        "figure => figure.querySelector('.plot').data.map((trace) => Array.from(trace.z, (row) => Array.from(row)))"
+        "figure => figure.querySelector('.plot').data.map((trace) => Array.from(trace.z, (row) "
+        "=> Array.from(row)))"
     )
     pairs = (
-        planted_run.table("pairs").query("layer == 3 and router == 'raw'").sort_values(["k", "router_index", "expert"])
+        planted_run.table("pairs")
+        .query("layer == 3 and router == 'raw'")
+        .sort_values(["k", "router_index", "expert"])
     )
     flat = [cell for matrix in drawn for row in matrix for cell in row]
     assert flat == pytest.approx(pairs["align"].tolist(), abs=2e-5)
@@ -181,7 +196,9 @@ def test_the_definition_of_a_figure_is_one_click_away(opened):
 def test_no_figure_offers_to_upload_itself(opened):
     page = opened()
     scroll_through(page)
-    buttons = page.locator("#across .modebar-btn").evaluate_all("all => [...new Set(all.map((b) => b.dataset.title))]")
+    buttons = page.locator("#across .modebar-btn").evaluate_all(
+        "all => [...new Set(all.map((b) => b.dataset.title))]"
+    )
     assert sorted(buttons) == ["Download as picture", "Pan", "Reset axes", "Zoom"]
 
 
@@ -230,7 +247,9 @@ def test_figures_are_written_as_pictures(browser, planted_run, tmp_path, monkeyp
     assert "argmax accuracy" in picture
 
 
-def test_a_picture_that_cannot_be_written_fails_and_is_not_passed_over(browser, planted_run, tmp_path, monkeypatch):
+def test_a_picture_that_cannot_be_written_fails_and_is_not_passed_over(
+    browser, planted_run, tmp_path, monkeypatch
+):
     monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder: None)
     monkeypatch.setattr("moescope.reporting.export.ACROSS_LAYERS", figures.ACROSS_LAYERS[:1])
     monkeypatch.setattr("moescope.reporting.export.ONE_LAYER", [])

@@ -20,7 +20,10 @@ def tables(scores, values, metric="confidence"):
         "low": np.nan,
         "high": np.nan,
     }
-    return {"ambiguity": pd.DataFrame({"layer": layers, "ambiguity_score": scores}), "routing_layers": pd.DataFrame(rows)}  # fmt: skip
+    return {
+        "ambiguity": pd.DataFrame({"layer": layers, "ambiguity_score": scores}),
+        "routing_layers": pd.DataFrame(rows),
+    }
 
 
 def test_the_correlation_is_scipys_with_ties_too():
@@ -54,7 +57,9 @@ def test_under_five_layers_or_of_a_constant_there_is_none():
     assert rank_correlation(np.arange(4.0), np.arange(4.0)) is None
     assert rank_correlation(np.arange(6.0), np.ones(6)) is None
     assert rank_correlation(np.array([0, 1, 2, 3, 4, np.nan]), np.array([0, 1, 2, 3, np.nan, 5])) is None
-    assert answer("cv", None, 3) == "Ambiguity against cv: not available (3 layers in both runs, 5 are needed)"
+    assert (
+        answer("cv", None, 3) == "Ambiguity against cv: not available (3 layers in both runs, 5 are needed)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from moescope.reporting.pack import pack_array, plain, script_json, table_payloa
 
 def unpack_matrix(packed):
     levels = np.frombuffer(base64.b64decode(packed["u16"]), "<u2").reshape(packed["shape"]).astype(float)
-    return np.where(levels == 65535, np.nan, packed["low"] + levels * (packed["high"] - packed["low"]) / 65534)
+    return np.where(
+        levels == 65535, np.nan, packed["low"] + levels * (packed["high"] - packed["low"]) / 65534
+    )
 
 
 def test_a_matrix_comes_back_within_half_a_level():
@@ -20,7 +22,9 @@ def test_a_matrix_comes_back_within_half_a_level():
     matrix[3, 4] = np.nan
     back = unpack_matrix(pack_array(matrix))
     assert np.isnan(back[3, 4])
-    assert np.nanmax(np.abs(back - matrix)) <= np.nanmax(np.ptp(matrix[~np.isnan(matrix)])) / 65534 / 2 * 1.001
+    assert (
+        np.nanmax(np.abs(back - matrix)) <= np.nanmax(np.ptp(matrix[~np.isnan(matrix)])) / 65534 / 2 * 1.001
+    )
 
 
 def test_a_constant_matrix_comes_back():
@@ -35,7 +39,14 @@ def test_a_long_line_comes_back_as_float32():
 
 def test_small_arrays_and_missing_values_are_written_out():
     assert pack_array(np.array([1.23456789, np.nan])) == [1.23457, None]
-    assert plain([np.int64(3), np.float64("inf"), pd.NA, np.True_, None, "x"]) == [3, None, None, True, None, "x"]
+    assert plain([np.int64(3), np.float64("inf"), pd.NA, np.True_, None, "x"]) == [
+        3,
+        None,
+        None,
+        True,
+        None,
+        "x",
+    ]
 
 
 @pytest.mark.parametrize("text", ["</script><script>alert(1)</script>", "<!--", "\u2028"])

@@ -36,7 +36,9 @@ def test_every_figure_of_every_reading_and_layer_is_in_it(planted_html):
         assert {f"r{reading}-{spec.name}" for spec in figures.ACROSS_LAYERS} <= set(found)
         for layer in range(5):
             content = found[f"r{reading}-l{layer}"]
-            assert [figure["name"] for figure in content["figures"]] == [spec.name for spec in figures.ONE_LAYER]
+            assert [figure["name"] for figure in content["figures"]] == [
+                spec.name for spec in figures.ONE_LAYER
+            ]
             assert len(content["complete"]) == 12
     assert {f"c-{spec.name}" for spec in figures.ACROSS_READINGS} <= set(found)
 
@@ -85,7 +87,9 @@ def test_every_column_of_every_scan_table_is_in_the_glossary_and_none_of_other_t
 
 
 def test_runs_of_different_models_are_compared_in_one_report(planted_run, tmp_path):
-    model = write_checkpoint(tmp_path / "other", tiny_tensors(layers=3, experts=4), tiny_config(layers=3, experts=4))
+    model = write_checkpoint(
+        tmp_path / "other", tiny_tensors(layers=3, experts=4), tiny_config(layers=3, experts=4)
+    )
     other = scan(model, out=tmp_path / "other-run", matrix="gate,down", fold_norm=True, quiet=True)
     html = report(planted_run, other, out=tmp_path / "both.html").read_text(encoding="utf-8")
     compared = payloads(html)["c-compare_accuracy"]
@@ -173,7 +177,9 @@ def test_an_unfinished_run_and_a_wrong_place_are_refused(planted_run, tmp_path):
 @pytest.mark.slow
 def test_the_report_of_48_layers_of_128_experts_stays_under_25_megabytes(tmp_path):
     tensors = tiny_tensors(layers=48, experts=128, d_model=256, d_ff=96, family="qwen3_moe")
-    model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=48, experts=128, family="qwen3_moe"))
+    model = write_checkpoint(
+        tmp_path / "model", tensors, tiny_config(layers=48, experts=128, family="qwen3_moe")
+    )
     size = report(scan(model, out=tmp_path / "run", quiet=True)).stat().st_size
     assert 10e6 < size < 25e6
 

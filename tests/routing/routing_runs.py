@@ -33,7 +33,9 @@ def save_evil_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<s>", "</s>", "<unk>", *EVIL, *WORDS[:48]]
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
@@ -44,7 +46,9 @@ def evil_run(folder: Path) -> Run:
     """A trace of documents that are all attack, in a domain and a folder of evil names."""
     model = save_model(folder / "<b>model&amp;", tokenizer=False)
     save_evil_tokenizer(model)
-    evil = write_jsonl(folder / "evil.jsonl", [" ".join(EVIL[turn:] + EVIL[:turn]) for turn in range(len(EVIL))] * 2)
+    evil = write_jsonl(
+        folder / "evil.jsonl", [" ".join(EVIL[turn:] + EVIL[:turn]) for turn in range(len(EVIL))] * 2
+    )
     plain = write_jsonl(folder / "plain.jsonl", texts(24, seed=3, words=40))
     domains = [f"{EVIL_DOMAIN}={evil}", f"plain={plain}"]
     return trace(model, domain=domains, out=folder / "run", save_tokens=True, quiet=True)
@@ -71,4 +75,4 @@ def deep_model(folder: Path, layers: int = 6) -> Path:
     )
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    return folder  # fmt: skip
+    return folder

@@ -45,7 +45,9 @@ def test_even_loads_raise_nothing():
 
 def test_max_load_is_raised_above_five_times_the_mean_and_not_at_it():
     assert kinds(watch(max_unused=1.0), window([500, 50, 50, 50, 50, 50, 50, 0])) == []  # exactly 5
-    assert kinds(watch(max_unused=1.0), window([508, 50, 50, 50, 50, 50, 42, 0])) == [("max_load", None, 5.08)]
+    assert kinds(watch(max_unused=1.0), window([508, 50, 50, 50, 50, 50, 42, 0])) == [
+        ("max_load", None, 5.08)
+    ]
     assert kinds(watch(max_load=4.0), window([500, 50, 50, 50, 50, 50, 50, 0])) == [("max_load", None, 5.0)]
 
 
@@ -69,7 +71,9 @@ def test_entropy_is_raised_below_its_limit_where_logits_were_looked_at():
 def test_one_expert_is_certain_of_every_token_and_that_is_no_news():
     alone = Watch.begin(Thresholds(), [7], [1], 0)
     assert kinds(alone, window([800], entropy=0.0)) == []
-    assert kinds(Watch.begin(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [("entropy", None, 0.0)]
+    assert kinds(Watch.begin(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [
+        ("entropy", None, 0.0)
+    ]
 
 
 def test_low_entropy_is_not_raised_where_the_router_is_built_to_be_sure_and_collapse_still_is():
@@ -120,7 +124,9 @@ def test_thresholds_that_cannot_be_are_refused_by_name(bad):
 def train(folder, change, steps: int = 8, **thresholds) -> Run:
     """Eight steps; `change(model)` is done before the third."""
     model = model_of()
-    monitor = LoopMonitor(folder, every=2, decisions_every=1, gradients_every=0, thresholds=Thresholds(**thresholds)).watch(model)  # fmt: skip
+    monitor = LoopMonitor(
+        folder, every=2, decisions_every=1, gradients_every=0, thresholds=Thresholds(**thresholds)
+    ).watch(model)
     for number in range(steps):
         if number == 2:
             with torch.no_grad():

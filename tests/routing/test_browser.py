@@ -1,4 +1,7 @@
-"""The routing part of the page in a real browser: what a reader does works, and what a text holds does nothing."""
+"""The routing part of the page in a real browser.
+
+What a reader does works, and what a text holds does nothing.
+"""
 
 import pytest
 from playwright.sync_api import expect
@@ -63,7 +66,11 @@ def test_every_routing_figure_is_drawn_and_nothing_is_wider_than_the_page(opened
 def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, traced_run):
     page = opened()
     body = text_of(page)
-    row = traced_run.table("tokens").query("step == 200 and layer == 0 and document == 0 and position == 1").iloc[0]
+    row = (
+        traced_run.table("tokens")
+        .query("step == 200 and layer == 0 and document == 0 and position == 1")
+        .iloc[0]
+    )
     body.locator(".token").nth(1).hover()
     tip = page.locator("#text .tip:visible")
     expect(tip).to_contain_text(f"word{row['token_id'] - 4}")
@@ -91,7 +98,11 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
         f"expert 3 is chosen at {sum(coloured)} of {len(coloured)} tokens"
     )
     page.locator("#text select[aria-label=document]:visible").select_option(label="document 30, other")
-    other = traced_run.table("tokens").query("step == 200 and document == 30 and layer == 2").sort_values("position")
+    other = (
+        traced_run.table("tokens")
+        .query("step == 200 and document == 30 and layer == 2")
+        .sort_values("position")
+    )
     assert body.locator(".token").all_text_contents() == [f"word{token - 4}" for token in other["token_id"]]
 
 

@@ -1,4 +1,7 @@
-"""A model over documents: what is counted equals a naive recomputation, in every family, however the text is dealt out."""
+"""A model over documents.
+
+What is counted equals a naive recomputation, in every family, however the text is dealt out.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ SPARSE_ATTENTION = ("deepseek_v32", "glm_moe_dsa")
 @functools.cache
 def traced(kind: str) -> TracedModel:
     model = tiny_model(kind).model
-    if kind in SPARSE_ATTENTION:  # their attention picks tokens among exact ties, which padding breaks otherwise
+    if (
+        kind in SPARSE_ATTENTION
+    ):  # their attention picks tokens among exact ties, which padding breaks otherwise
         for module in model.modules():
             if hasattr(module, "index_topk"):
                 module.index_topk = 64
@@ -42,21 +47,29 @@ def documents(count: int = 8, seed: int = 0, domains: int = 2) -> list[Document]
     ]
 
 
-def trace(kind: str, docs: list[Document], batch_size: int = 3, phases: tuple[str, ...] = ("prefill",)) -> Traced:
+def trace(
+    kind: str, docs: list[Document], batch_size: int = 3, phases: tuple[str, ...] = ("prefill",)
+) -> Traced:
     return trace_model(traced(kind), ["a", "b"], lambda: docs, phases, batch_size)
 
 
 def naive(kind: str, docs: list[Document]) -> dict[str, np.ndarray]:
-    """Gates [layer, domain, expert] and counts, from what experts modules are handed, one document at a time, no padding."""
+    """Gates [layer, domain, expert] and counts, from what experts modules are handed, one document at a time.
+
+    No padding.
+    """
     model = traced(kind).model
     given: dict[str, tuple[torch.Tensor, ...]] = {}
     hooks = [
         module.register_forward_hook(
-            lambda module, args, kwargs, output, path=path: given.__setitem__(path, (*args, *kwargs.values())), with_kwargs=True
+            lambda module, args, kwargs, output, path=path: given.__setitem__(
+                path, (*args, *kwargs.values())
+            ),
+            with_kwargs=True,
         )
         for path, module in model.named_modules()
         if type(module).__name__.endswith("Experts")
-    ]  # fmt: skip
+    ]
     paths = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
     counts, mass = np.zeros((len(paths), 2, 4)), np.zeros((len(paths), 2, 4))
     for document in docs:
@@ -150,11 +163,18 @@ def test_reading_in_chunks_changes_nothing(monkeypatch, kind, chunk):
 def test_both_phases_are_counted_apart_and_tables_without_a_phase_are_of_prefill():
     result = trace("mixtral", documents(), phases=("prefill", "decode"))
     assert [(counts.phase, counts.layer) for counts in result.counts] == [
-        ("decode", 0), ("decode", 1), ("decode", 2), ("prefill", 0), ("prefill", 1), ("prefill", 2),
-    ]  # fmt: skip
+        ("decode", 0),
+        ("decode", 1),
+        ("decode", 2),
+        ("prefill", 0),
+        ("prefill", 1),
+        ("prefill", 2),
+    ]
     assert np.array_equal(counts_of(result, "decode"), counts_of(result, "prefill"))
     tables = result.tables(0, 0)
-    assert (tables["coactivation"]["tokens"].sum() / 2) == sum(len(document.ids) for document in documents()) * 3
+    assert (tables["coactivation"]["tokens"].sum() / 2) == sum(
+        len(document.ids) for document in documents()
+    ) * 3
 
 
 def test_documents_longer_than_the_window_are_cut_and_every_token_counted(monkeypatch):
@@ -163,7 +183,9 @@ def test_documents_longer_than_the_window_are_cut_and_every_token_counted(monkey
     docs = documents()
     result = trace_model(model, ["a", "b"], lambda: docs, ("prefill",), 3)
     tokens = sum(len(document.ids) for document in docs)
-    pairs = sum(max(len(document.ids[start : start + 8]) - 1, 0) for document in docs for start in range(0, 20, 8))
+    pairs = sum(
+        max(len(document.ids[start : start + 8]) - 1, 0) for document in docs for start in range(0, 20, 8)
+    )
     assert {int(counts.sums("tokens").sum()) for counts in result.counts} == {tokens}
     assert {int(counts.sums("neighbours").sum()) for counts in result.counts} == {pairs}
     assert sorted(result.probe.next_T[result.probe.next_T >= 0]) == sorted(

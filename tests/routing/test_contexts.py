@@ -1,4 +1,7 @@
-"""Places where an expert's gates are largest: those a look at everything would find, in any order, in bounded memory."""
+"""Places where an expert's gates are largest.
+
+Those a look at everything would find, in any order, in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ LAYERS, EXPERTS, K = [3, 7], [6, 4], 2
 
 
 def read(seed: int = 0, count: int = 200) -> list[tuple[Window, np.ndarray, np.ndarray]]:
-    """Windows with random choices and gates; those of the second layer have four experts and many equal gates."""
+    """Windows with random choices and gates.
+
+    Those of the second layer have four experts and many equal gates.
+    """
     generator = np.random.default_rng(seed)
     found = []
     for number in range(count):
@@ -24,7 +30,9 @@ def read(seed: int = 0, count: int = 200) -> list[tuple[Window, np.ndarray, np.n
         for window in windows([Document(number, number % 2, ids)], 16):
             shape = (1, len(window.ids), K)
             chosen = np.concatenate([generator.integers(-1, n, shape) for n in EXPERTS])
-            gates = np.concatenate([generator.random(shape), generator.integers(0, 3, shape) / 2]).astype(np.float32)
+            gates = np.concatenate([generator.random(shape), generator.integers(0, 3, shape) / 2]).astype(
+                np.float32
+            )
             found.append((window, chosen.astype(np.int16), gates))
     return found
 
@@ -57,7 +65,10 @@ def by_expert(contexts: Contexts, threshold: float) -> dict[tuple[int, int], lis
 
 
 def expected(parts, index: int, expert: int) -> list[tuple[float, float]]:
-    """(gate, draw) by looking at everything: the best of each window, then the best five of them with different phrases."""
+    """(gate, draw) by looking at everything.
+
+    The best of each window, then the best five of them with different phrases.
+    """
     best = []
     for window, chosen, gates in parts:
         mine = np.where(chosen[index] == expert, gates[index], -1).max(axis=1)
@@ -78,7 +89,9 @@ def test_the_places_kept_are_those_a_look_at_everything_finds():
     parts = read()
     draws = {(window.number, window.start): window.draw for window, _, _ in parts}
     found = kept(parts)
-    assert set(found) == {(layer, expert) for layer, n in zip(LAYERS, EXPERTS, strict=True) for expert in range(n)}
+    assert set(found) == {
+        (layer, expert) for layer, n in zip(LAYERS, EXPERTS, strict=True) for expert in range(n)
+    }
     for (layer, expert), rows in found.items():
         wanted = expected(parts, LAYERS.index(layer), expert)
         assert [row["rank"] for row in rows] == list(range(1, MOST + 1))
@@ -159,7 +172,9 @@ def test_the_largest_gates_of_a_batch_are_found_pass_by_pass_as_by_hand(passes):
     rows, length = 3, 9
     real = np.arange(length) < np.array([[9], [6], [2]])  # padding on the right
     chosen = np.stack([generator.integers(-1, n, (rows, length, K)) for n in EXPERTS])
-    gates = np.round(generator.random((2, rows, length, K)), 1).astype(np.float32)  # with equal ones among them
+    gates = np.round(generator.random((2, rows, length, K)), 1).astype(
+        np.float32
+    )  # with equal ones among them
     largest = LargestGates(max(EXPERTS))
     for start, stop in passes:
         at = np.flatnonzero(real[:, start:stop].reshape(-1))

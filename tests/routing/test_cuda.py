@@ -1,4 +1,7 @@
-"""Routing counted on a real GPU, held to the same decisions counted on the CPU; skipped where there is none."""
+"""Routing counted on a real GPU, held to the same decisions counted on the CPU.
+
+Skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ def test_counts_are_those_of_the_same_decisions_counted_on_the_cpu(kind):
     model = tiny_model(kind).model.cuda().eval()
     generator = torch.Generator().manual_seed(0)
     here, there = Tally(2), Tally(2)
-    met: dict[int, Tokens] = {}  # a pass's tokens, moved once: by them a tally knows which layers belong together
+    met: dict[
+        int, Tokens
+    ] = {}  # a pass's tokens, moved once: by them a tally knows which layers belong together
 
     def consume(routing: Routing) -> None:
         here.add(routing)

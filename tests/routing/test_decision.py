@@ -58,7 +58,9 @@ def test_a_router_with_one_answer_sits_on_every_collapse_value():
     logits[:, 3] = 500.0
     seen = routing(logits)
     for metric in DECISION[:4]:
-        assert metric.function(seen).mean().item() == pytest.approx(metric.collapse(Setting(5, 8, 2)), abs=1e-9)
+        assert metric.function(seen).mean().item() == pytest.approx(
+            metric.collapse(Setting(5, 8, 2)), abs=1e-9
+        )
     assert all(math.isnan(metric.collapse(Setting(5, 8, 2))) for metric in DECISION[4:])
 
 
@@ -86,14 +88,24 @@ def test_where_all_experts_are_chosen_there_is_no_margin():
 
 def test_an_empty_slot_is_no_choice():
     seen = routing(torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]]))
-    dropped = Routing(0, "mlp", 3, torch.tensor([[-1, 1], [-1, -1]]), torch.tensor([[0.0, 0.2], [0.0, 0.0]]), None,
-                      seen.logits_TE, seen.scores_TE)  # fmt: skip
+    dropped = Routing(
+        0,
+        "mlp",
+        3,
+        torch.tensor([[-1, 1], [-1, -1]]),
+        torch.tensor([[0.0, 0.2], [0.0, 0.0]]),
+        None,
+        seen.logits_TE,
+        seen.scores_TE,
+    )
     assert first_choice(dropped).tolist() == [1, -1]
     assert chosen_entropy(dropped).tolist() == [0, 0]
 
 
 def test_the_first_choice_is_the_one_with_the_largest_gate_whatever_its_slot():
-    seen = Routing(0, "mlp", 4, torch.tensor([[2, 0, 3], [1, 2, 0]]), torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]]))
+    seen = Routing(
+        0, "mlp", 4, torch.tensor([[2, 0, 3], [1, 2, 0]]), torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]])
+    )
     assert first_choice(seen).tolist() == [0, 1]
 
 
@@ -116,7 +128,9 @@ def test_group_limited_choice_is_recognised_and_its_losers_ruled_out(function, g
 
 def test_a_choice_nobody_can_explain_says_so():
     logits = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
-    chosen = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i))[:2] for i in range(100)])
+    chosen = torch.stack(
+        [torch.randperm(8, generator=torch.Generator().manual_seed(i))[:2] for i in range(100)]
+    )
     found = find_scoring(logits, chosen, torch.full((100, 2), 0.5), None, (1, 1))
     assert not found.explains
     assert found.words() == "softmax, choice not reproduced"

@@ -1,4 +1,7 @@
-"""Domains: balanced shares whatever the amounts of text, and information whose null is of documents, not tokens."""
+"""Domains.
+
+Balanced shares whatever the amounts of text, and information whose null is of documents, not tokens.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def test_information_is_the_sum_over_cells_of_p_log_p_over_independent():
     joint[0, 0] = 0
     p = joint / joint.sum()
     naive = sum(
-        p[d, e] * np.log(p[d, e] / p[d].sum() / p[:, e].sum()) for d in range(3) for e in range(4) if p[d, e] > 0
+        p[d, e] * np.log(p[d, e] / p[d].sum() / p[:, e].sum())
+        for d in range(3)
+        for e in range(4)
+        if p[d, e] > 0
     )
     assert information(joint) == pytest.approx(naive)
 

@@ -1,4 +1,7 @@
-"""Figures of routing: drawn from a real trace, handed to plotly's validator; what they derive held to simulation and exact cases."""
+"""Figures of routing: drawn from a real trace, handed to plotly's validator.
+
+What they derive held to simulation and exact cases.
+"""
 
 import numpy as np
 import pandas as pd
@@ -9,7 +12,14 @@ from moescope.figures import OVER_STEPS, ROUTING, TOGETHER
 from moescope.glossary import COLUMNS, METRICS
 from moescope.plotting.maps import Cloud, principal_plane
 from moescope.plotting.style import GREY
-from moescope.routing.figures_load import fold_of, load_heatmap, ratio_heatmap, tokens_by_layer, usage_by_rank, usages
+from moescope.routing.figures_load import (
+    fold_of,
+    load_heatmap,
+    ratio_heatmap,
+    tokens_by_layer,
+    usage_by_rank,
+    usages,
+)
 from moescope.routing.figures_maps import company, plane_by_chance, with_own_company
 from moescope.routing.figures_metrics import can_draw, values_of
 from moescope.routing.figures_separation import (
@@ -85,9 +95,15 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
     }
     drawn = [spec for spec in ROUTING if can_draw(spec, bare)]
     assert [spec.name for spec in drawn] == [
-        "load_heatmap", "usage_by_expert", "usage_by_expert_log", "usage_by_rank", "cv_by_layer", "max_violation_by_layer",
-        "load_entropy_by_layer", "gini_by_layer",
-    ]  # fmt: skip
+        "load_heatmap",
+        "usage_by_expert",
+        "usage_by_expert_log",
+        "usage_by_rank",
+        "cv_by_layer",
+        "max_violation_by_layer",
+        "load_entropy_by_layer",
+        "gini_by_layer",
+    ]
     for spec in drawn:
         validate(spec.draw(bare))
 
@@ -110,7 +126,12 @@ def test_the_number_of_tokens_is_read_back_from_the_floor(tables, traced_run):
 def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routing():
     generator = np.random.default_rng(0)
     tokens, n, k = 2000, 8, 3
-    counts = np.stack([np.bincount(generator.random((tokens, n)).argsort(1)[:, :k].ravel(), minlength=n) for _ in range(150)])  # fmt: skip
+    counts = np.stack(
+        [
+            np.bincount(generator.random((tokens, n)).argsort(1)[:, :k].ravel(), minlength=n)
+            for _ in range(150)
+        ]
+    )
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(n), "tokens": counts[0]})
     floor = np.sqrt((n - k) / (tokens * k))
     rows = pd.DataFrame(
@@ -210,12 +231,19 @@ def test_the_lift_matrix_is_the_tables(tables):
 
 
 def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
-    trace = ratio_heatmap(np.array([[1.0, 2.0, 0.0, np.nan, 64.0]]), list("abcde"), ["0"], ("x", "y"), "", "", 4.0)
+    trace = ratio_heatmap(
+        np.array([[1.0, 2.0, 0.0, np.nan, 64.0]]), list("abcde"), ["0"], ("x", "y"), "", "", 4.0
+    )
     np.testing.assert_array_equal(trace["z"], [[0, 1, -2, np.nan, 2]])
     assert trace["zmin"] == -trace["zmax"] == -2
     assert trace["colorbar"]["ticktext"][-1] == "≥ 4"
     spread = np.linspace(1, 1.5, 100)
-    assert [fold_of([spread]), fold_of([spread**2]), fold_of([1 / spread**6]), fold_of([np.array([np.nan])])] == [
+    assert [
+        fold_of([spread]),
+        fold_of([spread**2]),
+        fold_of([1 / spread**6]),
+        fold_of([np.array([np.nan])]),
+    ] == [
         2,
         4,
         8,
@@ -231,9 +259,9 @@ def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
     found = {"load": load, "routing_layers": rows}
     assert "unused experts in layer 0" in load_heatmap(found).title
     figure = usage_by_rank(found)
-    assert (
-        figure.title
-        == "Half of the load goes to 1 of 4 experts (layer 0) at least; even loads would need 2. 2 experts got no token"
+    assert figure.title == (
+        "Half of the load goes to 1 of 4 experts (layer 0) at least; even loads would need 2. 2 "
+        "experts got no token"
     )
     assert np.isnan(figure.data[0]["y"][2:]).all()
 
@@ -263,17 +291,28 @@ def test_many_experts_share_an_area():
 
 def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_chance():
     rows = [
-        {"layer": layer, "step_a": step, "step_b": 3, "routing_consistency": o, "routing_consistency_corrected": (o - 0.5) / 0.5,
-         "top1_agreement": one, "top1_corrected": (one - 0.25) / 0.75, "saturation_topk": o, "saturation_top1": one}
+        {
+            "layer": layer,
+            "step_a": step,
+            "step_b": 3,
+            "routing_consistency": o,
+            "routing_consistency_corrected": (o - 0.5) / 0.5,
+            "top1_agreement": one,
+            "top1_corrected": (one - 0.25) / 0.75,
+            "saturation_topk": o,
+            "saturation_top1": one,
+        }
         for layer, step, o, one in ((0, 1, 0.6, 0.3), (1, 1, 0.7, 0.5), (0, 2, 0.8, 0.6), (1, 2, 0.9, 0.8))
-    ]  # fmt: skip
+    ]
     figure = saturation_curves({"stability": pd.DataFrame(rows)})
     drawn = {trace["name"]: trace["y"] for trace in figure.data}
     np.testing.assert_allclose(drawn["layer 0"], [0.6, 0.8])
     np.testing.assert_allclose(drawn["usages alone"], [0.5, 0.5])
     np.testing.assert_allclose(drawn["first choices, mean"], [0.4, 0.7])
     np.testing.assert_allclose(drawn["their usages alone"], [0.25, 0.25])
-    assert figure.title.endswith("usages alone give 0.5, and first choices agree for 40 %, 25 % by their usages alone")
+    assert figure.title.endswith(
+        "usages alone give 0.5, and first choices agree for 40 %, 25 % by their usages alone"
+    )
 
 
 def test_chance_is_taken_back_out_of_the_corrected_value():

@@ -1,4 +1,7 @@
-"""What routers say of themselves, drawn: references from the table, titles from the numbers, nothing drawn that never moved."""
+"""What routers say of themselves, drawn.
+
+References from the table, titles from the numbers, nothing drawn that never moved.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,19 @@ def noted(metric: str, values: list[float], floor: float = 0.5, collapse: float 
     """Two layers, the second a tenth above the first, at steps 10, 20, ..."""
     return pd.DataFrame(
         [
-            {"step": 10 * at + 10, "layer": layer, "domain": "", "metric": metric, "value": value * (1 + layer / 10), "floor": floor, "collapse": collapse}
+            {
+                "step": 10 * at + 10,
+                "layer": layer,
+                "domain": "",
+                "metric": metric,
+                "value": value * (1 + layer / 10),
+                "floor": floor,
+                "collapse": collapse,
+            }
             for at, value in enumerate(values)
             for layer in (0, 1)
         ]
-    )  # fmt: skip
+    )
 
 
 def drawn(metric: str, tables: Tables) -> Figure:
@@ -69,8 +80,13 @@ def test_random_keys_have_their_spread_where_the_model_s_shape_is_known():
     tables["shape"] = pd.DataFrame([{"experts": 5, "d_model": 40}])
     figure = drawn("key_cosine", tables)  # sqrt(2 / (5 x 4 x 40)) = 0.05
     assert "; 0 ± 0.05 for random keys, 1 when all are one" in figure.title
-    assert [list(trace["y"]) for trace in figure.data[-2:]] == [pytest.approx([0.1] * 2), pytest.approx([-0.1] * 2)]
-    assert "±" not in drawn("key_strength", {**tables, "routing_layers": noted("key_strength", [1, 0.9])}).title
+    assert [list(trace["y"]) for trace in figure.data[-2:]] == [
+        pytest.approx([0.1] * 2),
+        pytest.approx([-0.1] * 2),
+    ]
+    assert (
+        "±" not in drawn("key_strength", {**tables, "routing_layers": noted("key_strength", [1, 0.9])}).title
+    )
 
 
 def test_a_note_that_never_leaves_its_reference_is_told_and_not_drawn():
@@ -90,15 +106,27 @@ def test_a_single_step_is_no_course():
 def test_usage_of_some_is_the_middle_layer_s_beside_random_routing():
     rows = pd.DataFrame(
         [
-            {"step": step, "layer": layer, "domain": "", "metric": "unused", "value": 0.1 * layer + step / 100, "floor": 0.02, "collapse": 0.75}
+            {
+                "step": step,
+                "layer": layer,
+                "domain": "",
+                "metric": "unused",
+                "value": 0.1 * layer + step / 100,
+                "floor": 0.02,
+                "collapse": 0.75,
+            }
             for step in (10, 20)
             for layer in range(4)
         ]
-    )  # fmt: skip
+    )
     figure = USAGE_BY_STEP[2].draw({"routing_layers": rows})
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
     assert list(figure.data[0]["y"]) == pytest.approx([1 - 0.3, 1 - 0.4])  # layer 2 of 0 to 3
     assert figure.title == (
-        "Share of experts used in layer 2, the middle one, goes from 0.7 (step 10) to 0.6 (step 20); 0.98 with random routing, 0.25 at collapse"
+        "Share of experts used in layer 2, the middle one, goes from 0.7 (step 10) to 0.6 (step "
+        "20); 0.98 with random routing, 0.25 at collapse"
     )
-    assert grey(figure) == {"random routing": pytest.approx([0.98] * 2), "collapse": pytest.approx([0.25] * 2)}
+    assert grey(figure) == {
+        "random routing": pytest.approx([0.98] * 2),
+        "collapse": pytest.approx([0.25] * 2),
+    }

@@ -10,7 +10,14 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from moescope.figures import MAPS
 from moescope.plotting import maps as plane
 from moescope.plotting.maps import LAYOUTS
-from moescope.routing.figures_maps import LAYERS_LAID_OUT, SUBJECTS, drawable_maps, expert_map, laid_out, map_spec
+from moescope.routing.figures_maps import (
+    LAYERS_LAID_OUT,
+    SUBJECTS,
+    drawable_maps,
+    expert_map,
+    laid_out,
+    map_spec,
+)
 from moescope.routing.report_views import load_trace, routing_views
 from moescope.routing.rows import expert_cosine_columns
 
@@ -32,7 +39,9 @@ def wide(layers: int = 2) -> dict[str, pd.DataFrame]:
         outputs = np.where(np.arange(N)[:, None] == 5, np.nan, generator.standard_normal((N, 64)))
         for of, vectors in (("router", rows), ("outputs", outputs)):
             frames.append(pd.DataFrame({"layer": layer, **expert_cosine_columns(of, vectors)}))
-        loads.append(pd.DataFrame({"layer": layer, "expert": range(N), "tokens": np.arange(N) * 10, "domain": "text"}))
+        loads.append(
+            pd.DataFrame({"layer": layer, "expert": range(N), "tokens": np.arange(N) * 10, "domain": "text"})
+        )
     return {"expert_cosines": pd.concat(frames), "load": pd.concat(loads), "routing_layers": no_metrics()}
 
 
@@ -55,7 +64,9 @@ def test_every_subject_is_mapped_from_a_trace_and_passes_plotly(tables):
 def test_with_enough_experts_all_three_layouts_are_drawn_and_named_with_their_settings():
     specs, notes = drawable_maps(wide())
     assert [spec.name for spec in specs] == [
-        f"expert_map_{subject}_{layout}" for subject in ("router", "outputs") for layout in ("pca", "umap", "tsne")
+        f"expert_map_{subject}_{layout}"
+        for subject in ("router", "outputs")
+        for layout in ("pca", "umap", "tsne")
     ]
     assert notes == ["No map of co-activation profiles: each token chooses one expert."]
     figure = next(spec for spec in specs if spec.name == "expert_map_router_tsne").draw(wide())
@@ -69,7 +80,8 @@ def test_without_the_extra_pca_is_drawn_and_the_way_to_more_is_said(monkeypatch)
     specs, notes = drawable_maps(wide())
     assert [spec.name for spec in specs] == ["expert_map_router_pca", "expert_map_outputs_pca"]
     assert (
-        notes[-1] == "Drawn by PCA; UMAP and t-SNE would need pip install 'moescope[maps]', then the report made anew."
+        notes[-1]
+        == "Drawn by PCA; UMAP and t-SNE would need pip install 'moescope[maps]', then the report made anew."
     )
 
 
@@ -93,8 +105,12 @@ def test_all_layouts_open_at_the_layer_with_most_on_its_plane():
     tables = wide(3)
     cosines = tables["expert_cosines"]
     blurred = (cosines["of"] == "router") & (cosines["layer"] != 1)
-    tables["expert_cosines"] = cosines.assign(cosine=cosines["cosine"].where(~blurred, cosines["cosine"] * 0.3))
-    assert {expert_map(SUBJECTS[0], layout, tables).slider.start for layout in (LAYOUTS[0], LAYOUTS[2])} == {1}
+    tables["expert_cosines"] = cosines.assign(
+        cosine=cosines["cosine"].where(~blurred, cosines["cosine"] * 0.3)
+    )
+    assert {expert_map(SUBJECTS[0], layout, tables).slider.start for layout in (LAYOUTS[0], LAYOUTS[2])} == {
+        1
+    }
 
 
 def test_an_expert_without_a_vector_has_no_place_and_the_others_keep_their_numbers():
@@ -105,9 +121,22 @@ def test_an_expert_without_a_vector_has_no_place_and_the_others_keep_their_numbe
 
 def test_with_domains_an_expert_that_none_of_them_uses_keeps_its_place():
     tables = wide()
-    used = pd.DataFrame([{"layer": layer, "expert": expert, "domain": domain, "affinity": 1.5 if (domain == "code") == (expert > 5) else 0.5}
-                         for layer in range(2) for expert in range(1, N) for domain in ("code", "prose")])  # fmt: skip
-    dead = pd.DataFrame([{"layer": 0, "expert": 0, "domain": domain, "affinity": np.nan} for domain in ("code", "prose")])  # fmt: skip
+    used = pd.DataFrame(
+        [
+            {
+                "layer": layer,
+                "expert": expert,
+                "domain": domain,
+                "affinity": 1.5 if (domain == "code") == (expert > 5) else 0.5,
+            }
+            for layer in range(2)
+            for expert in range(1, N)
+            for domain in ("code", "prose")
+        ]
+    )
+    dead = pd.DataFrame(
+        [{"layer": 0, "expert": 0, "domain": domain, "affinity": np.nan} for domain in ("code", "prose")]
+    )
     also = used[used["expert"] == 1].assign(expert=0)
     tables["domains"] = pd.concat([used, dead, also[also["layer"] == 1]], ignore_index=True)
     data = expert_map(SUBJECTS[0], LAYOUTS[0], tables).data

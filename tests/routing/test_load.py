@@ -1,4 +1,7 @@
-"""Load metrics on loads whose values are known exactly, their floors against simulated routing, and naive loops beside them."""
+"""Load metrics on loads whose values are known exactly, their floors against simulated routing.
+
+And naive loops beside them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ def test_total_collapse_gives_the_stated_collapse_value(n, k):
     collapsed = np.array([100.0] * k + [0.0] * (n - k))
     setting = Setting(100, n, k)
     for metric in LOAD:
-        assert metric.collapse(setting) == pytest.approx(float(metric.function(collapsed)), abs=1e-12), metric.name
+        assert metric.collapse(setting) == pytest.approx(float(metric.function(collapsed)), abs=1e-12), (
+            metric.name
+        )
 
 
 def test_two_blocks_of_load_have_the_values_worked_out_by_hand():
@@ -99,7 +104,9 @@ def test_random_loads_are_those_of_tokens_choosing_subsets(tokens, n, k):
     assert fast.max() <= tokens
     variance = tokens * k / n * (1 - k / n)
     for loads in (fast, slow):
-        assert loads.mean(0) == pytest.approx(np.full(n, tokens * k / n), abs=5 * math.sqrt(variance / 600) + 1e-9)
+        assert loads.mean(0) == pytest.approx(
+            np.full(n, tokens * k / n), abs=5 * math.sqrt(variance / 600) + 1e-9
+        )
     if k < n:
         assert fast.var() == pytest.approx(variance, rel=0.1)
         assert max_violation(fast).mean() == pytest.approx(max_violation(slow).mean(), rel=0.05)
@@ -112,7 +119,9 @@ def test_the_floor_is_what_simulated_routing_gives_on_average(name, tokens, n, k
     simulated = METRICS[name].function(random_loads(tokens, n, k, draws=2000, seed=7))
     if name == "cv":  # its floor is the root of the mean square
         simulated = np.sqrt((simulated**2).mean())
-    assert METRICS[name].floor(Setting(tokens, n, k)) == pytest.approx(float(np.mean(simulated)), rel=0.05, abs=1e-4)
+    assert METRICS[name].floor(Setting(tokens, n, k)) == pytest.approx(
+        float(np.mean(simulated)), rel=0.05, abs=1e-4
+    )
 
 
 def test_the_floor_of_unused_is_that_of_few_tokens():

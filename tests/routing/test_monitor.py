@@ -1,4 +1,7 @@
-"""A plain loop under the monitor: what is counted is what experts were handed, and training is as if nobody watched."""
+"""A plain loop under the monitor.
+
+What is counted is what experts were handed, and training is as if nobody watched.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,12 @@ from routing.tiny_training import batch, documents, handed_out, load, model_of
 
 
 def loop(
-    model: nn.Module, monitor: LoopMonitor | None, first: int = 0, steps: int = 8, rate: float = 0.0, micro: int = 1
+    model: nn.Module,
+    monitor: LoopMonitor | None,
+    first: int = 0,
+    steps: int = 8,
+    rate: float = 0.0,
+    micro: int = 1,
 ) -> list[dict[str, float]]:
     """Steps of four documents each, in so many micro-batches; what each step returned."""
     optimiser, returned, rows = torch.optim.SGD(model.parameters(), lr=rate), [], documents()
@@ -42,7 +50,9 @@ def loop(
 
 def watched(folder: Path, kind: str = "mixtral", micro: int = 1, **settings) -> Run:
     model = model_of(kind)
-    monitor = LoopMonitor(folder, **{"every": 4, "decisions_every": 1, "gradients_every": 0, **settings}).watch(model)
+    monitor = LoopMonitor(
+        folder, **{"every": 4, "decisions_every": 1, "gradients_every": 0, **settings}
+    ).watch(model)
     loop(model, monitor, micro=micro)
     run = monitor.close()
     assert run is not None
@@ -135,9 +145,9 @@ def test_activation_checkpointing_counts_nothing_twice(tmp_path, reentrant):
 
 def test_training_is_bit_for_bit_what_it_is_without_a_monitor(tmp_path):
     plain, seen = model_of(), model_of()
-    monitor = LoopMonitor(tmp_path / "run", every=3, decisions_every=2, gradients_every=2, coactivation=True).watch(
-        seen
-    )
+    monitor = LoopMonitor(
+        tmp_path / "run", every=3, decisions_every=2, gradients_every=2, coactivation=True
+    ).watch(seen)
     loop(plain, None, rate=0.5)
     loop(seen, monitor, rate=0.5)
     for (name, left), (_, right) in zip(plain.named_parameters(), seen.named_parameters(), strict=True):
@@ -238,9 +248,20 @@ def test_a_killed_training_keeps_every_table_flushed_before(tmp_path):
     script = Path(__file__).parent / "tiny_training.py"
     tests = str(script.parents[1])
     process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys, runpy; sys.path.insert(0, {tests!r}); runpy.run_path({str(script)!r}, run_name='__main__')", str(tmp_path / "run"), "waits"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            (
+                f"import sys, runpy; sys.path.insert(0, {tests!r}); runpy.run_path({str(script)!r}, "
+                "run_name='__main__')"
+            ),
+            str(tmp_path / "run"),
+            "waits",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdin is not None
     assert process.stdout.readline() == "waiting\n"
@@ -384,7 +405,10 @@ def test_a_model_without_experts_is_refused_and_nothing_is_written(tmp_path):
 
 
 def test_moescope_monitor_is_found_without_importing_torch_first():
-    code = "import sys, moescope; assert 'Monitor' in dir(moescope); assert 'torch' not in sys.modules; moescope.Monitor; assert 'torch' in sys.modules"
+    code = (
+        "import sys, moescope; assert 'Monitor' in dir(moescope); assert 'torch' not in sys.modules; "
+        "moescope.Monitor; assert 'torch' in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert issubclass(moescope.Monitor, LoopMonitor)
 
@@ -395,7 +419,9 @@ def test_routers_are_hooked_only_in_steps_whose_logits_are_looked_at(tmp_path):
     capture, routers = monitor.capture, [block.router for block in monitor.blocks]
     hooked = []
     for start in range(6):
-        hooked.append((len(capture.router_hooks), bool(capture.check_hooks)))  # transformers has hooks of its own there
+        hooked.append(
+            (len(capture.router_hooks), bool(capture.check_hooks))
+        )  # transformers has hooks of its own there
         model(**batch(documents(8)[start : start + 2])).loss.backward()
         monitor.step()
     assert hooked == [

@@ -14,7 +14,12 @@ from routing.tiny_training import batch, documents, model_of
 
 def test_the_public_monitor_takes_thresholds_by_name():
     monitor = moescope.Monitor(dead_steps=7, max_load=3.0, max_unused=0.2, min_entropy=0.05)
-    assert vars(monitor.thresholds) == {"dead_steps": 7, "max_load": 3.0, "max_unused": 0.2, "min_entropy": 0.05}
+    assert vars(monitor.thresholds) == {
+        "dead_steps": 7,
+        "max_load": 3.0,
+        "max_unused": 0.2,
+        "min_entropy": 0.05,
+    }
     with pytest.raises(BadInput, match="max_load -1"):
         moescope.Monitor(max_load=-1)
     with pytest.raises(BadInput, match="unknown matrix 'gates'"):
@@ -24,7 +29,12 @@ def test_the_public_monitor_takes_thresholds_by_name():
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_tables_of_a_scan_in_training_are_those_of_the_checkpoint_saved_then(tmp_path, kind):
     model = model_of(kind)
-    settings = {"scan_every": 2, "scan_matrix": "gate,down", "scan_router": "raw,centered", "gradients_every": 0}
+    settings = {
+        "scan_every": 2,
+        "scan_matrix": "gate,down",
+        "scan_router": "raw,centered",
+        "gradients_every": 0,
+    }
     monitor = moescope.Monitor(tmp_path / "run", every=4, **settings).watch(model)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
     for number in range(1, 5):
@@ -37,8 +47,13 @@ def test_tables_of_a_scan_in_training_are_those_of_the_checkpoint_saved_then(tmp
     run = monitor.close()
     assert run.info["timings"]["scan"] > 0
     saved = moescope.scan(
-        tmp_path / "checkpoint-2", tmp_path / "checkpoint-4", matrix="gate,down", router="raw,centered", out=tmp_path / "scan", quiet=True
-    )  # fmt: skip
+        tmp_path / "checkpoint-2",
+        tmp_path / "checkpoint-4",
+        matrix="gate,down",
+        router="raw,centered",
+        out=tmp_path / "scan",
+        quiet=True,
+    )
     for name in SCANNED:
         names = ["layer_name"]  # which a checkpoint of Mixtral spells otherwise than the model
         pd.testing.assert_frame_equal(

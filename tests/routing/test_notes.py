@@ -1,4 +1,7 @@
-"""What routers say of themselves: means over passes, with references that may or may not change, and nothing lost on the way."""
+"""What routers say of themselves.
+
+Means over passes, with references that may or may not change, and nothing lost on the way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mean outputs of experts: those of experts run by hand, of the documents meant, and nothing else changed by looking."""
+"""Mean outputs of experts.
+
+Those of experts run by hand, of the documents meant, and nothing else changed by looking.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,19 @@ def documents(count: int = 40) -> list[Document]:
 def traced(kind: str, batch_size: int = 4, phases: tuple[str, ...] = ("prefill",)):
     model = tiny_model(kind).model.eval()
     return trace_model(
-        TracedModel("tiny", model, runner_of(model), None, "cpu"), ["a", "b"], lambda: documents(), phases, batch_size
+        TracedModel("tiny", model, runner_of(model), None, "cpu"),
+        ["a", "b"],
+        lambda: documents(),
+        phases,
+        batch_size,
     )
 
 
 def by_hand(kind: str, few: list[Document]) -> dict[int, np.ndarray]:
-    """Every token of these documents through every expert it chose, one at a time: Mixtral's formula written out."""
+    """Every token of these documents through every expert it chose, one at a time.
+
+    Mixtral's formula written out.
+    """
     model = tiny_model(kind).model.eval()
     sums: dict[int, np.ndarray] = {}
     counts: dict[int, np.ndarray] = {}
@@ -36,7 +46,10 @@ def by_hand(kind: str, few: list[Document]) -> dict[int, np.ndarray]:
     def consume(routing) -> None:
         experts = dict(model.named_modules())[f"{routing.layer_name}.experts"]
         n, d = routing.n_experts, routing.x_TD.shape[1]
-        total, count = sums.setdefault(routing.layer, np.zeros((n, d))), counts.setdefault(routing.layer, np.zeros(n))
+        total, count = (
+            sums.setdefault(routing.layer, np.zeros((n, d))),
+            counts.setdefault(routing.layer, np.zeros(n)),
+        )
         for x, chosen in zip(routing.x_TD, routing.chosen_TK.tolist(), strict=True):
             for expert in chosen:
                 gate, up = (experts.gate_up_proj[expert] @ x).chunk(2)
@@ -83,7 +96,9 @@ def test_cosines_are_of_every_pair_and_an_unknown_vector_has_none():
     columns = expert_cosine_columns("outputs", rows)
     found = dict(
         zip(
-            zip(columns["expert_a"].tolist(), columns["expert_b"].tolist(), strict=True), columns["cosine"], strict=True
+            zip(columns["expert_a"].tolist(), columns["expert_b"].tolist(), strict=True),
+            columns["cosine"],
+            strict=True,
         )
     )
     assert found[0, 1] == pytest.approx(0)

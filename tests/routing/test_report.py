@@ -1,4 +1,7 @@
-"""Reports of traces: what is in them, what is said, what is left out, and that nothing a text holds gets out of its place."""
+"""Reports of traces.
+
+What is in them, what is said, what is left out, and that nothing a text holds gets out of its place.
+"""
 
 import re
 import shutil
@@ -78,7 +81,10 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     )
     top = rows.loc[rows["value"].idxmax()]
     words = re.search(
-        r"Load is most uneven in layer (\d): cv ([\d.]+) \(([\d.]+) to ([\d.]+)\); ([\d.]+) for random routing, ([\d.]+) at collapse",
+        (
+            r"Load is most uneven in layer (\d): cv ([\d.]+) \(([\d.]+) to ([\d.]+)\); ([\d.]+) for "
+            r"random routing, ([\d.]+) at collapse"
+        ),
         html,
     )
     assert words is not None
@@ -96,8 +102,12 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
     rows = traced_run.table("routing_layers").query(
         "step == 200 and phase == 'prefill' and domain == '' and metric == 'cv'"
     )
-    assert [row[1] for row in table["rows"]] == pytest.approx(rows.sort_values("layer")["value"].tolist(), rel=1e-5)
-    assert [row[2] for row in table["rows"]] == pytest.approx(rows.sort_values("layer")["floor"].tolist(), rel=1e-5)
+    assert [row[1] for row in table["rows"]] == pytest.approx(
+        rows.sort_values("layer")["value"].tolist(), rel=1e-5
+    )
+    assert [row[2] for row in table["rows"]] == pytest.approx(
+        rows.sort_values("layer")["floor"].tolist(), rel=1e-5
+    )
     assert table["links"] == "v1-layer-"
 
 
@@ -109,7 +119,9 @@ def test_what_a_report_holds_of_the_text_is_said_at_its_top(html, plain_run, tmp
 
 def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
     page = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "Not available: the text was read as one domain; name several with --domain NAME=PATH." in shown(page)
+    assert "Not available: the text was read as one domain; name several with --domain NAME=PATH." in shown(
+        page
+    )
     assert "trace again with --save-tokens" in shown(page)
     assert 'id="stability"' not in page
     assert 'id="view"' not in shown(page)
@@ -138,9 +150,18 @@ def test_many_files_are_given_again_as_their_folder_and_standard_input_as_a_dash
 
 def test_reports_of_traces_need_no_torch_and_no_transformers(traced_run, tmp_path):
     blocked = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from moescope.cli import main; main()"
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from moescope.cli "
+        "import main; main()"
     )
-    command = [sys.executable, "-c", blocked, "report", str(traced_run.path), "--out", str(tmp_path / "r.html")]
+    command = [
+        sys.executable,
+        "-c",
+        blocked,
+        "report",
+        str(traced_run.path),
+        "--out",
+        str(tmp_path / "r.html"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -155,9 +176,13 @@ def test_a_trace_with_a_table_missing_is_refused_by_the_tables_name(traced_run, 
 
 
 def test_an_imported_trace_gives_a_report_without_what_it_does_not_hold(traced_run, plain_run, tmp_path):
-    lines = "layer,expert\n" + "".join(f"{layer},{expert}\n" for expert in (0, 1, 2, 1, 3) for layer in range(2))
+    lines = "layer,expert\n" + "".join(
+        f"{layer},{expert}\n" for expert in (0, 1, 2, 1, 3) for layer in range(2)
+    )
     (tmp_path / "trace.csv").write_text(lines)
-    run = trace(import_=tmp_path / "trace.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True)
+    run = trace(
+        import_=tmp_path / "trace.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True
+    )
     page = report(run).read_text(encoding="utf-8")
     assert "v0-load_heatmap" in payloads(page)
     assert "v0-routing_entropy_by_layer" not in payloads(page)
@@ -181,7 +206,9 @@ def test_steps_without_a_view_of_their_own_are_told(traced_run):
     load = found.tables["load"]
     many = [load[load["step"] == 100].assign(step=step) for step in range(6)]
     long = replace(found, tables={**found.tables, "load": pd.concat(many)})
-    assert steps_left_out(long) == ["Shown closely are steps 0, 2, 3, 5 of 6; figures over steps hold all of them."]
+    assert steps_left_out(long) == [
+        "Shown closely are steps 0, 2, 3, 5 of 6; figures over steps hold all of them."
+    ]
 
 
 def test_every_domain_has_documents_in_the_excerpt():
@@ -191,9 +218,13 @@ def test_every_domain_has_documents_in_the_excerpt():
 
 
 def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
-    view = next(view for view in routing_views([load_trace(traced_run)], {traced_run.path: ""}) if view.step == 200)
+    view = next(
+        view for view in routing_views([load_trace(traced_run)], {traced_run.path: ""}) if view.step == 200
+    )
     excerpt = read_excerpt(view)
-    tokens = traced_run.table("tokens").query("step == 200 and layer == 1").sort_values(["document", "position"])
+    tokens = (
+        traced_run.table("tokens").query("step == 200 and layer == 1").sort_values(["document", "position"])
+    )
     mine = tokens[tokens["document"].isin(excerpt.domains)]
     assert excerpt.words == [f"word{token - 4}" for token in mine["token_id"]]
     assert excerpt.words[0].startswith("word")
@@ -207,7 +238,13 @@ def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
 ):
     found = payloads(html)
     load = found["v1-t-load"]
-    assert [column["name"] for column in load["columns"]] == ["layer", "domain", "expert", "tokens", "gate_mass"]
+    assert [column["name"] for column in load["columns"]] == [
+        "layer",
+        "domain",
+        "expert",
+        "tokens",
+        "gate_mass",
+    ]
     mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
     assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
     assert {"v1-t-coactivation", "v1-t-domains", "o0-t-stability"} <= set(found)
@@ -255,9 +292,13 @@ def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(htm
     )
     for card in cards:
         rows = mine[mine["expert"] == card["expert"]].sort_values("rank")
-        assert [place[:3] for place in card["contexts"]] == rows[["before", "token", "after"]].to_numpy().tolist()
+        assert [place[:3] for place in card["contexts"]] == rows[
+            ["before", "token", "after"]
+        ].to_numpy().tolist()
         assert [place[3] for place in card["contexts"]] == pytest.approx(rows["gate"].tolist(), rel=1e-4)
-        assert [place[4:] for place in card["contexts"]] == rows[["document", "position", "domain"]].to_numpy().tolist()
+        assert [place[4:] for place in card["contexts"]] == rows[
+            ["document", "position", "domain"]
+        ].to_numpy().tolist()
         assert card["mean_gate"] == pytest.approx(
             load.loc[card["expert"], "gate_mass"] / load.loc[card["expert"], "tokens"], rel=1e-4
         )
@@ -266,8 +307,15 @@ def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(htm
 
 def test_an_experts_tokens_come_by_count_times_log_lift():
     rows = [("common", 100, 1.01), ("its own", 40, 4.0), ("rare", 1, 9.0), ("avoided", 50, 0.2)]
-    frame = pd.DataFrame(rows, columns=["token", "count", "lift"]).assign(expert=0, role="input", token_id=range(4))
-    assert [token for token, _, _ in tokens_by_expert(frame)[0, "input"]] == ["its own", "rare", "common", "avoided"]
+    frame = pd.DataFrame(rows, columns=["token", "count", "lift"]).assign(
+        expert=0, role="input", token_id=range(4)
+    )
+    assert [token for token, _, _ in tokens_by_expert(frame)[0, "input"]] == [
+        "its own",
+        "rare",
+        "common",
+        "avoided",
+    ]
 
 
 # --- weights and text together
@@ -279,30 +327,41 @@ def test_scan_and_trace_of_one_model_give_one_report_with_the_question_both_answ
     traced = trace(model, text=text, out=tmp_path / "trace", quiet=True)
     scanned = scan(model, out=tmp_path / "scan", quiet=True)
     page = report(scanned, traced, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert {"r0-accuracy_by_k", "v0-cv_by_layer", "j0-ambiguity_against_confidence", "j0-ambiguity_against_cv"} <= set(
-        payloads(page)
-    )
+    assert {
+        "r0-accuracy_by_k",
+        "v0-cv_by_layer",
+        "j0-ambiguity_against_confidence",
+        "j0-ambiguity_against_cv",
+    } <= set(payloads(page))
     title = payloads(page)["j0-ambiguity_against_confidence"]["title"]
     words = re.search(r"confidence (−?[\d.]+) \((−?[\d.]+) to (−?[\d.]+), 6 layers\); chance is 0", title)
     from scipy.stats import spearmanr
 
     scores = scanned.table("ambiguity").sort_values("layer")["ambiguity_score"]
     values = (
-        traced.table("routing_layers").query("metric == 'confidence' and domain == ''").sort_values("layer")["value"]
+        traced.table("routing_layers")
+        .query("metric == 'confidence' and domain == ''")
+        .sort_values("layer")["value"]
     )
-    assert float(words.group(1).replace("−", "-")) == pytest.approx(spearmanr(scores, values).statistic, abs=5e-3)
+    assert float(words.group(1).replace("−", "-")) == pytest.approx(
+        spearmanr(scores, values).statistic, abs=5e-3
+    )
     assert '<section id="across">' in page
     assert '<section id="load">' in page
     assert 'id="g-shuffle_mean"' in page
     assert 'id="g-gini"' in page
 
 
-def test_under_five_layers_and_for_different_checkpoints_the_answer_is_not_available(traced_run, planted_run, tmp_path):
+def test_under_five_layers_and_for_different_checkpoints_the_answer_is_not_available(
+    traced_run, planted_run, tmp_path
+):
     scanned = scan(traced_run.info["checkpoints"][1]["path"], out=tmp_path / "scan", quiet=True)
     page = report(scanned, traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
     assert "not available (3 layers in both runs, 5 are needed)" in shown(page)
     assert not [name for name in payloads(page) if name.startswith("j0")]
-    assert shown(page).count("Ambiguity against confidence") == 2  # step 200 alone, in the summary and in its section
+    assert (
+        shown(page).count("Ambiguity against confidence") == 2
+    )  # step 200 alone, in the summary and in its section
     other = report(planted_run, traced_run, out=tmp_path / "o.html").read_text(encoding="utf-8")
     assert "Not available: no scan and trace here are of the same checkpoint." in shown(other)
 
@@ -321,7 +380,9 @@ def test_no_token_leaves_its_place_in_the_page(evil_html):
     assert "hacked" not in before_scripts
     data = re.findall(r'<script type="application/json" id="p-[^"]+">(.*?)</script>', evil_html, re.DOTALL)
     assert not [text for text in data if "<" in text]
-    assert not [letter for letter in "\u202e\u2066\u200b" if letter in evil_html[: evil_html.index("plotly.js v")]]
+    assert not [
+        letter for letter in "\u202e\u2066\u200b" if letter in evil_html[: evil_html.index("plotly.js v")]
+    ]
 
 
 def test_evil_tokens_are_shown_all_the_same(evil_html):
@@ -335,7 +396,10 @@ def test_names_of_domains_are_safe_inside_figures(evil_html):
     for name, payload in payloads(evil_html).items():
         if "data" in payload:
             drawn = str(payload["title"]) + str(
-                [[trace.get(key) for key in ("name", "x", "y", "hovertemplate", "text")] for trace in payload["data"]]
+                [
+                    [trace.get(key) for key in ("name", "x", "y", "hovertemplate", "text")]
+                    for trace in payload["data"]
+                ]
             )
             assert "<img" not in drawn, name
             assert "&amp;" not in drawn, name

@@ -59,13 +59,19 @@ def lab_run(router: str, folder: Path, **options: object) -> Run:
     ("router", "drawn", "told"),
     [
         ("spectra", {"column_error", "direction_overlap"}, set()),
-        ("some", {"key_cosine", "middle_gini", "middle_load_entropy_bits", "middle_unused"}, {"key strength 1 (1 before the decay)", "weakened keys 0 (0 "}),
+        (
+            "some",
+            {"key_cosine", "middle_gini", "middle_load_entropy_bits", "middle_unused"},
+            {"key strength 1 (1 before the decay)", "weakened keys 0 (0 "},
+        ),
         ("loss_free", {"bias_spread"}, set()),
         ("expert_choice", {"tokens_without_expert", "experts_a_token_spread"}, {"experts a token 2.5"}),
         ("top2", None, set()),
     ],
-)  # fmt: skip
-def test_what_a_router_says_of_itself_is_drawn_where_it_moves_and_told_where_it_does_not(tmp_path, router, drawn, told):
+)
+def test_what_a_router_says_of_itself_is_drawn_where_it_moves_and_told_where_it_does_not(
+    tmp_path, router, drawn, told
+):
     run = lab_run(router, tmp_path / "run")
     notes = [section for section in WATCHED.sections(run) if section.anchor == "notes"]
     if drawn is None:
@@ -92,5 +98,7 @@ def test_a_router_built_to_be_sure_is_said_to_raise_no_alert_about_it(tmp_path):
 
 def test_before_the_first_table_there_is_nothing_to_report(tmp_path):
     train(tmp_path / "young", 1).stop()
-    with pytest.raises(BadInput, match=r"young: no table of this training is on disk yet; wait for its first 2 steps"):
+    with pytest.raises(
+        BadInput, match=r"young: no table of this training is on disk yet; wait for its first 2 steps"
+    ):
         report(tmp_path / "young")

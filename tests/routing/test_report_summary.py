@@ -1,4 +1,7 @@
-"""One set of sentences of a trace: on the terminal, in --json and on the report's first page; of several steps it names them."""
+"""One set of sentences of a trace: on the terminal, in --json and on the report's first page.
+
+Of several steps it names them.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,19 @@ def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_
     rows = traced_run.table("routing_layers").query("metric == 'cv' and domain == '' and phase == 'prefill'")
     means = rows.groupby("step")["value"].mean()
     told = re.fullmatch(
-        r"From step 100 to step 200 the load's cv, mean over layers, goes from ([\d.]+) to ([\d.]+); ([\d.]+) for random routing\.",
+        (
+            r"From step 100 to step 200 the load's cv, mean over layers, goes from ([\d.]+) to "
+            r"([\d.]+); ([\d.]+) for random routing\."
+        ),
         load,
     )
     assert [float(number) for number in told.groups()[:2]] == pytest.approx(means.tolist(), rel=5e-3)
     stability = traced_run.table("stability")
     told = re.fullmatch(
-        r"Between steps 100 and 200 tokens keep ([\d.]+) % of their experts, ([\d.]+) beyond chance \(0\), least in layer (\d) \(([\d.]+)\)\.",
+        (
+            r"Between steps 100 and 200 tokens keep ([\d.]+) % of their experts, ([\d.]+) beyond "
+            r"chance \(0\), least in layer (\d) \(([\d.]+)\)\."
+        ),
         kept,
     )
     assert float(told[1]) == pytest.approx(100 * stability["routing_consistency"].mean(), rel=5e-3)
@@ -58,18 +67,24 @@ def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence
         for name, frame in trace.tables.items()
         if "step" in frame
     }
-    tables = {name: pd.concat([trace.tables[name], frame[frame["step"] == 300]]) for name, frame in later.items()}
+    tables = {
+        name: pd.concat([trace.tables[name], frame[frame["step"] == 300]]) for name, frame in later.items()
+    }
     pairs = trace.tables["stability"]
     between = {(100, 300): 0.4, (100, 200): 0.5, (200, 300): 0.75}
     tables["stability"] = pd.concat(
         [
-            pairs.assign(step_a=a, step_b=b, routing_consistency=value, routing_consistency_corrected=value / 2)
+            pairs.assign(
+                step_a=a, step_b=b, routing_consistency=value, routing_consistency_corrected=value / 2
+            )
             for (a, b), value in between.items()
         ]
     )
     three = type(trace)(trace.run, tables)
     sentence = step_findings(three)[1]
-    assert sentence.startswith("Between steps 100 and 300 tokens keep 40 % of their experts, 0.2 beyond chance (0)")
+    assert sentence.startswith(
+        "Between steps 100 and 300 tokens keep 40 % of their experts, 0.2 beyond chance (0)"
+    )
     assert sentence.endswith("; between steps 200 and 300 75 %, 0.375 beyond chance.")
     assert which_findings(three) == "step 300, the last of 100, 200 and 300; prefill"
     one = type(trace)(

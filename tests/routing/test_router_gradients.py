@@ -1,4 +1,7 @@
-"""The pull of each loss on each router equals what autograd gives for that loss alone, and shows a starved router."""
+"""The pull of each loss on each router equals what autograd gives for that loss alone.
+
+And shows a starved router.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def measured(folder, model, rows, micro: int = 1, **settings):
 def test_norms_are_those_of_each_loss_differentiated_alone(tmp_path, kind):
     def strong(kind: str):
         model = model_of(kind)
-        model.router_aux_loss_coef = model.config.router_aux_loss_coef = 2.0  # so that neither loss hides the other
+        model.router_aux_loss_coef = model.config.router_aux_loss_coef = (
+            2.0  # so that neither loss hides the other
+        )
         return model
 
     table = measured(tmp_path / "run", strong(kind), documents(4))
@@ -33,7 +38,11 @@ def test_norms_are_those_of_each_loss_differentiated_alone(tmp_path, kind):
         logits = output.logits[:, :-1].flatten(0, 1).float()  # the usual shifted cross-entropy, by hand
         loss = torch.nn.functional.cross_entropy(logits, batch(documents(4))["labels"][:, 1:].flatten())
         (model.config.router_aux_loss_coef * output.aux_loss if alone else loss).backward()
-        norms = [layer.mlp.gate.weight.grad.norm().item() for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        norms = [
+            layer.mlp.gate.weight.grad.norm().item()
+            for layer in model.model.layers
+            if hasattr(layer.mlp, "gate")
+        ]
         np.testing.assert_allclose(table[column], norms, rtol=1e-3)
 
 

@@ -1,4 +1,7 @@
-"""Rows of tables: random routing lands on every floor, collapse on every collapse value, and intervals sit around values."""
+"""Rows of tables.
+
+Random routing lands on every floor, collapse on every collapse value, and intervals sit around values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from moescope.types import Routing, Tokens
 CORPUS = Corpus(["a", "b"], [128, 128])
 
 
-def counted(chosen: np.ndarray, gates: np.ndarray, n_experts: int, domain: np.ndarray | None = None) -> LayerCounts:
+def counted(
+    chosen: np.ndarray, gates: np.ndarray, n_experts: int, domain: np.ndarray | None = None
+) -> LayerCounts:
     """Tokens dealt to 256 documents in turn, one a bucket; every second one is of domain b."""
     n = len(chosen)
     document = np.arange(n) % BUCKETS
@@ -39,9 +44,18 @@ def counted(chosen: np.ndarray, gates: np.ndarray, n_experts: int, domain: np.nd
     real = torch.from_numpy(flat >= 0)
     zeros = torch.zeros(len(flat), dtype=torch.int64)
     tokens = Tokens(
-        BUCKETS, zeros, real, zeros, zeros, torch.from_numpy(domain[flat]), torch.from_numpy(document[flat]), "prefill"
+        BUCKETS,
+        zeros,
+        real,
+        zeros,
+        zeros,
+        torch.from_numpy(domain[flat]),
+        torch.from_numpy(document[flat]),
+        "prefill",
     )
-    tally.add(Routing(0, "mlp", n_experts, torch.from_numpy(chosen[flat]), torch.from_numpy(gates[flat]), tokens))
+    tally.add(
+        Routing(0, "mlp", n_experts, torch.from_numpy(chosen[flat]), torch.from_numpy(gates[flat]), tokens)
+    )
     return tally.moved()[0]
 
 
@@ -53,7 +67,11 @@ def random_routing(tokens: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarr
 
 
 def by_metric(counts: LayerCounts, domain: str = "") -> dict[str, dict]:
-    rows = [*metric_rows(counts, CORPUS, decisions=False), *separation_rows(counts, None), *domain_metric_rows(counts, CORPUS, 0)]  # fmt: skip
+    rows = [
+        *metric_rows(counts, CORPUS, decisions=False),
+        *separation_rows(counts, None),
+        *domain_metric_rows(counts, CORPUS, 0),
+    ]
     return {row["metric"]: row for row in rows if row["domain"] == domain}
 
 
@@ -88,7 +106,15 @@ def test_total_collapse_lands_on_every_collapse_value():
     for name, row in rows.items():
         if np.isfinite(row["collapse"]):
             assert row["value"] == pytest.approx(row["collapse"], abs=1e-9), name
-    assert {"cv", "gate_mass_gini", "sequential_consistency", "adjacent_jaccard", "expert_overlap", "purity", "domain_information"} <= set(rows)  # fmt: skip
+    assert {
+        "cv",
+        "gate_mass_gini",
+        "sequential_consistency",
+        "adjacent_jaccard",
+        "expert_overlap",
+        "purity",
+        "domain_information",
+    } <= set(rows)
 
 
 def test_intervals_sit_around_their_values_and_shrink_with_the_text():
@@ -133,7 +159,9 @@ def test_every_ordered_pair_of_experts_is_listed_with_its_chance():
     chosen, gates = random_routing(3000, 6, 3)
     columns = coactivation_columns(counted(chosen, gates, 6))
     assert len(columns["expert_a"]) == 30
-    for a, b, tokens, share in zip(columns["expert_a"], columns["expert_b"], columns["tokens"], columns["share_of_a"], strict=True):  # fmt: skip
+    for a, b, tokens, share in zip(
+        columns["expert_a"], columns["expert_b"], columns["tokens"], columns["share_of_a"], strict=True
+    ):
         has_a, has_b = (chosen == a).any(1), (chosen == b).any(1)
         assert tokens == (has_a & has_b).sum()
         assert share == pytest.approx(tokens / has_a.sum())
@@ -151,7 +179,9 @@ def test_a_domain_without_tokens_has_no_rows():
 def test_empty_slots_are_dropped_ones_unless_every_expert_has_a_slot_of_its_own():
     chosen, gates = random_routing(2000, 8, 2)
     chosen[::4, 1] = -1
-    assert by_metric(counted(chosen, np.where(chosen < 0, 0, gates), 8))["dropped"]["value"] == pytest.approx(1 / 8)
+    assert by_metric(counted(chosen, np.where(chosen < 0, 0, gates), 8))["dropped"]["value"] == pytest.approx(
+        1 / 8
+    )
     taken = np.random.default_rng(0).random((2000, 8)) < 0.3  # experts that chose their tokens
     rows = by_metric(counted(np.where(taken, np.arange(8), -1), taken * 0.2, 8))
     assert "dropped" not in rows

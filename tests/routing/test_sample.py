@@ -13,7 +13,9 @@ from moescope.routing.sample import Sample
 
 def some_documents(count: int = 60, seed: int = 0) -> list[Document]:
     generator = np.random.default_rng(seed)
-    return [Document(number, 0, generator.integers(0, 99, generator.integers(1, 50))) for number in range(count)]
+    return [
+        Document(number, 0, generator.integers(0, 99, generator.integers(1, 50))) for number in range(count)
+    ]
 
 
 def filled(parts: list[Window]) -> Sample:

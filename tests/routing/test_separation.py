@@ -1,4 +1,7 @@
-"""Which experts go together: counted pair by pair beside numpy, chance by simulation, and the bounds of router rows."""
+"""Which experts go together.
+
+Counted pair by pair beside numpy, chance by simulation, and the bounds of router rows.
+"""
 
 from __future__ import annotations
 
@@ -103,14 +106,18 @@ def test_a_tight_frame_reaches_the_welch_bound_and_nothing_beats_it():
     frame = np.stack([np.cos(angles), np.sin(angles)], 1)
     assert gram_orthogonality(frame) == pytest.approx(gram_best(3, 2))
     for seed in range(20):
-        assert gram_orthogonality(np.random.default_rng(seed).standard_normal((3, 2))) <= gram_best(3, 2) + 1e-12
+        assert (
+            gram_orthogonality(np.random.default_rng(seed).standard_normal((3, 2))) <= gram_best(3, 2) + 1e-12
+        )
     assert gram_best(3, 5) == 1
 
 
 def test_cosines_of_rows_are_those_of_a_loop_and_chance_is_that_of_random_rows():
     rows = np.random.default_rng(1).standard_normal((40, 96))
     cosines = [
-        rows[a] @ rows[b] / np.linalg.norm(rows[a]) / np.linalg.norm(rows[b]) for a in range(40) for b in range(a)
+        rows[a] @ rows[b] / np.linalg.norm(rows[a]) / np.linalg.norm(rows[b])
+        for a in range(40)
+        for b in range(a)
     ]
     found, chance = router_similarity(rows), similarity_floors(40, 96)
     assert found["router_similarity"] == pytest.approx(np.mean(cosines))

@@ -1,4 +1,7 @@
-"""Agreement of two checkpoints: loops over sets, chance by independent routers, ranks by scipy's own definition."""
+"""Agreement of two checkpoints.
+
+Loops over sets, chance by independent routers, ranks by scipy's own definition.
+"""
 
 from __future__ import annotations
 

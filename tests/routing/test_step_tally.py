@@ -1,4 +1,7 @@
-"""Counts of all layers in one tensor: padding, empty slots and layers of unequal shape go where they belong."""
+"""Counts of all layers in one tensor.
+
+Padding, empty slots and layers of unequal shape go where they belong.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ CPU = torch.device("cpu")
 
 
 def blocks(*n_experts: int) -> list[Any]:
-    return [SimpleNamespace(layer=2 * at, name=f"layer{2 * at}", n_experts=n) for at, n in enumerate(n_experts)]
+    return [
+        SimpleNamespace(layer=2 * at, name=f"layer{2 * at}", n_experts=n) for at, n in enumerate(n_experts)
+    ]
 
 
 def handed(row: int, n: int, chosen: list[list[int]], real: list[int] | None = None) -> Handed:
@@ -73,7 +78,9 @@ def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens()
     window = tally.moved(CPU)
     counts = window.layer(0, blocks(2)[0], 1)
     assert window.decided_L.tolist() == [2]
-    assert counts.sums("routing_entropy").item() / counts.sums("tokens").item() == pytest.approx(0.5)  # of 0 and 1
+    assert counts.sums("routing_entropy").item() / counts.sums("tokens").item() == pytest.approx(
+        0.5
+    )  # of 0 and 1
     assert counts.sums("z_loss").item() / counts.sums("tokens").item() == pytest.approx(15.5)
 
 
@@ -103,7 +110,11 @@ def test_passes_counted_together_have_the_totals_of_each_counted_alone(monkeypat
 
 def test_tensors_that_a_loop_fills_again_before_they_are_counted_do_no_harm():
     tally = StepTally(blocks(4))
-    chosen, gates, mask = torch.tensor([[0], [1], [2]]), torch.full((3, 1), 0.5), torch.tensor([True, True, False])
+    chosen, gates, mask = (
+        torch.tensor([[0], [1], [2]]),
+        torch.full((3, 1), 0.5),
+        torch.tensor([True, True, False]),
+    )
     tally.add([Handed(0, 4, chosen, gates, mask)])
     for tensor in (chosen, gates, mask):
         tensor.fill_(3)

@@ -1,4 +1,7 @@
-"""The tally: sums by hand for a few tokens, cells by domain and bucket, and state that does not grow with the text."""
+"""The tally.
+
+Sums by hand for a few tokens, cells by domain and bucket, and state that does not grow with the text.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,21 @@ from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 
 
-def tokens(rows: int, real: list[bool], domain: list[int], bucket: list[int], continues: bool = False) -> Tokens:
+def tokens(
+    rows: int, real: list[bool], domain: list[int], bucket: list[int], continues: bool = False
+) -> Tokens:
     n = len(real)
     zeros = torch.zeros(n, dtype=torch.int64)
     return Tokens(
-        rows, zeros, torch.tensor(real), zeros, zeros, torch.tensor(domain), torch.tensor(bucket), "prefill", continues
+        rows,
+        zeros,
+        torch.tensor(real),
+        zeros,
+        zeros,
+        torch.tensor(domain),
+        torch.tensor(bucket),
+        "prefill",
+        continues,
     )
 
 
@@ -26,7 +39,9 @@ def routing(chosen: list[list[int]], gates: list[list[float]], at: Tokens | None
 def test_counts_mass_and_pairs_of_three_tokens_are_those_on_paper():
     tally = Tally(2)
     at = tokens(1, [True, True, True, False], [0, 1, 1, 1], [5, 7, 7, 7])
-    tally.add(routing([[0, 1], [1, -1], [3, 1], [2, 2]], [[0.75, 0.25], [0.5, 0.0], [0.5, 0.5], [9.0, 9.0]], at))
+    tally.add(
+        routing([[0, 1], [1, -1], [3, 1], [2, 2]], [[0.75, 0.25], [0.5, 0.0], [0.5, 0.5], [9.0, 9.0]], at)
+    )
     (counts,) = tally.moved()
     assert (counts.layer, counts.layer_name, counts.k) == (3, "mlp", 2)
     assert counts.counts_MBE.sum() == 5
@@ -34,8 +49,18 @@ def test_counts_mass_and_pairs_of_three_tokens_are_those_on_paper():
     assert counts.counts_MBE[1, 7].tolist() == [0, 2, 0, 1]
     assert counts.mass_MBE[1, 7].tolist() == [0, 1.0, 0, 0.5]
     assert counts.pairs_EE.tolist() == [[1, 1, 0, 0], [1, 3, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
-    cell = {name: counts.sums(name)[1, 7] for name in ("tokens", "assigned", "dropped", "gates", "gates_squared", "token_gates_squared")}  # fmt: skip
-    assert cell == {"tokens": 2, "assigned": 3, "dropped": 1, "gates": 1.5, "gates_squared": 0.75, "token_gates_squared": 1.25}  # fmt: skip
+    cell = {
+        name: counts.sums(name)[1, 7]
+        for name in ("tokens", "assigned", "dropped", "gates", "gates_squared", "token_gates_squared")
+    }
+    assert cell == {
+        "tokens": 2,
+        "assigned": 3,
+        "dropped": 1,
+        "gates": 1.5,
+        "gates_squared": 0.75,
+        "token_gates_squared": 1.25,
+    }
 
 
 def test_neighbours_are_within_a_row_and_never_across_rows_or_padding():
@@ -65,7 +90,9 @@ def test_what_is_held_does_not_grow_with_the_text():
         tally = Tally(2)
         for _ in range(passes):
             chosen = torch.randint(0, 4, (64, 1), generator=generator)
-            at = tokens(4, [True] * 64, [0] * 64, torch.randint(0, BUCKETS, (64,), generator=generator).tolist())
+            at = tokens(
+                4, [True] * 64, [0] * 64, torch.randint(0, BUCKETS, (64,), generator=generator).tolist()
+            )
             tally.add(Routing(0, "mlp", 4, chosen, torch.ones(64, 1), at))
         tally.count()
         (layers,) = tally.accumulated.values()
@@ -79,7 +106,11 @@ def test_decisions_of_padding_do_not_reach_the_sums_even_when_they_are_not_numbe
     logits = torch.tensor([[1.0, 2.0], [float("nan"), float("nan")]])
     at = tokens(1, [True, False], [0, 0], [0, 0])
     tally = Tally(1)
-    tally.add(Routing(0, "mlp", 2, torch.tensor([[1], [0]]), torch.ones(2, 1), at, logits, logits.softmax(-1), logits))
+    tally.add(
+        Routing(
+            0, "mlp", 2, torch.tensor([[1], [0]]), torch.ones(2, 1), at, logits, logits.softmax(-1), logits
+        )
+    )
     (counts,) = tally.moved()
     p = np.exp([1, 2]) / np.exp([1, 2]).sum()
     assert abs(counts.sums("routing_entropy").sum() + (p * np.log(p)).sum()) < 1e-6
@@ -92,17 +123,24 @@ def test_without_tokens_named_every_token_counts():
     assert tally.moved()[0].counts_MBE.sum((0, 1)).tolist() == [2, 1, 1, 0]
 
 
-def decided(layer: int, n_experts: int, at: Tokens, generator: torch.Generator, explained: bool = True) -> Routing:
+def decided(
+    layer: int, n_experts: int, at: Tokens, generator: torch.Generator, explained: bool = True
+) -> Routing:
     T = len(at.real_T)
     logits = torch.randn(T, n_experts, generator=generator)
     scores = logits.softmax(-1)
     gates, chosen = scores.topk(2, dim=-1)
     chosen[0, 1] = -1
-    return Routing(layer, f"layer{layer}", n_experts, chosen, gates, at, logits, scores, scores if explained else None)
+    return Routing(
+        layer, f"layer{layer}", n_experts, chosen, gates, at, logits, scores, scores if explained else None
+    )
 
 
 def test_layers_counted_together_have_the_counts_of_each_counted_alone(monkeypatch):
-    """Layers of one pass are counted at once, in any mixture: sizes, unexplained choices, rows that go on, a limit in between."""
+    """Layers of one pass are counted at once, in any mixture.
+
+    Sizes, unexplained choices, rows that go on, a limit in between.
+    """
     for limit in (tally_module.MOST_WAITING, 100):
         monkeypatch.setattr(tally_module, "MOST_WAITING", limit)
         generator = torch.Generator().manual_seed(0)

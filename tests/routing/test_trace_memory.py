@@ -19,7 +19,8 @@ from moescope.routing.trace import trace
 model, ids, out, tokens = sys.argv[1:]
 run = trace(model, token_ids=ids, max_tokens=int(tokens), out=out, device="cpu", batch_size=32, quiet=True)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(json.dumps({"peak": peak, "tokens": run.info["coverage"][0]["tokens"]["text"], "sampled": run.info["setup"][0]["sample_tokens"]}))
+tokens, sampled = run.info["coverage"][0]["tokens"]["text"], run.info["setup"][0]["sample_tokens"]
+print(json.dumps({"peak": peak, "tokens": tokens, "sampled": sampled}))
 """
 
 
@@ -29,9 +30,17 @@ def tiny(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+    )
     MixtralForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -58,5 +67,6 @@ def test_two_million_tokens_take_no_more_memory_than_two_hundred_thousand(tmp_pa
     small, large = found
     assert (small["tokens"], large["tokens"]) == (200_000, 2_000_000)
     assert 25_000 < large["sampled"] <= 100_000
-    # 1.8 million more tokens: kept one by one they would take 8 bytes for each id alone, 14 MB, and some 100 bytes with choices and gates
+    # 1.8 million more tokens: kept one by one they would take 8 bytes for each id alone, 14 MB, and some 100
+    # bytes with choices and gates
     assert large["peak"] - small["peak"] < 30, f"MB resident: {small['peak']:.0f} and {large['peak']:.0f}"

@@ -45,8 +45,14 @@ def domains(place) -> list[str]:
 @pytest.fixture(scope="module")
 def run(place, domains) -> Run:
     return trace(
-        place / "checkpoint-100", place / "checkpoint-200", domain=domains, out=place / "run", phase="both", save_tokens=True, quiet=True
-    )  # fmt: skip
+        place / "checkpoint-100",
+        place / "checkpoint-200",
+        domain=domains,
+        out=place / "run",
+        phase="both",
+        save_tokens=True,
+        quiet=True,
+    )
 
 
 def test_all_ten_tables_are_there_with_the_schema_s_columns_and_every_column_filled(run):
@@ -58,7 +64,9 @@ def test_all_ten_tables_are_there_with_the_schema_s_columns_and_every_column_fil
         assert not frame.duplicated(list(spec.keys)).any()
         assert [column for column in spec.columns if frame[column].isna().all()] == []
         if "layer" in spec.keys:
-            assert set(frame["layer_name"]) == {f"model.layers.{layer}.block_sparse_moe" for layer in range(3)}
+            assert set(frame["layer_name"]) == {
+                f"model.layers.{layer}.block_sparse_moe" for layer in range(3)
+            }
 
 
 def test_the_load_table_equals_output_router_logits(run, place):
@@ -79,7 +87,9 @@ def test_the_load_table_equals_output_router_logits(run, place):
                     mass[layer, domain, experts] += (gates / gates.sum()).numpy()
     load = run.table("load")
     for phase in ("prefill", "decode"):
-        mine = load[(load["step"] == 200) & (load["phase"] == phase)].sort_values(["layer", "domain", "expert"])
+        mine = load[(load["step"] == 200) & (load["phase"] == phase)].sort_values(
+            ["layer", "domain", "expert"]
+        )
         assert mine["tokens"].to_numpy().reshape(3, 2, 4).tolist() == counts.tolist()
         np.testing.assert_allclose(mine["gate_mass"].to_numpy().reshape(3, 2, 4), mass, rtol=1e-4)
 
@@ -106,11 +116,14 @@ def test_stability_is_that_of_the_tokens_table(run):
     tokens = run.table("tokens").set_index(["document", "position"])
     for layer, row in run.table("stability").set_index("layer").iterrows():
         a, b = (
-            tokens[(tokens["step"] == step) & (tokens["layer"] == layer)].sort_index()["experts"] for step in (100, 200)
+            tokens[(tokens["step"] == step) & (tokens["layer"] == layer)].sort_index()["experts"]
+            for step in (100, 200)
         )
         naive = np.mean([len(set(x) & set(y)) / 2 for x, y in zip(a, b, strict=True)])
         assert row["routing_consistency"] == pytest.approx(naive)
-        assert row["top1_agreement"] == pytest.approx(np.mean([x[0] == y[0] for x, y in zip(a, b, strict=True)]))
+        assert row["top1_agreement"] == pytest.approx(
+            np.mean([x[0] == y[0] for x, y in zip(a, b, strict=True)])
+        )
         assert (row["step_a"], row["step_b"]) == (100, 200)
         assert row["saturation_topk"] == row["routing_consistency"]
         assert 0.2 < naive < 0.99
@@ -150,12 +163,20 @@ def equal_tables(left: Run, right: Run, names: tuple[str, ...] = ROUTING_TABLES[
 def test_batch_size_and_the_order_of_documents_change_no_table(place, tmp_path):
     lines = (place / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines)))
-    first = trace(place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "1", batch_size=1, quiet=True)
+    first = trace(
+        place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "1", batch_size=1, quiet=True
+    )
     other = trace(
-        place / "checkpoint-100", text=tmp_path / "reversed.jsonl", out=tmp_path / "2", batch_size=16, quiet=True
+        place / "checkpoint-100",
+        text=tmp_path / "reversed.jsonl",
+        out=tmp_path / "2",
+        batch_size=16,
+        quiet=True,
     )
     equal_tables(first, other)
-    places = [run.table("contexts").drop(columns="document") for run in (first, other)]  # numbered as they are read
+    places = [
+        run.table("contexts").drop(columns="document") for run in (first, other)
+    ]  # numbered as they are read
     pd.testing.assert_frame_equal(*places, rtol=1e-5)
 
 
@@ -184,7 +205,9 @@ def test_the_same_trace_is_not_made_twice_and_another_is_refused(place, tmp_path
     again = trace(place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
     assert again.info == first.info
     with pytest.raises(BadInput, match=r"other arguments \(max_tokens\)"):
-        trace(place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "run", max_tokens=5, quiet=True)
+        trace(
+            place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "run", max_tokens=5, quiet=True
+        )
 
 
 def test_max_tokens_is_shared_evenly_and_kept_exactly(place, domains, tmp_path):
@@ -209,8 +232,12 @@ def test_the_chat_template_is_applied_where_there_is_one(tmp_path):
 
 
 def test_half_precision_is_traced_too(place, tmp_path):
-    run = trace(place / "checkpoint-100", text=place / "a.jsonl", dtype="bfloat16", out=tmp_path / "run", quiet=True)
-    full = trace(place / "checkpoint-100", text=place / "a.jsonl", dtype="float32", out=tmp_path / "full", quiet=True)
+    run = trace(
+        place / "checkpoint-100", text=place / "a.jsonl", dtype="bfloat16", out=tmp_path / "run", quiet=True
+    )
+    full = trace(
+        place / "checkpoint-100", text=place / "a.jsonl", dtype="float32", out=tmp_path / "full", quiet=True
+    )
     tokens = run.table("load")["tokens"]
     assert tokens.sum() == full.table("load")["tokens"].sum()
     assert (tokens - full.table("load")["tokens"]).abs().sum() < 0.1 * tokens.sum()
@@ -245,7 +272,10 @@ def test_a_wrong_argument_is_one_line_and_leaves_nothing_behind(place, tmp_path,
 
 
 def test_a_folder_that_holds_no_model_is_named(place, tmp_path):
-    for folder, words in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "transformers cannot load it")):
+    for folder, words in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path, "transformers cannot load it"),
+    ):
         with pytest.raises(BadInput, match=words):
             trace(folder, text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
@@ -290,24 +320,36 @@ def test_a_text_without_a_token_is_refused(place, tmp_path):
 def test_steps_of_different_shape_are_refused(place, tmp_path):
     save_model(tmp_path / "other", kind="qwen3_moe")
     with pytest.raises(BadInput, match="other MoE layers or experts than step"):
-        trace(place / "checkpoint-100", tmp_path / "other", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
+        trace(
+            place / "checkpoint-100",
+            tmp_path / "other",
+            text=place / "a.jsonl",
+            out=tmp_path / "run",
+            quiet=True,
+        )
 
 
 def test_steps_that_read_other_tokens_are_refused(place, tmp_path):
     save_model(tmp_path / "step-2")
     shutil.copytree(place / "checkpoint-100", tmp_path / "step-1")
     tokenizer = tmp_path / "step-2" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"word1": 5', '"word1": 6').replace('"word2": 6', '"word2": 5'))
+    tokenizer.write_text(
+        tokenizer.read_text().replace('"word1": 5', '"word1": 6').replace('"word2": 6', '"word2": 5')
+    )
     with pytest.raises(BadInput, match="step 2 reads the text as other tokens than step 1"):
-        trace(tmp_path / "step-1", tmp_path / "step-2", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
+        trace(
+            tmp_path / "step-1", tmp_path / "step-2", text=place / "a.jsonl", out=tmp_path / "run", quiet=True
+        )
 
 
 def test_an_encoder_decoder_model_is_traced_in_prefill_and_refused_in_decode(place, tmp_path):
     save_model(tmp_path / "switch", kind="switch_transformers")
     run = trace(tmp_path / "switch", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
     assert dict(zip(run.table("load")["layer"], run.table("load")["layer_name"], strict=True)) == {
-        1: "encoder.block.1.layer.1.mlp", 3: "encoder.block.3.layer.1.mlp", 5: "decoder.block.1.layer.2.mlp",
-    }  # fmt: skip
+        1: "encoder.block.1.layer.1.mlp",
+        3: "encoder.block.3.layer.1.mlp",
+        5: "decoder.block.1.layer.2.mlp",
+    }
     assert len(run.table("coactivation")) == 0  # one expert a token
     with pytest.raises(BadInput, match="traced in prefill only"):
         trace(tmp_path / "switch", text=place / "a.jsonl", phase="decode", out=tmp_path / "no", quiet=True)
@@ -318,14 +360,25 @@ def test_an_encoder_decoder_model_is_traced_in_prefill_and_refused_in_decode(pla
 
 def test_the_command_prints_what_was_found_beside_what_chance_gives(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = CliRunner().invoke(cli.app, ["trace", str(place / "checkpoint-100"), "--text", str(place / "a.jsonl")])
+    shown = CliRunner().invoke(
+        cli.app, ["trace", str(place / "checkpoint-100"), "--text", str(place / "a.jsonl")]
+    )
     assert shown.exit_code == 0, shown.stderr
     assert "mixtral: 3 MoE layers, 4 experts, 2 a token;" in shown.stdout
     assert "random routing" in shown.stdout
     assert "run: runs/trace-checkpoint-100-1" in shown.stdout
     again = CliRunner().invoke(
-        cli.app, ["trace", str(place / "checkpoint-100"), "--text", str(place / "a.jsonl"), "--json", "--out", "runs/trace-checkpoint-100-1"]
-    )  # fmt: skip
+        cli.app,
+        [
+            "trace",
+            str(place / "checkpoint-100"),
+            "--text",
+            str(place / "a.jsonl"),
+            "--json",
+            "--out",
+            "runs/trace-checkpoint-100-1",
+        ],
+    )
     facts = json.loads(again.stdout)
     assert facts["verb"] == "trace"
     assert set(facts["tables"]) == set(ROUTING_TABLES) - {"tokens", "pieces"}
@@ -341,42 +394,90 @@ def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path):
 
 
 def test_standard_input_is_read(place, tmp_path):
-    command = [sys.executable, "-m", "moescope", "trace", str(place / "checkpoint-100"), "--text", "-", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "moescope",
+        "trace",
+        str(place / "checkpoint-100"),
+        "--text",
+        "-",
+        "--json",
+    ]
     shown = subprocess.run(
-        command, input="word1 word2 word3", capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True
+        command,
+        input="word1 word2 word3",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=True,
     )
     assert "3 tokens in 1 documents" in json.loads(shown.stdout)["coverage"][0]
 
 
 def test_help_names_the_options_of_the_contract_and_waits_for_nothing_heavy(tmp_path):
-    shown = CliRunner().invoke(cli.app, ["trace", "--help"], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
+    shown = CliRunner().invoke(
+        cli.app, ["trace", "--help"], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+    )
     assert shown.exit_code == 0
     for option in (
-        "--text", "--domain", "--token-ids", "--import", "--format", "--experts", "--revisions", "--max-tokens", "--phase",
-        "--save-tokens", "--dtype", "--batch-size", "--chat-template", "--out", "--device", "--seed", "--quiet", "--json", "--overwrite",
-    ):  # fmt: skip
+        "--text",
+        "--domain",
+        "--token-ids",
+        "--import",
+        "--format",
+        "--experts",
+        "--revisions",
+        "--max-tokens",
+        "--phase",
+        "--save-tokens",
+        "--dtype",
+        "--batch-size",
+        "--chat-template",
+        "--out",
+        "--device",
+        "--seed",
+        "--quiet",
+        "--json",
+        "--overwrite",
+    ):
         assert option in shown.stdout
     source = (
         "import sys\nsys.argv = ['moescope', 'trace', '--help']\nfrom moescope.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'numpy', 'pandas', 'transformers') if name in sys.modules], file=sys.stderr)"
+        "print([name for name in ('torch', 'numpy', 'pandas', 'transformers') if name in "
+        "sys.modules], file=sys.stderr)"
     )
-    heavy = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    heavy = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
     assert heavy.stderr.splitlines()[-1] == "[]"
 
 
 def test_tracing_imports_nothing_that_only_draws(place, tmp_path):
     source = (
         "import sys, moescope\n"
-        f"moescope.trace({str(place / 'checkpoint-100')!r}, text={str(place / 'a.jsonl')!r}, out={str(tmp_path / 'run')!r}, quiet=True)\n"
-        "print([name for name in ('plotly', 'kaleido', 'moescope.figures', 'moescope.reporting') if name in sys.modules])"
+        f"moescope.trace({str(place / 'checkpoint-100')!r}, text={str(place / 'a.jsonl')!r}, "
+        f"out={str(tmp_path / 'run')!r}, quiet=True)\n"
+        "print([name for name in ('plotly', 'kaleido', 'moescope.figures', 'moescope.reporting') "
+        "if name in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=True
+    )
     assert shown.stdout.splitlines()[-1] == "[]"
     assert moescope.trace is trace
 
 
 def test_apple_s_gpu_is_said_not_to_be_used(place, tmp_path):
-    run = trace(place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "run", device="mps", max_tokens=60, quiet=True)  # fmt: skip
+    run = trace(
+        place / "checkpoint-100",
+        text=place / "a.jsonl",
+        out=tmp_path / "run",
+        device="mps",
+        max_tokens=60,
+        quiet=True,
+    )
     assert run.info["device"] == "cpu"
     assert run.info["warnings"][-1] == "device mps: Apple's GPU has no fp64, so the CPU was used"

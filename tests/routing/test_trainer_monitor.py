@@ -1,4 +1,7 @@
-"""Real Trainer runs under the monitor: accumulation, checkpointing, evaluation, two processes and a resumed run count alike."""
+"""Real Trainer runs under the monitor.
+
+Accumulation, checkpointing, evaluation, two processes and a resumed run count alike.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +61,43 @@ def test_two_processes_give_the_totals_of_one(tmp_path):
     """Real torchrun, gloo: each process has half of every batch."""
     script = Path(__file__).parent / "tiny_training.py"
     arguments = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
-    environment = {**os.environ, "PYTHONPATH": f"{script.parents[1]}{os.pathsep}{os.environ['PYTHONPATH']}", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{script.parents[1]}{os.pathsep}{os.environ['PYTHONPATH']}",
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-         str(script), str(tmp_path / "two"), json.dumps(arguments), json.dumps(MONITOR)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+            str(script),
+            str(tmp_path / "two"),
+            json.dumps(arguments),
+            json.dumps(MONITOR),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = trained(tmp_path / "one"), Run.load(tmp_path / "two" / "moescope-1")
     pd.testing.assert_frame_equal(one.table("load"), two.table("load"), rtol=1e-5)
     drop = ["low", "high"]
     pd.testing.assert_frame_equal(
-        one.table("routing_layers").drop(columns=drop), two.table("routing_layers").drop(columns=drop), rtol=1e-4
+        one.table("routing_layers").drop(columns=drop),
+        two.table("routing_layers").drop(columns=drop),
+        rtol=1e-4,
     )
     columns = [
         "step",
@@ -81,7 +109,9 @@ def test_two_processes_give_the_totals_of_one(tmp_path):
     pd.testing.assert_frame_equal(one.table("steps")[columns], two.table("steps")[columns], rtol=1e-3)
     left, right = (run.table("router_gradients") for run in (one, two))
     np.testing.assert_allclose(left["lm_gradient_norm"], right["lm_gradient_norm"], rtol=1e-3)
-    assert [path.name for path in (tmp_path / "two").iterdir() if path.name.startswith("moescope")] == ["moescope-1"]
+    assert [path.name for path in (tmp_path / "two").iterdir() if path.name.startswith("moescope")] == [
+        "moescope-1"
+    ]
 
 
 @pytest.mark.parametrize("saved", [3, 4])
@@ -94,7 +124,8 @@ def test_a_resumed_run_has_the_tables_of_one_that_never_stopped(tmp_path, saved)
     first.add_callback(StopAt(saved + 2))
     first.train()
     checkpoint = tmp_path / "resumed" / f"checkpoint-{saved}"
-    # Trainer alone does not bring Mixtral's experts back: it looks for the names they have in memory, and files have others.
+    # Trainer alone does not bring Mixtral's experts back: it looks for the names they have in memory, and
+    # files have others.
     model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
     again = trainer(tmp_path / "resumed", "mixtral", MONITOR, model, **arguments)
     again.train(resume_from_checkpoint=str(checkpoint))
@@ -102,7 +133,9 @@ def test_a_resumed_run_has_the_tables_of_one_that_never_stopped(tmp_path, saved)
     for name in ("load", "routing_layers", "router_gradients", "alerts"):
         pd.testing.assert_frame_equal(whole.table(name), resumed.table(name))
     timed = ["step_seconds", "tokens_per_second"]
-    pd.testing.assert_frame_equal(whole.table("steps").drop(columns=timed), resumed.table("steps").drop(columns=timed))
+    pd.testing.assert_frame_equal(
+        whole.table("steps").drop(columns=timed), resumed.table("steps").drop(columns=timed)
+    )
     assert not (tmp_path / "resumed" / "moescope-2").exists()
 
 
@@ -128,7 +161,9 @@ def test_a_training_that_failed_leaves_its_tables_and_the_next_one_its_own_folde
     broken.add_callback(Fail())
     with pytest.raises(MemoryError):
         broken.train()
-    monitor = next(callback for callback in broken.callback_handler.callbacks if isinstance(callback, Monitor))
+    monitor = next(
+        callback for callback in broken.callback_handler.callbacks if isinstance(callback, Monitor)
+    )
     monitor.run.wait()
     assert Run.load(tmp_path / "moescope-1").table("load")["step"].unique().tolist() == [4]
     trainer(tmp_path, "mixtral", MONITOR).train()
@@ -144,7 +179,9 @@ def test_the_numbers_reach_the_tracker_s_file_and_the_trainer_s_history(tmp_path
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    run = trainer(tmp_path / "out", "mixtral", MONITOR, report_to="tensorboard", eval_strategy="steps", eval_steps=2)
+    run = trainer(
+        tmp_path / "out", "mixtral", MONITOR, report_to="tensorboard", eval_strategy="steps", eval_steps=2
+    )
     run.train()
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     names = {name for name in events.Tags()["scalars"] if "moescope" in name}
@@ -153,12 +190,16 @@ def test_the_numbers_reach_the_tracker_s_file_and_the_trainer_s_history(tmp_path
     assert list(logged) == [2, 4, 6, 8]
     for name in names - {"train/moescope/lm_gradient_norm_p10"}:
         seen = {event.step: event.value for event in events.Scalars(name)}
-        assert seen == pytest.approx({step: entry[name.removeprefix("train/")] for step, entry in logged.items()})
+        assert seen == pytest.approx(
+            {step: entry[name.removeprefix("train/")] for step, entry in logged.items()}
+        )
     gradients = events.Scalars("train/moescope/lm_gradient_norm_p10")
     assert [event.step for event in gradients] == [4, 8]
     table = Run.load(tmp_path / "out" / "moescope-1").table("router_gradients").query("step == 8")
     assert gradients[-1].value == pytest.approx(np.percentile(table["lm_gradient_norm"], 10))
-    assert not any("moescope" in key for entry in run.state.log_history if "eval_loss" in entry for key in entry)
+    assert not any(
+        "moescope" in key for entry in run.state.log_history if "eval_loss" in entry for key in entry
+    )
 
 
 def test_the_steps_table_has_what_the_trainer_logs_and_evaluates(tmp_path):
@@ -194,9 +235,19 @@ def test_several_gpus_in_one_process_are_refused_before_training(tmp_path):
 
 
 def test_training_is_bit_for_bit_what_it_is_without_a_monitor(tmp_path):
-    arguments = {"learning_rate": 0.05, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": True}  # fmt: skip
-    seen, plain = trainer(tmp_path / "a", "mixtral", MONITOR, **arguments), trainer(tmp_path / "b", **arguments)
+    arguments = {
+        "learning_rate": 0.05,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_checkpointing": True,
+    }
+    seen, plain = (
+        trainer(tmp_path / "a", "mixtral", MONITOR, **arguments),
+        trainer(tmp_path / "b", **arguments),
+    )
     for one in (seen, plain):
         one.train()
-    for (name, left), (_, right) in zip(seen.model.named_parameters(), plain.model.named_parameters(), strict=True):
+    for (name, left), (_, right) in zip(
+        seen.model.named_parameters(), plain.model.named_parameters(), strict=True
+    ):
         assert torch.equal(left, right), name

@@ -1,4 +1,7 @@
-"""Tokens and experts: counts by loops, held-out information that is zero where there is none and right where there is."""
+"""Tokens and experts.
+
+Counts by loops, held-out information that is zero where there is none and right where there is.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def test_counts_are_those_of_a_loop_and_leave_out_what_is_not_there():
 
 
 def test_top_tokens_carry_count_share_and_lift_and_come_in_order_of_their_information():
-    counts = token_counts(np.array([0] * 8 + [1] * 8), np.array([[0]] * 6 + [[1]] * 2 + [[0]] * 2 + [[1]] * 6), 2, 2)
+    counts = token_counts(
+        np.array([0] * 8 + [1] * 8), np.array([[0]] * 6 + [[1]] * 2 + [[0]] * 2 + [[1]] * 6), 2, 2
+    )
     (ids, count, share, lift), _ = top_tokens(counts)
     assert ids.tolist() == [0, 1]
     assert count.tolist() == [6, 2]
@@ -45,7 +50,9 @@ def test_top_tokens_carry_count_share_and_lift_and_come_in_order_of_their_inform
 
 
 def test_an_expert_never_chosen_has_no_tokens():
-    assert [len(part) for part in top_tokens(token_counts(np.array([1]), np.array([[0]]), 3, 2))[1]] == [0] * 4
+    assert [len(part) for part in top_tokens(token_counts(np.array([1]), np.array([[0]]), 3, 2))[1]] == [
+        0
+    ] * 4
 
 
 def test_specialisation_is_one_when_the_token_decides_and_counts_frequent_tokens_only():

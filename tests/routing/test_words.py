@@ -1,4 +1,7 @@
-"""Token ids as words: blanks kept, letters that several tokens share not torn, nothing without a tokenizer."""
+"""Token ids as words.
+
+Blanks kept, letters that several tokens share not torn, nothing without a tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def sentence_pieces():
     from transformers import PreTrainedTokenizerFast
 
     names = ["<unk>", "▁once", "▁upon", "▁a", "▁time", "ly"]
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")

@@ -1,4 +1,7 @@
-"""Tiny models that can read: a random model and a tokenizer of its own, saved side by side as a user would have them."""
+"""Tiny models that can read.
+
+A random model and a tokenizer of its own, saved side by side as a user would have them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ def save_tokenizer(folder: Path, chat_template: bool = False) -> None:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<s>", "</s>", "<unk>", *WORDS, *(f"<filler{number}>" for number in range(10))]
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
@@ -29,7 +34,11 @@ def save_tokenizer(folder: Path, chat_template: bool = False) -> None:
 
 
 def save_model(
-    folder: Path, kind: str = "mixtral", tokenizer: bool = True, chat_template: bool = False, nudge: float = 0.0
+    folder: Path,
+    kind: str = "mixtral",
+    tokenizer: bool = True,
+    chat_template: bool = False,
+    nudge: float = 0.0,
 ) -> Path:
     """A tiny random model on disk; `nudge` moves its weights a little, as training would."""
     import torch

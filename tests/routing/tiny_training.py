@@ -1,4 +1,5 @@
-"""Tiny trainings: the same documents through a real Trainer or a plain loop, and an oracle that counts by itself.
+"""Tiny trainings: the same documents through a real Trainer or a plain loop, and an oracle that counts by
+itself.
 
     python tiny_training.py FOLDER '{"max_steps": 4}' '{"every": 2}'
 
@@ -46,10 +47,15 @@ def model_of(kind: str = "mixtral") -> nn.Module:
 
 
 def handed_out(model: nn.Module, rows: list[dict[str, torch.Tensor]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and gate mass [layer, expert], from what experts modules are handed one document at a time, without padding."""
+    """Tokens and gate mass [layer, expert], from what experts modules are handed one document at a time.
+
+    Without padding.
+    """
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     modules = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
-    hooks = [module.register_forward_pre_hook(lambda module, args: found.append(args[1:])) for module in modules]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args: found.append(args[1:])) for module in modules
+    ]
     counts, mass = np.zeros((len(modules), 4), dtype=int), np.zeros((len(modules), 4))
     for row in rows:
         found.clear()
@@ -66,22 +72,43 @@ def handed_out(model: nn.Module, rows: list[dict[str, torch.Tensor]]) -> tuple[n
 
 def load(run: Run, column: str = "tokens") -> np.ndarray:
     """A column of the load table summed over steps: [layer, expert]."""
-    return run.table("load").pivot_table(index="layer", columns="expert", values=column, aggfunc="sum").to_numpy()
+    return (
+        run.table("load")
+        .pivot_table(index="layer", columns="expert", values=column, aggfunc="sum")
+        .to_numpy()
+    )
 
 
 def trainer(
-    folder: Path, kind: str = "mixtral", monitor: dict[str, Any] | None = None, model: Any = None, **arguments: Any
+    folder: Path,
+    kind: str = "mixtral",
+    monitor: dict[str, Any] | None = None,
+    model: Any = None,
+    **arguments: Any,
 ) -> Any:
     from transformers import Trainer, TrainingArguments
 
     chosen = {
-        "per_device_train_batch_size": 4, "max_steps": 8, "logging_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 0.0, "seed": 3, **arguments,
-    }  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "max_steps": 8,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "learning_rate": 0.0,
+        "seed": 3,
+        **arguments,
+    }
     callbacks = [] if monitor is None else [moescope.Monitor(**monitor)]
     return Trainer(
-        model or model_of(kind), TrainingArguments(output_dir=str(folder), **chosen), train_dataset=documents(), eval_dataset=documents(8, seed=9), callbacks=callbacks
-    )  # fmt: skip
+        model or model_of(kind),
+        TrainingArguments(output_dir=str(folder), **chosen),
+        train_dataset=documents(),
+        eval_dataset=documents(8, seed=9),
+        callbacks=callbacks,
+    )
 
 
 def train_and_wait(folder: Path, every: int) -> None:

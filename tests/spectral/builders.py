@@ -23,18 +23,26 @@ def expert_with_spectrum(
 ) -> np.ndarray:
     """[hidden, width] with exactly these singular values, the rest zero."""
     values = np.asarray(values, float)
-    return (orthonormal(generator, hidden, len(values)) * values) @ orthonormal(generator, width, len(values)).T
+    return (orthonormal(generator, hidden, len(values)) * values) @ orthonormal(
+        generator, width, len(values)
+    ).T
 
 
 def lapack_align(matrix_FD: np.ndarray, rows_ED: np.ndarray, k: int) -> np.ndarray:
-    """[E]: the energy of each unit row in the first k right singular vectors, straight from the definition."""
+    """[E].
+
+    The energy of each unit row in the first k right singular vectors, straight from the definition.
+    """
     _, values, right = np.linalg.svd(matrix_FD.astype(np.float64), full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
     return ((rows_ED @ right[: min(k, rank)].T) ** 2).sum(axis=1)
 
 
 def random_layer(generator: np.random.Generator, n: int, d: int) -> AlignmentMatrix:
-    """M(k) of routers and experts that know nothing of each other, without the cost of decomposing weights."""
+    """M(k) of routers and experts that know nothing of each other.
+
+    Without the cost of decomposing weights.
+    """
     rows, ks = unit_rows(generator, n, d), [2**power for power in range(d.bit_length())]
     bases = np.linalg.qr(generator.standard_normal((n, d, d)))[0]
     energy = (rows[None] @ bases) ** 2  # expert, router, singular vector
@@ -90,7 +98,9 @@ def layer_weights(
     )
 
 
-def random_weights(seed: int, n: int = 5, hidden: int = 20, width: int = 12, **overrides: object) -> LayerWeights:
+def random_weights(
+    seed: int, n: int = 5, hidden: int = 20, width: int = 12, **overrides: object
+) -> LayerWeights:
     """A layer of independent Gaussian tensors; `overrides` go to layer_weights."""
     generator = np.random.default_rng(seed)
     parts = {

@@ -22,7 +22,9 @@ from moescope.spectral.alignment import (
 from moescope.spectral.pairing import null_moments
 from spectral.builders import matrix_of, random_layer
 
-square_matrices = st.integers(2, 9).flatmap(lambda n: arrays(np.float64, (1, n, n), elements=st.floats(0, 1, width=16)))
+square_matrices = st.integers(2, 9).flatmap(
+    lambda n: arrays(np.float64, (1, n, n), elements=st.floats(0, 1, width=16))
+)
 
 
 def closed_form_z(M_KEE: np.ndarray) -> np.ndarray:
@@ -55,7 +57,9 @@ def test_a_rank_one_expert_aligns_fully_at_k_one():
 def test_m_is_indexed_by_k_then_router_then_expert():
     first = np.array([[0.1, 0.2], [0.3, 0.4], [0.0, 0.6]])  # routers x singular values of expert 0
     ladder = [1, 2]
-    M = cumulate([cumulative_energy(energy, ladder) for energy in (first, first / 2, first / 4)], [2, 2, 2], 8, ladder)
+    M = cumulate(
+        [cumulative_energy(energy, ladder) for energy in (first, first / 2, first / 4)], [2, 2, 2], 8, ladder
+    )
     assert M.align_KEE.shape == (2, 3, 3)
     np.testing.assert_allclose(M.align_KEE[0], np.outer([0.1, 0.3, 0.0], [1, 0.5, 0.25]))
     np.testing.assert_allclose(M.align_KEE[1], np.outer([0.3, 0.7, 0.6], [1, 0.5, 0.25]))
@@ -119,9 +123,9 @@ def test_assignment_accuracy_is_not_fooled_by_an_expert_that_attracts_every_rout
 
 def test_assignment_accuracy_is_the_diagonal_share_of_the_best_assignment():
     swapped = np.eye(5)[[1, 0, 2, 3, 4]]
-    assert assignment_accuracy(np.stack([np.eye(5), swapped, np.roll(np.eye(5), 1, axis=0)])) == pytest.approx(
-        [1, 0.6, 0]
-    )
+    assert assignment_accuracy(
+        np.stack([np.eye(5), swapped, np.roll(np.eye(5), 1, axis=0)])
+    ) == pytest.approx([1, 0.6, 0])
 
 
 @pytest.mark.parametrize("n", [2, 6, 8])
@@ -150,7 +154,8 @@ def test_the_sampled_null_converges_to_the_closed_form_as_one_over_the_root_of_t
     M_KEE = random_layer(np.random.default_rng(0), 8, 32).align_KEE[2:3]
     mean, std = shuffle_null(M_KEE)
     few, many = (
-        np.array([np.ravel(sampled_shuffle_null(M_KEE, shuffles, seed)) for seed in range(80)]) - [mean[0], std[0]]
+        np.array([np.ravel(sampled_shuffle_null(M_KEE, shuffles, seed)) for seed in range(80)])
+        - [mean[0], std[0]]
         for shuffles in (100, 1600)
     )
     ratios = np.sqrt((few**2).mean(axis=0) / (many**2).mean(axis=0))

@@ -11,7 +11,10 @@ from moescope.spectral.batched_eigen import divide_and_conquer, householder, ran
 
 
 def wilkinson(half: int) -> tuple[np.ndarray, np.ndarray]:
-    """W+ of 2 half + 1 rows: its large eigenvalues come in pairs that agree to rounding, and are not equal."""
+    """W+ of 2 half + 1 rows.
+
+    Its large eigenvalues come in pairs that agree to rounding, and are not equal.
+    """
     return np.abs(np.arange(-half, half + 1.0)), np.ones(2 * half)
 
 
@@ -41,7 +44,10 @@ def tridiagonal(kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_eigenbasis(diagonal: np.ndarray, beside: np.ndarray, device: str = "cpu", update=None) -> None:
-    """All eigenvectors, as the coordinates of the unit vectors: orthonormal, and T s = lambda s, both to rounding."""
+    """All eigenvectors, as the coordinates of the unit vectors.
+
+    Orthonormal, and T s = lambda s, both to rounding.
+    """
     size = len(diagonal)
     T = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
     norm = np.abs(T).max() or 1.0
@@ -58,9 +64,18 @@ def check_eigenbasis(diagonal: np.ndarray, beside: np.ndarray, device: str = "cp
 
 
 KINDS = [
-    "random", "second differences, two equal halves", "wilkinson", "glued wilkinson", "falling by 16 orders",
-    "rising by 16 orders", "all equal", "zero", "falls apart", "huge", "tiny",
-]  # fmt: skip
+    "random",
+    "second differences, two equal halves",
+    "wilkinson",
+    "glued wilkinson",
+    "falling by 16 orders",
+    "rising by 16 orders",
+    "all equal",
+    "zero",
+    "falls apart",
+    "huge",
+    "tiny",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,8 +93,12 @@ def test_every_size_is_split_and_padded_rightly(size):
 @given(
     st.integers(2, 70).flatmap(
         lambda size: st.tuples(
-            st.lists(st.sampled_from([0.0, 1.0, 1 + 1e-15, -1.0, 0.5, 1e-9, 3.7]), min_size=size, max_size=size),
-            st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-16, 1e-8, 0.3]), min_size=size - 1, max_size=size - 1),
+            st.lists(
+                st.sampled_from([0.0, 1.0, 1 + 1e-15, -1.0, 0.5, 1e-9, 3.7]), min_size=size, max_size=size
+            ),
+            st.lists(
+                st.sampled_from([0.0, 1.0, -1.0, 1e-16, 1e-8, 0.3]), min_size=size - 1, max_size=size - 1
+            ),
         )
     )
 )
@@ -89,7 +108,8 @@ def test_ties_and_vanishing_couplings_in_any_order_do_no_harm(entries):
 
 def test_matrices_of_one_batch_do_not_touch_each_other():
     pairs = [
-        tridiagonal(kind) for kind in ("second differences, two equal halves", "falls apart", "falling by 16 orders")
+        tridiagonal(kind)
+        for kind in ("second differences, two equal halves", "falls apart", "falling by 16 orders")
     ]
     diagonal, beside = (torch.from_numpy(np.stack(parts)) for parts in zip(*pairs, strict=True))
     vectors = torch.randn(3, 200, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -98,7 +118,9 @@ def test_matrices_of_one_batch_do_not_touch_each_other():
         one = slice(index, index + 1)
         alone = divide_and_conquer(diagonal[one], beside[one], vectors[one])
         np.testing.assert_allclose(together.values_BN[one], alone.values_BN, atol=1e-14)
-        np.testing.assert_allclose(together.coordinates_BVN[one].abs(), alone.coordinates_BVN.abs(), atol=1e-12)
+        np.testing.assert_allclose(
+            together.coordinates_BVN[one].abs(), alone.coordinates_BVN.abs(), atol=1e-12
+        )
 
 
 def gram_matrices(batch: int, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -126,12 +148,16 @@ def test_the_reduction_is_a_similarity_that_leaves_three_diagonals(rows):
 
 @pytest.mark.parametrize("rows", [5, 40])
 def test_matrices_that_are_already_diagonal_or_zero_are_reduced_like_any_other(rows):
-    G = torch.stack([torch.zeros(rows, rows), torch.diag(torch.arange(1.0, rows + 1)), torch.eye(rows)]).double()
+    G = torch.stack(
+        [torch.zeros(rows, rows), torch.diag(torch.arange(1.0, rows + 1)), torch.eye(rows)]
+    ).double()
     eye = torch.eye(rows, dtype=torch.float64).expand(3, rows, rows)
     found = tridiagonalise(G.clone(), eye)
     Q = found.back(eye)
     assert float((Q.mT @ Q - eye).abs().max()) <= 1e-13
-    np.testing.assert_allclose(found.diagonal_BN.sort().values, torch.stack([g.diagonal() for g in G]), atol=1e-13)
+    np.testing.assert_allclose(
+        found.diagonal_BN.sort().values, torch.stack([g.diagonal() for g in G]), atol=1e-13
+    )
 
 
 def test_a_householder_vector_sends_a_column_to_the_first_axis():
@@ -165,5 +191,7 @@ def test_a_root_that_was_not_found_is_said(monkeypatch):
     monkeypatch.setattr(batched_eigen, "ITERATIONS", 1)
     draw = torch.Generator().manual_seed(0)
     poles = torch.randn(1, 40, dtype=torch.float64, generator=draw).sort(-1).values
-    _, _, found = rank_one_update(poles, torch.ones(1, 40, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+    _, _, found = rank_one_update(
+        poles, torch.ones(1, 40, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    )
     assert not bool(found.all())

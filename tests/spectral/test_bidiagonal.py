@@ -39,7 +39,9 @@ def test_right_vectors_are_orthonormal_and_stretched_by_their_values(size):
     np.testing.assert_allclose(np.linalg.norm(matrix @ vectors, axis=0), svd.values_R[:count], rtol=1e-12)
 
 
-@pytest.mark.parametrize("zeros", ["all of it", "half of the diagonal", "half above the diagonal", "last rows"])
+@pytest.mark.parametrize(
+    "zeros", ["all of it", "half of the diagonal", "half above the diagonal", "last rows"]
+)
 def test_zeros_in_the_bidiagonal_matrix_do_no_harm(zeros):
     size = 150
     diagonal, above, _ = bidiagonal(size)
@@ -80,7 +82,9 @@ def test_an_expert_is_decomposed_as_by_lapack(kind, shape):
     _, expected, right = np.linalg.svd(matrix, full_matrices=False)
     np.testing.assert_allclose(found.values_R, expected, atol=1e-13 * expected[0])
     ends = np.flatnonzero(np.diff(np.append(values, 0)) < -1e-10)  # where a cut does not part a tie
-    ours, theirs = (np.cumsum(coordinates**2, axis=1) for coordinates in (found.coordinates_ER, rows @ right.T))
+    ours, theirs = (
+        np.cumsum(coordinates**2, axis=1) for coordinates in (found.coordinates_ER, rows @ right.T)
+    )
     np.testing.assert_allclose(ours[:, ends], theirs[:, ends], atol=1e-8)
     leading = found.leading_DK[:, : len(values)]
     np.testing.assert_allclose(leading.T @ leading, np.eye(leading.shape[1]), atol=1e-12)

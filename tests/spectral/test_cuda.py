@@ -20,7 +20,14 @@ from spectral.test_decompose import expert_and_rows, spectrum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-KINDS = ["flat", "power law", "condition 1e4, geometric", "condition 1e6, geometric", "rank-deficient", "rank one"]
+KINDS = [
+    "flat",
+    "power law",
+    "condition 1e4, geometric",
+    "condition 1e6, geometric",
+    "rank-deficient",
+    "rank one",
+]
 
 
 def gram_matrices(batch: int, rows: int) -> torch.Tensor:
@@ -71,7 +78,9 @@ def test_a_recording_is_made_of_the_two_kernels_and_can_be_replayed_with_fewer_m
     reduce = on_gpu.Replayed()
     for count in (4, 3, 4):
         found, plain = reduce(G[:count], Y[:count]), tridiagonalise(G[:count].clone(), Y[:count])
-        values = [divide_and_conquer(r.diagonal_BN, r.beside_BN, r.vectors_BNV).values_BN for r in (found, plain)]
+        values = [
+            divide_and_conquer(r.diagonal_BN, r.beside_BN, r.vectors_BNV).values_BN for r in (found, plain)
+        ]
         np.testing.assert_allclose(*(value.cpu() for value in values), atol=1e-12 * float(G.abs().max()))
     assert len(reduce.recorded) == 1
 
@@ -91,7 +100,9 @@ def test_merges_of_every_size_are_made_rightly(size):
     from moescope.spectral.fused_roots import rank_one_update_fused
 
     draw = np.random.default_rng(size)
-    check_eigenbasis(draw.standard_normal(size), draw.standard_normal(size - 1), "cuda", rank_one_update_fused)
+    check_eigenbasis(
+        draw.standard_normal(size), draw.standard_normal(size - 1), "cuda", rank_one_update_fused
+    )
 
 
 def test_without_triton_the_plain_reduction_is_recorded(monkeypatch):
@@ -102,7 +113,9 @@ def test_without_triton_the_plain_reduction_is_recorded(monkeypatch):
     assert on_gpu.ready_reduction(G, Y) is tridiagonalise
     found = on_gpu.Replayed()(G, Y)
     eigen = divide_and_conquer(found.diagonal_BN, found.beside_BN, found.vectors_BNV)
-    np.testing.assert_allclose(eigen.values_BN.cpu(), torch.linalg.eigvalsh(G.cpu()), atol=1e-12 * float(G.abs().max()))
+    np.testing.assert_allclose(
+        eigen.values_BN.cpu(), torch.linalg.eigvalsh(G.cpu()), atol=1e-12 * float(G.abs().max())
+    )
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (130, 260), (64, 64)], ids=str)
@@ -126,7 +139,10 @@ def test_a_batch_on_the_gpu_gives_what_each_expert_gives_on_the_cpu(shape):
 
 def test_a_scan_on_the_gpu_has_the_tables_of_one_on_the_cpu(tmp_path):
     write_planted(tmp_path / "model", seed=0)
-    runs = {device: scan(tmp_path / "model", out=tmp_path / device, device=device, quiet=True) for device in ("cpu", "cuda")}  # fmt: skip
+    runs = {
+        device: scan(tmp_path / "model", out=tmp_path / device, device=device, quiet=True)
+        for device in ("cpu", "cuda")
+    }
     assert runs["cuda"].info["device"] == "cuda"
     for name in runs["cpu"].tables:
         ours, theirs = (run.table(name) for run in runs.values())

@@ -27,7 +27,10 @@ def spectrum(kind: str, size: int) -> np.ndarray:
 
 
 def expert_and_rows(seed: int, shape: tuple[int, int], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The expert, and unit rows with its last right singular vector among them: the hardest for a Gram matrix."""
+    """The expert, and unit rows with its last right singular vector among them.
+
+    The hardest for a Gram matrix.
+    """
     generator = np.random.default_rng(seed)
     matrix = expert_with_spectrum(generator, *shape, values)
     rows = unit_rows(generator, 6, shape[1])
@@ -39,7 +42,9 @@ def largest_error(matrix: np.ndarray, rows: np.ndarray, ks: list[int], precision
     """Of align at those ks, against LAPACK's SVD in fp64."""
     result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), ks, precision)
     ours = cumulative_energy(result.energy_ER, ks)[:, : len(ks)]
-    return max(float(np.abs(ours[:, rung] - lapack_align(matrix, rows, k)).max()) for rung, k in enumerate(ks))
+    return max(
+        float(np.abs(ours[:, rung] - lapack_align(matrix, rows, k)).max()) for rung, k in enumerate(ks)
+    )
 
 
 @pytest.mark.parametrize("precision", BOUND)
@@ -119,7 +124,12 @@ WHERE_THE_GRAM_MATRIX_ERRS = {
         [24],
         "exact",
     ),
-    "the same, wide": ((40, 96), np.r_[np.linspace(1, 0.5, 16), np.linspace(1e-5, 0.8e-5, 24)], [24], "exact"),
+    "the same, wide": (
+        (40, 96),
+        np.r_[np.linspace(1, 0.5, 16), np.linspace(1e-5, 0.8e-5, 24)],
+        [24],
+        "exact",
+    ),
 }
 
 
@@ -138,7 +148,10 @@ def test_the_fallback_mends_experts_that_the_gram_matrix_alone_gets_wrong(case, 
 
 
 def suffices(values, precision, ladder, tall=True, row=None):
-    """Whether the check lets a spectrum pass, for a router that lies evenly in all directions unless given."""
+    """Whether the check lets a spectrum pass.
+
+    For a router that lies evenly in all directions unless given.
+    """
     squares = torch.from_numpy(values) ** 2
     row = np.ones(len(values)) if row is None else row
     coordinates = torch.from_numpy(row / np.linalg.norm(row))[None]
@@ -210,7 +223,9 @@ def test_leading_vectors_are_orthonormal_singular_vectors_with_positive_mean_out
     leading, count = result.leading_DK, min(LEADING_VECTORS, result.rank)
     assert leading.shape == (shape[1], count)
     np.testing.assert_allclose(leading.T @ leading, np.eye(count), atol=1e-9)
-    np.testing.assert_allclose(np.linalg.norm(matrix @ leading, axis=0), result.singular_values_R[:count], rtol=1e-8)
+    np.testing.assert_allclose(
+        np.linalg.norm(matrix @ leading, axis=0), result.singular_values_R[:count], rtol=1e-8
+    )
     assert ((matrix @ leading).mean(axis=0) > 0).all()
 
 
@@ -239,7 +254,10 @@ def test_leading_vectors_do_not_depend_on_the_signs_the_solver_returns(shape, ki
 @pytest.mark.parametrize("shape", [(200, 90), (90, 200), (130, 130)], ids=str)
 @pytest.mark.parametrize("condition", [1e4, 1e5, 1e6, 1e8])
 def test_align_agrees_with_lapack_at_any_condition_number(condition, shape, precision):
-    """Beyond the size up to which all vectors are formed. 1e-9 is out of any method's reach at 1e8: rounding W moves align more."""
+    """Beyond the size up to which all vectors are formed.
+
+    1e-9 is out of any method's reach at 1e8: rounding W moves align more.
+    """
     matrix, rows = expert_and_rows(9, shape, np.geomspace(1, 1 / condition, min(shape)))
     bound = max(BOUND[precision], 100 * condition * np.finfo(float).eps)
     assert largest_error(matrix, rows, k_ladder(min(shape)), precision) <= bound
@@ -264,7 +282,9 @@ def test_a_transposed_view_is_decomposed_like_a_copy(kind):
     matrix, rows = expert_and_rows(12, (90, 140), spectrum(kind, 90))
     stored = torch.from_numpy(np.ascontiguousarray(matrix.T))  # a down matrix, read as its transpose
     ladder = k_ladder(90)
-    view, copy = (decompose(given, torch.from_numpy(rows), ladder) for given in (stored.T, torch.from_numpy(matrix)))
+    view, copy = (
+        decompose(given, torch.from_numpy(rows), ladder) for given in (stored.T, torch.from_numpy(matrix))
+    )
     np.testing.assert_array_equal(view.energy_ER, copy.energy_ER)
 
 
@@ -274,13 +294,17 @@ def test_the_route_for_a_gpu_agrees_with_that_of_the_cpu(kind, shape):
     matrix, rows = map(torch.from_numpy, expert_and_rows(13, shape, spectrum(kind, min(shape))))
     ladder = k_ladder(min(shape))
     ours = module.decompose_on_cpu(matrix, rows, ladder, BOUND["exact"])
-    theirs = module.decompose_on_gpu(matrix, rows, ladder, BOUND["exact"])  # on the CPU here: torch does not mind
+    theirs = module.decompose_on_gpu(
+        matrix, rows, ladder, BOUND["exact"]
+    )  # on the CPU here: torch does not mind
     assert (ours.rank, ours.fallback) == (theirs.rank, theirs.fallback)
     np.testing.assert_allclose(ours.singular_values_R, theirs.singular_values_R, atol=1e-12)
     np.testing.assert_allclose(
         cumulative_energy(ours.energy_ER, ladder), cumulative_energy(theirs.energy_ER, ladder), atol=1e-9
     )
-    np.testing.assert_allclose(np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(axis=0)), 1, atol=1e-8)
+    np.testing.assert_allclose(
+        np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(axis=0)), 1, atol=1e-8
+    )
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones():

@@ -1,4 +1,7 @@
-"""What runs on a GPU, held to the CPU's results. Everything but the recording of kernels runs on the CPU too, and is tested there."""
+"""What runs on a GPU, held to the CPU's results.
+
+Everything but the recording of kernels runs on the CPU too, and is tested there.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +14,14 @@ from moescope.spectral.subspaces import similarities
 from spectral.builders import orthonormal
 from spectral.test_decompose import BOUND, SHAPES, expert_and_rows, spectrum
 
-KINDS = ["flat", "power law", "condition 1e4, geometric", "condition 1e6, geometric", "rank-deficient", "rank one"]
+KINDS = [
+    "flat",
+    "power law",
+    "condition 1e4, geometric",
+    "condition 1e6, geometric",
+    "rank-deficient",
+    "rank one",
+]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (200, 150), (100, 160)], ids=str)
@@ -26,16 +36,22 @@ def test_a_batch_gives_what_each_expert_alone_gives_on_the_cpu(shape):
             assert (ours.rank, ours.fallback) == (theirs.rank, theirs.fallback), kind
             np.testing.assert_allclose(ours.singular_values_R, theirs.singular_values_R, atol=1e-9)
             np.testing.assert_allclose(
-                cumulative_energy(ours.energy_ER, ladder), cumulative_energy(theirs.energy_ER, ladder), atol=tolerance
+                cumulative_energy(ours.energy_ER, ladder),
+                cumulative_energy(theirs.energy_ER, ladder),
+                atol=tolerance,
             )
             count = min(LEADING_VECTORS, ours.rank)
             assert theirs.leading_DK.shape == (shape[1], count)
-            np.testing.assert_allclose(np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(0)), 1, atol=1e-5)
+            np.testing.assert_allclose(
+                np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(0)), 1, atol=1e-5
+            )
 
 
 def test_weights_far_from_one_are_scaled_without_rounding():
     matrix, rows = map(torch.from_numpy, expert_and_rows(0, (60, 40), spectrum("power law", 40)))
-    plain, huge, tiny = on_gpu.decompose_batch([matrix, matrix * 2.0**600, matrix * 2.0**-600], rows, [1, 8, 40], 1e-9)
+    plain, huge, tiny = on_gpu.decompose_batch(
+        [matrix, matrix * 2.0**600, matrix * 2.0**-600], rows, [1, 8, 40], 1e-9
+    )
     for scaled, factor in ((huge, 2.0**600), (tiny, 2.0**-600)):
         np.testing.assert_allclose(scaled.singular_values_R, plain.singular_values_R * factor, rtol=1e-13)
         np.testing.assert_allclose(scaled.energy_ER, plain.energy_ER, atol=1e-13)
@@ -82,7 +98,9 @@ def test_similarities_of_tensors_equal_those_of_arrays(ks, monkeypatch):
     ):
         assert ours.k == theirs.k
         np.testing.assert_allclose(ours.overlap_P, theirs.overlap_P, atol=1e-12)
-        np.testing.assert_allclose(ours.largest_principal_cosine_P, theirs.largest_principal_cosine_P, atol=1e-9)
+        np.testing.assert_allclose(
+            ours.largest_principal_cosine_P, theirs.largest_principal_cosine_P, atol=1e-9
+        )
         assert (ours.cosine_P is None) == (theirs.cosine_P is None)
         if ours.cosine_P is not None:
             np.testing.assert_allclose(ours.cosine_P, theirs.cosine_P, atol=1e-12)
@@ -101,7 +119,8 @@ def test_the_largest_eigenvalue_of_nothing_is_nothing():
 
 
 @pytest.mark.parametrize(
-    ("count", "free", "expected"), [(8, 1e12, 8), (256, 1e12, 128), (256, 100e9, 52), (100, 1, 1), (130, 1e12, 65)]
+    ("count", "free", "expected"),
+    [(8, 1e12, 8), (256, 1e12, 128), (256, 100e9, 52), (100, 1, 1), (130, 1e12, 65)],
 )
 def test_batches_are_of_one_size_and_fit_the_memory(monkeypatch, count, free, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
@@ -117,7 +136,9 @@ def test_experts_are_solved_in_their_order_batch_by_batch(monkeypatch):
     monkeypatch.setattr(on_gpu, "batch_size", lambda *_: 3)
     sizes, solve = [], on_gpu.decompose_batch
     monkeypatch.setattr(
-        on_gpu, "decompose_batch", lambda matrices, *rest: sizes.append(len(matrices)) or solve(matrices, *rest)
+        on_gpu,
+        "decompose_batch",
+        lambda matrices, *rest: sizes.append(len(matrices)) or solve(matrices, *rest),
     )
     made = [expert_and_rows(seed, (30, 20), spectrum("flat", 20)) for seed in range(8)]
     rows = torch.from_numpy(made[0][1])

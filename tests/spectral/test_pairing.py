@@ -118,7 +118,9 @@ def recomputed(layer: AlignmentMatrix, every_pairing: list[tuple[int, ...]]) -> 
         "p_value": share(highest, highest[stored]),
         "p_lower": share([-value for value in lowest], -lowest[stored]),
         "p_accuracy": share(most_hits, most_hits[stored]),
-        "p_adjusted": [share(highest, z[rung][stored]) if rung in rungs else 1.0 for rung in range(len(layer.ks))],
+        "p_adjusted": [
+            share(highest, z[rung][stored]) if rung in rungs else 1.0 for rung in range(len(layer.ks))
+        ],
     }
 
 
@@ -148,7 +150,11 @@ def test_a_degenerate_k_takes_no_part_in_the_test():
         pairing_test(matrix_of(*tables)),
         pairing_test(matrix_of(*tables, np.eye(5), ks=[1, 2, 8], d_model=8)),
     )
-    assert (beside.p_value, beside.p_lower, beside.p_accuracy) == (alone.p_value, alone.p_lower, alone.p_accuracy)
+    assert (beside.p_value, beside.p_lower, beside.p_accuracy) == (
+        alone.p_value,
+        alone.p_lower,
+        alone.p_accuracy,
+    )
     assert beside.best_k == alone.best_k
     assert beside.p_adjusted_K[2] == 1
     assert beside.perm_z_K[2] == 0
@@ -270,7 +276,10 @@ def test_right_hits_with_a_negative_mean_margin_do_not_identify():
 def test_a_permuted_layer_is_called_permuted_and_its_order_is_found(shift):
     layer = diagonal_layer(8, shift, rungs=2)
     assert pairing_test(layer).verdict == PERMUTED
-    assert (other_order(layer).k, other_order(layer).experts) == (1, [(router + shift) % 8 for router in range(8)])
+    assert (other_order(layer).k, other_order(layer).experts) == (
+        1,
+        [(router + shift) % 8 for router in range(8)],
+    )
 
 
 def test_the_hidden_order_is_that_of_the_planted_layer():

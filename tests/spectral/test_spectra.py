@@ -16,9 +16,9 @@ def test_every_rank_of_an_identity_is_its_width(d):
 
 def test_every_rank_of_a_rank_one_matrix_is_one():
     statistics = spectrum_statistics(np.array([7.0]))
-    assert [statistics[name] for name in ("stable_rank", "effective_rank", "rank", "condition")] == pytest.approx(
-        [1, 1, 1, 1]
-    )
+    assert [
+        statistics[name] for name in ("stable_rank", "effective_rank", "rank", "condition")
+    ] == pytest.approx([1, 1, 1, 1])
 
 
 def test_statistics_of_a_two_value_spectrum_worked_by_hand():
@@ -36,7 +36,9 @@ def test_statistics_agree_with_numpy_and_scipy():
     assert statistics["spectral_norm"] == pytest.approx(np.linalg.norm(matrix, 2))
     assert statistics["condition"] == pytest.approx(np.linalg.cond(matrix))
     assert statistics["rank"] == np.linalg.matrix_rank(matrix)
-    assert statistics["stable_rank"] == pytest.approx(np.trace(matrix.T @ matrix) / np.linalg.norm(matrix, 2) ** 2)
+    assert statistics["stable_rank"] == pytest.approx(
+        np.trace(matrix.T @ matrix) / np.linalg.norm(matrix, 2) ** 2
+    )
     assert statistics["effective_rank"] == pytest.approx(np.exp(scipy.stats.entropy(values)))
 
 

@@ -38,23 +38,36 @@ def test_cosines_exist_at_k_one_only_and_keep_their_sign():
 
 def test_equal_subspaces_overlap_fully_and_orthogonal_ones_not_at_all():
     basis = np.eye(6)
-    equal, orthogonal = similarities([basis[:, :2], basis[:, [1, 0]], basis[:, 2:4]], [2])[0].overlap_P[[0, 1]]
+    equal, orthogonal = similarities([basis[:, :2], basis[:, [1, 0]], basis[:, 2:4]], [2])[0].overlap_P[
+        [0, 1]
+    ]
     assert (equal, orthogonal) == (1, 0)
 
 
 def test_pairs_come_in_the_order_of_the_upper_triangle():
     first, second = expert_pairs(4)
-    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (1, 3),
+        (2, 3),
+    ]
     vectors = [np.array([[np.cos(angle)], [np.sin(angle)]]) for angle in (0, 0.1, 0.3, 0.7)]
     expected = np.cos([0.1, 0.3, 0.7, 0.2, 0.6, 0.4])
     np.testing.assert_allclose(similarities(vectors, [1])[0].cosine_P, expected)
 
 
 def test_cosines_of_real_experts_do_not_depend_on_the_signs_of_their_singular_vectors():
-    """W = U S V' is the same matrix with both signs of a singular pair flipped; the cosine must come out of W alone."""
+    """W = U S V' is the same matrix with both signs of a singular pair flipped.
+
+    The cosine must come out of W alone.
+    """
     generator = np.random.default_rng(1)
     factors = [
-        (orthonormal(generator, 30, 12), np.linspace(3, 1, 12), orthonormal(generator, 12, 12)) for _ in range(5)
+        (orthonormal(generator, 30, 12), np.linspace(3, 1, 12), orthonormal(generator, 12, 12))
+        for _ in range(5)
     ]
     rows = torch.from_numpy(unit_rows(generator, 5, 12))
 
@@ -96,7 +109,9 @@ def test_statistics_over_pairs_worked_by_hand():
     assert statistics["mean"] == pytest.approx(0.2)
     assert statistics["mean_abs"] == pytest.approx(1.4 / 3)
     assert (statistics["max"], statistics["min"], statistics["max_abs"]) == (0.8, -0.4, 0.8)
-    assert statistics["std"] == pytest.approx(np.sqrt((0.36 + 0.36 + 0) / 2))  # the sample one: two degrees of freedom
+    assert statistics["std"] == pytest.approx(
+        np.sqrt((0.36 + 0.36 + 0) / 2)
+    )  # the sample one: two degrees of freedom
 
 
 def test_redundant_and_collapsed_pairs_are_counted_whatever_their_sign():
@@ -110,7 +125,10 @@ def test_beyond_k_one_statistics_are_of_the_overlap():
     similarity = Similarity(4, None, np.array([0.1, 0.8]), np.array([0.9, 1.0]))
     statistics = orthogonality(similarity, d_model=64)
     assert statistics["mean"] == pytest.approx(0.45)
-    assert (statistics["n_pairs_above_0_3"], statistics["chance"]) == (None, 4 / 64)  # counts are of |cos| only
+    assert (statistics["n_pairs_above_0_3"], statistics["chance"]) == (
+        None,
+        4 / 64,
+    )  # counts are of |cos| only
 
 
 def test_one_pair_has_no_sample_deviation():
@@ -128,5 +146,7 @@ def test_one_pair_has_no_sample_deviation():
         (128, 10, 64, [1]),
     ],
 )
-def test_the_subspace_ladder_stops_at_64_at_the_smallest_rank_and_below_d(n_experts, smallest_rank, d_model, expected):
+def test_the_subspace_ladder_stops_at_64_at_the_smallest_rank_and_below_d(
+    n_experts, smallest_rank, d_model, expected
+):
     assert subspace_ladder(n_experts, smallest_rank, d_model) == expected

@@ -30,8 +30,12 @@ def test_an_expert_is_decomposed_as_by_lapack(kind, shape, n_routers):
     _, expected, right = np.linalg.svd(matrix, full_matrices=False)
     np.testing.assert_allclose(found.values_R, expected, atol=1e-10)
     ends = np.flatnonzero(np.diff(np.append(values, 0)) < -1e-10)  # where a cut does not part a tie
-    ours, theirs = (np.cumsum(coordinates**2, axis=1) for coordinates in (found.coordinates_ER, rows @ right.T))
-    np.testing.assert_allclose(ours[:, ends], theirs[:, ends], atol=1e-7 if kind == "condition 1e4" else 1e-12)
+    ours, theirs = (
+        np.cumsum(coordinates**2, axis=1) for coordinates in (found.coordinates_ER, rows @ right.T)
+    )
+    np.testing.assert_allclose(
+        ours[:, ends], theirs[:, ends], atol=1e-7 if kind == "condition 1e4" else 1e-12
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -81,7 +85,9 @@ def test_a_matrix_with_a_negative_eigenvalue_has_no_root():
 
 def test_leading_eigenvectors_of_a_split_tridiagonal_matrix_are_found_largest_first():
     diagonal, beside = np.arange(90.0), np.zeros(89)
-    np.testing.assert_allclose(np.abs(leading_eigenvectors(diagonal, beside, 5)), np.eye(90)[:-6:-1], atol=1e-14)
+    np.testing.assert_allclose(
+        np.abs(leading_eigenvectors(diagonal, beside, 5)), np.eye(90)[:-6:-1], atol=1e-14
+    )
 
 
 def test_what_it_is_given_is_left_as_it_was():

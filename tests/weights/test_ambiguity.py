@@ -61,7 +61,8 @@ def test_without_full_rank_the_first_layer_is_judged_at_a_k_below_the_width(mixt
 
 def test_without_full_rank_other_layers_keep_their_k(mixtral):
     free, strict = (
-        ambiguity_ranking(mixtral, allow_full_rank=allowed).set_index("layer")["k_star"] for allowed in (True, False)
+        ambiguity_ranking(mixtral, allow_full_rank=allowed).set_index("layer")["k_star"]
+        for allowed in (True, False)
     )
     assert free.drop(0).sort_index().equals(strict.drop(0).sort_index())
 
@@ -97,7 +98,9 @@ def test_no_k_is_chosen_where_all_are_degenerate():
 
 def test_a_layer_without_a_usable_k_is_listed_without_values():
     layers = layers_of(
-        layer_rows(0, {8: 0.0}, d_model=8), layer_rows(1, {8: 0.1}, z=0.5), layer_rows(2, {8: 0.3}, z=0.7, accuracy=1.0)
+        layer_rows(0, {8: 0.0}, d_model=8),
+        layer_rows(1, {8: 0.1}, z=0.5),
+        layer_rows(2, {8: 0.3}, z=0.7, accuracy=1.0),
     )
     ranking = ambiguity_ranking(layers)
     assert ranking["layer"].tolist() == [1, 2, 0]
@@ -121,16 +124,24 @@ def test_the_score_and_its_terms_worked_by_hand():
         layer_rows(6, {8: 0.5}, accuracy=1.0, z=1.0),
     )
     ranking = ambiguity_ranking(layers).set_index("layer")
-    assert ranking.loc[4, ["accuracy_term", "margin_term", "z_term"]].tolist() == pytest.approx([0.3, 0.3, 0.3])
-    assert ranking.loc[5, ["accuracy_term", "margin_term", "z_term"]].tolist() == pytest.approx([0.2, 0.225, 0.0])
-    assert ranking.loc[6, ["accuracy_term", "margin_term", "z_term"]].tolist() == pytest.approx([0.0, 0.0, 0.2])
+    assert ranking.loc[4, ["accuracy_term", "margin_term", "z_term"]].tolist() == pytest.approx(
+        [0.3, 0.3, 0.3]
+    )
+    assert ranking.loc[5, ["accuracy_term", "margin_term", "z_term"]].tolist() == pytest.approx(
+        [0.2, 0.225, 0.0]
+    )
+    assert ranking.loc[6, ["accuracy_term", "margin_term", "z_term"]].tolist() == pytest.approx(
+        [0.0, 0.0, 0.2]
+    )
     assert ranking["ambiguity_score"].to_dict() == pytest.approx({4: 0.9, 5: 0.425, 6: 0.2})
     assert ranking["rank"].to_dict() == {4: 1, 5: 2, 6: 3}
     assert ranking["level"].to_dict() == {4: "high", 5: "medium", 6: "low"}
 
 
 def test_the_weights_given_are_those_used():
-    layers = layers_of(layer_rows(0, {8: 0.1}, accuracy=0.25, z=0.5), layer_rows(1, {8: 0.2}, accuracy=0.5, z=0.1))
+    layers = layers_of(
+        layer_rows(0, {8: 0.1}, accuracy=0.25, z=0.5), layer_rows(1, {8: 0.2}, accuracy=0.5, z=0.1)
+    )
     ranking = ambiguity_ranking(layers, weights=(0.0, 0.75, 0.25)).set_index("layer")
     assert ranking["ambiguity_score"].to_dict() == pytest.approx({0: 0.75, 1: 0.25})
 
@@ -159,7 +170,9 @@ def test_one_layer_alone_has_no_score_rank_or_level_but_an_absolute_score():
 @pytest.mark.parametrize("equal", ["margin", "z"])
 def test_equal_margins_or_equal_z_leave_the_score_undefined(equal):
     margins, z = ((0.1, 0.1), (0.5, 0.9)) if equal == "margin" else ((0.1, 0.2), (0.5, 0.5))
-    ranking = ambiguity_ranking(layers_of(*(layer_rows(layer, {8: margins[layer]}, z=z[layer]) for layer in (0, 1))))
+    ranking = ambiguity_ranking(
+        layers_of(*(layer_rows(layer, {8: margins[layer]}, z=z[layer]) for layer in (0, 1)))
+    )
     assert ranking["ambiguity_score"].isna().all()
     assert ranking[f"{equal}_term"].isna().all()
     assert ranking["z_term" if equal == "margin" else "margin_term"].notna().all()

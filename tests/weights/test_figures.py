@@ -104,7 +104,9 @@ def test_curves_draw_the_tables_own_numbers(planted_run):
 
 
 def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "z_by_k").draw(readings([planted_run])[0].tables)
+    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "z_by_k").draw(
+        readings([planted_run])[0].tables
+    )
     ceiling = next(trace for trace in figure.data if "ceiling" in trace["name"])
     np.testing.assert_allclose(ceiling["y"], np.sqrt(7))
     assert ceiling["line"]["color"] == GREY
@@ -144,7 +146,9 @@ def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(plant
 
 
 def test_the_null_density_shows_the_stored_value_outside_the_null_where_planted(planted_run):
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(readings([planted_run])[0].tables)
+    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(
+        readings([planted_run])[0].tables
+    )
     assert "better than 99 % of random ones in layers 1 and 3 and worse than 99 % in layer 2" in figure.title
     assert figure.slider.per_value == 2
 

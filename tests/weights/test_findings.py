@@ -20,7 +20,12 @@ def raw(planted_run):
 
 
 def test_each_planted_fact_is_found(raw):
-    assert words.verdict_layers(raw) == {"chance": [0], "identifying": [1, 2], "non_random": [3], "permuted": [4]}
+    assert words.verdict_layers(raw) == {
+        "chance": [0],
+        "identifying": [1, 2],
+        "non_random": [3],
+        "permuted": [4],
+    }
     text = "\n".join(words.findings(raw))
     assert "Layer 2 identifies its experts at small k only: up to k = 16" in text
     assert "2 and 5 of layer 3" in text
@@ -40,9 +45,12 @@ def test_the_other_order_is_the_planted_one_with_its_p(raw):
 
 def test_nothing_is_found_in_the_random_layer(raw):
     specific = [
-        *words.other_order_findings(raw), *words.small_k_findings(raw), *words.avoidance_findings(raw), *words.hub_findings(raw),
+        *words.other_order_findings(raw),
+        *words.small_k_findings(raw),
+        *words.avoidance_findings(raw),
+        *words.hub_findings(raw),
         words.redundancy_finding(raw),
-    ]  # fmt: skip
+    ]
     assert not [sentence for sentence in specific if "layer 0" in sentence.lower()]
 
 
@@ -70,7 +78,9 @@ def test_an_expert_that_attracts_every_router_is_named(tmp_path):
     direction[0] = 1
     router = tensors["model.layers.0.block_sparse_moe.gate.weight"]
     router[:, 0] += 30  # all routers share one direction ...
-    tensors["model.layers.0.block_sparse_moe.experts.6.w1.weight"][:, 0] *= 40  # ... which expert 6 hears best
+    tensors["model.layers.0.block_sparse_moe.experts.6.w1.weight"][:, 0] *= (
+        40  # ... which expert 6 hears best
+    )
     (sentence,) = words.hub_findings(scanned(tmp_path, tensors, layers=1, experts=8))
     assert "expert 6 of layer 0 (8 of 8 routers)" in sentence
 
@@ -78,7 +88,12 @@ def test_an_expert_that_attracts_every_router_is_named(tmp_path):
 def test_random_checkpoints_have_no_hubs_and_no_hidden_order(tmp_path):
     tensors = tiny_tensors(layers=6, experts=8, d_model=32, d_ff=48)
     reading = scanned(tmp_path, tensors, layers=6, experts=8)
-    assert words.hub_findings(reading) == words.other_order_findings(reading) == words.small_k_findings(reading) == []
+    assert (
+        words.hub_findings(reading)
+        == words.other_order_findings(reading)
+        == words.small_k_findings(reading)
+        == []
+    )
 
 
 def test_rank_deficient_experts_are_named(tmp_path):
@@ -105,7 +120,9 @@ def test_routers_that_avoid_their_experts_are_named(tmp_path):
 def test_a_permuted_layer_of_many_experts_tells_its_order(tmp_path):
     tensors = tiny_tensors(layers=1, experts=40, d_model=64, d_ff=64)
     for router in range(40):
-        weight = tensors[f"model.layers.0.block_sparse_moe.experts.{(router + 7) % 40}.w1.weight"].double().numpy()
+        weight = (
+            tensors[f"model.layers.0.block_sparse_moe.experts.{(router + 7) % 40}.w1.weight"].double().numpy()
+        )
         leading = np.linalg.svd(weight)[2][:6]
         row = leading.T @ np.random.default_rng(router).standard_normal(6)
         tensors["model.layers.0.block_sparse_moe.gate.weight"][router] = tensors[
@@ -130,7 +147,10 @@ def test_chance_counts_only_the_experts_that_took_part(tmp_path):
 
 
 def test_a_pairing_that_is_proven_but_tells_no_expert_is_not_passed_over(tmp_path):
-    """Each router holds its expert's own direction, and more of one common to all, which expert 0 alone hears."""
+    """Each router holds its expert's own direction, and more of one common to all.
+
+    Which expert 0 alone hears.
+    """
     tensors = tiny_tensors(layers=1, experts=8, d_model=64, d_ff=64)
     common = np.random.default_rng(5).standard_normal(64)
     common /= np.linalg.norm(common)
@@ -169,7 +189,8 @@ def test_the_verdicts_say_how_many_chance_would_give(raw):
 def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
     reading = scanned(tmp_path, tiny_tensors(experts=3), experts=3)
     assert words.findings(reading)[0] == (
-        "Layers 0 and 1 have too few experts to be tested. Chance accuracy at one k is 1/3; 3 experts have 6 pairings only, so no p can be below 1/6."
+        "Layers 0 and 1 have too few experts to be tested. Chance accuracy at one k is 1/3; 3 "
+        "experts have 6 pairings only, so no p can be below 1/6."
     )
     assert "distinguishable" not in " ".join(words.findings(reading))
     entry, payload = layer_entry(reading, 0, dict(reading.by_layer())[0])
@@ -180,7 +201,8 @@ def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
 
 def test_redundancy_is_counted_beside_what_random_directions_give(tmp_path):
     sentence = words.redundancy_finding(scanned(tmp_path, tiny_tensors(layers=2, experts=8), experts=8))
-    # 56 pairs at d = 16: cos √15 / √(1 − cos²) follows t with 15 degrees of freedom, so P(|cos| > 0.3) = 0.242
+    # 56 pairs at d = 16: cos √15 / √(1 − cos²) follows t with 15 degrees of freedom, so P(|cos| > 0.3) =
+    # 0.242
     assert "of 56 pairs are above 0.3, where random directions give 13.6" in sentence
 
 

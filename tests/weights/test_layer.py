@@ -34,10 +34,14 @@ def spoiled(seed: int, bad: int, value: float = np.nan, part: str = "gates", **s
     """(a layer one of whose experts holds NaN, the same layer without that expert)."""
     whole = random_weights(seed, **sizes)
     stacks = {"gates": whole.gate_EFD, "ups": whole.up_EFD, "downs": whole.down_EDF}
-    parts = {name: [stack.read(e).numpy().copy() for e in range(whole.n_experts)] for name, stack in stacks.items()}
+    parts = {
+        name: [stack.read(e).numpy().copy() for e in range(whole.n_experts)] for name, stack in stacks.items()
+    }
     router = whole.router_ED.read().numpy().copy()
     rest = [expert for expert in range(whole.n_experts) if expert != bad]
-    without = layer_weights(router[rest], **{name: [matrices[e] for e in rest] for name, matrices in parts.items()})
+    without = layer_weights(
+        router[rest], **{name: [matrices[e] for e in rest] for name, matrices in parts.items()}
+    )
     if part == "router":
         router[bad] = value
     else:
@@ -54,12 +58,14 @@ def test_every_entry_of_m_is_the_alignment_of_that_router_with_that_expert(matri
     weights = random_weights(0, n=4, hidden=hidden, width=width)
     router = weights.router_ED.read().numpy()
     rows = router / np.linalg.norm(router, axis=1, keepdims=True)
-    pairs = frames_of(weights, matrix=(matrix,), precision="exact")["pairs"].set_index(["k", "router_index", "expert"])[
-        "align"
-    ]
+    pairs = frames_of(weights, matrix=(matrix,), precision="exact")["pairs"].set_index(
+        ["k", "router_index", "expert"]
+    )["align"]
     assert len(pairs) == pairs.index.get_level_values("k").nunique() * 16
     for expert in range(4):
-        gate, up, down = (stack.read(expert).numpy() for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF))
+        gate, up, down = (
+            stack.read(expert).numpy() for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF)
+        )
         stacked = np.concatenate([gate / np.linalg.norm(gate), up / np.linalg.norm(up)])
         W = {"gate": gate, "up": up, "gate_up": stacked, "down": down.T}[matrix]
         for k in pairs.index.get_level_values("k").unique():
@@ -118,7 +124,15 @@ def test_only_k_equal_to_the_width_is_degenerate():
 
 
 def test_ks_the_user_names_join_the_ladder_and_those_beyond_the_rank_do_not():
-    assert frames_of(random_weights(0), k=(3, 7, 500))["alignment_layers"]["k"].tolist() == [1, 2, 3, 4, 7, 8, 12]
+    assert frames_of(random_weights(0), k=(3, 7, 500))["alignment_layers"]["k"].tolist() == [
+        1,
+        2,
+        3,
+        4,
+        7,
+        8,
+        12,
+    ]
 
 
 def test_the_ladder_ends_at_the_largest_rank_where_all_experts_are_deficient():
@@ -190,7 +204,9 @@ def test_rows_carry_the_choices_they_were_made_under():
     frames = frames_of(random_weights(0), matrix=("gate", "down"), router=("raw", "centered"), fold_norm=True)
     for name in ("alignment", "alignment_layers", "alignment_tests", "pairs", "nulls"):
         combinations = set(frames[name][["matrix", "router", "fold_norm"]].itertuples(index=False, name=None))
-        assert combinations == {(matrix, router, True) for matrix in ("gate", "down") for router in ("raw", "centered")}
+        assert combinations == {
+            (matrix, router, True) for matrix in ("gate", "down") for router in ("raw", "centered")
+        }
     for name in ("similarity", "orthogonality", "spectra"):
         assert set(frames[name]["matrix"]) == {"gate", "down"}
 
@@ -223,11 +239,15 @@ def test_keep_going_marks_the_expert_with_nulls_and_analyses_the_rest_as_if_it_w
         )
         assert len(marked) == len(frame) / 5
         assert marked.isna().all(axis=None)
-        rest = frame[frame["expert"] != 2].assign(expert=lambda rows: rows["expert"].map({0: 0, 1: 1, 3: 2, 4: 3}))
+        rest = frame[frame["expert"] != 2].assign(
+            expert=lambda rows: rows["expert"].map({0: 0, 1: 1, 3: 2, 4: 3})
+        )
         pd.testing.assert_frame_equal(rest.reset_index(drop=True), reference[name], check_dtype=False)
     for name in ("alignment_layers", "alignment_tests", "orthogonality", "nulls"):
         pd.testing.assert_frame_equal(result.frames[name], reference[name])
-    assert set(result.frames["pairs"]["expert"]) == set(result.frames["pairs"]["router_index"]) == {0, 1, 3, 4}
+    assert (
+        set(result.frames["pairs"]["expert"]) == set(result.frames["pairs"]["router_index"]) == {0, 1, 3, 4}
+    )
     assert set(result.frames["similarity"]["expert_b"]) == {1, 3, 4}
     assert result.setup["matrices"]["gate"]["experts_left_out"] == [2]
     assert len(result.warnings) == 1
@@ -249,7 +269,9 @@ def test_frames_with_marked_experts_conform_to_their_schema():
     for name, frame in frames_of(weights, keep_going=True).items():
         arrow = conform(name, frame.assign(step=0))
         assert arrow.num_rows == len(frame)
-    values = conform("spectra", frames_of(weights, keep_going=True)["spectra"].assign(step=0)).column("singular_values")
+    values = conform("spectra", frames_of(weights, keep_going=True)["spectra"].assign(step=0)).column(
+        "singular_values"
+    )
     assert values.null_count == 1
 
 
@@ -350,17 +372,26 @@ def test_null_bins_hold_the_whole_null_and_its_mean():
     widths, centers = nulls["right"] - nulls["left"], (nulls["right"] + nulls["left"]) / 2
     assert (nulls["density"] * widths).sum() == pytest.approx(1)
     at_32 = frames["alignment_layers"].set_index("k").loc[32]
-    assert (nulls["density"] * widths * centers).sum() == pytest.approx(at_32["shuffle_mean"], abs=widths.max() / 2)
+    assert (nulls["density"] * widths * centers).sum() == pytest.approx(
+        at_32["shuffle_mean"], abs=widths.max() / 2
+    )
     np.testing.assert_allclose(nulls["observed"], at_32["align"])
 
 
 def test_the_mean_of_the_exact_null_is_the_mean_of_m():
     matrix = random_matrix(6, [1, 2, 4])
-    np.testing.assert_allclose(pairing_test(matrix).null_means_KP.mean(axis=1), matrix.align_KEE.mean(axis=(1, 2)))
+    np.testing.assert_allclose(
+        pairing_test(matrix).null_means_KP.mean(axis=1), matrix.align_KEE.mean(axis=(1, 2))
+    )
 
 
 def test_nulls_are_kept_at_the_ks_of_the_density_figure_or_else_at_the_largest_usable_k():
-    for ks, expected in (([1, 16, 32, 64, 128, 256], [32, 128]), ([1, 4, 16], [16]), ([1, 4, 1000], [4]), ([1000], [])):
+    for ks, expected in (
+        ([1, 16, 32, 64, 128, 256], [32, 128]),
+        ([1, 4, 16], [16]),
+        ([1, 4, 1000], [4]),
+        ([1000], []),
+    ):
         matrix = random_matrix(4, ks)  # d = 1000
         assert nulls_frame(matrix, pairing_test(matrix))["k"].unique().tolist() == expected
 

@@ -1,4 +1,7 @@
-"""inspect and scan on quantised checkpoints: what is shown, and the numbers of the weights as the libraries dequantise them."""
+"""inspect and scan on quantised checkpoints.
+
+What is shown, and the numbers of the weights as the libraries dequantise them.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +75,20 @@ def dequantised(kind, folder, stored):
     plain = {}
     for name, tensor in stored.items():
         if kind == "fp8" and f"{name}_scale_inv" in stored:
-            plain[name] = Fp8Dequantize(None)._dequantize_one(tensor, stored[f"{name}_scale_inv"], torch.float32)
+            plain[name] = Fp8Dequantize(None)._dequantize_one(
+                tensor, stored[f"{name}_scale_inv"], torch.float32
+            )
         elif name.endswith("_blocks"):
             scales = stored[name.replace("_blocks", "_scales")]
-            plain[name.removesuffix("_blocks")] = convert_moe_packed_tensors(tensor, scales, dtype=torch.float32)
+            plain[name.removesuffix("_blocks")] = convert_moe_packed_tensors(
+                tensor, scales, dtype=torch.float32
+            )
         elif name.endswith("_packed"):
-            wide = {part: value.float() if value.is_floating_point() else value for part, value in stored.items()
-                    if part.startswith(name.removesuffix("_packed"))}  # fmt: skip
+            wide = {
+                part: value.float() if value.is_floating_point() else value
+                for part, value in stored.items()
+                if part.startswith(name.removesuffix("_packed"))
+            }
             plain[name.removesuffix("_packed")] = decompress(name.removesuffix("_packed"), wide, INT4)
         elif not name.endswith(("_scales", "_scale", "_shape", "_scale_inv")):
             plain[name] = tensor
@@ -94,12 +104,17 @@ def test_a_scan_finds_what_it_finds_in_the_dequantised_weights(tmp_path, kind):
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     del config["quantization_config"]
     (plain / "config.json").write_text(json.dumps(config))
-    runs = [scan(path, out=tmp_path / f"{path.name}-run", matrix="gate,up,down", quiet=True) for path in (tmp_path / "packed", plain)]  # fmt: skip
+    runs = [
+        scan(path, out=tmp_path / f"{path.name}-run", matrix="gate,up,down", quiet=True)
+        for path in (tmp_path / "packed", plain)
+    ]
     for name in SCAN_TABLES:
         ours, theirs = (run.table(name) for run in runs)
         assert len(ours)
         assert ours.equals(theirs), name
-    assert {setup["dtype"] for setup in runs[0].info["setup"]} == {{"fp8": "F8_E4M3", "mxfp4": "MXFP4", "int4": "INT4"}[kind]}  # fmt: skip
+    assert {setup["dtype"] for setup in runs[0].info["setup"]} == {
+        {"fp8": "F8_E4M3", "mxfp4": "MXFP4", "int4": "INT4"}[kind]
+    }
 
 
 def test_an_expert_whose_scale_is_not_a_number_is_named(tmp_path):

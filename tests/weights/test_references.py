@@ -27,9 +27,13 @@ SPREAD = np.array(
 
 def grey(figure) -> dict[str, np.ndarray]:
     lines = [
-        trace for trace in figure.data if (trace.get("line") or {}).get("color") == GREY and trace["mode"] == "lines"
+        trace
+        for trace in figure.data
+        if (trace.get("line") or {}).get("color") == GREY and trace["mode"] == "lines"
     ]
-    return {trace["name"]: np.asarray(trace["y"], float) for trace in lines if trace["name"] != "random pairings"}
+    return {
+        trace["name"]: np.asarray(trace["y"], float) for trace in lines if trace["name"] != "random pairings"
+    }
 
 
 ACROSS = {
@@ -132,7 +136,12 @@ def test_readings_with_one_reference_share_its_line(planted_run):
 def test_steps_are_drawn_with_their_reference(tmp_path):
     models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
     found = readings([scan(*models, out=tmp_path / "run", quiet=True)])
-    levels = {"accuracy": 1 / 4, "margin": 0, "ambiguity": 0.9, "orthogonality": math.sqrt(2 / (math.pi * 16))}
+    levels = {
+        "accuracy": 1 / 4,
+        "margin": 0,
+        "ambiguity": 0.9,
+        "orthogonality": math.sqrt(2 / (math.pi * 16)),
+    }
     for spec in ACROSS_STEPS:
         (y,) = grey(spec.draw(stacked(found, spec))).values()
         np.testing.assert_allclose(y, levels[spec.name.removeprefix("steps_")])
@@ -160,7 +169,9 @@ def test_the_share_of_random_pairs_above_a_cosine_agrees_with_simulation():
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((40_000, 2, 64))
     cosines = np.abs(
-        (rows[:, 0] * rows[:, 1]).sum(1) / np.linalg.norm(rows[:, 0], axis=1) / np.linalg.norm(rows[:, 1], axis=1)
+        (rows[:, 0] * rows[:, 1]).sum(1)
+        / np.linalg.norm(rows[:, 0], axis=1)
+        / np.linalg.norm(rows[:, 1], axis=1)
     )
     assert (cosines > 0.3).mean() == pytest.approx(share_above(0.3, 64), abs=0.002)
     assert share_above(0.3, 64) == pytest.approx(0.0152, abs=2e-4)
@@ -187,7 +198,8 @@ def test_the_stray_of_a_mean_alignment_agrees_with_simulation():
 
 def test_density_titles_say_how_many_layers_chance_puts_outside():
     assert density_title(32, [1, 2], [4], 50) == (
-        "At k = 32, the stored pairing is better than 99 % of random ones in layers 1 and 2 and worse than 99 % in layer 4; "
+        "At k = 32, the stored pairing is better than 99 % of random ones in layers 1 and 2 and "
+        "worse than 99 % in layer 4; "
         "by chance 1 of 50 layers would stand outside"
     )
     assert "within the middle 98 %" in density_title(32, [], [], 50)
@@ -199,10 +211,13 @@ def test_titles_of_a_random_model_claim_nothing(tmp_path):
     reading = readings([scan(model, out=tmp_path / "run", quiet=True)])[0]
     titles = {spec.name: spec.draw(reading.tables).title for spec in ACROSS_LAYERS}
     assert titles["accuracy_by_k"] == "Layers 0 to 7 are not distinguishable from chance"
-    assert titles["delta_by_k"].startswith("In no layer do own experts beat the layer's average beyond chance")
+    assert titles["delta_by_k"].startswith(
+        "In no layer do own experts beat the layer's average beyond chance"
+    )
     assert "would stray by ±" in titles["effect_by_k"]
     assert (
-        "would stray by ±0.5 times" in titles["cos_squared_by_layer"] or "±1 around 1" in titles["cos_squared_by_layer"]
+        "would stray by ±0.5 times" in titles["cos_squared_by_layer"]
+        or "±1 around 1" in titles["cos_squared_by_layer"]
     )
     assert "by chance about half would" in titles["delta_by_expert"]
     for _, tables in reading.by_layer():
@@ -225,7 +240,9 @@ def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
     model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
     run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
     spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
-    check(spec.draw(readings([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
+    check(
+        spec.draw(readings([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)}
+    )
 
 
 def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):

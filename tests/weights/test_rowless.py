@@ -1,4 +1,7 @@
-"""Lab models whose router has no row for each expert, through the verbs that look at weights: what is computed, and what is said instead of the rest."""
+"""Lab models whose router has no row for each expert, through the verbs that look at weights.
+
+What is computed, and what is said instead of the rest.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,9 @@ def runs(places) -> dict[str, Run]:
 
 @pytest.mark.parametrize("router", ["hash", "spectra"])
 @pytest.mark.parametrize("fold_norm", [False, True])
-def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_top2_router(router, fold_norm, tmp_path):
+def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_top2_router(
+    router, fold_norm, tmp_path
+):
     lab, rows = model(router), model("top2", seed=1)
     own = {name: tensor for name, tensor in lab.state_dict().items() if "router" not in name}
     left = rows.load_state_dict(own, strict=False)
@@ -76,7 +81,9 @@ def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_to
         assert len(found)
         for column in expected:
             same = found[column].map(np.ndarray.tobytes) if column == "singular_values" else found[column]
-            other = expected[column].map(np.ndarray.tobytes) if column == "singular_values" else expected[column]
+            other = (
+                expected[column].map(np.ndarray.tobytes) if column == "singular_values" else expected[column]
+            )
             assert same.equals(other), (name, column)
 
 
@@ -120,12 +127,25 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
     run = runs[router]
     assert [item["rowless_router"] for item in run.info["coverage"]] == [router]
     assert run.info["warnings"] == []
-    why = "Nothing is routed (router dense)" if router == "dense" else f"Router {router} has no row for each expert"
+    why = (
+        "Nothing is routed (router dense)"
+        if router == "dense"
+        else f"Router {router} has no row for each expert"
+    )
     told = summary(run)
     assert told["findings"][0].startswith(why)
     assert (told["readings"][0]["verdicts"], told["readings"][0]["most_ambiguous"]) == ({}, [])
     assert json.loads(json.dumps(told)) == told
-    command = ["scan", str(places[router]), "--out", str(tmp_path / "run"), "--device", "cpu", "--layers", "0"]
+    command = [
+        "scan",
+        str(places[router]),
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        "--layers",
+        "0",
+    ]
     printed = CliRunner().invoke(app, command)
     assert printed.exit_code == 0, printed.output
     assert why in printed.output
@@ -134,14 +154,23 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
 @pytest.mark.parametrize("router", sorted(WITHOUT))
 def test_the_report_has_only_what_has_something_to_show(router, runs):
     content = page_content([runs[router]])
-    of_pairs = ["r0-cosine_heatmap", "r0-orthogonality_by_layer", "r0-overlap_by_k"] if router != "dense" else []
+    of_pairs = (
+        ["r0-cosine_heatmap", "r0-orthogonality_by_layer", "r0-overlap_by_k"] if router != "dense" else []
+    )
     assert content["across"][0]["figures"] == [*of_pairs, "r0-spectra_by_layer", "r0-ranks_by_layer"]
     assert content["across"][0]["tables"] == (["r0-t-orthogonality"] if router != "dense" else [])
-    assert (content["compare"], content["steps"], content["together"], content["together_missing"]) == ([], [], [], "")
+    assert (content["compare"], content["steps"], content["together"], content["together_missing"]) == (
+        [],
+        [],
+        [],
+        "",
+    )
     tables = [section["table"] for section in content["glossary"]]
     assert tables == (["similarity", "orthogonality", "spectra"] if router != "dense" else ["spectra"])
     opened = json.loads(content["payloads"]["r0-l1"])
-    assert [figure["name"] for figure in opened["figures"]] == (["overlap_over_k"] if of_pairs else []) + ["expert_spectra"]  # fmt: skip
+    assert [figure["name"] for figure in opened["figures"]] == (["overlap_over_k"] if of_pairs else []) + [
+        "expert_spectra"
+    ]
     assert (opened["complete"], len(opened["tables"])) == ([], 1)
     setup = dict(opened["setup"])
     assert "router" not in " ".join([*setup, setup["dtype"]])
@@ -189,11 +218,17 @@ def test_two_such_checkpoints_are_compared_expert_by_expert(router, places, tmp_
     geometry = run.table("geometry")
     assert sorted(geometry["matrix"].unique()) == ["down", "gate", "up"]
     assert len(geometry) == 2 * 3 * (1 if router == "dense" else 8)
-    before, after = (lab.blocks[1].mlp.experts.state_dict()["down"][0].double() for lab in (model(router), model(router, 7)))  # fmt: skip
+    before, after = (
+        lab.blocks[1].mlp.experts.state_dict()["down"][0].double()
+        for lab in (model(router), model(router, 7))
+    )
     found = geometry.query("layer == 1 and matrix == 'down' and expert_a == 0")["relative_l2"].item()
     assert found == pytest.approx(float((before / before.norm() - after / after.norm()).norm()), abs=1e-6)
     assert run.info["warnings"] == [
-        f"router drift, and the change in alignment and ambiguity, left out: router {router} has no row for each expert"
+        (
+            f"router drift, and the change in alignment and ambiguity, left out: router {router} has "
+            "no row for each expert"
+        )
     ]
     assert "left out: router" in report(run).read_text()
     with pytest.raises(BadInput, match="its router has no row for each expert; leave router out of --matrix"):
@@ -203,14 +238,18 @@ def test_two_such_checkpoints_are_compared_expert_by_expert(router, places, tmp_
 
 def test_experts_of_a_model_with_rows_and_of_one_without_are_compared(places, tmp_path):
     routed = saved(model("expert_choice"), tmp_path / "routed")
-    run = compare(routed, places["hash"], out=tmp_path / "run", matrix="down", skip="sv", device="cpu", quiet=True)
+    run = compare(
+        routed, places["hash"], out=tmp_path / "run", matrix="down", skip="sv", device="cpu", quiet=True
+    )
     assert len(run.table("geometry")) == 16
 
 
 def test_tracing_a_dense_model_is_refused_before_any_work(places, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words")
-    with pytest.raises(BadInput, match=r"nothing is routed in it \(router dense.*moescope scan shows its spectra"):
+    with pytest.raises(
+        BadInput, match=r"nothing is routed in it \(router dense.*moescope scan shows its spectra"
+    ):
         trace(places["dense"], text=text, out=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -219,13 +258,19 @@ def test_where_experts_choose_a_trace_says_how_many_a_token_has_on_average(tmp_p
     text = tmp_path / "text.txt"
     text.write_text("some words that experts may choose or leave, as they like")
     run = trace(
-        saved(model("expert_choice"), tmp_path / "chosen"), text=text, out=tmp_path / "run", device="cpu", quiet=True
+        saved(model("expert_choice"), tmp_path / "chosen"),
+        text=text,
+        out=tmp_path / "run",
+        device="cpu",
+        quiet=True,
     )
     load = run.table("load")
     (line,) = trace_coverage(run)
     tokens = sum(run.info["coverage"][0]["tokens"].values()) * load["layer"].nunique()
     assert (
-        f"up to {run.info['coverage'][0]['k'][0]} a token, {number(load['tokens'].sum() / tokens)} on average" in line
+        f"up to {run.info['coverage'][0]['k'][0]} a token, {number(load['tokens'].sum() / tokens)} on average"
+    ) in line
+    plain = trace(
+        saved(model("top2"), tmp_path / "plain"), text=text, out=tmp_path / "run2", device="cpu", quiet=True
     )
-    plain = trace(saved(model("top2"), tmp_path / "plain"), text=text, out=tmp_path / "run2", device="cpu", quiet=True)
     assert ", 2 a token; " in trace_coverage(plain)[0]

@@ -79,14 +79,19 @@ def test_all_nine_tables_hold_exactly_the_schema_s_columns(tmp_path, model):
         assert not frame.duplicated(list(spec.keys)).any()
         assert set(frame["matrix"]) == {"gate", "up", "gate_up", "down"}
         assert set(frame["layer"]) == {0, 1}
-        assert set(frame["layer_name"]) == {"model.layers.0.block_sparse_moe", "model.layers.1.block_sparse_moe"}
+        assert set(frame["layer_name"]) == {
+            "model.layers.0.block_sparse_moe",
+            "model.layers.1.block_sparse_moe",
+        }
         if "router" in spec.keys:
             assert set(frame["router"]) == {"raw", "centered"}
 
 
 def test_every_column_is_filled_somewhere(tmp_path):
     """A column that is null throughout a plain scan of several layers would be a promise not kept."""
-    run = scan(tiny_checkpoint(tmp_path / "model", layers=3, experts=5, d_model=40, d_ff=48), out=tmp_path / "run")
+    run = scan(
+        tiny_checkpoint(tmp_path / "model", layers=3, experts=5, d_model=40, d_ff=48), out=tmp_path / "run"
+    )
     for name in SCAN_TABLES:
         spec = TABLES[name]
         frame = run.table(name)
@@ -118,7 +123,11 @@ def test_run_json_has_every_field_of_the_contract(tmp_path, model):
     info = scan(model, out=tmp_path / "run", router="raw,centered", k="3", seed=7).info
     assert info == json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["schema_version"] == SCHEMA_VERSION
-    assert (info["verb"], info["status"], info["device"]) == ("scan", "done", scan_module.choose_device("auto"))
+    assert (info["verb"], info["status"], info["device"]) == (
+        "scan",
+        "done",
+        scan_module.choose_device("auto"),
+    )
     assert info["arguments"] == {
         "layers": None,
         "matrix": ["gate"],
@@ -155,7 +164,8 @@ def test_a_real_model_saved_by_transformers_is_scanned(tmp_path):
 
 def test_results_do_not_depend_on_sharding(tmp_path):
     runs = [
-        scan(tiny_checkpoint(tmp_path / f"model{shards}", shards), out=tmp_path / f"run{shards}") for shards in (1, 3)
+        scan(tiny_checkpoint(tmp_path / f"model{shards}", shards), out=tmp_path / f"run{shards}")
+        for shards in (1, 3)
     ]
     assert_equal_tables(*runs)
 
@@ -213,7 +223,9 @@ def test_layers_are_ranked_within_step_matrix_and_router(tmp_path):
     ],
 )
 def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folders, steps):
-    models = [tiny_checkpoint(tmp_path / folder, layers=1, seed=number) for number, folder in enumerate(folders)]
+    models = [
+        tiny_checkpoint(tmp_path / folder, layers=1, seed=number) for number, folder in enumerate(folders)
+    ]
     run = scan(*models, out=tmp_path / "run")
     assert [checkpoint["step"] for checkpoint in run.info["checkpoints"]] == steps
     for frame in tables_of(run).values():
@@ -229,7 +241,8 @@ def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folde
 def test_checkpoints_with_other_layers_are_refused(tmp_path):
     models = [tiny_checkpoint(tmp_path / f"m{layers}", layers=layers) for layers in (1, 2)]
     with pytest.raises(
-        BadInput, match=r"m2: another family, shape or number of experts than .*m1, so not a step .* scan each alone"
+        BadInput,
+        match=r"m2: another family, shape or number of experts than .*m1, so not a step .* scan each alone",
     ):
         scan(*models, out=tmp_path / "run")
 
@@ -276,7 +289,14 @@ def test_apples_gpu_is_replaced_by_the_cpu_and_the_run_says_so(tmp_path, model):
 
 @pytest.mark.parametrize(
     ("given", "layers"),
-    [("0", [0]), ("1,0", [0, 1]), ("0-1", [0, 1]), (" 0 - 1 , 3", [0, 1, 3]), ([2, 0], [0, 2]), (None, [0, 1, 2, 3])],
+    [
+        ("0", [0]),
+        ("1,0", [0, 1]),
+        ("0-1", [0, 1]),
+        (" 0 - 1 , 3", [0, 1, 3]),
+        ([2, 0], [0, 2]),
+        (None, [0, 1, 2, 3]),
+    ],
 )
 def test_layers_may_be_given_as_numbers_and_ranges(tmp_path, given, layers):
     moe = scan_module.read_moe(scan_module.open_checkpoint(tiny_checkpoint(tmp_path, layers=4)))
@@ -287,7 +307,9 @@ def test_only_the_layers_asked_for_are_read(tmp_path, analysed):
     tensors = tiny_tensors(layers=3)
     tensors[router_name(0)].fill_(math.nan)
     tensors[expert_name(2, 0, "gate")].fill_(math.nan)
-    run = scan(write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=3)), out=tmp_path / "run", layers="1")
+    run = scan(
+        write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=3)), out=tmp_path / "run", layers="1"
+    )
     assert analysed == [1]
     assert set(run.table("spectra")["layer"]) == {1}
     assert run.info["arguments"]["layers"] == [[1]]
@@ -357,7 +379,10 @@ def test_centering_is_refused_where_nobody_knows_that_the_router_is_a_softmax(tm
         BadInput, match="centering assumes a softmax router, this one's scoring is unknown; use --router raw"
     ):
         scan(model, out=tmp_path / "run", router="centered")
-    assert scan(model, out=tmp_path / "run").info["coverage"][0]["family"] == "mixtral layout, model_type newcomer"
+    assert (
+        scan(model, out=tmp_path / "run").info["coverage"][0]["family"]
+        == "mixtral layout, model_type newcomer"
+    )
 
 
 # --- run folders
@@ -441,7 +466,9 @@ def test_unusable_weights_are_refused_by_name_and_nothing_is_left_behind(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_nan_in_a_later_layer_fails_the_run_but_keeps_what_is_done_and_keep_going_takes_it_up(tmp_path, analysed):
+def test_nan_in_a_later_layer_fails_the_run_but_keeps_what_is_done_and_keep_going_takes_it_up(
+    tmp_path, analysed
+):
     model = damaged(tmp_path / "model", gate_1_2=math.nan)
     with pytest.raises(BadInput, match="holds NaN"):
         scan(model, out=tmp_path / "run")
@@ -458,11 +485,17 @@ def test_keep_going_marks_the_expert_and_goes_on_with_the_others(tmp_path, name)
     clean = scan(tiny_checkpoint(tmp_path / "clean"), out=tmp_path / "clean-run").table("alignment")
     run = scan(damaged(tmp_path / "model", **{name: math.nan}), out=tmp_path / "run", keep_going=True)
     rows = run.table("alignment")
-    assert rows[["layer", "k", "expert"]].equals(clean[["layer", "k", "expert"]]), "the marked expert keeps its rows"
+    assert rows[["layer", "k", "expert"]].equals(clean[["layer", "k", "expert"]]), (
+        "the marked expert keeps its rows"
+    )
     marked = (rows["layer"] == 1) & (rows["expert"] == 2)
     values = list(TABLES["alignment"].values)
-    assert rows.loc[marked, [value for value in values if not value.startswith("shuffle")]].isna().all(axis=None)
-    assert rows.loc[~marked, "align"].to_numpy() == pytest.approx(clean.loc[~marked, "align"].to_numpy(), abs=1e-12)
+    assert (
+        rows.loc[marked, [value for value in values if not value.startswith("shuffle")]].isna().all(axis=None)
+    )
+    assert rows.loc[~marked, "align"].to_numpy() == pytest.approx(
+        clean.loc[~marked, "align"].to_numpy(), abs=1e-12
+    )
     assert len(run.info["warnings"]) == 1
     assert run.info["warnings"][0].startswith("layer 1: expert 2 left out: ")
     assert run.info["setup"][1]["matrices"]["gate"]["experts_left_out"] == [2]
@@ -487,7 +520,9 @@ LONG = 8  # layers
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory) -> Path:
     """A checkpoint whose scan takes long enough to be stopped between two layers."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("long") / "model", layers=LONG, experts=8, d_model=48, d_ff=64)
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("long") / "model", layers=LONG, experts=8, d_model=48, d_ff=64
+    )
 
 
 def start_scan(model: Path, out: Path) -> subprocess.Popen:
@@ -506,7 +541,9 @@ def finished_pieces(out: Path) -> dict[str, float]:
     return {piece.name: piece.stat().st_ctime for piece in out.glob("parts/*") if piece.suffix != ".tmp"}
 
 
-def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_layer(tmp_path, long_model, analysed):
+def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_layer(
+    tmp_path, long_model, analysed
+):
     out = tmp_path / "killed"
     process = start_scan(long_model, out)
     process.send_signal(signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""scan over layouts that differ in what they hold: experts without a gate, two stacks of layers, fused experts."""
+"""scan over layouts that differ in what they hold.
+
+Experts without a gate, two stacks of layers, fused experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from moescope import scan
 from moescope.errors import BadInput
 from moescope.tables import SCAN_TABLES, TABLES
 
-# Four encoder blocks with two sparse ones (1, 3), four decoder blocks with one (1), which is numbered after them: 5.
+# Four encoder blocks with two sparse ones (1, 3), four decoder blocks with one (1), which is numbered after
+# them: 5.
 SWITCH = {
     1: "encoder.block.1.layer.1.mlp",
     3: "encoder.block.3.layer.1.mlp",
@@ -63,7 +67,9 @@ def test_the_two_forms_of_one_model_give_the_same_numbers(tmp_path):
     for form in ("saved", "memory"):
         folder = tmp_path / form
         folder.mkdir()
-        runs.append(scan(model.save(folder, form), out=tmp_path / f"{form}-run", matrix="gate,up,down", quiet=True))
+        runs.append(
+            scan(model.save(folder, form), out=tmp_path / f"{form}-run", matrix="gate,up,down", quiet=True)
+        )
     for name in SCAN_TABLES:
         ours, theirs = (run.table(name).drop(columns="layer_name", errors="ignore") for run in runs)
         assert ours.equals(theirs), name

@@ -1,4 +1,7 @@
-"""scan on a real Ray cluster: the same tables as here, through killed workers, killed drivers and bad weights."""
+"""scan on a real Ray cluster.
+
+The same tables as here, through killed workers, killed drivers and bad weights.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ LAYERS = 5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("ray") / "model", layers=LAYERS, experts=6, d_model=48, d_ff=64)
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("ray") / "model", layers=LAYERS, experts=6, d_model=48, d_ff=64
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,9 @@ def test_tables_are_equal_bit_for_bit(connected, tmp_path, model, here):
     assert_equal_tables(run, here)
     assert (run.info["engine"], here.info["engine"]) == ("ray", "local")
     assert run.info["device"] == "cpu"
-    assert run.info["arguments"] == here.info["arguments"], "where it was computed is no part of what was asked"
+    assert run.info["arguments"] == here.info["arguments"], (
+        "where it was computed is no part of what was asked"
+    )
     assert [{**setup, "seconds": 0} for setup in run.info["setup"]] == [
         {**setup, "seconds": 0} for setup in here.info["setup"]
     ]
@@ -72,7 +79,10 @@ def test_tables_are_equal_bit_for_bit_where_threads_change_the_last_digits(conne
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        runs = [scan(tmp_path / "model", out=tmp_path / name, layers="1", engine=name) for name in ("local", "ray")]
+        runs = [
+            scan(tmp_path / "model", out=tmp_path / name, layers="1", engine=name)
+            for name in ("local", "ray")
+        ]
     finally:
         torch.set_num_threads(before)
     assert_equal_tables(*runs)
@@ -80,10 +90,14 @@ def test_tables_are_equal_bit_for_bit_where_threads_change_the_last_digits(conne
 
 def test_several_checkpoints_are_steps(connected, tmp_path):
     models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", seed=step) for step in (100, 200)]
-    assert_equal_tables(scan(*models, out=tmp_path / "ray", engine="ray"), scan(*models, out=tmp_path / "here"))
+    assert_equal_tables(
+        scan(*models, out=tmp_path / "ray", engine="ray"), scan(*models, out=tmp_path / "here")
+    )
 
 
-def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(connected, tmp_path, model, here, monkeypatch, capfd):
+def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(
+    connected, tmp_path, model, here, monkeypatch, capfd
+):
     marks = tmp_path / "marks"
     marks.mkdir()
     dying = functools.partial(ray_work.die_over_layer, str(marks), 1, scan_module.analyse_elsewhere)
@@ -131,8 +145,12 @@ def test_bad_weights_met_by_a_worker_are_the_same_line_as_here(connected, tmp_pa
 
 def test_a_worker_that_sees_another_checkpoint_refuses_it(connected, tmp_path, monkeypatch):
     model = tiny_checkpoint(tmp_path / "model")
-    monkeypatch.setattr(type(scan_module.open_checkpoint(model)), "header_hash", lambda _: "of another machine")
-    with pytest.raises(BadInput, match=r"model: another checkpoint, as the worker on .* sees it, than where the scan"):
+    monkeypatch.setattr(
+        type(scan_module.open_checkpoint(model)), "header_hash", lambda _: "of another machine"
+    )
+    with pytest.raises(
+        BadInput, match=r"model: another checkpoint, as the worker on .* sees it, than where the scan"
+    ):
         on_ray(model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -181,7 +199,10 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess.Popen:
-    """The command line in a process group of its own, which analyses the layers up to the last and waits over the others."""
+    """The command line in a process group of its own.
+
+    Which analyses the layers up to the last and waits over the others.
+    """
     source = (
         "import functools, ray_work\n"
         "from moescope import cli\n"
@@ -206,7 +227,12 @@ def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess
     tests = str(Path(ray_work.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], tests])}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -220,7 +246,9 @@ def analysed(monkeypatch) -> list[int]:
     layers: list[int] = []
     real = scan_piece.analyse_layer
     monkeypatch.setattr(
-        scan_piece, "analyse_layer", lambda weights, *rest: layers.append(weights.layer) or real(weights, *rest)
+        scan_piece,
+        "analyse_layer",
+        lambda weights, *rest: layers.append(weights.layer) or real(weights, *rest),
     )
     return layers
 
@@ -237,7 +265,9 @@ def test_a_killed_driver_s_run_is_finished_here_without_redoing_a_layer(
     assert_equal_tables(run, here)
 
 
-def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(connected, start, tmp_path, model, here):
+def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(
+    connected, start, tmp_path, model, here
+):
     process = start(model, tmp_path / "run", 0)
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("raylet" in member.name() for member in family), "no cluster of its own to be stopped"
@@ -270,7 +300,10 @@ def test_bad_weights_are_one_line_and_exit_code_2(ray_cluster, tmp_path):
         "--layers",
         "1",
     ]
-    environment = {**os.environ, "RAY_ADDRESS": ray_cluster}  # where `auto` looks first: other clusters may run here
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": ray_cluster,
+    }  # where `auto` looks first: other clusters may run here
     shown = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False
     )

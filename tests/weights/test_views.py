@@ -45,7 +45,9 @@ def test_centered_rows_are_less_their_mean_then_of_unit_length():
     router = weights.router_ED.read().numpy()
     expected = router - router.mean(axis=0)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    np.testing.assert_allclose(normalised_rows(weights, router_rows(weights, False), "centered"), expected, atol=1e-14)
+    np.testing.assert_allclose(
+        normalised_rows(weights, router_rows(weights, False), "centered"), expected, atol=1e-14
+    )
 
 
 def test_centered_rows_of_a_simplex_have_the_chance_cosine_of_centered_rows():
@@ -91,7 +93,9 @@ def test_the_centered_share_leaves_marked_experts_out_of_the_mean():
     assert centered_share(rows, {1}) == pytest.approx({0: 0, 2: 0.8, 3: 0.8})
 
 
-@pytest.mark.parametrize(("value", "reason"), [(np.nan, "NaN or Inf"), (np.inf, "NaN or Inf"), (0.0, "all zeros")])
+@pytest.mark.parametrize(
+    ("value", "reason"), [(np.nan, "NaN or Inf"), (np.inf, "NaN or Inf"), (0.0, "all zeros")]
+)
 def test_a_row_that_cannot_be_normalised_is_named_with_file_tensor_and_remedy(value, reason):
     router = np.ones((4, 12))
     router[2] = value
@@ -147,7 +151,9 @@ def test_right_singular_vectors_of_what_down_reads_are_left_ones_of_w2():
 
 def test_the_norm_is_not_folded_into_the_output_side():
     weights = random_weights(0)
-    np.testing.assert_array_equal(expert_matrix(weights, "down", 0, norm_scale(weights)), weights.down_EDF.read(0).T)
+    np.testing.assert_array_equal(
+        expert_matrix(weights, "down", 0, norm_scale(weights)), weights.down_EDF.read(0).T
+    )
 
 
 @pytest.mark.parametrize("folded", [False, True])
@@ -174,7 +180,9 @@ def test_an_unknown_matrix_is_refused_with_the_known_ones():
         expert_matrix(random_weights(0), "w1", 0, None)
 
 
-@pytest.mark.parametrize(("value", "reason"), [(np.nan, "NaN or Inf"), (-np.inf, "NaN or Inf"), (0.0, "all zeros")])
+@pytest.mark.parametrize(
+    ("value", "reason"), [(np.nan, "NaN or Inf"), (-np.inf, "NaN or Inf"), (0.0, "all zeros")]
+)
 @pytest.mark.parametrize(
     ("matrix", "tensor"), [("gate", "w1"), ("up", "w3"), ("gate_up", "w1"), ("gate_up", "w3"), ("down", "w2")]
 )
@@ -182,7 +190,9 @@ def test_an_expert_that_says_nothing_is_named_with_file_tensor_and_remedy(matrix
     weights = random_weights(0)
     field = {"w1": "gate_EFD", "w3": "up_EFD", "w2": "down_EDF"}[tensor]
     stack = getattr(weights, field)
-    spoiled = dataclasses.replace(stack, read=lambda expert: torch.full(stack.shape[1:], value, dtype=torch.float64))
+    spoiled = dataclasses.replace(
+        stack, read=lambda expert: torch.full(stack.shape[1:], value, dtype=torch.float64)
+    )
     with pytest.raises(UnusableExpert) as caught:
         expert_matrix(dataclasses.replace(weights, **{field: spoiled}), matrix, 4, None)
     assert caught.value.expert == 4

@@ -62,7 +62,10 @@ class Stored:
 
 
 class Files(Protocol):
-    """The files of one checkpoint. A file goes by its name beside the others; nothing outside their folder can be asked for."""
+    """The files of one checkpoint.
+
+    A file goes by its name beside the others; nothing outside their folder can be asked for.
+    """
 
     @property
     def at_once(self) -> int:
@@ -95,13 +98,15 @@ class Files(Protocol):
 
 
 def safetensors_places(path: Path, header: bytes) -> dict[str, Stored]:
-    """Every tensor that a safetensors file declares. safetensors itself checks the header and that it fits the file at `path`,
+    """Every tensor that a safetensors file declares. safetensors itself checks the header and that it fits
+    the file at `path`,
     but does not say where in the file the data lie: that is read off the header, which begins the file.
     """
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as opened:
-        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (safe_open is not a mapping)
+        # (safe_open is not a mapping)
+        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         offsets = {
             name: entry["data_offsets"]
             for name, entry in json.loads(header[8:]).items()
@@ -111,7 +116,9 @@ def safetensors_places(path: Path, header: bytes) -> dict[str, Stored]:
             raise ValueError("its header is not a table of tensors")
         return {
             name: Stored(
-                str(part.get_dtype()), tuple(part.get_shape()), *(len(header) + place for place in offsets[name])
+                str(part.get_dtype()),
+                tuple(part.get_shape()),
+                *(len(header) + place for place in offsets[name]),
             )
             for name, part in parts.items()
         }

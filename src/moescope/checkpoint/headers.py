@@ -45,9 +45,12 @@ def folder_tensors(files: Files) -> dict[str, TensorInfo]:
         if (index := read_json(files, index_name)) is not None:
             return indexed_tensors(files, index_name, index)
         if single in names or files.exists(single):
-            # Some repositories keep a second copy (`consolidated.safetensors`) under other names beside the standard file.
+            # Some repositories keep a second copy (`consolidated.safetensors`) under other names beside the
+            # standard file.
             return gather_headers(files, [single])
-        stem = "pytorch_model" if suffix == ".bin" else ""  # Trainer leaves `training_args.bin` beside the weights
+        stem = (
+            "pytorch_model" if suffix == ".bin" else ""
+        )  # Trainer leaves `training_args.bin` beside the weights
         found = [name for name in names if name.endswith(suffix) and name.startswith(stem)]
         if found:
             return gather_headers(files, found)
@@ -58,7 +61,9 @@ def folder_tensors(files: Files) -> dict[str, TensorInfo]:
     if not names and "://" in place:
         raise BadInput(f"{place}: no index and no model.safetensors at this address; check it")
     held = f"it holds {', '.join(suffixes or names[:3])}" if names else "it is empty"
-    raise BadInput(f"{place}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors")
+    raise BadInput(
+        f"{place}: no .safetensors file here ({held}); give the folder of a checkpoint saved as safetensors"
+    )
 
 
 def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, TensorInfo]:
@@ -75,7 +80,8 @@ def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, Tens
             or "\\" in file_name
         ):
             raise BadInput(
-                f"{label}: tensor {tensor} is said to be in {file_name!r}, which is not a file beside the index; download it again"
+                f"{label}: tensor {tensor} is said to be in {file_name!r}, which is not a file "
+                "beside the index; download it again"
             )
     shards = sorted(set(weight_map.values()))
     with ThreadPoolExecutor(files.at_once) as pool:
@@ -83,13 +89,15 @@ def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, Tens
     absent = [shard for shard, found in zip(shards, there, strict=True) if not found]
     if absent:
         raise BadInput(
-            f"{files.label(absent[0])}: {len(absent)} of {len(shards)} shards missing; download {', '.join(absent[:3])}"
+            f"{files.label(absent[0])}: {len(absent)} of {len(shards)} shards missing; download "
+            f"{', '.join(absent[:3])}"
         )
     found = gather_headers(files, shards)
     for tensor, file_name in weight_map.items():
         if tensor not in found or found[tensor].file_name != file_name:
             raise BadInput(
-                f"{files.label(file_name)}: tensor {tensor}, named by {index_name}, is not in it; download both again"
+                f"{files.label(file_name)}: tensor {tensor}, named by {index_name}, is not in "
+                "it; download both again"
             )
     return found
 
@@ -124,5 +132,7 @@ def read_json(files: Files, name: str) -> Any:
     try:
         value = None if raw is None else json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{files.label(name)}: not valid JSON ({first_line(error)}); download the file again") from None
+        raise BadInput(
+            f"{files.label(name)}: not valid JSON ({first_line(error)}); download the file again"
+        ) from None
     return value if raw is None or value is not None else []  # JSON's null is no object, but it is there

@@ -17,7 +17,10 @@ DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16"
 
 @dataclass(frozen=True)
 class WeightsInMemory:
-    """A running model's weights in place of a checkpoint's files, so that families read them as they read those."""
+    """A running model's weights in place of a checkpoint's files.
+
+    So that families read them as they read those.
+    """
 
     weights: dict[str, Tensor]
     named: str
@@ -43,7 +46,8 @@ class WeightsInMemory:
 
     def headers(self, name: str) -> dict[str, Stored]:
         return {
-            tensor: Stored(DTYPES[str(value.dtype)], tuple(value.shape), 0, 0) for tensor, value in self.weights.items()
+            tensor: Stored(DTYPES[str(value.dtype)], tuple(value.shape), 0, 0)
+            for tensor, value in self.weights.items()
         }
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
@@ -58,7 +62,9 @@ def in_memory(model: nn.Module, named: str) -> Checkpoint:
     """The model's floating-point tensors, shared with it and not copied; `named` is what messages call it."""
     weights = {name: tensor for name, tensor in model.state_dict().items() if str(tensor.dtype) in DTYPES}
     files = WeightsInMemory(weights, named)
-    tensors = {name: TensorInfo(name, place.shape, place.dtype, named) for name, place in files.headers("").items()}
+    tensors = {
+        name: TensorInfo(name, place.shape, place.dtype, named) for name, place in files.headers("").items()
+    }
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else None  # without one the names of tensors tell
     return Checkpoint(named, named, "model", known, tensors, {}, tensors, files)

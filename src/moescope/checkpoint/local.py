@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import LARGEST_TEXT, LONGEST_HEADER, Index, Stored, first_line, safetensors_places
+from moescope.checkpoint.files import (
+    LARGEST_TEXT,
+    LONGEST_HEADER,
+    Index,
+    Stored,
+    first_line,
+    safetensors_places,
+)
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -32,9 +39,12 @@ class LocalFiles:
         return str(self.folder / name)
 
     def names(self) -> list[str]:
-        # a pipe or a device would be waited for for ever; folders and broken links are refused by their names later
+        # a pipe or a device would be waited for for ever; folders and broken links are refused by their names
+        # later
         return sorted(
-            file.name for file in self.folder.iterdir() if file.is_file() or file.is_dir() or not file.exists()
+            file.name
+            for file in self.folder.iterdir()
+            if file.is_file() or file.is_dir() or not file.exists()
         )
 
     def exists(self, name: str) -> bool:
@@ -74,7 +84,9 @@ class LocalFiles:
         except PermissionError:
             raise
         except (SafetensorError, OSError, ValueError) as error:
-            raise BadInput(f"{path}: not a whole safetensors file ({first_line(error)}); download it again") from None
+            raise BadInput(
+                f"{path}: not a whole safetensors file ({first_line(error)}); download it again"
+            ) from None
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
         try:
@@ -84,11 +96,16 @@ class LocalFiles:
             return read_bytes(handle, self.stored[name][tensor].part(index))
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadInput(
-                f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); download the file again"
+                f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); "
+                "download the file again"
             ) from None
 
     def handle(self, name: str) -> Any:
-        """The open file. A few are kept; one is closed when its last user lets go of it: another thread may be reading from it still."""
+        """The open file.
+
+        A few are kept; one is closed when its last user lets go of it: another thread may be reading from it
+        still.
+        """
         with self.lock:
             if name not in self.opened:
                 while len(self.opened) >= OPEN_FILES:
@@ -117,7 +134,8 @@ class OpenFile:
 
 
 def read_bytes(file: OpenFile, place: Stored) -> Tensor:
-    """The tensor at that place, read straight into memory of its own. No map: its pages would count as resident, and from a cold
+    """The tensor at that place, read straight into memory of its own. No map: its pages would count as
+    resident, and from a cold
     disk they come in pieces of 128 KiB.
     """
     import torch
@@ -137,21 +155,29 @@ def is_pickle(name: str) -> bool:
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.bin` file, mapped, not read. torch's restricted unpickler knows tensors and calls nothing else."""
+    """The tensors of a `.bin` file, mapped, not read.
+
+    Torch's restricted unpickler knows tensors and calls nothing else.
+    """
     import torch
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged or hostile pickle may end in any exception; none of its code has run
+    except (
+        Exception
+    ) as error:  # a damaged or hostile pickle may end in any exception; none of its code has run
         raise BadInput(
-            f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled code is never run; "
+            f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled "
+            "code is never run; "
             "download it again, or give a checkpoint saved as safetensors"
         ) from None
     tensors = loaded if isinstance(loaded, dict) else {}
     if not tensors or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
     ):
-        raise BadInput(f"{path}: not a plain table of names and tensors; give a checkpoint saved as safetensors")
+        raise BadInput(
+            f"{path}: not a plain table of names and tensors; give a checkpoint saved as safetensors"
+        )
     if any(tensor.is_meta or tensor.layout != torch.strided for tensor in tensors.values()):
         raise BadInput(
             f"{path}: holds tensors without data or of sparse layout; give a checkpoint saved as safetensors"

@@ -14,7 +14,9 @@ from moescope.checkpoint.local import LocalFiles
 from moescope.errors import BadInput
 
 HUB_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(@(?P<revision>[\w./-]+))?")
-HUB_PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[^/]+))?/?")
+HUB_PAGE = re.compile(
+    r"https?://(?:www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[^/]+))?/?"
+)
 WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 
@@ -36,7 +38,9 @@ def find_place(model: str | Path, revision: str | None = None) -> Place:
     if text.startswith("hf://") or (isinstance(model, str) and may_be_hub_id(text)):
         return hub_place(text, revision)
     if revision is not None:
-        raise BadInput(f"{shown_url(text)}: a revision ({revision}) is of a hub id such as owner/name; leave it out")
+        raise BadInput(
+            f"{shown_url(text)}: a revision ({revision}) is of a hub id such as owner/name; leave it out"
+        )
     if "://" in text and not text.startswith("file://"):
         return url_place(text)
     return local_place(text)
@@ -52,7 +56,9 @@ def may_be_hub_id(text: str) -> bool:
 
 def local_place(text: str) -> Place:
     near = close_names(text)
-    missing = BadInput(f"{text}: no such folder or file; " + (f"did you mean {near[0]}?" if near else "check the path"))
+    missing = BadInput(
+        f"{text}: no such folder or file; " + (f"did you mean {near[0]}?" if near else "check the path")
+    )
     try:
         path = Path(text.removeprefix("file://")).expanduser()
         is_file, is_folder = path.is_file(), path.is_dir()
@@ -102,7 +108,9 @@ def url_place(url: str) -> Place:
     plain, shown = url.removesuffix(query), shown_url(url).rstrip("/")
     try:
         filesystem, path = fsspec.core.url_to_fs(plain)
-    except Exception as error:  # every file system has errors of its own; fsspec says which package a protocol needs
+    except (
+        Exception
+    ) as error:  # every file system has errors of its own; fsspec says which package a protocol needs
         raise BadInput(f"{shown}: {first_line(error)[:200]}; check the address") from None
     root, name = path.rstrip("/"), shown.rsplit("/", 1)[-1]
     secrets = tuple(secret for secret in (f"{user}@", query) if len(secret) > 1)
@@ -113,7 +121,10 @@ def url_place(url: str) -> Place:
 
 
 def hub_place(text: str, revision: str | None) -> Place:
-    """A repository at one commit: from the hub's cache on this machine where it is whole, else from the server, in byte ranges."""
+    """A repository at one commit.
+
+    From the hub's cache on this machine where it is whole, else from the server, in byte ranges.
+    """
     match = HUB_ID.fullmatch(text.removeprefix("hf://").rstrip("/"))
     if match is None:
         raise BadInput(f"{text}: not a hub id; write owner/name or owner/name@revision")
@@ -134,7 +145,9 @@ def hub_place(text: str, revision: str | None) -> Place:
 
         from moescope.checkpoint.remote import RemoteFiles
 
-        files = RemoteFiles(fsspec.filesystem("hf"), f"{repository}@{commit}", f"hf://{repository}@{commit[:12]}")
+        files = RemoteFiles(
+            fsspec.filesystem("hf"), f"{repository}@{commit}", f"hf://{repository}@{commit[:12]}"
+        )
     name = match["name"] + (f"@{wanted.replace('/', '-')}" if wanted else "")
     return Place(text, f"hf://{repository}", name, files, revision=commit)
 
@@ -156,7 +169,10 @@ def hub_commit(repository: str, revision: str | None) -> tuple[str | None, str]:
     except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
         return (
             None,
-            f"the hub cannot be reached ({first_line(error)[:120]}); download it where it can, and give its folder",
+            (
+                f"the hub cannot be reached ({first_line(error)[:120]}); download it where it can, "
+                "and give its folder"
+            ),
         )
 
 
@@ -166,7 +182,9 @@ def cached_folder(repository: str, revision: str | None) -> Path | None:
 
     try:
         folder = Path(
-            snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(WEIGHTS))
+            snapshot_download(
+                repository, revision=revision, local_files_only=True, allow_patterns=list(WEIGHTS)
+            )
         )
         files = LocalFiles(folder)
         names = {info.file_name for info in folder_tensors(files).values()}

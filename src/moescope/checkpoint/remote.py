@@ -1,4 +1,7 @@
-"""Checkpoint files on a server, by fsspec: headers, and then only the byte ranges of the tensors asked for."""
+"""Checkpoint files on a server, by fsspec.
+
+Headers, and then only the byte ranges of the tensors asked for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moescope.checkpoint.files import LARGEST_TEXT, LONGEST_HEADER, Index, Stored, first_line, safetensors_places
+from moescope.checkpoint.files import (
+    LARGEST_TEXT,
+    LONGEST_HEADER,
+    Index,
+    Stored,
+    first_line,
+    safetensors_places,
+)
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
@@ -19,7 +29,17 @@ if TYPE_CHECKING:
 
 FIRST_BYTES = 65536  # asked for at once: holds the length of the header and mostly all of it
 ATTEMPTS = 4  # a scan of hours should outlive a connection that drops
-MARKS = ("ETag", "etag", "blob_id", "md5", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
+MARKS = (
+    "ETag",
+    "etag",
+    "blob_id",
+    "md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "created",
+)
 NOT_TRANSIENT = (NotImplementedError, ValueError)
 
 Value = TypeVar("Value")
@@ -57,7 +77,9 @@ class RemoteFiles:
     def names(self) -> list[str]:
         try:
             listed = self.filesystem.ls(self.root, detail=False)
-        except Exception:  # many servers list nothing; the index or the standard name then tells what there is
+        except (
+            Exception
+        ):  # many servers list nothing; the index or the standard name then tells what there is
             return []
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
 
@@ -77,7 +99,8 @@ class RemoteFiles:
             return None
         if self.size(name) > LARGEST_TEXT:
             raise BadInput(
-                f"{self.label(name)}: {self.size(name):,} bytes are no text file of reasonable size; check the address"
+                f"{self.label(name)}: {self.size(name):,} bytes are no text file of reasonable "
+                "size; check the address"
             )
         return bytes(self.patiently(name, lambda: self.filesystem.cat_file(self.path(name))))
 
@@ -95,19 +118,24 @@ class RemoteFiles:
         return " ".join([str(self.size(name)), *marks])
 
     def headers(self, name: str) -> dict[str, Stored]:
-        """The header alone is fetched, and put into a file otherwise full of holes, so that safetensors itself may check it."""
+        """The header alone is fetched, and put into a file otherwise full of holes.
+
+        So that safetensors itself may check it.
+        """
         from safetensors import SafetensorError
 
         if not name.endswith(".safetensors"):
             raise BadInput(
-                f"{self.label(name)}: only safetensors can be read from a server; download it and give its folder"
+                f"{self.label(name)}: only safetensors can be read from a server; download it "
+                "and give its folder"
             )
         size = self.size(name)
         start = self.fetch(name, 0, min(size, FIRST_BYTES))
         length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else size
         if 8 + length > min(size, LONGEST_HEADER):
             raise BadInput(
-                f"{self.label(name)}: not a whole safetensors file (its header would be {length} bytes long); upload it again"
+                f"{self.label(name)}: not a whole safetensors file (its header would be {length} "
+                "bytes long); upload it again"
             )
         header = (start + self.fetch(name, len(start), 8 + length))[: 8 + length]
         try:
@@ -129,7 +157,9 @@ class RemoteFiles:
         place = self.stored[name][tensor].part(index)
         if place.start == place.end:
             return place.tensor(torch.empty(0, dtype=torch.uint8))
-        return place.tensor(torch.frombuffer(bytearray(self.fetch(name, place.start, place.end)), dtype=torch.uint8))
+        return place.tensor(
+            torch.frombuffer(bytearray(self.fetch(name, place.start, place.end)), dtype=torch.uint8)
+        )
 
     def fetch(self, name: str, start: int, end: int) -> bytes:
         """These bytes of the file, and no others."""
@@ -138,8 +168,10 @@ class RemoteFiles:
         found = self.patiently(name, lambda: self.fetch_once(name, start, end))
         if len(found) != end - start:
             raise BadInput(
-                f"{self.label(name)}: the server sent {len(found):,} bytes where {end - start:,} were asked for; "
-                "it changed, or the server gives no parts of files: download it and give its folder"
+                f"{self.label(name)}: the server sent {len(found):,} bytes where {end - start:,} "
+                "were asked for; "
+                "it changed, or the server gives no parts of files: download it and give its "
+                "folder"
             )
         return found
 
@@ -164,7 +196,10 @@ class RemoteFiles:
         return self.filesystem.open(self.path(name), "rb", cache_type="none")
 
     def patiently(self, name: str, ask: Callable[[], Value]) -> Value:
-        """The answer, asked for again where a connection failed; a refusal in one line where it will not come."""
+        """The answer, asked for again where a connection failed.
+
+        A refusal in one line where it will not come.
+        """
         for attempt in range(ATTEMPTS):
             try:
                 return ask()
@@ -179,7 +214,8 @@ class RemoteFiles:
                 why = self.without_secrets(refused or f"{type(cause).__name__}: {first_line(cause)[:160]}")
                 if "range requests" in why:  # fsspec's words; a host may be called orange
                     raise BadInput(
-                        f"{self.label(name)}: the server gives no parts of files; download it and give its folder"
+                        f"{self.label(name)}: the server gives no parts of files; download it "
+                        "and give its folder"
                     ) from None
                 if refused == "no such file":
                     raise NotThere(f"{self.label(name)}: no such file; check the address") from None
@@ -189,7 +225,10 @@ class RemoteFiles:
         raise AssertionError("the last attempt returns or raises")
 
     def release(self) -> None:
-        """Close what is open, and refuse to go on with files that have changed on the server since their headers were read."""
+        """Close what is open.
+
+        And refuse to go on with files that have changed on the server since their headers were read.
+        """
         with self.lock:
             names = list(self.opened)
             for file, alone in self.opened.values():
@@ -200,7 +239,9 @@ class RemoteFiles:
             before = self.stamp(name)
             del self.infos[name]
             if self.stamp(name) != before:
-                raise BadInput(f"{self.label(name)}: has changed on the server since its header was read; begin again")
+                raise BadInput(
+                    f"{self.label(name)}: has changed on the server since its header was read; begin again"
+                )
 
 
 def refusal(error: BaseException) -> str | None:

@@ -25,7 +25,9 @@ READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
 class Checkpoint:
     """The headers of a checkpoint and its config. No tensor data are held."""
 
-    location: str = field(repr=False)  # as the user gave it: folder, file, hub id or URL, which may hold a password
+    location: str = field(
+        repr=False
+    )  # as the user gave it: folder, file, hub id or URL, which may hold a password
     address: str  # as run.json keeps it: absolute, without revision, password and query
     name: str
     config: dict[str, Any] | None
@@ -42,10 +44,13 @@ class Checkpoint:
         return self.address if "://" in self.location and self.revision is None else self.location
 
     def header_hash(self) -> str:
-        """SHA-256 over names, shapes and dtypes, config, and what tells that a file changed: size and time, or a server's mark.
+        """SHA-256 over names, shapes and dtypes, config, and what tells that a file changed: size and time,
+        or a server's mark.
 
-        It tells two checkpoints apart without reading their data; a copy made elsewhere hashes differently. Of a hub
-        repository the commit is known, so that a copy in the cache is the same checkpoint as the one on the server.
+        It tells two checkpoints apart without reading their data; a copy made elsewhere hashes differently.
+        Of a hub
+        repository the commit is known, so that a copy in the cache is the same checkpoint as the one on the
+        server.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         digest.update(str(self.revision).encode())
@@ -64,7 +69,8 @@ class Checkpoint:
         return sum(self.files.size(file) for file in self.file_names())
 
     def read(self, name: str, index: Index = None) -> Tensor:
-        """The tensor of that name, or one index or run of its first axis, in memory of its own; in float32 if it was quantised.
+        """The tensor of that name, or one index or run of its first axis, in memory of its own; in float32 if
+        it was quantised.
 
         Nothing else is read.
         """
@@ -89,23 +95,42 @@ class Checkpoint:
         return self.files.read(self.stored[name].file_name, name, index)
 
     def release(self) -> None:
-        """Let go of what is kept open between reads: its pages count as resident memory. Called after each layer."""
+        """Let go of what is kept open between reads: its pages count as resident memory.
+
+        Called after each layer.
+        """
         self.files.release()
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """The checkpoint at a folder, a file, a hub id (`owner/name`, `owner/name@revision`) or an fsspec URL, from its headers alone."""
+    """The checkpoint at a folder, a file, a hub id (`owner/name`, `owner/name@revision`) or an fsspec URL.
+
+    From its headers alone.
+    """
     try:
         place = find_place(model, revision)
         config = read_config(place.files)
-        stored = gather_headers(place.files, [place.one_file]) if place.one_file else folder_tensors(place.files)
+        stored = (
+            gather_headers(place.files, [place.one_file]) if place.one_file else folder_tensors(place.files)
+        )
         return Checkpoint(
-            place.location, place.address, place.name, config, *unpacked(stored, config), stored, place.files,
-            place.revision, bool(place.one_file),
-        )  # fmt: skip
+            place.location,
+            place.address,
+            place.name,
+            config,
+            *unpacked(stored, config),
+            stored,
+            place.files,
+            place.revision,
+            bool(place.one_file),
+        )
     except PermissionError as error:
-        raise BadInput(f"{error.filename or model}: no permission to read; change the file's mode or owner") from None
+        raise BadInput(
+            f"{error.filename or model}: no permission to read; change the file's mode or owner"
+        ) from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise BadInput(f"{model}: no such folder or file; check the path") from None
-        raise BadInput(f"{error.filename or model}: cannot be read ({error.strerror}); download it again") from None
+        raise BadInput(
+            f"{error.filename or model}: cannot be read ({error.strerror}); download it again"
+        ) from None

@@ -1,4 +1,7 @@
-"""Writing a checkpoint: names, shapes and sizes are planned first, then the data are streamed, a piece of a tensor at a time."""
+"""Writing a checkpoint.
+
+Names, shapes and sizes are planned first, then the data are streamed, a piece of a tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,25 @@ PIECE_BYTES = 8 * 2**20  # what is in memory at a time of a tensor that is only 
 SMALL_FILE_BYTES = (
     100 * 10**6
 )  # the largest tokenizers are a third of that; more is weights under a name not known here
-WEIGHT_ENDINGS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz",
-                  ".npy", ".pkl", ".tflite", ".index", ".distcp", ".tmp"}  # fmt: skip
+WEIGHT_ENDINGS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+    ".npy",
+    ".pkl",
+    ".tflite",
+    ".index",
+    ".distcp",
+    ".tmp",
+}
 NOT_COPIED = {"config.json", "trainer_state.json"}
 TEMPLATE_FOLDER = "additional_chat_templates"  # the one subfolder that belongs to a tokenizer
 ALIGNMENT = {
@@ -49,7 +69,10 @@ Pieces = Iterator[memoryview]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: all its header needs, and where its bytes will come from when its turn comes."""
+    """A tensor to be written.
+
+    All its header needs, and where its bytes will come from when its turn comes.
+    """
 
     name: str
     dtype: str  # in safetensors' words: BF16, F8_E4M3, U8
@@ -70,7 +93,10 @@ class Written:
 
 @dataclass
 class StoredBytes:
-    """The tensors of a checkpoint as bytes on disk, whatever their dtype: what is not changed is copied bit for bit."""
+    """The tensors of a checkpoint as bytes on disk, whatever their dtype.
+
+    What is not changed is copied bit for bit.
+    """
 
     checkpoint: Checkpoint
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
@@ -89,7 +115,10 @@ class StoredBytes:
         return end - begin
 
     def pieces(self, name: str, first: int = 0, length: int | None = None) -> Pieces:
-        """The tensor's bytes, or `length` of them from byte `first` on, never more than a few MB at a time."""
+        """The tensor's bytes, or `length` of them from byte `first` on.
+
+        Never more than a few MB at a time.
+        """
         file = Path(self.checkpoint.stored[name].file)
         begin, end = self.ranges[name]
         left = end - begin - first if length is None else length
@@ -112,7 +141,7 @@ class StoredBytes:
         info = self.checkpoint.stored[name]
         return PlannedTensor(
             new_name or name, info.dtype, info.shape, self.nbytes(name), lambda: self.pieces(name)
-        )  # fmt: skip
+        )
 
 
 def local_files(checkpoint: Checkpoint) -> LocalFiles:
@@ -131,10 +160,19 @@ def torch_dtypes() -> dict[str, Any]:
     import torch
 
     return {
-        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-        "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    }  # fmt: skip
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+    }
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -149,10 +187,13 @@ def planned(name: str, tensor: Tensor) -> PlannedTensor:
     words = {dtype: word for word, dtype in torch_dtypes().items()}
     if tensor.dtype not in words:
         raise BadInput(
-            f"tensor {name} has dtype {tensor.dtype}, which cannot be written; known: {', '.join(words.values())}"
+            f"tensor {name} has dtype {tensor.dtype}, which cannot be written; known: "
+            f"{', '.join(words.values())}"
         )
     size = tensor.numel() * tensor.element_size()
-    return PlannedTensor(name, words[tensor.dtype], tuple(tensor.shape), size, lambda: iter([bytes_of(tensor)]))
+    return PlannedTensor(
+        name, words[tensor.dtype], tuple(tensor.shape), size, lambda: iter([bytes_of(tensor)])
+    )
 
 
 def write_checkpoint(
@@ -165,7 +206,8 @@ def write_checkpoint(
 ) -> Written:
     """Write a checkpoint that transformers loads, whole or not at all; memory stays at a piece of a tensor.
 
-    `source` is the folder whose tokenizer and other small files come along; its config.json too where `config` is None.
+    `source` is the folder whose tokenizer and other small files come along; its config.json too where
+    `config` is None.
     `progress` is told the bytes written and the bytes in all after each tensor.
     """
     shards = deal(tensors, max_shard_bytes)
@@ -188,9 +230,13 @@ def write_checkpoint(
         for name, header, shard in zip(names, headers, shards, strict=True):
             write_shard(partial / name, header, shard, tell)
         if len(shards) > 1:
-            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            weight_map = {
+                tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+            }
             write_text(
-                partial / INDEX_NAMES[0], {"metadata": {"total_size": total}, "weight_map": weight_map}, sort=True
+                partial / INDEX_NAMES[0],
+                {"metadata": {"total_size": total}, "weight_map": weight_map},
+                sort=True,
             )
         if config is not None:
             write_text(partial / "config.json", config)
@@ -224,7 +270,10 @@ def shard_names(count: int) -> tuple[str, ...]:
 
 
 def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
-    """What stands before the data: the header's length in 8 bytes, and the header, padded so that data start aligned."""
+    """What stands before the data.
+
+    The header's length in 8 bytes, and the header, padded so that data start aligned.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shard:
@@ -239,7 +288,9 @@ def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(path: Path, header: bytes, shard: Sequence[PlannedTensor], tell: Callable[[int], None]) -> None:
+def write_shard(
+    path: Path, header: bytes, shard: Sequence[PlannedTensor], tell: Callable[[int], None]
+) -> None:
     with path.open("wb") as file:
         file.write(header)
         for tensor in shard:
@@ -247,7 +298,9 @@ def write_shard(path: Path, header: bytes, shard: Sequence[PlannedTensor], tell:
             for piece in tensor.pieces():
                 file.write(piece)
                 written += piece.nbytes
-            if written != tensor.nbytes:  # the header has promised otherwise, and every later tensor would be shifted
+            if (
+                written != tensor.nbytes
+            ):  # the header has promised otherwise, and every later tensor would be shifted
                 raise ValueError(f"tensor {tensor.name}: {written} bytes came, {tensor.nbytes} were planned")
             tell(written)
         file.flush()
@@ -263,12 +316,17 @@ def write_text(path: Path, value: dict[str, Any], sort: bool = False) -> None:
 
 
 def small_files(source: Path, with_config: bool) -> dict[str, Path]:
-    """Relative name -> file, of what belongs to a model besides its weights: tokenizer, templates, licence, code."""
+    """Relative name -> file, of what belongs to a model besides its weights.
+
+    Tokenizer, templates, licence, code.
+    """
     found = {}
     for file in sorted((*source.iterdir(), *(source / TEMPLATE_FOLDER).glob("*"))):
         name = file.relative_to(source).as_posix()
         wanted = name not in NOT_COPIED or (with_config and name == "config.json")
-        weights = file.suffix.lower() in WEIGHT_ENDINGS or name.endswith(".index.json") or name.startswith(".")
+        weights = (
+            file.suffix.lower() in WEIGHT_ENDINGS or name.endswith(".index.json") or name.startswith(".")
+        )
         if wanted and not weights and belongs(file, source) and file.stat().st_size <= SMALL_FILE_BYTES:
             found[name] = file
     return found
@@ -293,7 +351,9 @@ def copy_small_files(files: dict[str, Path], folder: Path) -> None:
         try:
             shutil.copyfile(file, target)
         except PermissionError as error:
-            raise BadInput(f"{error.filename}: no permission to read; change the file's mode or owner") from None
+            raise BadInput(
+                f"{error.filename}: no permission to read; change the file's mode or owner"
+            ) from None
         sync_file(target)
         if target.parent != folder:
             sync_folder(target.parent)

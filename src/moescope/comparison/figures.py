@@ -1,4 +1,7 @@
-"""How far experts are apart: the expert-distance chart of any series, and what moved between two checkpoints."""
+"""How far experts are apart.
+
+The expert-distance chart of any series, and what moved between two checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ SERIES_NAMED = 3  # in a title
 
 
 def distance_chart(matrix: str) -> FigureSpec:
-    """Of one projection, over layers: R solid, relative L2 dashed, a colour a series, with its interval; grey, what chance gives of both."""
+    """Of one projection, over layers: R solid, relative L2 dashed, a colour a series, with its interval.
+
+    Grey, what chance gives of both.
+    """
 
     def draw(tables: Tables) -> Figure:
         rows = tables["geometry_layers"]
@@ -59,7 +65,10 @@ def distance_chart(matrix: str) -> FigureSpec:
             xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))),
             yaxis={"range": [min(-0.12, lowest - 0.05), 1.55]},
             legend={"traceorder": "normal"},  # filled traces would turn it around
-            annotations=[chance_label(L2_UNRELATED, "L2 by chance", "bottom"), chance_label(0.0, "R by chance", "top")],
+            annotations=[
+                chance_label(L2_UNRELATED, "L2 by chance", "bottom"),
+                chance_label(0.0, "R by chance", "top"),
+            ],
             legend2={
                 "title": {"text": "series"},
                 "orientation": "h",
@@ -71,9 +80,13 @@ def distance_chart(matrix: str) -> FigureSpec:
             },
         )
         caption = (
-            "Solid: SV alignment R, 1 where both experts have the same singular directions, 0 expected of unrelated ones. Dashed: relative L2, 0 for equal matrices up to scale, √2 for "
-            "unrelated ones. Shaded in a series' colour: 95 % bootstrap interval of the mean. Grey: what unrelated experts give as they lie (dotted), and how far matching "
-            "their neurons takes random experts of this shape (shaded): a matched series inside it is no closer than chance."
+            "Solid: SV alignment R, 1 where both experts have the same singular directions, 0 "
+            "expected of unrelated ones. Dashed: relative L2, 0 for equal matrices up to scale, "
+            "√2 for "
+            "unrelated ones. Shaded in a series' colour: 95 % bootstrap interval of the mean. "
+            "Grey: what unrelated experts give as they lie (dotted), and how far matching "
+            "their neurons takes random experts of this shape (shaded): a matched series inside "
+            "it is no closer than chance."
         )
         columns = ("sv_alignment_mean", "relative_l2_mean", "null_l2", "null_l2_matched", "null_sv_matched")
         return Figure(
@@ -94,7 +107,8 @@ def chart_title(matrix: str, rows: pd.DataFrame, series: list[str]) -> str:
     chance = f"{UNRELATED} {number(L2_UNRELATED)} and 0"
     if rows["null_l2_matched"].notna().any():
         chance += (
-            f", {MATCHED_RANDOM} {number(rows['null_l2_matched'].mean())} and {number(rows['null_sv_matched'].mean())}"
+            f", {MATCHED_RANDOM} {number(rows['null_l2_matched'].mean())} and "
+            f"{number(rows['null_sv_matched'].mean())}"
         )
     if len(series) == 1:
         r = span(rows, "sv_alignment_mean") if rows["sv_alignment_mean"].notna().any() else "was left out"
@@ -104,7 +118,8 @@ def chart_title(matrix: str, rows: pd.DataFrame, series: list[str]) -> str:
         own = rows[rows["series"] == name]
         r = own["sv_alignment_mean"].mean()
         notes.append(
-            f"{name} {number(own['relative_l2_mean'].mean())}" + (f" and {number(r)}" if np.isfinite(r) else "")
+            f"{name} {number(own['relative_l2_mean'].mean())}"
+            + (f" and {number(r)}" if np.isfinite(r) else "")
         )
     more = f" and {len(series) - SERIES_NAMED} more" if len(series) > SERIES_NAMED else ""
     return f"{matrix}, relative L2 and R, mean over layers: {', '.join(notes)}{more} ({chance})"
@@ -157,7 +172,9 @@ def band(x: pd.Series, low: pd.Series, high: pd.Series, color: str, opacity: flo
 
 def chance_traces(rows: pd.DataFrame) -> list[Trace]:
     """Unrelated experts dotted, at sqrt 2 and at 0; shaded, how far matching takes random ones from there."""
-    by_layer = rows.groupby("layer", as_index=False).agg(l2=("null_l2_matched", "min"), r=("null_sv_matched", "max"))
+    by_layer = rows.groupby("layer", as_index=False).agg(
+        l2=("null_l2_matched", "min"), r=("null_sv_matched", "max")
+    )
     known = by_layer[by_layer["l2"].notna()]
     found: list[Trace] = []
     if len(known):
@@ -236,14 +253,23 @@ def drift_heatmap(tables: Tables) -> Figure:
         values = grid.to_numpy(float)
         top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
         data.append(
-            heatmap(values, list(grid.columns), list(grid.index), low=0.0, high=max(top, 1e-12), label="relative L2", axes=("expert", "layer"))
-        )  # fmt: skip
+            heatmap(
+                values,
+                list(grid.columns),
+                list(grid.index),
+                low=0.0,
+                high=max(top, 1e-12),
+                label="relative L2",
+                axes=("expert", "layer"),
+            )
+        )
         titles.append(most_moved_title(name, own))
     layout = base_layout(
         "expert", "layer", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
     )
     caption = (
-        "How far each expert's matrix, or router row, has moved, layer by layer, whatever its change of scale. "
+        "How far each expert's matrix, or router row, has moved, layer by layer, whatever its "
+        "change of scale. "
         f"Unrelated experts would show √2 = {number(L2_UNRELATED)}."
     )
     slider = Slider("matrix", matrices, titles=titles)
@@ -258,7 +284,8 @@ def most_moved_title(name: str, rows: pd.DataFrame) -> str:
     top, median = known.loc[known["relative_l2"].idxmax()], float(known["relative_l2"].median())
     what = "router row" if name == "router" else name
     return (
-        f"Moved most, {what}: layer {top['layer']}, expert {top['expert_a']}, relative L2 {number(top['relative_l2'])}; "
+        f"Moved most, {what}: layer {top['layer']}, expert {top['expert_a']}, relative L2 "
+        f"{number(top['relative_l2'])}; "
         f"median of all {number(median)}, {UNRELATED} {number(L2_UNRELATED)}"
     )
 
@@ -291,11 +318,13 @@ def router_cosines(tables: Tables) -> Figure:
     unmoved = grey_line(layers, np.ones(len(layers)), "unmoved: 1")
     lowest = rows.loc[rows["cosine"].idxmin()]
     title = (
-        f"Router rows turned most in layer {lowest['layer']}, expert {lowest['expert_a']}: cosine {number(lowest['cosine'])}; "
+        f"Router rows turned most in layer {lowest['layer']}, expert {lowest['expert_a']}: "
+        f"cosine {number(lowest['cosine'])}; "
         f"median of all {number(rows['cosine'].median())}, unmoved 1, unrelated rows 0"
     )
     caption = (
-        "Cosine of each router row before and after. The axis does not start at 0, where unrelated rows would lie. A vector added to all rows turns each of them, "
+        "Cosine of each router row before and after. The axis does not start at 0, where "
+        "unrelated rows would lie. A vector added to all rows turns each of them, "
         "and a softmax does not see it."
     )
     layout = base_layout("layer", "cosine", xaxis=layer_axis(pd.Index(layers)))

@@ -1,4 +1,7 @@
-"""The report's part on two checkpoints compared: what moved, how far, beside what unrelated experts would show."""
+"""The report's part on two checkpoints compared.
+
+What moved, how far, beside what unrelated experts would show.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,26 @@ from moescope.weights.report_views import readings
 
 MOST_MOVED = 20
 LAYER_COLUMNS = [
-    "series", "layer", "matrix", "relative_l2_mean", "relative_l2_sd", "relative_l2_low", "relative_l2_high", "null_l2", "null_l2_matched",
-    "sv_alignment_mean", "sv_alignment_sd", "sv_alignment_low", "sv_alignment_high", "null_sv_matched",
-]  # fmt: skip
-ALIGNMENT_FIGURES = [spec for spec in ACROSS_READINGS if spec.name in ("compare_accuracy", "compare_margin", "compare_ambiguity")]  # fmt: skip
+    "series",
+    "layer",
+    "matrix",
+    "relative_l2_mean",
+    "relative_l2_sd",
+    "relative_l2_low",
+    "relative_l2_high",
+    "null_l2",
+    "null_l2_matched",
+    "sv_alignment_mean",
+    "sv_alignment_sd",
+    "sv_alignment_low",
+    "sv_alignment_high",
+    "null_sv_matched",
+]
+ALIGNMENT_FIGURES = [
+    spec
+    for spec in ACROSS_READINGS
+    if spec.name in ("compare_accuracy", "compare_margin", "compare_ambiguity")
+]
 
 
 # --- findings
@@ -54,7 +73,10 @@ def compare_findings(run: Run) -> list[str]:
 
 
 def distance_findings(series: str, rows: pd.DataFrame, matched: bool) -> list[str]:
-    """L2 and R over layers. Of a series matched by gate and up alone, only down is told: nothing else was held out."""
+    """L2 and R over layers.
+
+    Of a series matched by gate and up alone, only down is told: nothing else was held out.
+    """
     held_out = series.endswith("_held_out") and "down" in set(rows["matrix"])
     rows = rows[rows["matrix"] == "down"] if held_out else rows
     what = f"{series}, down, which had no say in the matching" if held_out else series
@@ -79,13 +101,20 @@ def router_findings(geometry: pd.DataFrame) -> list[str]:
         return []
     low = rows.loc[rows["cosine"].idxmin()]
     return [
-        f"router rows: median cosine {number(rows['cosine'].median())}, lowest {number(low['cosine'])} (layer {low['layer']}, expert {low['expert_a']}); "
-        f"unmoved 1, unrelated 0; norms {number(rows['norm_ratio'].min())} to {number(rows['norm_ratio'].max())} times what they were"
+        (
+            f"router rows: median cosine {number(rows['cosine'].median())}, lowest "
+            f"{number(low['cosine'])} (layer {low['layer']}, expert {low['expert_a']}); "
+            f"unmoved 1, unrelated 0; norms {number(rows['norm_ratio'].min())} to "
+            f"{number(rows['norm_ratio'].max())} times what they were"
+        )
     ]
 
 
 def moved(geometry: pd.DataFrame) -> pd.DataFrame:
-    """One row an expert: relative L2, mean over its projections as they lie, and how many times the median of all experts that is."""
+    """One row an expert.
+
+    Relative L2, mean over its projections as they lie, and how many times the median of all experts that is.
+    """
     rows = geometry[~geometry["matched"].astype(bool) & (geometry["matrix"] != "router")]
     experts = rows.groupby(["layer", "expert_a"], as_index=False)["relative_l2"].mean().dropna()
     experts["of_layer"] = experts["relative_l2"] / experts.groupby("layer")["relative_l2"].transform("median")
@@ -99,9 +128,13 @@ def most_moved(geometry: pd.DataFrame) -> str | None:
         return None
     first, median = experts.iloc[0], float(experts["relative_l2"].median())
     if first["relative_l2"] == 0:
-        return f"no expert moved: relative L2 is 0 for all {len(experts):,}; unrelated experts {number(L2_UNRELATED)}"
+        return (
+            f"no expert moved: relative L2 is 0 for all {len(experts):,}; unrelated experts "
+            f"{number(L2_UNRELATED)}"
+        )
     return (
-        f"moved most: layer {int(first['layer'])}, expert {int(first['expert_a'])}, relative L2 {number(first['relative_l2'])} (mean over its projections), "
+        f"moved most: layer {int(first['layer'])}, expert {int(first['expert_a'])}, relative L2 "
+        f"{number(first['relative_l2'])} (mean over its projections), "
         f"{number(first['of_all'])} times the median {number(median)} of {len(experts):,} experts"
     )
 
@@ -112,7 +145,11 @@ def alignment_findings(run: Run) -> list[str]:
     if not scans:
         return []
     keys = ["layer", "matrix", "router", "fold_norm"]
-    tests = scans[0].table("alignment_tests").merge(scans[1].table("alignment_tests"), on=keys, suffixes=("_a", "_b"))
+    tests = (
+        scans[0]
+        .table("alignment_tests")
+        .merge(scans[1].table("alignment_tests"), on=keys, suffixes=("_a", "_b"))
+    )
     scores = scans[0].table("ambiguity").merge(scans[1].table("ambiguity"), on=keys, suffixes=("_a", "_b"))
     other = tests[tests["verdict_a"] != tests["verdict_b"]]
     if other.empty:
@@ -123,14 +160,23 @@ def alignment_findings(run: Run) -> list[str]:
             for row in other.head(4).itertuples()
         ]
         more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-        found = [f"the verdict of alignment changed in {len(other)} of {len(tests)} layers: {', '.join(named)}{more}"]
+        found = [
+            (
+                f"the verdict of alignment changed in {len(other)} of {len(tests)} layers: "
+                f"{', '.join(named)}{more}"
+            )
+        ]
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
     if np.isfinite(change).any():
         top = scores.iloc[int(np.nanargmax(np.abs(change)))]
-        at_chance = score_at_chance(scans[0].table("ambiguity"), scans[0].table("alignment_layers"))[top["layer"]]
+        at_chance = score_at_chance(scans[0].table("ambiguity"), scans[0].table("alignment_layers"))[
+            top["layer"]
+        ]
         found.append(
-            f"absolute ambiguity changed most in layer {top['layer']}: {number(top['absolute_score_a'])} to {number(top['absolute_score_b'])}; "
-            f"median change {number(float(np.nanmedian(np.abs(change))))}; told apart without fail 0, at chance {number(at_chance)}"
+            f"absolute ambiguity changed most in layer {top['layer']}: "
+            f"{number(top['absolute_score_a'])} to {number(top['absolute_score_b'])}; "
+            f"median change {number(float(np.nanmedian(np.abs(change))))}; told apart without "
+            f"fail 0, at chance {number(at_chance)}"
         )
     return found
 
@@ -153,15 +199,24 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
     return Section(
         anchor,
         "Distances between experts",
-        "How far each series' experts are apart, layer by layer, each projection alone. Grey is chance: experts that have nothing to do with each other, as they lie and after "
-        "matching their neurons.",
-        [(spec, {"geometry_layers": tables["geometry_layers"]}) for spec in distance_charts(tables["geometry_layers"])],
+        (
+            "How far each series' experts are apart, layer by layer, each projection alone. Grey is "
+            "chance: experts that have nothing to do with each other, as they lie and after "
+            "matching their neurons."
+        ),
+        [
+            (spec, {"geometry_layers": tables["geometry_layers"]})
+            for spec in distance_charts(tables["geometry_layers"])
+        ],
         [table_payload("geometry_layers", tables["geometry_layers"], LAYER_COLUMNS, "Every layer")],
     )
 
 
 def charts_together(runs: list[Run]) -> list[Section]:
-    """The series of several runs in one chart: what tuning moved beside groups of this method and of that; nothing for one run, or runs of other layers."""
+    """The series of several runs in one chart: what tuning moved beside groups of this method and of that.
+
+    Nothing for one run, or runs of other layers.
+    """
     held = [(run, run.table("geometry_layers")) for run in runs if "geometry_layers" in run.tables]
     if len(held) < 2 or len({tuple(sorted(set(rows["layer"]))) for _, rows in held}) > 1:
         return []
@@ -170,34 +225,53 @@ def charts_together(runs: list[Run]) -> list[Section]:
         rows.assign(series=[f"{name} ({run.name})" if times[name] > 1 else name for name in rows["series"]])
         for run, rows in held
     ]
-    return [replace(chart_section({"geometry_layers": pd.concat(parts, ignore_index=True)}, "distances-of-all"), title="Distances between experts, of all runs")]  # fmt: skip
+    return [
+        replace(
+            chart_section({"geometry_layers": pd.concat(parts, ignore_index=True)}, "distances-of-all"),
+            title="Distances between experts, of all runs",
+        )
+    ]
 
 
 def drift_section(tables: Tables) -> Section:
     here = set(tables["geometry"]["matrix"])
     figures: list[tuple[FigureSpec, Tables]] = [
-        (spec, {"geometry": tables["geometry"]}) for spec in DRIFT if spec.name != "router_cosines" or "router" in here
+        (spec, {"geometry": tables["geometry"]})
+        for spec in DRIFT
+        if spec.name != "router_cosines" or "router" in here
     ]
     payloads = [most_moved_table(tables["geometry"])] if here & set(PROJECTIONS) else []
     return Section(
         "drift",
         "What moved",
-        "Every expert and router row against itself in the other checkpoint. The median over all experts is the reference: an expert far above it was changed more than the rest.",
+        (
+            "Every expert and router row against itself in the other checkpoint. The median over all "
+            "experts is the reference: an expert far above it was changed more than the rest."
+        ),
         figures,
         payloads,
     )
 
 
 def most_moved_table(geometry: pd.DataFrame) -> dict[str, Any]:
-    """The experts that moved most: their distance by projection, beside the median and what unrelated experts show."""
+    """The experts that moved most.
+
+    Their distance by projection, beside the median and what unrelated experts show.
+    """
     experts = moved(geometry).head(MOST_MOVED)
     rows = geometry[~geometry["matched"].astype(bool)]
     by_matrix = rows.pivot_table(index=["layer", "expert_a"], columns="matrix", values="relative_l2")
     lowest_r = rows.groupby(["layer", "expert_a"])["sv_alignment"].min()
     cosine = rows[rows["matrix"] == "router"].set_index(["layer", "expert_a"])["cosine"]
     here = [name for name in PROJECTIONS if name in by_matrix]
-    heads = [("layer", "layer", "int"), ("expert", "expert", "int"), ("relative_l2", "relative L2, mean", "float"), ("relative_l2", "times the median of all", "float"),
-             ("relative_l2", "times the median of its layer", "float"), ("null_l2", "unrelated", "float")]  # fmt: skip
+    heads = [
+        ("layer", "layer", "int"),
+        ("expert", "expert", "int"),
+        ("relative_l2", "relative L2, mean", "float"),
+        ("relative_l2", "times the median of all", "float"),
+        ("relative_l2", "times the median of its layer", "float"),
+        ("null_l2", "unrelated", "float"),
+    ]
     heads += [("relative_l2", f"L2 of {name}", "float") for name in here]
     heads += [("sv_alignment", "lowest R", "float"), ("geometry.cosine", "cosine of its router row", "float")]
     body = []
@@ -229,13 +303,20 @@ def alignment_section(run: Run) -> Section | None:
     figures: list[tuple[FigureSpec, Tables]] = []
     for spec in ALIGNMENT_FIGURES:
         together = {
-            name: pd.concat([reading.tables[name].assign(reading=label, run=label) for reading, label in zip(found, labels, strict=True)], ignore_index=True)
+            name: pd.concat(
+                [
+                    reading.tables[name].assign(reading=label, run=label)
+                    for reading, label in zip(found, labels, strict=True)
+                ],
+                ignore_index=True,
+            )
             for name in spec.needs
-        }  # fmt: skip
+        }
         figures.append((spec, together))
     matrix = scans[0].info["arguments"]["matrix"][0]
     words = (
-        f"Whether router rows still fit their experts ({matrix}): the scans of both checkpoints side by side. They lie in the run folder under scans/a and scans/b; "
+        f"Whether router rows still fit their experts ({matrix}): the scans of both checkpoints "
+        "side by side. They lie in the run folder under scans/a and scans/b; "
         "`moescope report` shows either whole."
     )
     return Section("alignment", "Alignment and ambiguity, before and after", words, figures)
@@ -254,7 +335,10 @@ def compare_command(run: Run) -> str:
     arguments = info["arguments"]
     if arguments["of"] == "runs":
         return shlex.join(["moescope", "compare", *(item["path"] for item in info["runs"])])
-    models = [item["path"] + (f"@{item['revision']}" if item.get("revision") else "") for item in info["checkpoints"]]
+    models = [
+        item["path"] + (f"@{item['revision']}" if item.get("revision") else "")
+        for item in info["checkpoints"]
+    ]
     command = ["moescope", "compare", *models]
     if arguments["layers"]:
         command += ["--layers", ",".join(map(str, arguments["layers"]))]
@@ -280,9 +364,13 @@ def compare_coverage(run: Run) -> list[str]:
 
 
 READING = (
-    "Two experts are compared matrix by matrix. Relative L2 looks at all entries, after scaling both matrices to norm 1: 0 is equal, √2 is unrelated. R looks at singular directions "
-    "alone: 1 is the same, 0 is expected of unrelated ones. Neurons of an expert may stand in any order without changing what it computes, so two equal experts may look unrelated until "
-    "their neurons are matched; and matching makes even random experts look a little alike, which is the grey band. Of two runs, every row that both have is compared instead, column by "
+    "Two experts are compared matrix by matrix. Relative L2 looks at all entries, after scaling "
+    "both matrices to norm 1: 0 is equal, √2 is unrelated. R looks at singular directions "
+    "alone: 1 is the same, 0 is expected of unrelated ones. Neurons of an expert may stand in "
+    "any order without changing what it computes, so two equal experts may look unrelated until "
+    "their neurons are matched; and matching makes even random experts look a little alike, "
+    "which is the grey band. Of two runs, every row that both have is compared instead, column "
+    "by "
     "column; the reports of the two explain their columns."
 )
 COMPARE = RunKind(

@@ -13,20 +13,29 @@ TOLD = 6
 
 
 def change_findings(run: Run) -> list[str]:
-    """The columns that changed most, measured by their own spread over rows; and how many did not change at all."""
+    """The columns that changed most, measured by their own spread over rows.
+
+    And how many did not change at all.
+    """
     changes = [change for change in run.info["changes"] if change["rows"]]
     numbers = ranked(changes)
     words = [change for change in changes if "largest" not in change and change["changed"]]
     still = [change for change in changes if not change["changed"]]
     found = [f"{counted(len(changes), 'column')} compared; {len(still)} did not change"]
     found += [
-        f"{change['table']}, {change['column']}: {change['changed']:,} of {change['rows']:,} rows differ, such as {place(change)}: "
-        f"{change['a']} to {change['b']}"
+        (
+            f"{change['table']}, {change['column']}: {change['changed']:,} of {change['rows']:,} "
+            f"rows differ, such as {place(change)}: "
+            f"{change['a']} to {change['b']}"
+        )
         for change in words[:TOLD]
     ]
     found += [
-        f"{change['table']}, {change['column']}: most at {place(change)}, {number(change['a'])} to {number(change['b'])}; "
-        f"median change {number(change['median'])}, spread over rows {number(change['spread'])}"
+        (
+            f"{change['table']}, {change['column']}: most at {place(change)}, {number(change['a'])} "
+            f"to {number(change['b'])}; "
+            f"median change {number(change['median'])}, spread over rows {number(change['spread'])}"
+        )
         for change in numbers[:TOLD]
     ]
     return found
@@ -45,25 +54,49 @@ def in_spreads(change: dict[str, Any]) -> float:
 
 def place(change: dict[str, Any]) -> str:
     """ "layer 3, matrix gate"."""
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in change["where"].items()) or "the only row"
+    return (
+        ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in change["where"].items())
+        or "the only row"
+    )
 
 
 def change_sections(run: Run) -> list[Section]:
     changes = [change for change in run.info["changes"] if change["rows"]]
     order = [*ranked(changes), *(change for change in changes if not change.get("largest"))]
-    heads = [("table", "table", "text"), ("column", "column", "text"), ("rows", "rows", "int"), ("changed", "differ", "int"), ("where", "most at", "text"), ("a", "in A", "text"),
-             ("b", "in B", "text"), ("median", "median change", "float"), ("spread", "spread over rows of A", "float"), ("spreads", "largest, in spreads", "float")]  # fmt: skip
+    heads = [
+        ("table", "table", "text"),
+        ("column", "column", "text"),
+        ("rows", "rows", "int"),
+        ("changed", "differ", "int"),
+        ("where", "most at", "text"),
+        ("a", "in A", "text"),
+        ("b", "in B", "text"),
+        ("median", "median change", "float"),
+        ("spread", "spread over rows of A", "float"),
+        ("spreads", "largest, in spreads", "float"),
+    ]
     body = []
     for change in order:
         of_numbers = "largest" in change
         shown = [shown_value(change.get(role)) for role in ("a", "b")]
         size = in_spreads(change) if of_numbers and change["largest"] else (0.0 if of_numbers else None)
         body.append(
-            [change["table"], change["column"], change["rows"], change["changed"], place(change) if "where" in change else "", *shown, change.get("median"), change.get("spread"), size]
-        )  # fmt: skip
+            [
+                change["table"],
+                change["column"],
+                change["rows"],
+                change["changed"],
+                place(change) if "where" in change else "",
+                *shown,
+                change.get("median"),
+                change.get("spread"),
+                size,
+            ]
+        )
     columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
     words = (
-        "Every row that both runs have, column by column. A change is read beside the column's median change and beside its spread over the rows of the first run: "
+        "Every row that both runs have, column by column. A change is read beside the column's "
+        "median change and beside its spread over the rows of the first run: "
         "a largest change of many spreads stands out."
     )
     table = {"name": "changes", "title": "Every column", "columns": columns, "rows": plain(body)}
@@ -73,4 +106,6 @@ def change_sections(run: Run) -> list[Section]:
 def shown_value(value: Any) -> str:
     if value is None:
         return ""
-    return number(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    return (
+        number(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    )

@@ -21,10 +21,15 @@ NOT_COMPARED = ("tokens", "vocabulary")  # rows that are there or not, by rank; 
 def compare_runs(
     a: str | Path | Run, b: str | Path | Run, out: str | Path | None, given: list[str], overwrite: bool
 ) -> Run:
-    """A run whose `changes` say of every column of every table both runs have how much it changed, most of all where."""
+    """A run whose `changes` say of every column of every table both runs have how much it changed.
+
+    Most of all where.
+    """
     for one in (a, b):
         if not isinstance(one, Run) and not (Path(one) / "run.json").is_file():
-            raise BadInput(f"{one}: not a run folder, while the other is one; give two checkpoints or two runs")
+            raise BadInput(
+                f"{one}: not a run folder, while the other is one; give two checkpoints or two runs"
+            )
     if given:
         raise BadInput(f"--{given[0]} belongs to comparing checkpoints; leave it out when comparing runs")
     runs = [one if isinstance(one, Run) else Run.load(one) for one in (a, b)]
@@ -35,7 +40,9 @@ def compare_runs(
         )
     common = [name for name in runs[0].tables if name in runs[1].tables and name not in NOT_COMPARED]
     if not common:
-        raise BadInput(f"{runs[0].path} and {runs[1].path} have no table in common; give two runs of one kind")
+        raise BadInput(
+            f"{runs[0].path} and {runs[1].path} have no table in common; give two runs of one kind"
+        )
     identity = {
         "arguments": {"of": "runs", "verb": verbs[0]},
         "checkpoints": [
@@ -55,24 +62,38 @@ def compare_runs(
         return done
     with open_run(folder, "compare", identity, overwrite) as writer:
         with writer.timed("compare"):
-            changes = [change for name in common for change in table_changes(name, *(run.table(name) for run in runs))]
+            changes = [
+                change
+                for name in common
+                for change in table_changes(name, *(run.table(name) for run in runs))
+            ]
         if not any(change["rows"] for change in changes):
             raise BadInput(
-                f"{runs[0].path} and {runs[1].path} have no row in common: other layers, matrices or domains; give runs of the same things"
+                f"{runs[0].path} and {runs[1].path} have no row in common: other layers, "
+                "matrices or domains; give runs of the same things"
             )
         writer.save_info(changes=changes, warnings=missing(runs, changes))
         return writer.finish({})
 
 
 def table_changes(name: str, a: pd.DataFrame, b: pd.DataFrame) -> list[dict[str, Any]]:
-    """One record a column (of routing_layers: a metric): rows both have, median and largest change and where, the column's own spread in a."""
+    """One record a column (of routing_layers: a metric).
+
+    Rows both have, median and largest change and where, the column's own spread in a.
+    """
     spec = TABLES[name]
     keys = list(spec.keys)
     if "step" in keys and a["step"].nunique() == 1 == b["step"].nunique():
-        keys.remove("step")  # two frozen models, or two single steps: which number each has is nothing to match by
+        keys.remove(
+            "step"
+        )  # two frozen models, or two single steps: which number each has is nothing to match by
     if name == "routing_layers":
         parts = [(metric, rows, b[b["metric"] == metric]) for metric, rows in a.groupby("metric", sort=False)]
-        return [change for metric, *rows in parts for change in column_changes(name, keys, ["value"], metric, *rows)]
+        return [
+            change
+            for metric, *rows in parts
+            for change in column_changes(name, keys, ["value"], metric, *rows)
+        ]
     return column_changes(name, keys, list(spec.values), None, a, b)
 
 

@@ -1,4 +1,7 @@
-"""compare: what changed between two checkpoints of one architecture, layer by layer, into a run folder; or between two runs."""
+"""compare: what changed between two checkpoints of one architecture, layer by layer, into a run folder.
+
+Or between two runs.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +75,13 @@ def compare(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Compare two checkpoints of one architecture, expert by expert, or two runs of one kind, row by row; return the run.
+    """Compare two checkpoints of one architecture, expert by expert, or two runs of one kind, row by row;
+    return the run.
 
-    `matched` adds a second series, in which neurons of b's experts are first brought into the order and signs of a's; `match_by` "unsigned" leaves signs
-    alone, as published charts do, "held_out" matches by gate and up, so that down is a check. `skip` leaves out what takes
+    `matched` adds a second series, in which neurons of b's experts are first brought into the order and signs
+    of a's; `match_by` "unsigned" leaves signs
+    alone, as published charts do, "held_out" matches by gate and up, so that down is a check. `skip` leaves
+    out what takes
     longest: "sv" the SV alignment, "scan" the change in alignment and ambiguity.
     """
     matrix = names("matrix", matrix, MATRICES)
@@ -163,7 +169,12 @@ def compare_layers(
 
 
 def compare_layer(
-    a: MoeCheckpoint, b: MoeCheckpoint, settings: CompareSettings, device: str, layer: int, tick: Callable[[], None]
+    a: MoeCheckpoint,
+    b: MoeCheckpoint,
+    settings: CompareSettings,
+    device: str,
+    layer: int,
+    tick: Callable[[], None],
 ) -> ComparedLayer:
     """One layer's distances, expert by expert and router row by row."""
     import pandas as pd
@@ -182,7 +193,9 @@ def compare_layer(
                 series[settings.series + SUFFIX[settings.match_by]] = settings.match_by
             pairs = [(expert, expert) for expert in range(of_a.n_experts)]
             sv = "sv" not in settings.skip
-            parts.append(layer_geometry(of_a, of_b, pairs, series, projections, sv, device, settings.seed, tick))
+            parts.append(
+                layer_geometry(of_a, of_b, pairs, series, projections, sv, device, settings.seed, tick)
+            )
         if "router" in settings.matrix:
             parts.append(router_drift(of_a, of_b, settings.series, settings.seed))
     finally:
@@ -196,7 +209,10 @@ def without_direction(geometry: pd.DataFrame) -> list[str]:
     """What to say of matrices that are all zeros, which have no distance."""
     zero = geometry[geometry["relative_l2"].isna()]
     return [
-        f"layer {row.layer}, expert {row.expert_a}, {row.matrix}: all zeros in one of the two, so it has no distance"
+        (
+            f"layer {row.layer}, expert {row.expert_a}, {row.matrix}: all zeros in one of the two, "
+            "so it has no distance"
+        )
         for row in zero.itertuples()
     ]
 
@@ -211,11 +227,17 @@ def scan_both(
     overwrite: bool,
     quiet: bool,
 ) -> list[str]:
-    """Scan both checkpoints into the run folder, for the change in alignment and ambiguity; what to say if that cannot be done."""
+    """Scan both checkpoints into the run folder, for the change in alignment and ambiguity.
+
+    What to say if that cannot be done.
+    """
     if (rowless := without_rows(opened)) is not None:
         router = rowless.coverage.rowless_router
         return [
-            f"router drift, and the change in alignment and ambiguity, left out: router {router} has no row for each expert"
+            (
+                f"router drift, and the change in alignment and ambiguity, left out: router {router} "
+                "has no row for each expert"
+            )
         ]
     if "scan" in settings.skip:
         return []
@@ -224,7 +246,11 @@ def scan_both(
         try:
             for role, model, moe in zip("ab", given, opened, strict=True):
                 # the commit its revision names now, not what it may name by then
-                name = f"{moe.checkpoint.address}@{moe.checkpoint.revision}" if moe.checkpoint.revision else model
+                name = (
+                    f"{moe.checkpoint.address}@{moe.checkpoint.revision}"
+                    if moe.checkpoint.revision
+                    else model
+                )
                 scan(
                     name,
                     out=writer.path / SCANS / role,
@@ -276,18 +302,23 @@ def without_rows(opened: tuple[MoeCheckpoint, MoeCheckpoint]) -> MoeCheckpoint |
 
 
 def check_same_architecture(a: MoeCheckpoint, b: MoeCheckpoint) -> None:
-    """Refuse two checkpoints whose experts do not correspond, naming the first difference. Layout and precision may differ."""
+    """Refuse two checkpoints whose experts do not correspond, naming the first difference.
+
+    Layout and precision may differ.
+    """
     remedy = "give two checkpoints of one architecture"
     if list(a.layers) != list(b.layers):
         raise BadInput(
-            f"{b.checkpoint.shown} has MoE layers {ranges(list(b.layers))}, {a.checkpoint.shown} {ranges(list(a.layers))}; {remedy}"
+            f"{b.checkpoint.shown} has MoE layers {ranges(list(b.layers))}, {a.checkpoint.shown} "
+            f"{ranges(list(a.layers))}; {remedy}"
         )
     for layer in a.layers:
         in_a, in_b = facts(a.layers[layer]), facts(b.layers[layer])
         for what, value in in_a.items():
             if value != in_b[what]:
                 raise BadInput(
-                    f"layer {layer} of {b.checkpoint.shown} has {what} {in_b[what]}, of {a.checkpoint.shown} {value}; {remedy}"
+                    f"layer {layer} of {b.checkpoint.shown} has {what} {in_b[what]}, of "
+                    f"{a.checkpoint.shown} {value}; {remedy}"
                 )
 
 

@@ -1,4 +1,7 @@
-"""A plan carried out: the source's layers with fewer experts, made one projection of one expert at a time while it is written."""
+"""A plan carried out.
+
+The source's layers with fewer experts, made one projection of one expert at a time while it is written.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,14 @@ from moescope.types import ExpertWeights, LayerPlan, LayerWeights, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-PARTS = {"gate_EFD": "gate_FD", "up_EFD": "up_FD", "down_EDF": "down_DF",
-         "gate_bias_EF": "gate_bias_F", "up_bias_EF": "up_bias_F", "down_bias_ED": "down_bias_D"}  # fmt: skip
+PARTS = {
+    "gate_EFD": "gate_FD",
+    "up_EFD": "up_FD",
+    "down_EDF": "down_DF",
+    "gate_bias_EF": "gate_bias_F",
+    "up_bias_EF": "up_bias_F",
+    "down_bias_ED": "down_bias_D",
+}
 SIGNED = ("up_EFD", "down_EDF")  # what a neuron's sign turns
 
 
@@ -29,7 +38,10 @@ def apply_plan(
     folder: str | Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write the compressed checkpoint in the source's own layout and dtypes; refuses what cannot be written before any work."""
+    """Write the compressed checkpoint in the source's own layout and dtypes.
+
+    Refuses what cannot be written before any work.
+    """
     return write_moe(moe, folder, checked_layers(moe, plan, fits), new_top_k(moe, plan), progress=progress)
 
 
@@ -49,7 +61,8 @@ def checked_layers(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> dict[int, NewL
     check_same_checkpoint(plan, moe.checkpoint)
     if plan.router == "tie":
         raise BadInput(
-            "a plan with router 'tie' keeps a router row for every old expert, and no checkpoint format has room for that; "
+            "a plan with router 'tie' keeps a router row for every old expert, and no checkpoint "
+            "format has room for that; "
             "plan with 'fold' to write it"
         )
     for layer in plan.layers:
@@ -57,19 +70,24 @@ def checked_layers(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> dict[int, NewL
         if weights is None or weights.n_experts != layer.n_experts:
             has = "no experts" if weights is None else f"{weights.n_experts} experts"
             raise BadInput(
-                f"layer {layer.layer} has {has}, and the plan is for {layer.n_experts}; give the plan's own checkpoint"
+                f"layer {layer.layer} has {has}, and the plan is for {layer.n_experts}; give the "
+                "plan's own checkpoint"
             )
         for member, order_F in fits.get(layer.layer, LayerFit()).orders.items():
             if len(order_F) != weights.d_ff:
                 raise BadInput(
-                    f"layer {layer.layer}: the plan orders {len(order_F)} neurons of expert {member}, which has "
+                    f"layer {layer.layer}: the plan orders {len(order_F)} neurons of expert "
+                    f"{member}, which has "
                     f"{weights.d_ff}; plan anew"
                 )
     return {layer.layer: new_layer(moe.layers[layer.layer], layer, plan, fits) for layer in plan.layers}
 
 
 def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -> NewLayer:
-    """Experts that stay are named by their number, so that they are copied bit for bit; merged ones are made when written."""
+    """Experts that stay are named by their number, so that they are copied bit for bit.
+
+    Merged ones are made when written.
+    """
     fit = fits.get(layer.layer, LayerFit())
     experts = [
         group[0] if len(group) == 1 else merged_lazily(weights, group, shares, fit)
@@ -79,13 +97,23 @@ def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -
     if plan.router in ("slice", "join"):
         return alike
     return replace(
-        alike, router_ED=fit.router_KD, router_bias_E=fit.router_bias_K, correction_bias_E=fit.correction_bias_K, state=fit.state
-    )  # fmt: skip
+        alike,
+        router_ED=fit.router_KD,
+        router_bias_E=fit.router_bias_K,
+        correction_bias_E=fit.correction_bias_K,
+        state=fit.state,
+    )
 
 
-def merged_lazily(weights: LayerWeights, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit) -> NewExpert:
+def merged_lazily(
+    weights: LayerWeights, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit
+) -> NewExpert:
     def later(stack: str) -> Callable[[], Tensor] | None:
-        return None if getattr(weights, stack) is None else lambda: merged_part(weights, stack, group, shares, fit)
+        return (
+            None
+            if getattr(weights, stack) is None
+            else lambda: merged_part(weights, stack, group, shares, fit)
+        )
 
     made = {part: later(stack) for stack, part in PARTS.items()}
     gate, down = made.pop("gate_FD"), made.pop("down_DF")
@@ -97,7 +125,10 @@ def merged_lazily(weights: LayerWeights, group: tuple[int, ...], shares: tuple[f
 def merged_part(
     weights: LayerWeights, stack: str, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit
 ) -> Tensor:
-    """One projection (or bias) of a merged expert: the sum of share x the member's, its neurons in the dominant's order; float32."""
+    """One projection (or bias) of a merged expert.
+
+    The sum of share x the member's, its neurons in the dominant's order; float32.
+    """
     import torch
 
     read = getattr(weights, stack).read
@@ -110,7 +141,10 @@ def merged_part(
 
 
 def in_order(stack: str, part: Tensor, member: int, fit: LayerFit) -> Tensor:
-    """A member's projection with its neurons where the dominant has them. Down's bias belongs to no neuron."""
+    """A member's projection with its neurons where the dominant has them.
+
+    Down's bias belongs to no neuron.
+    """
     order_F = fit.orders.get(member)
     if order_F is None or stack == "down_bias_ED":
         return part

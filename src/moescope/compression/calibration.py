@@ -1,4 +1,7 @@
-"""One pass over text through the model's own blocks, with whatever is to be summed up handed in; sums as files."""
+"""One pass over text through the model's own blocks, with whatever is to be summed up handed in.
+
+Sums as files.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,11 @@ SUMS_VERSION = "1"
 
 
 class Collector(Protocol):
-    """Sums over tokens, of every layer: `consume` is called with each layer's routing as it happens, under no_grad.
+    """Sums over tokens, of every layer: `consume` is called with each layer's routing as it happens, under
+    no_grad.
 
-    `sums` holds sums and counts only, named layer.N.NAME, so that those of two texts can be added. The block may be asked for expert
+    `sums` holds sums and counts only, named layer.N.NAME, so that those of two texts can be added. The block
+    may be asked for expert
     outputs (`outputs_of_chosen`, `ungated_output`); capture does not see such calls.
     """
 
@@ -56,7 +61,10 @@ def calibrate(
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Calibrated:
-    """Read the documents once; every collector sees every layer's routing. Choices and gates are those the experts were handed."""
+    """Read the documents once; every collector sees every layer's routing.
+
+    Choices and gates are those the experts were handed.
+    """
     from moescope.execution.models import run_batch
 
     seen: set[int] = set()
@@ -74,9 +82,13 @@ def calibrate(
         ):  # a model that hands out its routing says no more than that
             real_T = real_tokens(routing)
             block.scoring = find_scoring(
-                routing.logits_TE[real_T], routing.chosen_TK[real_T], routing.gates_TK[real_T],
-                block.correction_bias_E, block.groups, block.expected_scoring,
-            )  # fmt: skip
+                routing.logits_TE[real_T],
+                routing.chosen_TK[real_T],
+                routing.gates_TK[real_T],
+                block.correction_bias_E,
+                block.groups,
+                block.expected_scoring,
+            )
         capture.busy = True  # what collectors ask of experts is not the model's own pass
         try:
             for collector in collectors:
@@ -104,7 +116,10 @@ def real_tokens(routing: Routing) -> Tensor:
 
 
 class Handled(NamedTuple):
-    """Tokens of some experts, each with the expert it goes to, its gate g, and that expert's output without the gate, f."""
+    """Tokens of some experts, each with the expert it goes to, its gate g.
+
+    And that expert's output without the gate, f.
+    """
 
     expert_N: Tensor
     at_N: Tensor  # the token's place among the T
@@ -113,9 +128,11 @@ class Handled(NamedTuple):
 
 
 def outputs_of_chosen(routing: Routing, block: Block) -> Iterator[Handled]:
-    """Every real token's chosen experts and what each made of it, whole experts at a time, in pieces of about T rows.
+    """Every real token's chosen experts and what each made of it, whole experts at a time, in pieces of about
+    T rows.
 
-    No [E, T, D] is ever made, nor [T, K, D]: a piece is one expert's tokens, or those of several small ones together, so that
+    No [E, T, D] is ever made, nor [T, K, D]: a piece is one expert's tokens, or those of several small ones
+    together, so that
     128 experts with a few tokens each are not 128 calls.
     """
     assert routing.x_TD is not None
@@ -147,7 +164,9 @@ def pieces(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 def added(ours: Sums, theirs: Sums) -> Sums:
     """The sums over both texts."""
     if set(ours) != set(theirs) or any(ours[name].shape != theirs[name].shape for name in ours):
-        raise BadInput("these sums are of other layers, experts or quantities and cannot be added; calibrate anew")
+        raise BadInput(
+            "these sums are of other layers, experts or quantities and cannot be added; calibrate anew"
+        )
     return {name: ours[name] + theirs[name] for name in ours}
 
 

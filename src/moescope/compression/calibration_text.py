@@ -1,4 +1,7 @@
-"""The text behind a plan: one part calibrates, the other is held out to judge by; and what calibrating found, as a file."""
+"""The text behind a plan: one part calibrates, the other is held out to judge by.
+
+And what calibrating found, as a file.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class TextReader:
         gc.collect()
 
     def split(self) -> str:
-        """How the text is parted: by document, or, where that leaves nothing on one side, each document in two."""
+        """How the text is parted.
+
+        By document, or, where that leaves nothing on one side, each document in two.
+        """
         if self.way is None:
             from moescope.compression.judging import is_held_out
 
@@ -87,7 +93,9 @@ class TextReader:
         way = self.split()
         if way == "tails":
             return judged_part(halves(document)[1] for document in self.everything())
-        return judged_part(document for document in self.everything() if way == "none" or is_held_out(document))
+        return judged_part(
+            document for document in self.everything() if way == "none" or is_held_out(document)
+        )
 
     def calibrate(self, collectors: Sequence[Collector], advance: Callable[[int], None]) -> Calibrated:
         from moescope.compression.calibration import calibrate
@@ -123,12 +131,16 @@ class Calibration:
             found.append(f"held out is {HELD_OUT['tails']}")
         if documents < FEWEST_DOCUMENTS:
             found.append(
-                f"no intervals of ranks: {FEWEST_DOCUMENTS} documents to calibrate on are needed, {documents} given"
+                f"no intervals of ranks: {FEWEST_DOCUMENTS} documents to calibrate on are "
+                f"needed, {documents} given"
             )
-        strange = [layer for layer, gating in self.gating.items() if not gating.explains and layer not in self.asked]
+        strange = [
+            layer for layer, gating in self.gating.items() if not gating.explains and layer not in self.asked
+        ]
         if strange:
             found.append(
-                f"no predicted damage in layers {', '.join(map(str, strange))}: the way of choosing was not recognised"
+                f"no predicted damage in layers {', '.join(map(str, strange))}: the way of "
+                "choosing was not recognised"
             )
         return found
 
@@ -151,12 +163,15 @@ def read_earlier(place: Path, moe: MoeCheckpoint) -> Earlier:
     file = place / "calibration.safetensors" if place.is_dir() else place
     if not file.is_file():
         raise BadInput(
-            f"{place}: no calibration.safetensors in it; give the folder of a `moescope compress` run on a text"
+            f"{place}: no calibration.safetensors in it; give the folder of a `moescope "
+            "compress` run on a text"
         )
     sums, facts = load_sums(file)
     said: Any = facts
     if said.get("header_hash") != moe.checkpoint.header_hash():
-        raise BadInput(f"{file}: calibrated for another checkpoint, or its files were changed since; calibrate anew")
+        raise BadInput(
+            f"{file}: calibrated for another checkpoint, or its files were changed since; calibrate anew"
+        )
     status = file.stat()
     mark = [str(file.resolve()), status.st_size, status.st_mtime_ns]
     return Earlier(mark, sums, said["calibration_documents"], said["calibration_tokens"], said["held_out"])
@@ -176,8 +191,13 @@ def all_sums(calibration: Calibration | None, earlier: Sequence[Earlier]) -> Sum
 
 
 def calibrate_text(
-    reader: TextReader, moe: MoeCheckpoint, collectors: Sequence[Collector], seed: int, file: Path, advance: Callable[[int], None]
-) -> None:  # fmt: skip
+    reader: TextReader,
+    moe: MoeCheckpoint,
+    collectors: Sequence[Collector],
+    seed: int,
+    file: Path,
+    advance: Callable[[int], None],
+) -> None:
     """One pass over the calibrating text; sums, states and the way of choosing go into one file."""
     from moescope.compression.calibration import save_sums
     from moescope.compression.saliency import RoutedSums
@@ -188,7 +208,8 @@ def calibrate_text(
     on_disk = {layer: weights.n_experts for layer, weights in moe.layers.items()}
     if layers != on_disk:
         raise BadInput(
-            f"{reader.model}: the model runs MoE layers {sorted(layers)}, the checkpoint holds {sorted(on_disk)}; "
+            f"{reader.model}: the model runs MoE layers {sorted(layers)}, the checkpoint holds "
+            f"{sorted(on_disk)}; "
             "this model cannot be calibrated"
         )
     sample = StateSample(seed, layers=len(layers))
@@ -203,13 +224,22 @@ def calibrate_text(
         how = block.scoring
         if how is None:  # a router without logits, such as a table of token ids
             continue
-        scoring[layer] = {"function": how.function, "groups": how.groups, "group_score": how.group_score, "explains": how.explains}  # fmt: skip
+        scoring[layer] = {
+            "function": how.function,
+            "groups": how.groups,
+            "group_score": how.group_score,
+            "explains": how.explains,
+        }
         if how.bias_E is not None:
             biases[f"layer.{layer}.choice_bias_E"] = how.bias_E
     asked = [layer for layer, block in found.blocks.items() if block.with_router is not None]
     facts = {
-        "documents": found.documents, "tokens": found.tokens, "held_out": reader.split(), "scoring": scoring, "asked": asked,
-    }  # fmt: skip
+        "documents": found.documents,
+        "tokens": found.tokens,
+        "held_out": reader.split(),
+        "scoring": scoring,
+        "asked": asked,
+    }
     save_sums(file, sums | as_arrays(sample.states()) | biases, facts)
 
 
@@ -230,6 +260,10 @@ def load_calibration(file: Path) -> Calibration:
         bias_E = arrays.get(f"layer.{layer}.choice_bias_E")
         scoring = Scoring(how["function"], bias_E, tuple(how["groups"]), how["group_score"], how["explains"])
         gating[layer] = find_gating(own, scoring)
-    sums = {name: tensor for name, tensor in arrays.items() if ".states." not in name and "choice_bias" not in name}
+    sums = {
+        name: tensor
+        for name, tensor in arrays.items()
+        if ".states." not in name and "choice_bias" not in name
+    }
     asked = tuple(said.get("asked", ()))
     return Calibration(sums, states, gating, said["documents"], said["tokens"], said["held_out"], asked)

@@ -1,4 +1,7 @@
-"""The tables of merged experts: the steps by which they were grouped, and how far members are from their dominant one."""
+"""The tables of merged experts.
+
+The steps by which they were grouped, and how far members are from their dominant one.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,36 @@ if TYPE_CHECKING:
 MOST_PAIRS = 32  # compared a layer: matching and decomposing more would take longer than planning
 
 
-def merge_rows(method: str, groupings: Mapping[int, Grouping], layer_names: Mapping[int, str]) -> pd.DataFrame | None:
+def merge_rows(
+    method: str, groupings: Mapping[int, Grouping], layer_names: Mapping[int, str]
+) -> pd.DataFrame | None:
     """The table `merges`; None where no steps led to the groups."""
     import pandas as pd
 
     rows = [
         {
-            "method": method, "layer": layer, "layer_name": layer_names[layer], "merge": number, "left": step.left, "right": step.right,
-            "height": step.height, "chance_height": grouping.unrelated, "size": step.size, "done": step.done,
+            "method": method,
+            "layer": layer,
+            "layer_name": layer_names[layer],
+            "merge": number,
+            "left": step.left,
+            "right": step.right,
+            "height": step.height,
+            "chance_height": grouping.unrelated,
+            "size": step.size,
+            "done": step.done,
         }
         for layer, grouping in groupings.items()
         for number, step in enumerate(grouping.merges)
-    ]  # fmt: skip
+    ]
     return pd.DataFrame(rows) if rows else None
 
 
 def cluster_pairs(plan: Plan, seed: int) -> dict[int, list[tuple[int, int]]]:
-    """Layer -> (dominant, other member) of every group of two or more, 32 of them at most, drawn at random."""
+    """Layer -> (dominant, other member) of every group of two or more, 32 of them at most.
+
+    Drawn at random.
+    """
     import numpy as np
 
     found = {}
@@ -51,7 +67,10 @@ def cluster_pairs(plan: Plan, seed: int) -> dict[int, list[tuple[int, int]]]:
 
 
 def cluster_geometry(moe: MoeCheckpoint, plan: Plan, device: str, seed: int) -> dict[str, pd.DataFrame]:
-    """The tables of the expert-distance chart for a plan's groups, as the experts lie and with neurons matched; empty without groups."""
+    """The tables of the expert-distance chart for a plan's groups.
+
+    As the experts lie and with neurons matched; empty without groups.
+    """
     import pandas as pd
 
     from moescope.geometry.chart import layer_geometry

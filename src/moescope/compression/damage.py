@@ -1,4 +1,7 @@
-"""What a plan costs, layer by layer: foretold on calibration states before anything is written, measured on held-out ones after."""
+"""What a plan costs, layer by layer.
+
+Foretold on calibration states before anything is written, measured on held-out ones after.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,16 @@ SAME_CHOICE = 0.98
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one layer; None where the model's way of choosing was not recognised, or its router has no probabilities."""
+    """Of one layer.
+
+    None where the model's way of choosing was not recognised, or its router has no probabilities.
+    """
 
     error: float | None
     router_kl: float | None
-    gate_scale: float | None = None  # the gates' sum after over before, where the model's own router was asked
+    gate_scale: float | None = (
+        None  # the gates' sum after over before, where the model's own router was asked
+    )
 
 
 def predict(
@@ -44,13 +52,21 @@ def predict(
     blocks: Mapping[int, Block],
     moe: MoeCheckpoint | None = None,
 ) -> dict[int, Predicted]:
-    """||y' - y|| / ||y|| of every layer's routed output on its sample, y' by the plan's router and experts, each layer by itself.
+    """||y' - y|| / ||y|| of every layer's routed output on its sample, y' by the plan's router and experts,
+    each layer by itself.
 
-    Both come out of the model's own experts code, merged ones put in place for as long as it takes. Layers are judged alone:
-    errors that travel from layer to layer are not in it. A model whose routers can be asked with other tensors is asked, with those that
-    would be written into `moe`; of others the way of choosing, as it was found, is applied to the plan's logits.
+    Both come out of the model's own experts code, merged ones put in place for as long as it takes. Layers
+    are judged alone:
+    errors that travel from layer to layer are not in it. A model whose routers can be asked with other
+    tensors is asked, with those that
+    would be written into `moe`; of others the way of choosing, as it was found, is applied to the plan's
+    logits.
     """
-    experts = RunningExperts(traced.model) if any(len(g) > 1 for layer in plan.layers for g in layer.groups) else None
+    experts = (
+        RunningExperts(traced.model)
+        if any(len(g) > 1 for layer in plan.layers for g in layer.groups)
+        else None
+    )
     found = {}
     for layer in plan.layers:
         number, fit = layer.layer, fits.get(layer.layer, LayerFit())
@@ -94,10 +110,15 @@ def asked_layer(
     gating: Gating | None,
     experts: RunningExperts | None,
 ) -> Predicted:
-    """The same by the model's own router, built with the tensors that the plan would write. None where it looks at more than single tokens."""
+    """The same by the model's own router, built with the tensors that the plan would write.
+
+    None where it looks at more than single tokens.
+    """
     assert block.with_router is not None
     assert block.decide_alone is not None
-    if not len(states) or not same_choice(ask(block, block.decide_alone, states.reads()).decision.chosen_TK, states):
+    if not len(states) or not same_choice(
+        ask(block, block.decide_alone, states.reads()).decision.chosen_TK, states
+    ):
         return Predicted(None, None)
     weights = moe.layers[layer.layer]
     tensors = changed_router(weights, new_layer(weights, layer, plan, fits).router())
@@ -105,7 +126,9 @@ def asked_layer(
     _, chosen_TK, gates_TK = answer.decision
     error = error_of(block, layer, fits.get(layer.layer, LayerFit()), states, experts, chosen_TK, gates_TK)
     scale = float(gates_TK.double().sum() / states.gates_TK.double().sum().clamp(min=1e-30))
-    if gating is None or states.logits_TE is None or answer.logits_TE is None:  # a router without probabilities
+    if (
+        gating is None or states.logits_TE is None or answer.logits_TE is None
+    ):  # a router without probabilities
         return Predicted(error, None, scale)
     return Predicted(error, router_kl(layer, gating, states.logits_TE, answer.logits_TE), scale)
 
@@ -142,7 +165,10 @@ def error_of(
     chosen_TK: Tensor,
     gates_TK: Tensor,
 ) -> float:
-    """The error of the plan's experts under new choices, which are numbers of groups; -1 where a slot is empty."""
+    """The error of the plan's experts under new choices, which are numbers of groups.
+
+    -1 where a slot is empty.
+    """
     before_TD = routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK)
     slots = torch.tensor([*layer.dominants, -1])  # a merged expert is put where its dominant was
     made = {
@@ -155,8 +181,13 @@ def error_of(
     return relative_error(after_TD, before_TD)
 
 
-def tied_error(block: Block, layer: LayerPlan, fit: LayerFit, states: LayerStates, experts: RunningExperts) -> float:
-    """The error with every old router row pointing at the expert its own was merged into: choices and gates are the model's own."""
+def tied_error(
+    block: Block, layer: LayerPlan, fit: LayerFit, states: LayerStates, experts: RunningExperts
+) -> float:
+    """The error with every old router row pointing at the expert its own was merged into.
+
+    Choices and gates are the model's own.
+    """
     before_TD = routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK)
     made = {
         member: merged_expert(experts.layers[layer.layer], group, shares, fit)
@@ -168,8 +199,13 @@ def tied_error(block: Block, layer: LayerPlan, fit: LayerFit, states: LayerState
         return relative_error(routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK), before_TD)
 
 
-def new_logits(block: Block, plan: Plan, layer: LayerPlan, fit: LayerFit, states: LayerStates) -> Tensor | None:
-    """What the plan's router says to the sample; None where fitted rows cannot be tried since the router reads something else."""
+def new_logits(
+    block: Block, plan: Plan, layer: LayerPlan, fit: LayerFit, states: LayerStates
+) -> Tensor | None:
+    """What the plan's router says to the sample.
+
+    None where fitted rows cannot be tried since the router reads something else.
+    """
     if states.logits_TE is None or plan.router == "slice" or fit.router_KD is None:
         return None if states.logits_TE is None else states.logits_TE[:, list(layer.dominants)]
     x_TD = states.x_TD.float()
@@ -182,7 +218,9 @@ def new_logits(block: Block, plan: Plan, layer: LayerPlan, fit: LayerFit, states
     return logits_TK if fit.router_bias_K is None else logits_TK + fit.router_bias_K.float()
 
 
-def reroute(plan: Plan, layer: LayerPlan, fit: LayerFit, gating: Gating, logits_TK: Tensor) -> tuple[Tensor, Tensor]:
+def reroute(
+    plan: Plan, layer: LayerPlan, fit: LayerFit, gating: Gating, logits_TK: Tensor
+) -> tuple[Tensor, Tensor]:
     bias_E = gating.scoring.bias_E
     bias_K = None if bias_E is None else bias_E[list(layer.dominants)]
     if fit.correction_bias_K is not None:
@@ -192,9 +230,11 @@ def reroute(plan: Plan, layer: LayerPlan, fit: LayerFit, gating: Gating, logits_
 
 
 def router_kl(layer: LayerPlan, gating: Gating, logits_TE: Tensor, logits_TK: Tensor) -> float:
-    """Mean KL in nats from the grouped probabilities to the new router's, plus -log of the probability that dropped experts took.
+    """Mean KL in nats from the grouped probabilities to the new router's, plus -log of the probability that
+    dropped experts took.
 
-    For pruned softmax routers the first is 0 and the second KL(new || old); for merged ones without dropped experts the second is 0.
+    For pruned softmax routers the first is 0 and the second KL(new || old); for merged ones without dropped
+    experts the second is 0.
     """
     p_TK = grouped_probabilities(gating.scoring, logits_TE, layer.groups)
     q_TK = gating.scoring.scores(logits_TK.double())
@@ -210,7 +250,8 @@ def routed_output(block: Block, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tenso
     device = block.device
     parts = zip(*(torch.split(part, STATES_AT_ONCE) for part in (x_TD, chosen_TK, gates_TK)), strict=True)
     made = [
-        adapter_of(block).mix(block, Decision(x.to(device), c.long().to(device), g.to(device))) for x, c, g in parts
+        adapter_of(block).mix(block, Decision(x.to(device), c.long().to(device), g.to(device)))
+        for x, c, g in parts
     ]
     return torch.cat([part.cpu() for part in made])
 
@@ -220,7 +261,10 @@ def routed_output(block: Block, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tenso
 
 @torch.no_grad()
 def block_outputs(traced: TracedModel, inputs: Mapping[int, RouterReads]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Layer -> routed output and chosen experts of each block for given states, by the block's own router and experts."""
+    """Layer -> routed output and chosen experts of each block for given states.
+
+    By the block's own router and experts.
+    """
     caught: list[Routing] = []
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with Capture(traced.model, caught.append, check=False, runner=traced.runner) as capture:
@@ -253,7 +297,10 @@ class HeldOutStates:
 
 
 def original_outputs(traced: TracedModel, states: Mapping[int, LayerStates]) -> HeldOutStates:
-    """Of every block that, given the states alone, chooses as it did in the model; others are left out and not measured."""
+    """Of every block that, given the states alone, chooses as it did in the model.
+
+    Others are left out and not measured.
+    """
     inputs = {layer: own.reads() for layer, own in states.items()}
     given, gave = {}, {}
     for layer, (output_TD, chosen_TK) in block_outputs(traced, inputs).items():
@@ -263,7 +310,10 @@ def original_outputs(traced: TracedModel, states: Mapping[int, LayerStates]) -> 
 
 
 def measured_errors(compressed: TracedModel, held_out: HeldOutStates) -> dict[int, float]:
-    """||y' - y|| / ||y|| of every layer's routed output on held-out states, y' by the compressed model's own block."""
+    """||y' - y|| / ||y|| of every layer's routed output on held-out states.
+
+    Y' by the compressed model's own block.
+    """
     return {
         layer: relative_error(output_TD, held_out.output[layer])
         for layer, (output_TD, _) in block_outputs(compressed, held_out.reads).items()

@@ -1,4 +1,7 @@
-"""What compressing costs, and which experts it takes: the plan beside the original and beside random controls."""
+"""What compressing costs, and which experts it takes.
+
+The plan beside the original and beside random controls.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +66,27 @@ def control_traces(rows: pd.DataFrame, column: str) -> list[Trace]:
     spread = known.groupby("layer")[column].agg(["min", "mean", "max"]).reset_index()
     many = known["method"].nunique()
     name = f"{RANDOM}, mean of {many}" if many > 1 else RANDOM
-    edge: Trace = {"type": "scatter", "mode": "lines", "x": spread["layer"].to_numpy(), "line": {"width": 0, "color": GREY},
-                   "showlegend": False, "hoverinfo": "skip"}  # fmt: skip
+    edge: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": spread["layer"].to_numpy(),
+        "line": {"width": 0, "color": GREY},
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
     shade = [
         {**edge, "y": spread["min"].to_numpy(float)},
-        {**edge, "y": spread["max"].to_numpy(float), "fill": "tonexty", "fillcolor": "rgba(138,144,153,0.22)"},
+        {
+            **edge,
+            "y": spread["max"].to_numpy(float),
+            "fill": "tonexty",
+            "fillcolor": "rgba(138,144,153,0.22)",
+        },
     ]
-    return [*(shade if many > 1 else []), grey_line(spread["layer"].to_numpy(), spread["mean"].to_numpy(float), name)]
+    return [
+        *(shade if many > 1 else []),
+        grey_line(spread["layer"].to_numpy(), spread["mean"].to_numpy(float), name),
+    ]
 
 
 def line(rows: pd.DataFrame, column: str, name: str, dash: str) -> Trace:
@@ -101,14 +118,26 @@ def errors_by_layer(tables: Tables) -> Figure:
         data.append(line(own, "measured_error", f"{method_of(tables)}, measured", "dot"))
     return Figure(
         "errors_by_layer",
-        f"Layer {worst['layer']} loses most: an error of {number(worst[column])} of its routed output{beside}",
-        "Predicted on calibration states before anything was written; measured on held-out states in the written model. Each layer alone, given what "
-        "it is given in the original. 0: nothing lost; 1: as if the routed experts gave nothing. Shaded: all random controls, "
+        (
+            f"Layer {worst['layer']} loses most: an error of {number(worst[column])} of its routed "
+            f"output{beside}"
+        ),
+        (
+            "Predicted on calibration states before anything was written; measured on held-out "
+            "states in the written model. Each layer alone, given what "
+            "it is given in the original. 0: nothing lost; 1: as if the routed experts gave nothing. "
+            "Shaded: all random controls, "
+        )
         + ("measured." if measured else "predicted."),
         ("predicted_error", "measured_error"),
         data,
-        base_layout("layer", "error of the routed output", xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))), yaxis={"rangemode": "tozero"}),
-    )  # fmt: skip
+        base_layout(
+            "layer",
+            "error of the routed output",
+            xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))),
+            yaxis={"rangemode": "tozero"},
+        ),
+    )
 
 
 def router_kl_by_layer(tables: Tables) -> Figure:
@@ -120,12 +149,21 @@ def router_kl_by_layer(tables: Tables) -> Figure:
     return Figure(
         "router_kl_by_layer",
         f"The router of layer {worst['layer']} changes most: {number(worst['router_kl'])} nats{beside}",
-        "How far the new router's probabilities are from the old one's, on calibration states. 0: unchanged. For pruned experts it is −log of the "
-        "probability that those kept had together; for merged ones the divergence from the sum over each group's members.",
+        (
+            "How far the new router's probabilities are from the old one's, on calibration states. "
+            "0: unchanged. For pruned experts it is −log of the "
+            "probability that those kept had together; for merged ones the divergence from the sum "
+            "over each group's members."
+        ),
         ("router_kl",),
         [*control_traces(others, "router_kl"), line(own, "router_kl", method_of(tables), "solid")],
-        base_layout("layer", "router KL (nats)", xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))), yaxis={"rangemode": "tozero"}),
-    )  # fmt: skip
+        base_layout(
+            "layer",
+            "router KL (nats)",
+            xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))),
+            yaxis={"rangemode": "tozero"},
+        ),
+    )
 
 
 # --- the whole model
@@ -152,7 +190,9 @@ def perplexities(tables: Tables) -> Figure:
     before, after = float(own["perplexity_original"]), float(own["perplexity"])
     method = method_of(tables)
     change = after / before - 1
-    words = f"{number(100 * abs(change))} % {'above' if change >= 0 else 'below'} the original's {number(before)}"
+    words = (
+        f"{number(100 * abs(change))} % {'above' if change >= 0 else 'below'} the original's {number(before)}"
+    )
     title = f"Perplexity {number(after)}, {words}" + (
         f"; at random {number(others['perplexity'].mean())}" if len(others) else ""
     )
@@ -162,14 +202,26 @@ def perplexities(tables: Tables) -> Figure:
         points(["original"], [before], GREY, "original"),
         points([method], [after], CATEGORICAL[0], method),
     ]
-    data += [points([RANDOM], [float(row["perplexity"])], GREY, str(row["method"])) for _, row in others.iterrows()]
+    data += [
+        points([RANDOM], [float(row["perplexity"])], GREY, str(row["method"])) for _, row in others.iterrows()
+    ]
     return Figure(
-        "perplexities", title,
-        "On held-out text, which no method saw. Every random control drops or merges as many experts, chosen at random with another seed; between the "
-        "original and them lies what choosing well can save.",
-        ("perplexity", "perplexity_original"), [{**trace, "showlegend": False} for trace in data],
-        base_layout("model", "perplexity", xaxis=categories(names), yaxis=wide_axis([before, after, *others["perplexity"]])),
-    )  # fmt: skip
+        "perplexities",
+        title,
+        (
+            "On held-out text, which no method saw. Every random control drops or merges as many "
+            "experts, chosen at random with another seed; between the "
+            "original and them lies what choosing well can save."
+        ),
+        ("perplexity", "perplexity_original"),
+        [{**trace, "showlegend": False} for trace in data],
+        base_layout(
+            "model",
+            "perplexity",
+            xaxis=categories(names),
+            yaxis=wide_axis([before, after, *others["perplexity"]]),
+        ),
+    )
 
 
 def divergences(tables: Tables) -> Figure:
@@ -179,21 +231,30 @@ def divergences(tables: Tables) -> Figure:
     value, method = float(own["js_divergence"]), method_of(tables)
     names = [method, *([RANDOM] if len(others) else [])]
     title = (
-        f"Next-token distributions diverge by {number(value)} nats; ln 2 = {number(math.log(2))} is the most there is"
+        f"Next-token distributions diverge by {number(value)} nats; ln 2 = {number(math.log(2))} is "
+        "the most there is"
     )
     title += f", random {number(others['js_divergence'].mean())}" if len(others) else ""
     data = [
         grey_line(names, [math.log(2)] * len(names), "most", "dot"),
         points([method], [value], CATEGORICAL[0], method),
-        *(points([RANDOM], [float(row["js_divergence"])], GREY, str(row["method"])) for _, row in others.iterrows()),
+        *(
+            points([RANDOM], [float(row["js_divergence"])], GREY, str(row["method"]))
+            for _, row in others.iterrows()
+        ),
     ]
     return Figure(
-        "divergences", title,
-        "Mean Jensen-Shannon divergence from the original's next-token distribution, over held-out positions. 0: the same words with the same "
-        "probabilities; ln 2, dotted: no word in common.",
-        ("js_divergence",), [{**trace, "showlegend": False} for trace in data],
+        "divergences",
+        title,
+        (
+            "Mean Jensen-Shannon divergence from the original's next-token distribution, over "
+            "held-out positions. 0: the same words with the same "
+            "probabilities; ln 2, dotted: no word in common."
+        ),
+        ("js_divergence",),
+        [{**trace, "showlegend": False} for trace in data],
         base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
-    )  # fmt: skip
+    )
 
 
 def categories(names: list[str]) -> dict[str, object]:
@@ -228,36 +289,65 @@ def saliency_heatmap(tables: Tables) -> Figure:
     times = np.divide(values, mean, out=np.ones_like(values), where=mean > 0)
     layers, experts = [str(layer) for layer in grid.index], [str(expert) for expert in grid.columns]
     heat = ratio_heatmap(
-        times, experts, layers, ("expert", "layer"), "times the layer's mean", f"{column} / mean", fold_of([times])
+        times,
+        experts,
+        layers,
+        ("expert", "layer"),
+        "times the layer's mean",
+        f"{column} / mean",
+        fold_of([times]),
     )
     dropped = tables["clusters"][~tables["clusters"]["kept"].astype(bool)]
     data = [heat]
     if len(dropped):
         data.append(
             {
-                "type": "scatter", "mode": "markers", "name": "dropped", "x": [str(e) for e in dropped["expert"]],
-                "y": [str(layer) for layer in dropped["layer"]], "hoverinfo": "skip", "showlegend": False,
-                "marker": {"symbol": "x-thin", "size": 8 if len(experts) <= 32 else 4, "line": {"width": 1.5 if len(experts) <= 32 else 1, "color": "#1a1d21"}},
+                "type": "scatter",
+                "mode": "markers",
+                "name": "dropped",
+                "x": [str(e) for e in dropped["expert"]],
+                "y": [str(layer) for layer in dropped["layer"]],
+                "hoverinfo": "skip",
+                "showlegend": False,
+                "marker": {
+                    "symbol": "x-thin",
+                    "size": 8 if len(experts) <= 32 else 4,
+                    "line": {"width": 1.5 if len(experts) <= 32 else 1, "color": "#1a1d21"},
+                },
             }
-        )  # fmt: skip
+        )
     idle = np.array([int(layer) for layer in grid.index])[(values == 0).any(axis=1)]
-    title = f"Scores run from {number(float(np.nanmin(times)))} to {number(float(np.nanmax(times)))} times their layer's mean"
+    title = (
+        f"Scores run from {number(float(np.nanmin(times)))} to {number(float(np.nanmax(times)))} "
+        "times their layer's mean"
+    )
     title += f"; experts without a token in {named_layers(idle)}" if len(idle) else "; every expert was used"
     return Figure(
-        "saliency_heatmap", title,
-        f"{capital(column.replace('_', ' '))}: the {SCORE_WORDS[column]}, on the calibration text. White is the layer's mean, what every expert would have if none mattered "
-        "more than another." + (" Crosses are the experts that go." if len(dropped) else ""),
-        (column if column == "reap" or column == "ean" else f"saliency.{column}", "kept"), data,
+        "saliency_heatmap",
+        title,
+        (
+            f"{capital(column.replace('_', ' '))}: the {SCORE_WORDS[column]}, on the calibration "
+            "text. White is the layer's mean, what every expert would have if none mattered "
+            "more than another."
+        )
+        + (" Crosses are the experts that go." if len(dropped) else ""),
+        (column if column == "reap" or column == "ean" else f"saliency.{column}", "kept"),
+        data,
         base_layout(
-            "expert", "layer", xaxis={"type": "category", "nticks": 20, "tickangle": 0, "range": [-0.5, len(experts) - 0.5]},
+            "expert",
+            "layer",
+            xaxis={"type": "category", "nticks": 20, "tickangle": 0, "range": [-0.5, len(experts) - 0.5]},
             yaxis={"type": "category", "range": [len(layers) - 0.5, -0.5]},
         ),
         height=max(340, min(900, 120 + 16 * len(layers))),
-    )  # fmt: skip
+    )
 
 
 def rank_intervals(tables: Tables) -> Figure:
-    """Every layer's experts in order of rank, with the interval of each; those that could be on either side of the cut are counted."""
+    """Every layer's experts in order of rank, with the interval of each.
+
+    Those that could be on either side of the cut are counted.
+    """
     kept = tables["clusters"].set_index(["layer", "expert"])["kept"].astype(bool)
     layers = sorted(int(layer) for layer in tables["saliency"]["layer"].unique())
     data: list[Trace] = []
@@ -270,7 +360,11 @@ def rank_intervals(tables: Tables) -> Figure:
         cut = int(rows["kept"].sum())
         pruned = cut < len(rows)
         has_cut = pruned and cut_by_score(tables)
-        unsure = rows[(rows["rank_low"] < cut + 0.5) & (rows["rank_high"] > cut + 0.5)] if has_cut else rows.iloc[:0]
+        unsure = (
+            rows[(rows["rank_low"] < cut + 0.5) & (rows["rank_high"] > cut + 0.5)]
+            if has_cut
+            else rows.iloc[:0]
+        )
         names = [str(expert) for expert in rows["expert"]]
         # first, so that experts stand in order of rank whatever becomes of them
         cut_line = grey_line(names, [cut + 0.5 if has_cut else np.nan] * len(names), "the cut")
@@ -279,29 +373,58 @@ def rank_intervals(tables: Tables) -> Figure:
             mine = rows[rows["kept"] == stays]
             data.append(
                 {
-                    "type": "scatter", "mode": "markers", "name": word, "x": [str(e) for e in mine["expert"]], "y": mine["rank"].to_numpy(float),
-                    "error_y": {"type": "data", "symmetric": False, "array": (mine["rank_high"] - mine["rank"]).clip(lower=0).to_numpy(float),
-                                "arrayminus": (mine["rank"] - mine["rank_low"]).clip(lower=0).to_numpy(float), "thickness": 1.5, "width": 3},
-                    "marker": {"size": 7, "color": color}, "showlegend": bool(pruned),
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": word,
+                    "x": [str(e) for e in mine["expert"]],
+                    "y": mine["rank"].to_numpy(float),
+                    "error_y": {
+                        "type": "data",
+                        "symmetric": False,
+                        "array": (mine["rank_high"] - mine["rank"]).clip(lower=0).to_numpy(float),
+                        "arrayminus": (mine["rank"] - mine["rank_low"]).clip(lower=0).to_numpy(float),
+                        "thickness": 1.5,
+                        "width": 3,
+                    },
+                    "marker": {"size": 7, "color": color},
+                    "showlegend": bool(pruned),
                     "customdata": np.stack([mine["rank_low"], mine["rank_high"]], -1),
-                    "hovertemplate": "expert %{x}<br>rank %{y}, %{customdata[0]:.3g} to %{customdata[1]:.3g}<extra></extra>",
+                    "hovertemplate": (
+                        "expert %{x}<br>rank %{y}, %{customdata[0]:.3g} to "
+                        "%{customdata[1]:.3g}<extra></extra>"
+                    ),
                 }
-            )  # fmt: skip
+            )
         if has_cut:
             titles.append(
-                f"Layer {layer}: {counted(len(unsure), 'expert') if len(unsure) else 'no expert'} of {len(rows)} could be on either side of the cut with other documents"
+                f"Layer {layer}: "
+                f"{counted(len(unsure), 'expert') if len(unsure) else 'no expert'} of "
+                f"{len(rows)} could be on either side of the cut with other documents"
             )
         else:
             wide = float((rows["rank_high"] - rows["rank_low"]).mean())
-            titles.append(f"Layer {layer}: ranks are known to within {number(wide)} places of {len(rows)} on average")
+            titles.append(
+                f"Layer {layer}: ranks are known to within {number(wide)} places of {len(rows)} on average"
+            )
     return Figure(
-        "rank_intervals", titles[0],
-        f"Rank by {score_column(tables).replace('_', ' ')} (1: the most salient) with its 95 % interval: groups of documents drawn anew 1,000 times. Where nothing sets experts apart, intervals "
-        "reach from 1 to the number of experts.",
-        ("rank_low", "rank_high", "kept"), data,
-        base_layout("expert, by rank", "rank", xaxis={"type": "category", "nticks": 20, "tickangle": 0}, yaxis={"autorange": "reversed", "tick0": 1, "dtick": max(1, len(kept.loc[layers[0]]) // 8)}),
+        "rank_intervals",
+        titles[0],
+        (
+            f"Rank by {score_column(tables).replace('_', ' ')} (1: the most salient) with its 95 % "
+            "interval: groups of documents drawn anew 1,000 times. Where nothing sets experts "
+            "apart, intervals "
+            "reach from 1 to the number of experts."
+        ),
+        ("rank_low", "rank_high", "kept"),
+        data,
+        base_layout(
+            "expert, by rank",
+            "rank",
+            xaxis={"type": "category", "nticks": 20, "tickangle": 0},
+            yaxis={"autorange": "reversed", "tick0": 1, "dtick": max(1, len(kept.loc[layers[0]]) // 8)},
+        ),
         Slider("layer", [str(layer) for layer in layers], 0, 3, titles),
-    )  # fmt: skip
+    )
 
 
 COST = [

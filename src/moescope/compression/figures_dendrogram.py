@@ -29,7 +29,10 @@ SIZES = ("#B8C4D6", "#7FA6D0", "#3F7CB8", "#1B5490", "#0B2F5B")
 
 
 def leaf_order(steps: pd.DataFrame, experts: list[int]) -> list[int]:
-    """Experts so that what is merged stands side by side and no link crosses another; groups that never meet by first member."""
+    """Experts so that what is merged stands side by side and no link crosses another.
+
+    Groups that never meet by first member.
+    """
     under: dict[int, list[int]] = {expert: [expert] for expert in experts}
     n_experts = len(experts)
     for place, step in enumerate(steps.itertuples()):
@@ -39,11 +42,16 @@ def leaf_order(steps: pd.DataFrame, experts: list[int]) -> list[int]:
 
 
 def links(steps: pd.DataFrame, order: list[int]) -> tuple[list[list[float]], list[list[float]]]:
-    """For every step the corners of its link: up from the left node, across, and down to the right one; heights in units of chance."""
+    """For every step the corners of its link: up from the left node, across, and down to the right one.
+
+    Heights in units of chance.
+    """
     x = {expert: float(place) for place, expert in enumerate(order)}
     y = dict.fromkeys(order, 0.0)
     across, up = [], []
-    for place, (left, right, height) in enumerate(zip(steps["left"], steps["right"], relative(steps), strict=True)):
+    for place, (left, right, height) in enumerate(
+        zip(steps["left"], steps["right"], relative(steps), strict=True)
+    ):
         first, second = sorted((int(left), int(right)), key=x.__getitem__)
         across.append([x[first], x[first], x[second], x[second], np.nan])
         up.append([y[first], height, height, y[second], np.nan])
@@ -53,7 +61,10 @@ def links(steps: pd.DataFrame, order: list[int]) -> tuple[list[list[float]], lis
 
 
 def relative(steps: pd.DataFrame) -> list[float]:
-    """Heights over that of unrelated experts, so that layers can be compared: measures differ in size from layer to layer."""
+    """Heights over that of unrelated experts, so that layers can be compared.
+
+    Measures differ in size from layer to layer.
+    """
     return [
         float(height) / max(float(chance), 1e-300)
         for height, chance in zip(steps["height"], steps["chance_height"], strict=True)
@@ -76,26 +87,37 @@ def dendrogram(tables: Tables) -> Figure:
             kept = [place for place, step in enumerate(steps["done"]) if bool(step) == done]
             data.append(
                 {
-                    "type": "scatter", "mode": "lines", "name": name,
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": name,
                     "x": np.array([value for place in kept for value in across[place]], float),
                     "y": np.array([value for place in kept for value in up[place]], float),
-                    "line": {"color": color, "width": 2.5 if done else 1.2}, "hovertemplate": f"{name} at %{{y:.3g}}<extra></extra>",
+                    "line": {"color": color, "width": 2.5 if done else 1.2},
+                    "hovertemplate": f"{name} at %{{y:.3g}}<extra></extra>",
                 }
-            )  # fmt: skip
+            )
         sizes = rows.groupby("cluster").size()
         leads = {
-            expert for expert in order if bool(rows.loc[expert, "dominant"]) and sizes[rows.loc[expert, "cluster"]] > 1
+            expert
+            for expert in order
+            if bool(rows.loc[expert, "dominant"]) and sizes[rows.loc[expert, "cluster"]] > 1
         }
         for led, color, name in ((False, GREY, "expert"), (True, CATEGORICAL[1], "dominant member")):
             places = [place for place, expert in enumerate(order) if (expert in leads) == led]
             data.append(
                 {
-                    "type": "scatter", "mode": "markers", "name": name,
-                    "x": np.array(places, float), "y": np.zeros(len(places)), "text": [str(order[place]) for place in places],
-                    "cliponaxis": False, "showlegend": led and bool(places),
-                    "marker": {"size": 7, "color": color}, "hovertemplate": f"{name} %{{text}}<extra></extra>",
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": name,
+                    "x": np.array(places, float),
+                    "y": np.zeros(len(places)),
+                    "text": [str(order[place]) for place in places],
+                    "cliponaxis": False,
+                    "showlegend": led and bool(places),
+                    "marker": {"size": 7, "color": color},
+                    "hovertemplate": f"{name} %{{text}}<extra></extra>",
                 }
-            )  # fmt: skip
+            )
         data.append(numbers_below(order, top))
         titles.append(dendrogram_title(layer, steps, rows))
     layout = base_layout(
@@ -105,12 +127,21 @@ def dendrogram(tables: Tables) -> Figure:
         yaxis={"range": [-0.19 * top, 1.08 * top], "zeroline": False, "tick0": 0},
     )
     return Figure(
-        "dendrogram", titles[0],
-        "Each link joins two experts, or groups of them, at the height of their distance by the method's own measure, divided by that of experts that have nothing to do with each other (dashed). "
-        "Blue links are carried out, grey ones lie above the cut. Orange: the dominant member of a group, whose neurons give the order. Slide to change the layer.",
-        ("height", "chance_height", "done", "dominant"), data, layout,
-        Slider("layer", [str(layer) for layer in layers], 0, 6, titles), 400,
-    )  # fmt: skip
+        "dendrogram",
+        titles[0],
+        (
+            "Each link joins two experts, or groups of them, at the height of their distance by the "
+            "method's own measure, divided by that of experts that have nothing to do with each "
+            "other (dashed). "
+            "Blue links are carried out, grey ones lie above the cut. Orange: the dominant member of "
+            "a group, whose neurons give the order. Slide to change the layer."
+        ),
+        ("height", "chance_height", "done", "dominant"),
+        data,
+        layout,
+        Slider("layer", [str(layer) for layer in layers], 0, 6, titles),
+        400,
+    )
 
 
 def numbers_below(order: list[int], top: float) -> Trace:
@@ -151,11 +182,14 @@ def group_sizes(tables: Tables) -> Figure:
         own = [int(((sizes.loc[layer] >= low) & (sizes.loc[layer] <= high)).sum()) for layer in layers]
         data.append(
             {
-                "type": "bar", "name": name, "x": layers, "y": own,
+                "type": "bar",
+                "name": name,
+                "x": layers,
+                "y": own,
                 "marker": {"color": blend(SIZES, place / max(len(bins) - 1, 1))},
                 "hovertemplate": f"layer %{{x}}<br>{name}: %{{y}}<extra></extra>",
             }
-        )  # fmt: skip
+        )
     experts = tables["clusters"].groupby("layer").size()
     alone = [int((sizes.loc[layer] == 1).sum()) for layer in layers]
     by_chance = [alone_by_chance(int(experts[layer]), len(sizes.loc[layer])) for layer in layers]
@@ -163,16 +197,31 @@ def group_sizes(tables: Tables) -> Figure:
     largest = int(sizes.max())
     where = int(sizes.idxmax()[0])
     title = (
-        f"{number(float(np.mean(alone)))} of {number(float(np.mean([len(sizes.loc[layer]) for layer in layers])))} experts stay alone on average, "
-        f"{number(float(np.mean(by_chance)))} were the others to join at random; the largest group has {largest} members (layer {where})"
+        f"{number(float(np.mean(alone)))} of "
+        f"{number(float(np.mean([len(sizes.loc[layer]) for layer in layers])))} experts stay "
+        "alone on average, "
+        f"{number(float(np.mean(by_chance)))} were the others to join at random; the largest "
+        f"group has {largest} members (layer {where})"
     )
     return Figure(
-        "group_sizes", title,
-        "How many experts of the compressed model stand for one, two or more of the original's, layer by layer. Dashed: how many would stand for one alone if each expert that goes joined "
-        "any of those that stay.",
-        ("cluster",), data,
-        base_layout("layer", "experts after merging", xaxis=layer_axis(pd.Index(layers)), yaxis={"rangemode": "tozero"}, barmode="stack"),
-    )  # fmt: skip
+        "group_sizes",
+        title,
+        (
+            "How many experts of the compressed model stand for one, two or more of the original's, "
+            "layer by layer. Dashed: how many would stand for one alone if each expert that goes "
+            "joined "
+            "any of those that stay."
+        ),
+        ("cluster",),
+        data,
+        base_layout(
+            "layer",
+            "experts after merging",
+            xaxis=layer_axis(pd.Index(layers)),
+            yaxis={"rangemode": "tozero"},
+            barmode="stack",
+        ),
+    )
 
 
 def size_bins(sizes: pd.Series) -> list[tuple[int, int]]:

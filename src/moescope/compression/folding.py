@@ -38,7 +38,9 @@ class FoldedRouter:
     correction_bias_K: Tensor | None
     kl_start: float  # of the usage-weighted rows
     kl: float  # of the rows taken
-    kl_held_out: float | None  # of rows fitted without the quarter they are judged on; None where nothing was fitted
+    kl_held_out: (
+        float | None
+    )  # of rows fitted without the quarter they are judged on; None where nothing was fitted
     ridge: float | None  # how strongly rows were held to their start, chosen on that quarter
     gate_scale: float  # mean sum of a token's gates, after / before; 1 where they are renormalised
     load_error: (
@@ -56,11 +58,15 @@ def fold_router(
     layer: int = 0,
     device: str = "cpu",
 ) -> FoldedRouter:
-    """A row a group. Softmax: minimises the mean KL from the groups' probabilities, sums of their members', to softmax(R x).
+    """A row a group. Softmax: minimises the mean KL from the groups' probabilities, sums of their members',
+    to softmax(R x).
 
-    Sigmoid scores do not add up over members: the row and the bias for choosing are the members' weighted means, and that bias is then
-    balanced so that every group is chosen for as many tokens as chose one of its members. `weights` are those of the start (tokens chosen),
-    `top_k` is that after merging. Experts in no group are dropped, and the rest is measured against probabilities without them.
+    Sigmoid scores do not add up over members: the row and the bias for choosing are the members' weighted
+    means, and that bias is then
+    balanced so that every group is chosen for as many tokens as chose one of its members. `weights` are those
+    of the start (tokens chosen),
+    `top_k` is that after merging. Experts in no group are dropped, and the rest is measured against
+    probabilities without them.
 
     The fit is no better than the states it was made on; `kl_held_out` tells how far it carries to others.
     """
@@ -94,9 +100,14 @@ def fold_router(
 def mean_router(
     router: RouterParts, groups: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]
 ) -> RouterParts:
-    """The members' weighted mean rows and biases, in float32: all that can be done without a text to fit on."""
+    """The members' weighted mean rows and biases, in float32.
+
+    All that can be done without a text to fit on.
+    """
     rows, bias, correction = in_fp32(
-        weighted_rows(parts_in_fp64(router, "cpu"), share_matrix(groups, weights, len(router.router_ED), "cpu"))
+        weighted_rows(
+            parts_in_fp64(router, "cpu"), share_matrix(groups, weights, len(router.router_ED), "cpu")
+        )
     )
     return RouterParts(rows, bias, correction)
 
@@ -111,14 +122,17 @@ def weighted_rows(router: RouterParts, share_KE: Tensor) -> RouterParts:
 
 def in_fp32(router: RouterParts) -> tuple[Tensor, Tensor | None, Tensor | None]:
     bias, correction = (
-        None if part is None else part.float().cpu() for part in (router.router_bias_E, router.correction_bias_E)
+        None if part is None else part.float().cpu()
+        for part in (router.router_bias_E, router.correction_bias_E)
     )
     return router.router_ED.float().cpu(), bias, correction
 
 
 def parts_in_fp64(router: RouterParts, device: str) -> RouterParts:
     given = (router.router_ED, router.router_bias_E, router.correction_bias_E)
-    rows, bias, correction = (None if part is None else part.detach().to(device, torch.float64) for part in given)
+    rows, bias, correction = (
+        None if part is None else part.detach().to(device, torch.float64) for part in given
+    )
     assert rows is not None
     return RouterParts(
         rows, None if bias is None else bias.flatten(), None if correction is None else correction.flatten()
@@ -131,11 +145,15 @@ def logits(router: RouterParts, x_TD: Tensor) -> Tensor:
 
 
 def check_reads_states(router: RouterParts, x_TD: Tensor, logits_TE: Tensor, layer: int) -> None:
-    """Refuse a router whose logits are not its rows times what the experts are given: rows fitted to that would mean nothing."""
+    """Refuse a router whose logits are not its rows times what the experts are given.
+
+    Rows fitted to that would mean nothing.
+    """
     error = (logits(router, x_TD) - logits_TE).norm() / logits_TE.norm().clamp(min=1e-300)
     if not float(error) <= READS_OTHERWISE:
         raise BadInput(
-            f"layer {layer}: the router's logits are not its rows times what the experts are given (off by {float(error):.0%}), "
+            f"layer {layer}: the router's logits are not its rows times what the experts are "
+            f"given (off by {float(error):.0%}), "
             "so no row can be fitted for merged experts; use a method that prunes"
         )
 
@@ -171,10 +189,13 @@ def log_scores(logits_TK: Tensor, scoring: Scoring) -> Tensor:
 def balanced(
     start: RouterParts, x_TD: Tensor, chosen_TK: Tensor, member_KE: Tensor, gating: Gating, top_k: int
 ) -> tuple[RouterParts, float]:
-    """The router with its bias for choosing moved until each group's load is near what its members had, and the error left.
+    """The router with its bias for choosing moved until each group's load is near what its members had, and
+    the error left.
 
-    b += rate (wanted - load) / T over falling rates, the rule by which such biases are trained (Wang et al. 2024, auxiliary-loss-free
-    balancing); the best of all steps is kept. Wanted is the number of tokens that chose any member, scaled to top_k slots a token.
+    b += rate (wanted - load) / T over falling rates, the rule by which such biases are trained (Wang et al.
+    2024, auxiliary-loss-free
+    balancing); the best of all steps is kept. Wanted is the number of tokens that chose any member, scaled to
+    top_k slots a token.
     """
     assert start.correction_bias_E is not None
     logits_TK = logits(start, x_TD)
@@ -213,10 +234,14 @@ def load_of(logits_TK: Tensor, bias_K: Tensor, gating: Gating, top_k: int) -> Te
     return torch.bincount(chosen.flatten(), minlength=logits_TK.shape[1]).double()
 
 
-def gate_scale(gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating: Gating, top_k: int) -> float:
-    """Mean sum of a token's gates with new logits and a new bias for choosing over that before; 1 where gates are divided by their sum anyway.
+def gate_scale(
+    gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating: Gating, top_k: int
+) -> float:
+    """Mean sum of a token's gates with new logits and a new bias for choosing over that before; 1 where gates
+    are divided by their sum anyway.
 
-    Where they are not, a group's probability is its members' together, so the block's output mostly becomes larger.
+    Where they are not, a group's probability is its members' together, so the block's output mostly becomes
+    larger.
     """
     if gating.normalised:
         return 1.0
@@ -230,13 +255,19 @@ def gate_scale(gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating
 @torch.no_grad()
 def through(reads: Callable[[Tensor], Tensor], x_TD: Tensor, device: torch.device) -> Tensor:
     """What a router makes of states, on the CPU, some at a time."""
-    return torch.cat([reads(part.to(device, torch.float32)).cpu() for part in torch.split(x_TD, STATES_AT_ONCE)])
+    return torch.cat(
+        [reads(part.to(device, torch.float32)).cpu() for part in torch.split(x_TD, STATES_AT_ONCE)]
+    )
 
 
-def load_thresholds(rows_KD: Tensor, groups: Sequence[Sequence[int]], states: LayerStates) -> tuple[Tensor, float]:
-    """A threshold a group, and the gates' sum after over before: each takes as many of the states as took any of its members.
+def load_thresholds(
+    rows_KD: Tensor, groups: Sequence[Sequence[int]], states: LayerStates
+) -> tuple[Tensor, float]:
+    """A threshold a group, and the gates' sum after over before: each takes as many of the states as took any
+    of its members.
 
-    With c of them it lies between the c-th and the next largest probability, as in training; below all where everybody is taken.
+    With c of them it lies between the c-th and the next largest probability, as in training; below all where
+    everybody is taken.
     """
     assert states.logits_TE is not None
     p_TK = (states.x_TD.float() @ rows_KD.T).softmax(-1)
@@ -245,8 +276,12 @@ def load_thresholds(rows_KD: Tensor, groups: Sequence[Sequence[int]], states: La
     slots_TK = torch.where(states.chosen_TK >= 0, states.chosen_TK, n_experts).long()
     chosen_TE = torch.zeros(len(p_TK), n_experts + 1).scatter_(1, slots_TK, 1.0)[:, :n_experts]
     wanted_K = (chosen_TE @ member_KE.float().T > 0).sum(0)
-    ranked = torch.nn.functional.pad(p_TK.sort(0, descending=True).values.T, (1, 1))  # nobody comes first, nobody last
+    ranked = torch.nn.functional.pad(
+        p_TK.sort(0, descending=True).values.T, (1, 1)
+    )  # nobody comes first, nobody last
     ranked[:, 0] = 1.0
-    threshold_K = (ranked.gather(1, wanted_K[:, None]) + ranked.gather(1, wanted_K[:, None] + 1)).flatten() / 2
+    threshold_K = (
+        ranked.gather(1, wanted_K[:, None]) + ranked.gather(1, wanted_K[:, None] + 1)
+    ).flatten() / 2
     after = (p_TK * (p_TK >= threshold_K)).double().sum()
     return threshold_K, float(after / states.gates_TK.double().sum().clamp(min=1e-30))

@@ -1,4 +1,7 @@
-"""Experts in groups: average linkage cut to a number of groups, groups drawn at random, and the merges a dendrogram shows."""
+"""Experts in groups.
+
+Average linkage cut to a number of groups, groups drawn at random, and the merges a dendrogram shows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Merge:
-    """Two nodes joined. A node below the number of experts is that expert; n + i is what the layer's i-th merge made."""
+    """Two nodes joined.
+
+    A node below the number of experts is that expert; n + i is what the layer's i-th merge made.
+    """
 
     left: int
     right: int
@@ -34,7 +40,9 @@ class Grouping:
     groups: tuple[tuple[int, ...], ...]
     dominants: tuple[int, ...]
     merges: tuple[Merge, ...] = ()
-    unrelated: float | None = None  # the height at which experts that have nothing to do with each other would merge
+    unrelated: float | None = (
+        None  # the height at which experts that have nothing to do with each other would merge
+    )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -46,7 +54,10 @@ class Grouping:
 
 
 def sections(n_experts: int, n_groups: int) -> list[list[int]]:
-    """The experts of each routing group (DeepSeek's n_group), in order. Experts are merged within one only: a token chooses groups first."""
+    """The experts of each routing group (DeepSeek's n_group), in order.
+
+    Experts are merged within one only: a token chooses groups first.
+    """
     size, rest = divmod(n_experts, n_groups)
     if rest:
         raise BadInput(
@@ -60,7 +71,9 @@ def share_of_each(keep: int, parts: Sequence[Sequence[int]]) -> int:
     if keep < 1 or keep > sum(map(len, parts)) or keep % len(parts):
         step, most = len(parts), sum(map(len, parts))
         nearest = min(max(round(keep / step), 1) * step, most)
-        raise BadInput(f"{keep} of {most} experts cannot be kept in {step} routing groups; nearest possible: {nearest}")
+        raise BadInput(
+            f"{keep} of {most} experts cannot be kept in {step} routing groups; nearest possible: {nearest}"
+        )
     return keep // len(parts)
 
 
@@ -69,8 +82,10 @@ def average_linkage(
 ) -> Grouping:
     """The groups left when average linkage (UPGMA, Sokal and Michener 1958) stops at `keep` of them.
 
-    The distance of two groups is the mean distance of their members. `choose` names a group's dominant member. The first n - keep merges
-    are carried out, which is scipy's `fcluster(..., "maxclust")` except for ties, where that may leave fewer groups than asked for.
+    The distance of two groups is the mean distance of their members. `choose` names a group's dominant
+    member. The first n - keep merges
+    are carried out, which is scipy's `fcluster(..., "maxclust")` except for ties, where that may leave fewer
+    groups than asked for.
     """
     n_experts = len(distance_EE)
     parts = sections(n_experts, n_groups)
@@ -123,7 +138,8 @@ def random_groups(
     choose: Callable[[tuple[int, ...]], int],
     n_groups: int = 1,
 ) -> Grouping:
-    """Experts dealt at random into groups of those sizes: what merging costs when nothing is known about the experts.
+    """Experts dealt at random into groups of those sizes: what merging costs when nothing is known about the
+    experts.
 
     With routing groups, `sizes` are those of each routing group in turn.
     """
@@ -133,7 +149,9 @@ def random_groups(
         dealt = [int(expert) for expert in generator.permutation(part)]
         while dealt:
             if not waiting or waiting[0] > len(dealt):
-                raise ValueError(f"sizes {list(sizes)} do not fill {n_groups} routing groups of {len(part)} experts")
+                raise ValueError(
+                    f"sizes {list(sizes)} do not fill {n_groups} routing groups of {len(part)} experts"
+                )
             size = waiting.pop(0)
             groups.append(dealt[:size])
             dealt = dealt[size:]

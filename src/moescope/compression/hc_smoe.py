@@ -18,9 +18,11 @@ MEASURES = ("euclidean", "cosine")
 def hc_smoe(
     mean_output_ED: Array, usage_E: Array, keep: int, measure: str = "euclidean", n_groups: int = 1
 ) -> Grouping:
-    """One layer's groups by average linkage of the experts' mean outputs (Chen et al. 2025, "Retraining-free merging").
+    """One layer's groups by average linkage of the experts' mean outputs (Chen et al. 2025, "Retraining-free
+    merging").
 
-    The feature of an expert is the mean of its ungated output over all calibration tokens, whether they were sent to it or not. A mean
+    The feature of an expert is the mean of its ungated output over all calibration tokens, whether they were
+    sent to it or not. A mean
     hides what an expert does differently at different tokens: two experts may share one and not be alike.
     """
     if measure not in MEASURES:
@@ -33,7 +35,10 @@ def hc_smoe(
 
 
 def unrelated_distance(mean_output_ED: Array) -> float:
-    """Mean over pairs of sqrt(|a|^2 + |b|^2): how far outputs of these sizes lie apart when their directions have nothing in common."""
+    """Mean over pairs of sqrt(|a|^2 + |b|^2).
+
+    How far outputs of these sizes lie apart when their directions have nothing in common.
+    """
     squares = np.square(mean_output_ED).sum(1)
     a, b = np.triu_indices(len(squares), 1)
     return float(np.sqrt(squares[a] + squares[b]).mean()) if len(a) else 0.0

@@ -1,4 +1,7 @@
-"""A written checkpoint judged: the original, it, and the random controls read the same held-out text, one model after the other."""
+"""A written checkpoint judged.
+
+The original, it, and the random controls read the same held-out text, one model after the other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
 def judge_models(
     writer: RunWriter, work: Work, reader: TextReader, controls: list[tuple[str, Plan, Fits]], quiet: bool
 ) -> None:
-    """Only one model is in memory at a time. A control is written into the run folder, judged, and removed."""
+    """Only one model is in memory at a time.
+
+    A control is written into the run folder, judged, and removed.
+    """
     from moescope.compression.applying import apply_plan
     from moescope.compression.calibration import calibrate
     from moescope.compression.damage import HeldOutStates, measured_errors, original_outputs
@@ -35,7 +41,9 @@ def judge_models(
         sample = StateSample(work.settings.seed, layers=len(work.moe.layers))
         calibrate(reader.traced, documents, [sample], size)
         held_out: HeldOutStates = original_outputs(reader.traced, sample.states())
-        reference: Reference = judge_original(reader.traced, documents, size, partial(advance, "the original"))
+        reference: Reference = judge_original(
+            reader.traced, documents, size, partial(advance, "the original")
+        )
         reader.let_go()
 
         def judged(name: str, folder: Any) -> dict[str, Any]:
@@ -54,15 +62,29 @@ def judge_models(
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     unmeasured = sorted(set(sample.states()) - set(held_out.reads))
-    warnings = [] if not unmeasured else [
-        f"no measured error in layers {', '.join(map(str, unmeasured))}: their blocks read more than the experts' input"
-    ]  # fmt: skip
+    warnings = (
+        []
+        if not unmeasured
+        else [
+            (
+                f"no measured error in layers {', '.join(map(str, unmeasured))}: their blocks read "
+                "more than the experts' input"
+            )
+        ]
+    )
     facts = {
         "judged_documents": len(documents),
         "judged_tokens": reference.tokens,
         "compared_tokens": reference.compared,
     }
     writer.flush_piece(
-        "judged", {}, {"models": results, "perplexity_original": reference.perplexity, "facts": facts, "warnings": warnings}
-    )  # fmt: skip
+        "judged",
+        {},
+        {
+            "models": results,
+            "perplexity_original": reference.perplexity,
+            "facts": facts,
+            "warnings": warnings,
+        },
+    )
     writer.save_info()

@@ -1,4 +1,7 @@
-"""What a compressed model says to text it was not fitted to, beside what the original says: perplexity and next-token divergence."""
+"""What a compressed model says to text it was not fitted to, beside what the original says.
+
+Perplexity and next-token divergence.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ def judged_part(documents: Iterable[Document], most: int = JUDGED_TOKENS) -> lis
 
 @dataclass(frozen=True)
 class Reference:
-    """What the original said: its perplexity, and its logits at the first positions, in the dtype it gave them in."""
+    """What the original said.
+
+    Its perplexity, and its logits at the first positions, in the dtype it gave them in.
+    """
 
     perplexity: float
     tokens: int  # next tokens that were predicted
@@ -85,7 +91,8 @@ def next_token_logits(
 def check_judgeable(traced: TracedModel) -> None:
     if traced.two_stacks or traced.model.get_output_embeddings() is None:
         raise BadInput(
-            f"{traced.name}: not a model that predicts the next token, so it cannot be judged; give --no-judge"
+            f"{traced.name}: not a model that predicts the next token, so it cannot be judged; "
+            "give --no-judge"
         )
 
 
@@ -95,7 +102,10 @@ def judge_original(
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Reference:
-    """The original's perplexity exp(-mean log p(next token)), and its logits for as many positions as may be compared."""
+    """The original's perplexity exp(-mean log p(next token)).
+
+    And its logits for as many positions as may be compared.
+    """
     lost, tokens, kept, compared = 0.0, 0, [], 0
     for logits_NV, after_N in next_token_logits(traced, documents, batch_size):
         lost += negative_log(logits_NV, after_N)
@@ -116,7 +126,8 @@ def judge(
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Judged:
-    """The same documents through a compressed model: perplexity, and the mean Jensen-Shannon divergence of next-token distributions
+    """The same documents through a compressed model: perplexity, and the mean Jensen-Shannon divergence of
+    next-token distributions
 
     JS(p, q) = KL(p || m)/2 + KL(q || m)/2 with m = (p + q)/2 (Lin 1991).
     """
@@ -127,18 +138,25 @@ def judge(
         before_NV = reference.logits[number]
         apart += divergence(before_NV, logits_NV[: len(before_NV)])
         advance(len(after_N))
-    return Judged(math.exp(lost / tokens) if lost / tokens < 700 else math.inf, apart / max(reference.compared, 1))
+    return Judged(
+        math.exp(lost / tokens) if lost / tokens < 700 else math.inf, apart / max(reference.compared, 1)
+    )
 
 
 def negative_log(logits_NV: Tensor, after_N: Tensor) -> float:
     parts = zip(torch.split(logits_NV, POSITIONS), torch.split(after_N, POSITIONS), strict=True)
-    return sum(float(torch.nn.functional.cross_entropy(l.float(), a, reduction="sum").double()) for l, a in parts)  # noqa: E741
+    return sum(
+        float(torch.nn.functional.cross_entropy(logits.float(), after, reduction="sum").double())
+        for logits, after in parts
+    )
 
 
 def divergence(before_NV: Tensor, after_NV: Tensor) -> float:
     """The sum over positions of JS between both softmaxes."""
     total = 0.0
-    for first, second in zip(torch.split(before_NV, POSITIONS), torch.split(after_NV, POSITIONS), strict=True):
+    for first, second in zip(
+        torch.split(before_NV, POSITIONS), torch.split(after_NV, POSITIONS), strict=True
+    ):
         if not len(first):
             continue
         p, q = (part.to(second.device).double().log_softmax(-1) for part in (first, second))

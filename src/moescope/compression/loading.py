@@ -1,4 +1,7 @@
-"""A model to be calibrated on or judged: by transformers, or by the lab where the checkpoint lies in the lab's own layout."""
+"""A model to be calibrated on or judged.
+
+By transformers, or by the lab where the checkpoint lies in the lab's own layout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def load_to_compress(name: str, dtype: str, device: str) -> TracedModel:
-    """The model with its tokenizer. Lab checkpoints that transformers loads are run by it, as any other's user would."""
+    """The model with its tokenizer.
+
+    Lab checkpoints that transformers loads are run by it, as any other's user would.
+    """
     from moescope.decoder.saving import is_own_layout
     from moescope.execution.lab_models import load_traced
     from moescope.execution.models import load_model
@@ -28,19 +34,26 @@ def lab_router(moe: MoeCheckpoint) -> str | None:
 
 
 def check_lab_router(moe: MoeCheckpoint, method: Method | None = None, sequential: bool = False) -> None:
-    """Refuse what a lab checkpoint cannot become: a model of one expert, or experts merged by what its router does not have."""
+    """Refuse what a lab checkpoint cannot become.
+
+    A model of one expert, or experts merged by what its router does not have.
+    """
     router = lab_router(moe)
     if router == "dense":
-        raise BadInput(f"{moe.checkpoint.shown}: a dense model of the lab has one expert a layer, nothing to take away")
+        raise BadInput(
+            f"{moe.checkpoint.shown}: a dense model of the lab has one expert a layer, nothing to take away"
+        )
     if method is None or not method.merges:
         return
     if router == "hash" and method.adapts:  # those are the methods that go by router logits
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, hash, has no logits for {method.name} to go by; merge with hc_smoe or weights, or "
+            f"{moe.checkpoint.shown}: its router, hash, has no logits for {method.name} to go "
+            "by; merge with hc_smoe or weights, or "
             "prune with reap"
         )
     if sequential and any(weights.router_state for weights in moe.layers.values()):
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {router}, keeps more of each expert than a row, and layers are not merged in sequence "
+            f"{moe.checkpoint.shown}: its router, {router}, keeps more of each expert than a "
+            "row, and layers are not merged in sequence "
             "then; leave out --sequential"
         )

@@ -1,4 +1,7 @@
-"""M-SMoE: the most used experts stay, and each other one joins the one that the router likes at the same tokens."""
+"""M-SMoE.
+
+The most used experts stay, and each other one joins the one that the router likes at the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ Array = npt.NDArray[np.float64]
 def profile_cosines(gram_EE: Array) -> Array:
     """Cosines of the experts' router-logit profiles over all tokens, from their inner products.
 
-    An expert's profile is its logit at every token less that token's mean logit, which a softmax ignores; subtracting it makes unrelated
+    An expert's profile is its logit at every token less that token's mean logit, which a softmax ignores;
+    subtracting it makes unrelated
     profiles of n experts lie at -1/(n - 1), not 0. An expert whose profile is zero has cosine 0 with all.
     """
     norms = np.sqrt(np.diag(gram_EE))
@@ -35,14 +39,18 @@ def dominants(usage_E: Array, keep: int, n_groups: int = 1) -> list[int]:
 
 
 def adaptive_dominants(usage_LE: Sequence[Array], keep: int) -> list[list[int]]:
-    """Dominant experts of every layer, layers x keep in all: each layer's most used, then whichever is most used in its layer.
+    """Dominant experts of every layer, layers x keep in all: each layer's most used, then whichever is most
+    used in its layer.
 
-    Usage is each layer's share of its own tokens, so layers can be compared. Widths then differ from layer to layer (Li et al. 2024), which
+    Usage is each layer's share of its own tokens, so layers can be compared. Widths then differ from layer to
+    layer (Li et al. 2024), which
     transformers' configs cannot say: for plans and charts.
     """
     layers = len(usage_LE)
     if not 1 <= keep <= min(len(usage) for usage in usage_LE):
-        raise BadInput(f"{keep} experts a layer cannot be kept; keep 1 to {min(len(usage) for usage in usage_LE)}")
+        raise BadInput(
+            f"{keep} experts a layer cannot be kept; keep 1 to {min(len(usage) for usage in usage_LE)}"
+        )
     shares = [usage / max(float(usage.sum()), 1.0) for usage in usage_LE]
     chosen = [[int(np.argmax(share))] for share in shares]
     rest = sorted(
@@ -57,7 +65,8 @@ def adaptive_dominants(usage_LE: Sequence[Array], keep: int) -> list[list[int]]:
 
 
 def joined(cosine_EE: Array, leaders: Sequence[int], n_groups: int = 1) -> Grouping:
-    """Each other expert with the dominant one of its routing group whose logit profile is nearest; of equals the first.
+    """Each other expert with the dominant one of its routing group whose logit profile is nearest; of equals
+    the first.
 
     The height of such a merge is 1 - cosine.
     """

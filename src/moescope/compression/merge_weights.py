@@ -20,8 +20,10 @@ def merge_weights(
 ) -> tuple[tuple[float, ...], ...]:
     """A weight for every member beside the group it belongs to; each group's sum to 1.
 
-    usage: in proportion to the tokens each was chosen for (Li et al. 2024, M-SMoE); uniform: alike; dominant: three quarters for the
-    dominant member, the rest alike; saliency: in proportion to a pruning score. Where a group's numbers are all zero its members count alike.
+    usage: in proportion to the tokens each was chosen for (Li et al. 2024, M-SMoE); uniform: alike; dominant:
+    three quarters for the
+    dominant member, the rest alike; saliency: in proportion to a pruning score. Where a group's numbers are
+    all zero its members count alike.
     """
     if kind not in MERGE_WEIGHTS:
         raise unknown_name("merge weights", kind, list(MERGE_WEIGHTS))

@@ -1,4 +1,7 @@
-"""Plans that merge: experts grouped by one of several likenesses, each group made one expert, and the router folded onto them."""
+"""Plans that merge.
+
+Experts grouped by one of several likenesses, each group made one expert, and the router folded onto them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class LayerEvidence:
 
     @property
     def joins(self) -> bool:
-        """Whether a group takes over its dominant's part of the router: one that keeps more than rows, with nothing to fit them on."""
+        """Whether a group takes over its dominant's part of the router.
+
+        One that keeps more than rows, with nothing to fit them on.
+        """
         return self.linear is None and (self.weights.router_ED is None or bool(self.weights.router_state))
 
     @property
@@ -91,11 +97,18 @@ def layer_evidence(given: Evidence, layer: int) -> LayerEvidence:
     start = f"layer.{layer}."
     own = {name.removeprefix(start): tensor for name, tensor in given.sums.items() if name.startswith(start)}
     return LayerEvidence(
-        given.moe.layers[layer], given.keep[layer], routing_groups(given.moe, layer), given.settings, top_k_after(given),
-        own, given.states.get(layer), given.gating.get(layer), given.like.get(layer),
+        given.moe.layers[layer],
+        given.keep[layer],
+        routing_groups(given.moe, layer),
+        given.settings,
+        top_k_after(given),
+        own,
+        given.states.get(layer),
+        given.gating.get(layer),
+        given.like.get(layer),
         given.traced().device if given.traced is not None and given.states else "cpu",
         linear_view(given, layer),
-    )  # fmt: skip
+    )
 
 
 def linear_view(given: Evidence, layer: int) -> LinearView | None:
@@ -113,11 +126,15 @@ def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
 
 
 def check_adaptive(moe: MoeCheckpoint) -> None:
-    """Refuse one budget for all layers where tokens choose groups of experts first: each group must be left as many."""
+    """Refuse one budget for all layers where tokens choose groups of experts first.
+
+    Each group must be left as many.
+    """
     for layer in moe.layers:
         if (groups := routing_groups(moe, layer)) > 1:
             raise BadInput(
-                f"an adaptive budget cannot leave each of the {groups} routing groups of layer {layer} as many experts; leave out --adaptive"
+                f"an adaptive budget cannot leave each of the {groups} routing groups of layer "
+                f"{layer} as many experts; leave out --adaptive"
             )
 
 
@@ -129,7 +146,10 @@ def top_k_after(given: Evidence) -> int | None:
 
 
 def adaptive_leaders(given: Evidence) -> dict[int, list[int]]:
-    """Layer -> its dominant experts under one budget for all layers. A control has as many as the plan it is a control of."""
+    """Layer -> its dominant experts under one budget for all layers.
+
+    A control has as many as the plan it is a control of.
+    """
     if given.like:
         return {layer: list(plan.dominants) for layer, plan in given.like.items()}
     usage = [given.sums[f"layer.{layer}.tokens_BE"].sum(0).double().numpy() for layer in given.keep]
@@ -159,7 +179,9 @@ def by_router_logits(given: Evidence, own: LayerEvidence) -> Grouping:
 def by_weights(given: Evidence, own: LayerEvidence) -> Grouping:
     experts = [own.weights.expert(number) for number in range(own.weights.n_experts)]
     measure = weights_clustering.MEASURES[0] if own.settings.distance == "default" else own.settings.distance
-    grouping, _ = weights_clustering.weights_clusters(experts, own.keep, measure, own.n_groups, device=own.device)
+    grouping, _ = weights_clustering.weights_clusters(
+        experts, own.keep, measure, own.n_groups, device=own.device
+    )
     return grouping
 
 
@@ -175,7 +197,9 @@ def at_random(given: Evidence, own: LayerEvidence) -> Grouping:
     sizes = []
     for part in sections(n_experts, own.n_groups):
         count = share_of_each(own.keep, sections(n_experts, own.n_groups))
-        sizes += [1 + int(more) for more in generator.multinomial(len(part) - count, np.full(count, 1 / count))]
+        sizes += [
+            1 + int(more) for more in generator.multinomial(len(part) - count, np.full(count, 1 / count))
+        ]
     return random_groups(n_experts, sizes, generator, choose, own.n_groups)
 
 
@@ -194,7 +218,9 @@ def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool
         kind = "uniform"  # the default, where no text says who is used; `decide` tells
     shares = merge_weights(grouping, kind, own.usage_E, own.reap_E)
     plan = LayerPlan(own.layer, n_experts, grouping.groups, grouping.dominants, shares)
-    orders, signs = neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
+    orders, signs = (
+        neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
+    )
     if own.settings.router == "tie" or own.joins:
         return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
     if own.linear is not None and len(plan.groups) < n_experts:
@@ -208,7 +234,10 @@ def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool
 def neuron_orders(
     weights: LayerWeights, grouping: Grouping, signed: bool, device: str = "cpu"
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Member -> where its neurons go and their signs, for all that are not dominant; two experts are in memory at a time."""
+    """Member -> where its neurons go and their signs, for all that are not dominant.
+
+    Two experts are in memory at a time.
+    """
     import torch
 
     orders, signs = {}, {}
@@ -225,14 +254,18 @@ def neuron_orders(
 
 
 def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, FoldedRouter | None]:
-    """Rows fitted on the layer's calibration states; without any, or where the way of choosing is not known, weighted means."""
+    """Rows fitted on the layer's calibration states.
+
+    Without any, or where the way of choosing is not known, weighted means.
+    """
     from moescope.compression.folding import RouterParts, fold_router, mean_router
 
     lazies = (own.weights.router_ED, own.weights.router_bias_E, own.weights.correction_bias_E)
     rows, *biases = (None if lazy is None else lazy.read().float() for lazy in lazies)
     if rows is None:
         raise BadInput(
-            f"{own.weights.layer_name}: its router has no row for each expert, so none can be fitted to a group; prune instead: --method frequency"
+            f"{own.weights.layer_name}: its router has no row for each expert, so none can be "
+            "fitted to a group; prune instead: --method frequency"
         )
     router = RouterParts(rows, *biases)
     start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
@@ -246,7 +279,10 @@ def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, Fol
 
 
 def folded_view(own: LayerEvidence, plan: LayerPlan, view: LinearView) -> tuple[LayerFit, FoldedRouter]:
-    """Rows fitted where a router meets them with something else than x, or goes by thresholds, which then keep each group's load."""
+    """Rows fitted where a router meets them with something else than x, or goes by thresholds.
+
+    Which then keep each group's load.
+    """
     from moescope.compression.folding import RouterParts, fold_router, load_thresholds, through
 
     assert own.states is not None
@@ -254,10 +290,12 @@ def folded_view(own: LayerEvidence, plan: LayerPlan, view: LinearView) -> tuple[
     states = replace(own.states, x_TD=through(view.reads, own.states.x_TD, view.rows_ED.device))
     start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
     top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
-    gating = replace(own.gating, normalised=own.gating.normalised or view.thresholds)  # whose gates are looked at below
+    gating = replace(
+        own.gating, normalised=own.gating.normalised or view.thresholds
+    )  # whose gates are looked at below
     folded = fold_router(
         RouterParts(view.rows_ED), plan.groups, start, states, gating, top_k, own.layer, own.device
-    )  # fmt: skip
+    )
     threshold_K = None
     if view.thresholds:
         threshold_K, scale = load_thresholds(folded.router_KD, plan.groups, states)
@@ -280,7 +318,9 @@ def merged(group: Group, matched: bool) -> Callable[[Evidence], Decided]:
         if given.settings.sequential and given.reread is not None:
             from moescope.compression.sequential import merge_in_sequence
 
-            layers = merge_in_sequence(given, lambda own: merge_layer(given, own, group, how), collectors_of(group))
+            layers = merge_in_sequence(
+                given, lambda own: merge_layer(given, own, group, how), collectors_of(group)
+            )
         else:
             layers = [merge_layer(given, layer_evidence(given, layer), group, how) for layer in given.keep]
         return decided(given, layers, how, group is by_weights)
@@ -325,11 +365,14 @@ def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[st
     found = []
     usage = any(name.endswith("tokens_BE") for name in given.sums)
     if not usage and given.settings.merge_weights == "usage":
-        found.append("members count alike in a merged expert: without a text nobody knows how often each is used")
+        found.append(
+            "members count alike in a merged expert: without a text nobody knows how often each is used"
+        )
     most = max(layer.plan.n_experts for layer in layers)
     if by_sketch and most * (most - 1) // 2 > weights_clustering.MOST_PAIRS:
         found.append(
-            f"neurons were matched for {weights_clustering.MOST_PAIRS} pairs of experts a layer, the likeliest by a sketch of their weights; "
+            f"neurons were matched for {weights_clustering.MOST_PAIRS} pairs of experts a layer, "
+            "the likeliest by a sketch of their weights; "
             "all others count as far apart as the farthest of these"
         )
     merges = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
@@ -354,19 +397,57 @@ def collectors_of(group: Group) -> Callable[[PlanSettings], list[Collector]]:
 
 
 def merging(
-    name: str, words: str, group: Group, matched: bool, needs_text: bool = True, distances: tuple[str, ...] = ()
+    name: str,
+    words: str,
+    group: Group,
+    matched: bool,
+    needs_text: bool = True,
+    distances: tuple[str, ...] = (),
 ) -> Method:
     return Method(
-        name, words, merged(group, matched), needs_text, True, "random_merge", collectors_of(group),
-        distances=distances, adapts=group is by_router_logits,
-    )  # fmt: skip
+        name,
+        words,
+        merged(group, matched),
+        needs_text,
+        True,
+        "random_merge",
+        collectors_of(group),
+        distances=distances,
+        adapts=group is by_router_logits,
+    )
 
 
 MERGING = [
-    merging("hc_smoe", "merges experts whose mean outputs are near", by_outputs, False, distances=hc_smoe.MEASURES),
-    merging("hc_smoe_permuted", "the same, members' neurons first put into one order", by_outputs, True, distances=hc_smoe.MEASURES),
-    merging("m_smoe", "merges each rarely used expert into the one routers like at the same tokens", by_router_logits, False),
+    merging(
+        "hc_smoe", "merges experts whose mean outputs are near", by_outputs, False, distances=hc_smoe.MEASURES
+    ),
+    merging(
+        "hc_smoe_permuted",
+        "the same, members' neurons first put into one order",
+        by_outputs,
+        True,
+        distances=hc_smoe.MEASURES,
+    ),
+    merging(
+        "m_smoe",
+        "merges each rarely used expert into the one routers like at the same tokens",
+        by_router_logits,
+        False,
+    ),
     merging("m_smoe_permuted", "the same, members' neurons first put into one order", by_router_logits, True),
-    merging("weights", "merges experts whose matched weights are near; needs no text", by_weights, True, needs_text=False, distances=weights_clustering.MEASURES),
-    merging("random_merge", "merges experts at random, neurons matched: the control", at_random, True, needs_text=False),
-]  # fmt: skip
+    merging(
+        "weights",
+        "merges experts whose matched weights are near; needs no text",
+        by_weights,
+        True,
+        needs_text=False,
+        distances=weights_clustering.MEASURES,
+    ),
+    merging(
+        "random_merge",
+        "merges experts at random, neurons matched: the control",
+        at_random,
+        True,
+        needs_text=False,
+    ),
+]

@@ -23,7 +23,10 @@ RESCALED = 0.05  # change of the gates' sum from which on it is worth a warning
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a user may choose about a plan, besides the method and how many experts to keep. Merging reads most of it."""
+    """What a user may choose about a plan, besides the method and how many experts to keep.
+
+    Merging reads most of it.
+    """
 
     seed: int = 0
     merge_weights: str = "usage"
@@ -46,20 +49,27 @@ class Evidence:
     gating: Mapping[int, Gating] = field(default_factory=dict)  # how each layer's router was seen to choose
     traced: Callable[[], TracedModel] | None = None  # gives the running model; None without a text
     reread: Callable[[Sequence[Collector]], Calibrated] | None = None  # reads the calibrating text once more
-    like: Mapping[int, LayerPlan] = field(default_factory=dict)  # the plan whose group sizes a control is to have
+    like: Mapping[int, LayerPlan] = field(
+        default_factory=dict
+    )  # the plan whose group sizes a control is to have
     like_matching: str | None = None  # how that plan's neurons were matched; None where this is no control
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a method decided: the layers of a `Plan`, the arrays beside them, and what becomes of router and neurons."""
+    """What a method decided.
+
+    The layers of a `Plan`, the arrays beside them, and what becomes of router and neurons.
+    """
 
     layers: tuple[LayerPlan, ...]
     fits: Fits = field(default_factory=dict)
     matching: str = "none"
     router: str = "slice"
     top_k: int | None = None  # None: as it was
-    notes: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)  # kept in the plan's settings
+    notes: Mapping[str, str | int | float | bool | None] = field(
+        default_factory=dict
+    )  # kept in the plan's settings
     warnings: tuple[str, ...] = ()
     groupings: Mapping[int, Grouping] = field(default_factory=dict)  # by layer: what a dendrogram shows
 
@@ -81,7 +91,10 @@ class Method:
 
 
 def rescaling_words(doing: str, scales: Sequence[float]) -> list[str]:
-    """What to say of gates whose sum changes, from each layer's sum after over before; nothing where it hardly does."""
+    """What to say of gates whose sum changes, from each layer's sum after over before.
+
+    Nothing where it hardly does.
+    """
     mean = sum(scales) / len(scales) if scales else 1.0
     if abs(mean - 1) <= RESCALED:
         return []

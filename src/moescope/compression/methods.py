@@ -1,4 +1,7 @@
-"""The ways of choosing what goes and what joins: METHODS is the list. A method says what it needs, and makes a plan from it."""
+"""The ways of choosing what goes and what joins: METHODS is the list.
+
+A method says what it needs, and makes a plan from it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ FOLD, TIE = "fold", "tie"
 
 
 def pruned(given: Evidence, scores: Mapping[int, Array]) -> Decided:
-    """The experts with the largest scores, and what becomes of the gates where a text has shown how they are made."""
+    """The experts with the largest scores.
+
+    And what becomes of the gates where a text has shown how they are made.
+    """
     layers = keep_best(given.keep, scores, given.moe)
     scales = gate_scales(layers, given.states, given.gating)
     notes = {"gate_scale": sum(scales) / len(scales)} if scales else {}
@@ -26,9 +32,11 @@ def pruned(given: Evidence, scores: Mapping[int, Array]) -> Decided:
 
 def pruning(name: str, words: str) -> Method:
     return Method(
-        name, words, lambda given: pruned(given, saliency_scores(given.sums, given.keep, name)),
+        name,
+        words,
+        lambda given: pruned(given, saliency_scores(given.sums, given.keep, name)),
         ranked_by=name,
-    )  # fmt: skip
+    )
 
 
 METHODS = [
@@ -37,12 +45,13 @@ METHODS = [
     pruning("ean", "drops the experts with the smallest sum of output norms"),
     pruning("reap", "drops the experts with the smallest mean of gate times output norm"),
     Method(
-        "random", "drops experts at random: the control",
+        "random",
+        "drops experts at random: the control",
         lambda given: pruned(given, random_scores(given.moe, given.settings.seed)),
         needs_text=False,
     ),
     *MERGING,
-]  # fmt: skip
+]
 
 
 def method_named(name: str) -> Method:
@@ -55,11 +64,14 @@ def method_named(name: str) -> Method:
 def check_settings(method: Method, settings: PlanSettings, written: bool) -> None:
     """Refuse choices that do not go together, before any work."""
     changed = [
-        name for name, value in asdict(settings).items() if name != "seed" and value != getattr(PlanSettings(), name)
+        name
+        for name, value in asdict(settings).items()
+        if name != "seed" and value != getattr(PlanSettings(), name)
     ]
     if changed and not method.merges:
         raise BadInput(
-            f"method {method.name} drops experts and merges none; leave {changed[0].replace('_', ' ')} as it is"
+            f"method {method.name} drops experts and merges none; leave "
+            f"{changed[0].replace('_', ' ')} as it is"
         )
     for kind, given, known in (
         ("merge weights", settings.merge_weights, MERGE_WEIGHTS),
@@ -71,8 +83,11 @@ def check_settings(method: Method, settings: PlanSettings, written: bool) -> Non
     if settings.adaptive and not method.adapts:
         raise BadInput(f"method {method.name} has no adaptive budget; use m_smoe or m_smoe_permuted")
     if written and settings.router == "tie":
-        raise BadInput("router tie keeps a row for every old expert, which no checkpoint format has room for; use fold")
+        raise BadInput(
+            "router tie keeps a row for every old expert, which no checkpoint format has room for; use fold"
+        )
     if written and settings.adaptive:
         raise BadInput(
-            "an adaptive budget gives layers different numbers of experts, and a config holds one; leave out --apply"
+            "an adaptive budget gives layers different numbers of experts, and a config holds "
+            "one; leave out --apply"
         )

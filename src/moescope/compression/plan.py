@@ -1,4 +1,7 @@
-"""A plan of compression as files: plan.json for people, plan.safetensors beside it for arrays; checked when it is read."""
+"""A plan of compression as files: plan.json for people, plan.safetensors beside it for arrays.
+
+Checked when it is read.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,11 @@ ROUTER_ARRAYS = ("router_KD", "router_bias_K", "correction_bias_K")
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The arrays that belong to one layer's plan: a fitted router, and how members' neurons are put into the dominant's order.
+    """The arrays that belong to one layer's plan: a fitted router, and how members' neurons are put into the
+    dominant's order.
 
-    Neuron p of the dominant is neuron `orders[member][p]` of the member, its up and down times `signs[member][p]`.
+    Neuron p of the dominant is neuron `orders[member][p]` of the member, its up and down times
+    `signs[member][p]`.
     """
 
     router_KD: Tensor | None = None
@@ -58,7 +63,8 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
     """Refuse another checkpoint than the plan's, from headers alone."""
     if plan.checkpoint.get("header_hash") != checkpoint.header_hash():
         raise BadInput(
-            f"{checkpoint.shown}: the plan was made for another checkpoint ({plan.checkpoint.get('path')}), or its files were "
+            f"{checkpoint.shown}: the plan was made for another checkpoint "
+            f"({plan.checkpoint.get('path')}), or its files were "
             "changed since; give that one, or plan anew"
         )
 
@@ -67,7 +73,10 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def write_plan(folder: Path, plan: Plan, fits: Fits) -> Path:
-    """plan.json, and plan.safetensors where there are arrays; the JSON, which names the other's hash, comes last."""
+    """plan.json, and plan.safetensors where there are arrays.
+
+    The JSON, which names the other's hash, comes last.
+    """
     check_plan(plan, fits, "the plan")
     arrays = arrays_of(fits)
     digest = None
@@ -111,9 +120,13 @@ def arrays_of(fits: Fits) -> dict[str, Tensor]:
         for name, tensor in fit.state.items():
             found[f"layer.{layer}.state.{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
         for member, order_F in fit.orders.items():
-            found[f"layer.{layer}.expert.{member}.order_F"] = order_F.detach().to("cpu", torch.int32).contiguous()
+            found[f"layer.{layer}.expert.{member}.order_F"] = (
+                order_F.detach().to("cpu", torch.int32).contiguous()
+            )
         for member, sign_F in fit.signs.items():
-            found[f"layer.{layer}.expert.{member}.sign_F"] = sign_F.detach().to("cpu", torch.int8).contiguous()
+            found[f"layer.{layer}.expert.{member}.sign_F"] = (
+                sign_F.detach().to("cpu", torch.int8).contiguous()
+            )
     return found
 
 
@@ -125,7 +138,9 @@ def read_plan(place: str | Path) -> tuple[Plan, Fits]:
     path = Path(place)
     path = path / PLAN_FILE if path.is_dir() else path
     if not path.is_file():
-        raise BadInput(f"{path}: no such plan; give a plan.json, or the run folder that `moescope compress` wrote")
+        raise BadInput(
+            f"{path}: no such plan; give a plan.json, or the run folder that `moescope compress` wrote"
+        )
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):
@@ -134,7 +149,8 @@ def read_plan(place: str | Path) -> tuple[Plan, Fits]:
         raise BadInput(f"{path}: not a plan of moescope; give one that `moescope compress` wrote")
     if said["moescope_plan"] != PLAN_VERSION:
         raise BadInput(
-            f"{path}: a plan of version {said['moescope_plan']}, this moescope reads {PLAN_VERSION}; plan anew"
+            f"{path}: a plan of version {said['moescope_plan']}, this moescope reads "
+            f"{PLAN_VERSION}; plan anew"
         )
     try:
         plan = plan_from(said)
@@ -148,16 +164,24 @@ def read_plan(place: str | Path) -> tuple[Plan, Fits]:
 def plan_from(said: dict[str, Any]) -> Plan:
     layers = [
         LayerPlan(
-            int(layer["layer"]), int(layer["n_experts"]), tuple(tuple(int(e) for e in group) for group in layer["groups"]),
-            tuple(int(e) for e in layer["dominants"]), tuple(tuple(float(w) for w in group) for group in layer["weights"]),
+            int(layer["layer"]),
+            int(layer["n_experts"]),
+            tuple(tuple(int(e) for e in group) for group in layer["groups"]),
+            tuple(int(e) for e in layer["dominants"]),
+            tuple(tuple(float(w) for w in group) for group in layer["weights"]),
         )
         for layer in said["layers"]
-    ]  # fmt: skip
+    ]
     top_k = said["top_k"]
     return Plan(
-        str(said["method"]), dict(said["checkpoint"]), tuple(layers), str(said["matching"]), str(said["router"]),
-        None if top_k is None else int(top_k), dict(said["settings"]),
-    )  # fmt: skip
+        str(said["method"]),
+        dict(said["checkpoint"]),
+        tuple(layers),
+        str(said["matching"]),
+        str(said["router"]),
+        None if top_k is None else int(top_k),
+        dict(said["settings"]),
+    )
 
 
 def read_arrays(path: Path, digest: str | None) -> Fits:
@@ -187,14 +211,17 @@ def read_arrays(path: Path, digest: str | None) -> Fits:
 
 
 def check_plan(plan: Plan, fits: Fits, where: str) -> None:
-    """Refuse a plan that cannot be meant: experts twice, dominants outside their group, weights that do not sum to 1, arrays that
+    """Refuse a plan that cannot be meant: experts twice, dominants outside their group, weights that do not
+    sum to 1, arrays that
     do not fit."""
     for word, value, known in (("matching", plan.matching, MATCHINGS), ("router", plan.router, ROUTERS)):
         if value not in known:
             raise BadInput(f"{where}: {word} {value!r} is none of {', '.join(known)}; make the plan anew")
     numbers = [layer.layer for layer in plan.layers]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise BadInput(f"{where}: {'a layer stands in it twice' if numbers else 'no layer in it'}; make the plan anew")
+        raise BadInput(
+            f"{where}: {'a layer stands in it twice' if numbers else 'no layer in it'}; make the plan anew"
+        )
     for layer in plan.layers:
         if said := layer_fault(plan, layer, fits.get(layer.layer, LayerFit())):
             raise BadInput(f"{where}: layer {layer.layer}: {said}; make the plan anew")
@@ -209,7 +236,10 @@ def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
     if outside := [expert for expert in members if not 0 <= expert < layer.n_experts]:
         return f"expert {outside[0]} of {layer.n_experts}"
     if not len(layer.groups) == len(layer.dominants) == len(layer.weights):
-        return f"{len(layer.groups)} groups, {len(layer.dominants)} dominants and {len(layer.weights)} lists of weights"
+        return (
+            f"{len(layer.groups)} groups, {len(layer.dominants)} dominants and {len(layer.weights)} "
+            "lists of weights"
+        )
     for group, dominant, weights in zip(layer.groups, layer.dominants, layer.weights, strict=True):
         if dominant not in group:
             return f"dominant {dominant} is no member of its group {list(group)}"

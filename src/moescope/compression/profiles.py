@@ -15,7 +15,8 @@ CHUNK = 2048  # tokens an expert is given at a time
 class LogitProfiles:
     """Inner products of the experts' logit profiles over all tokens: E x E numbers a layer.
 
-    Each token's mean logit is subtracted first: a softmax ignores it, and left in it makes all profiles look alike.
+    Each token's mean logit is subtracted first: a softmax ignores it, and left in it makes all profiles look
+    alike.
     """
 
     def __init__(self) -> None:
@@ -32,9 +33,11 @@ class LogitProfiles:
 
 
 class ExpertMeans:
-    """Sums of every expert's ungated output over all tokens, whether sent to it or not: E x D numbers a layer.
+    """Sums of every expert's ungated output over all tokens, whether sent to it or not: E x D numbers a
+    layer.
 
-    Every expert is given every token, one expert and a few thousand tokens at a time: as many times a layer's usual work as there are
+    Every expert is given every token, one expert and a few thousand tokens at a time: as many times a layer's
+    usual work as there are
     experts for each one chosen.
     """
 

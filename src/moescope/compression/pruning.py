@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> dict[int, int]:
-    """How many experts each layer is left with: a share of them (0.5, 50%) or a number (4). Refuses what no plan could do.
+    """How many experts each layer is left with: a share of them (0.5, 50%) or a number (4). Refuses what no
+    plan could do.
 
     Pruning must leave a token as many experts as it goes to; merging may lower that number.
     """
@@ -35,11 +36,13 @@ def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> di
         if not 1 <= kept <= n:
             least = 1 if merges else weights.top_k or 1
             raise BadInput(
-                f"keep {keep}: layer {layer} has {n} experts; give a number from {least} to {n}, or a share such as 0.5"
+                f"keep {keep}: layer {layer} has {n} experts; give a number from {least} to {n}, "
+                "or a share such as 0.5"
             )
         if not merges and weights.top_k is not None and kept < weights.top_k:
             raise BadInput(
-                f"keep {keep}: leaves {kept} of {n} experts in layer {layer}, and a token goes to {weights.top_k}; "
+                f"keep {keep}: leaves {kept} of {n} experts in layer {layer}, and a token goes "
+                f"to {weights.top_k}; "
                 f"nearest possible: {weights.top_k}"
             )
         counts[layer] = kept
@@ -63,7 +66,9 @@ def read_keep(keep: str | int | float) -> tuple[float | None, int | None]:
     except ValueError:
         raise BadInput(f"keep {said!r}: give a share such as 0.5, or a number of experts such as 4") from None
     if share is not None and not 0 < share <= 1:
-        raise BadInput(f"keep {said}: a share lies above 0 and is at most 1; give one such as 0.5, or a whole number")
+        raise BadInput(
+            f"keep {said}: a share lies above 0 and is at most 1; give one such as 0.5, or a whole number"
+        )
     return share, count
 
 
@@ -81,7 +86,9 @@ def random_scores(moe: MoeCheckpoint, seed: int) -> dict[int, Array]:
     }
 
 
-def keep_best(keep: Mapping[int, int], scores: Mapping[int, Array], moe: MoeCheckpoint) -> tuple[LayerPlan, ...]:
+def keep_best(
+    keep: Mapping[int, int], scores: Mapping[int, Array], moe: MoeCheckpoint
+) -> tuple[LayerPlan, ...]:
     """Each layer's experts with the largest scores, in their old order; of tied ones the first."""
     plans = []
     for layer, count in keep.items():
@@ -89,16 +96,18 @@ def keep_best(keep: Mapping[int, int], scores: Mapping[int, Array], moe: MoeChec
         kept = tuple(sorted(int(expert) for expert in order))
         plans.append(
             LayerPlan(layer, moe.layers[layer].n_experts, tuple((e,) for e in kept), kept, ((1.0,),) * count)
-        )  # fmt: skip
+        )
     return tuple(plans)
 
 
 def gate_scales(
     layers: Sequence[LayerPlan], states: Mapping[int, LayerStates], gating: Mapping[int, Gating]
 ) -> list[float]:
-    """Of every layer whose way of choosing is known: mean sum of a token's gates after pruning over that before.
+    """Of every layer whose way of choosing is known: mean sum of a token's gates after pruning over that
+    before.
 
-    1 where gates are divided by their sum. Where they are not, a softmax gives the probability of the dropped experts to the others, so
+    1 where gates are divided by their sum. Where they are not, a softmax gives the probability of the dropped
+    experts to the others, so
     the block's output becomes larger.
     """
     from moescope.compression.folding import gate_scale
@@ -110,5 +119,7 @@ def gate_scales(
             continue
         kept = list(layer.dominants)
         bias_K = None if how.scoring.bias_E is None else how.scoring.bias_E[kept]
-        scales.append(gate_scale(own.gates_TK, own.logits_TE[:, kept], bias_K, how, min(how.top_k, len(kept))))
+        scales.append(
+            gate_scale(own.gates_TK, own.logits_TE[:, kept], bias_K, how, min(how.top_k, len(kept)))
+        )
     return scales

@@ -1,4 +1,7 @@
-"""The report's part on a compression: what it costs, beside the original and random controls, and which experts it takes."""
+"""The report's part on a compression.
+
+What it costs, beside the original and random controls, and which experts it takes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
 USUAL_CONTROLS = 3  # of small models
 READING = (
-    "A compression is read between two marks: the original, and random controls that drop or merge as many experts without looking. What a method saves over the "
-    "controls is what its choice is worth. Perplexity and divergence are of text that took no part in choosing."
+    "A compression is read between two marks: the original, and random controls that drop or "
+    "merge as many experts without looking. What a method saves over the "
+    "controls is what its choice is worth. Perplexity and divergence are of text that took no "
+    "part in choosing."
 )
 
 
@@ -57,17 +62,30 @@ def compression_findings(run: Run) -> list[str]:
     if pd.notna(own["bytes"]):
         saved = 1 - own["bytes"] / own["bytes_original"]
         word = "is" if run.info.get("applied") else "would be"
-        found.append(f"The checkpoint {word} {byte_size(own['bytes'])}, {number(100 * saved)} % less than the original's {byte_size(own['bytes_original'])}")  # fmt: skip
+        found.append(
+            f"The checkpoint {word} {byte_size(own['bytes'])}, {number(100 * saved)} % less than "
+            f"the original's {byte_size(own['bytes_original'])}"
+        )
     if pd.notna(own["perplexity"]):
         at_random = spread(others["perplexity"])
         found.append(
-            f"Perplexity on held-out text {number(own['perplexity'])}, original {number(own['perplexity_original'])}"
+            (
+                f"Perplexity on held-out text {number(own['perplexity'])}, original "
+                f"{number(own['perplexity_original'])}"
+            )
             + (f", random controls {at_random}" if at_random else "")
-            + ("; no better than choosing at random" if own["perplexity"] >= others["perplexity"].min() else "")
+            + (
+                "; no better than choosing at random"
+                if own["perplexity"] >= others["perplexity"].min()
+                else ""
+            )
         )
         at_random = spread(others["js_divergence"])
         found.append(
-            f"Next-token distributions diverge from the original's by {number(own['js_divergence'])} nats (at most {number(math.log(2))})"
+            (
+                "Next-token distributions diverge from the original's by "
+                f"{number(own['js_divergence'])} nats (at most {number(math.log(2))})"
+            )
             + (f", random controls {at_random}" if at_random else "")
         )
     for column, word in (("measured_error", "Measured"), ("predicted_error", "Predicted")):
@@ -77,7 +95,10 @@ def compression_findings(run: Run) -> list[str]:
             random = of_controls(tables, layer_rows(tables))
             at_random = spread(random[random["layer"] == worst["layer"]][column])
             found.append(
-                f"{word} error of a layer's routed output: largest in layer {worst['layer']}, {number(worst[column])}"
+                (
+                    f"{word} error of a layer's routed output: largest in layer {worst['layer']}, "
+                    f"{number(worst[column])}"
+                )
                 + (f", random controls {at_random} there" if at_random else "")
             )
             break
@@ -96,7 +117,8 @@ def done_words(run: Run, tables: Tables) -> str:
     what = [f"{counted(dropped, 'expert')} dropped"] if dropped else []
     what += [f"{counted(int(sizes[sizes > 1].sum()), 'expert')} merged into {merged}"] if merged else []
     return (
-        f"{method}: {one_or_span(before)} experts a layer become {one_or_span(after)}, in {counted(len(before), 'layer')}"
+        f"{method}: {one_or_span(before)} experts a layer become {one_or_span(after)}, in "
+        f"{counted(len(before), 'layer')}"
         f" ({', '.join(what) or 'nothing changes'})"
     )
 
@@ -125,8 +147,10 @@ def rank_finding(tables: Tables) -> str | None:
         return None
     unsure = (both["rank_low"] < kept + 0.5) & (both["rank_high"] > kept + 0.5)
     return (
-        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with other documents of the kind "
-        f"(95 % intervals of their rank by {score_column(tables).replace('_', ' ')}); all of them, were the score chance"
+        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with "
+        "other documents of the kind "
+        f"(95 % intervals of their rank by {score_column(tables).replace('_', ' ')}); all of "
+        "them, were the score chance"
     )
 
 
@@ -155,11 +179,14 @@ def cost_section(tables: Tables, facts: dict[str, Any]) -> Section:
     words = []
     if facts.get("judged_tokens"):
         words.append(
-            f"Judged on {counted(facts['judged_tokens'], 'token')} of {counted(facts['judged_documents'], 'document')} that took no part in choosing; "
+            f"Judged on {counted(facts['judged_tokens'], 'token')} of "
+            f"{counted(facts['judged_documents'], 'document')} that took no part in choosing; "
             f"whole distributions compared at {counted(facts['compared_tokens'], 'position')}."
-        )  # fmt: skip
+        )
     else:
-        words.append("Nothing was judged: what is shown is foretold from the calibration text, or from headers alone.")
+        words.append(
+            "Nothing was judged: what is shown is foretold from the calibration text, or from headers alone."
+        )
     ways = sorted(set(facts.get("gating", {}).values()))
     if ways:
         words.append(f"How the routers choose, found from what they did: {plot_words('; '.join(ways))}.")
@@ -171,9 +198,10 @@ def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["saliency"]
     columns = ["layer", "expert", "tokens", "gate_mass", "ean", "reap", "rank_low", "rank_high"]
     words = (
-        f"What each expert did on {counted(facts['calibration_tokens'], 'token')} of {counted(facts['calibration_documents'], 'document')}: its tokens, gates and output "
+        f"What each expert did on {counted(facts['calibration_tokens'], 'token')} of "
+        f"{counted(facts['calibration_documents'], 'document')}: its tokens, gates and output "
         "norms, as the model's own call gave them."
-    )  # fmt: skip
+    )
     figures = [(spec, tables) for spec in SALIENCY if can_draw(spec, tables)]
     return Section(
         "saliency",
@@ -184,11 +212,18 @@ def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     )
 
 
-# What becomes of routers of the lab that hold more of an expert than a row: (the plan's word, the router) -> a sentence.
+# What becomes of routers of the lab that hold more of an expert than a row: (the plan's word, the router) ->
+# a sentence.
 MORE_OF_THE_LAB: dict[tuple[str, str | None], str] = {
     ("slice", "hash"): " Tokens of theirs are dealt to the others in turn, by token id.",
-    ("slice", "expert_choice"): " Thresholds of the others stay, and their probabilities grow: they take more tokens.",
-    ("fold", "expert_choice"): " Each takes as many tokens as took any of its members: thresholds are set so.",
+    (
+        "slice",
+        "expert_choice",
+    ): " Thresholds of the others stay, and their probabilities grow: they take more tokens.",
+    (
+        "fold",
+        "expert_choice",
+    ): " Each takes as many tokens as took any of its members: thresholds are set so.",
     ("fold", "some"): " They are keys, fitted on the queries they meet.",
 }
 
@@ -200,16 +235,24 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
         "slice": "What the router holds of the experts that go is taken out of it.",
         "fold": "Router rows are fitted anew, one for each merged expert.",
         "join": join_words(facts.get("lab_router")),
-        "tie": "Every old router row is kept and points at the merged expert: a plan to measure, which no file format holds.",
+        "tie": (
+            "Every old router row is kept and points at the merged expert: a plan to measure, which "
+            "no file format holds."
+        ),
     }[facts["router"]]
     router += MORE_OF_THE_LAB.get((facts["router"], facts.get("lab_router")), "")
     router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
-    chosen = f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
+    chosen = (
+        f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
+    )
     sizes = rows[rows["cluster"].notna()].groupby(["layer", "cluster"]).size()
     merged = sizes[sizes > 1]
     said = (
-        f" {counted(len(merged), 'group')} of {one_or_span(merged)} members, {counted(int((sizes == 1).sum()), 'expert')} alone."
+        (
+            f" {counted(len(merged), 'group')} of {one_or_span(merged)} members, "
+            f"{counted(int((sizes == 1).sum()), 'expert')} alone."
+        )
         if len(merged)
         else ""
     )
@@ -220,7 +263,11 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
         [(spec, tables) for spec in GROUPS if len(merged) and all(name in tables for name in spec.needs)],
         [
             table_payload("clusters", rows, columns, "Every expert"),
-            *([table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")] if "merges" in tables else []),
+            *(
+                [table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")]
+                if "merges" in tables
+                else []
+            ),
         ],
     )
 
@@ -228,7 +275,8 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
 def join_words(router: str | None) -> str:
     if router == "hash":
         return (
-            "A merged expert gets the tokens of all its members: the table is the old one with their numbers replaced."
+            "A merged expert gets the tokens of all its members: the table is the old one with their "
+            "numbers replaced."
         )
     return "A merged expert takes over its dominant member's part of the router, unchanged."
 
@@ -237,10 +285,15 @@ def fold_words(settings: dict[str, Any]) -> str:
     """What fitting the router's rows brought, beside the rows it started from."""
     if settings.get("router_kl_of_mean_rows") is None:
         return ""
-    said = f" Mean divergence from the groups' joint probabilities, over layers: {number(settings['router_kl_of_mean_rows'])} nats for the members' mean rows, "
+    said = (
+        " Mean divergence from the groups' joint probabilities, over layers: "
+        f"{number(settings['router_kl_of_mean_rows'])} nats for the members' mean rows, "
+    )
     said += f"{number(settings['router_kl'])} for those taken"
     held_out = settings.get("router_kl_held_out")
-    return said + (f", {number(held_out)} on states that the fit did not see." if held_out is not None else ".")
+    return said + (
+        f", {number(held_out)} on states that the fit did not see." if held_out is not None else "."
+    )
 
 
 # --- the rest of the page
@@ -261,8 +314,14 @@ def compression_command(run: Run) -> str:
             words += ["--domain", f"{domain}={path}"] if many else [plain, path]
     words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
     defaults = {
-        "max_tokens": None, "dtype": "auto", "batch_size": 8, "seed": 0, "merge_weights": "usage", "distance": "default", "router": "fold",
-    }  # fmt: skip
+        "max_tokens": None,
+        "dtype": "auto",
+        "batch_size": 8,
+        "seed": 0,
+        "merge_weights": "usage",
+        "distance": "default",
+        "router": "fold",
+    }
     for name, default in defaults.items():
         if arguments[name] != default:
             words += [f"--{name.replace('_', '-')}", str(arguments[name])]
@@ -280,8 +339,15 @@ def compression_coverage(run: Run) -> list[str]:
     facts = run.info["setup"]
     if facts.get("calibration_tokens"):
         lines.append(
-            f"calibrated on {counted(facts['calibration_tokens'], 'token')} of {counted(facts['calibration_documents'], 'document')}"
-            + (f", judged on {counted(facts['judged_tokens'], 'token')} held out" if facts.get("judged_tokens") else "")
+            (
+                f"calibrated on {counted(facts['calibration_tokens'], 'token')} of "
+                f"{counted(facts['calibration_documents'], 'document')}"
+            )
+            + (
+                f", judged on {counted(facts['judged_tokens'], 'token')} held out"
+                if facts.get("judged_tokens")
+                else ""
+            )
         )
     if run.info.get("applied"):
         lines.append(f"written: {run.info['applied']}")
@@ -289,5 +355,11 @@ def compression_coverage(run: Run) -> list[str]:
 
 
 COMPRESSION = RunKind(
-    "compress", ALL_TABLES, compression_findings, compression_sections, compression_command, compression_coverage, READING
-)  # fmt: skip
+    "compress",
+    ALL_TABLES,
+    compression_findings,
+    compression_sections,
+    compression_command,
+    compression_coverage,
+    READING,
+)

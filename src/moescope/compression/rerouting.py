@@ -1,4 +1,7 @@
-"""What a changed router would do: how logits become choices and gates is found from what the model did, then applied to others."""
+"""What a changed router would do.
+
+How logits become choices and gates is found from what the model did, then applied to others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ GATES_FIT = 0.02  # relative error up to which gates count as reproduced: half p
 
 @dataclass(frozen=True)
 class Gating:
-    """How a router's logits become experts and gates: gate = scale x score, divided by the sum of the chosen scores or not."""
+    """How a router's logits become experts and gates.
+
+    Gate = scale x score, divided by the sum of the chosen scores or not.
+    """
 
     scoring: Scoring
     top_k: int
@@ -26,11 +32,20 @@ class Gating:
     def route(self, logits_TE: Tensor, top_k: int | None = None) -> tuple[Tensor, Tensor]:
         """Chosen experts and gates for other logits, over as many experts as they have."""
         chosen_TK = self.scoring.selection(logits_TE).topk(top_k or self.top_k, dim=-1).indices
-        return chosen_TK, self.scale * shared_out(self.scoring.raw(logits_TE).gather(1, chosen_TK), self.normalised)
+        return chosen_TK, self.scale * shared_out(
+            self.scoring.raw(logits_TE).gather(1, chosen_TK), self.normalised
+        )
 
     def with_bias(self, bias_K: Tensor | None) -> Gating:
-        """The same with another bias for choosing, one value an expert; routers without one have none to change."""
-        return self if self.scoring.bias_E is None else replace(self, scoring=replace(self.scoring, bias_E=bias_K))
+        """The same with another bias for choosing, one value an expert.
+
+        Routers without one have none to change.
+        """
+        return (
+            self
+            if self.scoring.bias_E is None
+            else replace(self, scoring=replace(self.scoring, bias_E=bias_K))
+        )
 
     def words(self) -> str:
         how = "renormalised" if self.normalised else "as they are"
@@ -44,16 +59,22 @@ def shared_out(scores_TK: Tensor, normalised: bool) -> Tensor:
 
 
 def find_gating(states: LayerStates, scoring: Scoring) -> Gating:
-    """The gating that reproduces a sample's gates best. Of one that goes to a single expert with gate 1, renormalised is said.
+    """The gating that reproduces a sample's gates best. Of one that goes to a single expert with gate 1,
+    renormalised is said.
 
-    Experts that take tokens by a threshold, as many or as few as pass it, are no choice of the k best: nothing explains them here.
+    Experts that take tokens by a threshold, as many or as few as pass it, are no choice of the k best:
+    nothing explains them here.
     """
     assert states.logits_TE is not None
-    by_threshold = states.chosen_TK.shape[1] == states.logits_TE.shape[1] and bool((states.chosen_TK < 0).any())
+    by_threshold = states.chosen_TK.shape[1] == states.logits_TE.shape[1] and bool(
+        (states.chosen_TK < 0).any()
+    )
     whole_T = (states.chosen_TK >= 0).all(-1)
     logits_TE, chosen_TK = states.logits_TE[whole_T].float(), states.chosen_TK[whole_T].long()
     gates_TK = states.gates_TK[whole_T].float()
-    scoring = replace(scoring, bias_E=None if scoring.bias_E is None else scoring.bias_E.detach().float().cpu())
+    scoring = replace(
+        scoring, bias_E=None if scoring.bias_E is None else scoring.bias_E.detach().float().cpu()
+    )
     found = []
     for normalised in (True, False):
         raw_TK = shared_out(scoring.raw(logits_TE).gather(1, chosen_TK), normalised)

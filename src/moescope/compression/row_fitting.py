@@ -24,11 +24,16 @@ class FittedRows:
     ridge: float
 
 
-def fit_rows(x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None = None) -> FittedRows:
-    """Rows R (and a bias, where there is one at the start) with the least mean KL(target || softmax(R x + b)) plus a ridge.
+def fit_rows(
+    x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None = None
+) -> FittedRows:
+    """Rows R (and a bias, where there is one at the start) with the least mean KL(target || softmax(R x + b))
+    plus a ridge.
 
-    The ridge is s l/2 ||R - start||^2 with s the mean square of a state's entry: where states are fewer than the rows' numbers, rows
-    that fit them exactly fit nothing else. l is the one of `RIDGES` under which rows fitted on three quarters of the states do best on the
+    The ridge is s l/2 ||R - start||^2 with s the mean square of a state's entry: where states are fewer than
+    the rows' numbers, rows
+    that fit them exactly fit nothing else. l is the one of `RIDGES` under which rows fitted on three quarters
+    of the states do best on the
     fourth; where the start does better than any, it is kept. Rows are then fitted on all states.
     """
     judged = torch.arange(len(x_TD), device=x_TD.device) % HELD_OUT == HELD_OUT - 1
@@ -53,7 +58,9 @@ def fit_rows(x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Te
         return FittedRows(start_KD, start_bias_K, kl, start_kl, best_ridge)
     whole = Problem(x_TD, target_TK, start_KD, start_bias_K)
     rows, bias = whole.rows(whole.solve(best_ridge, whole.zero()))
-    return FittedRows(rows, bias, mean_kl(target_TK, log_probabilities(x_TD, rows, bias)), best_kl, best_ridge)
+    return FittedRows(
+        rows, bias, mean_kl(target_TK, log_probabilities(x_TD, rows, bias)), best_kl, best_ridge
+    )
 
 
 def log_probabilities(x_TD: Tensor, rows_KD: Tensor, bias_K: Tensor | None) -> Tensor:
@@ -68,7 +75,10 @@ def mean_kl(target_TK: Tensor, log_q_TK: Tensor) -> float:
 
 
 def principal_axes(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Right singular vectors and squared singular values, from the smaller Gram matrix; those below 1e-6 of the largest are left out."""
+    """Right singular vectors and squared singular values, from the smaller Gram matrix.
+
+    Those below 1e-6 of the largest are left out.
+    """
     wide = x_TD.shape[0] < x_TD.shape[1]
     squares, vectors = torch.linalg.eigh(x_TD @ x_TD.T if wide else x_TD.T @ x_TD)
     kept = squares > 1e-12 * squares[-1].clamp(min=1e-300)
@@ -77,9 +87,11 @@ def principal_axes(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Problem:
-    """The fit in coordinates in which it is round: states turned to their principal axes and scaled, so that few steps suffice.
+    """The fit in coordinates in which it is round: states turned to their principal axes and scaled, so that
+    few steps suffice.
 
-    Rows move within the span of the states only; what lies outside changes no logit of theirs and stays at the start.
+    Rows move within the span of the states only; what lies outside changes no logit of theirs and stays at
+    the start.
     """
 
     def __init__(self, x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None):
@@ -102,7 +114,10 @@ class Problem:
         return self.start_KD + change_KR[:, :axes] @ self.axes_RD, bias
 
     def solve(self, ridge: float, change_KR: Tensor, gradient: float = GRADIENT) -> Tensor:
-        """The change along the axes that minimises mean KL + ridge scale / 2 ||change||^2, by L-BFGS from the one given."""
+        """The change along the axes that minimises mean KL + ridge scale / 2 ||change||^2.
+
+        By L-BFGS from the one given.
+        """
         axes = len(self.variance_R)
         shrink_R = (self.variance_R + ridge * self.scale).rsqrt()
         if self.start_bias_K is not None:
@@ -110,9 +125,13 @@ class Problem:
         states_TR = self.states_TR * shrink_R[:axes]
         free = (change_KR / shrink_R).clone()
         search = torch.optim.LBFGS(
-            [free], max_iter=STEPS, tolerance_grad=gradient, tolerance_change=1e-12, history_size=20,
+            [free],
+            max_iter=STEPS,
+            tolerance_grad=gradient,
+            tolerance_change=1e-12,
+            history_size=20,
             line_search_fn="strong_wolfe",
-        )  # fmt: skip
+        )
 
         def closure() -> Tensor:
             logits_TK = self.base_TK + states_TR @ free[:, :axes].T
@@ -120,8 +139,12 @@ class Problem:
                 logits_TK = logits_TK + free[:, axes]
             log_q_TK = logits_TK.log_softmax(-1)
             change = free[:, :axes] * shrink_R[:axes]
-            loss = -(self.target_TK * log_q_TK).sum(-1).mean() + ridge * self.scale / 2 * change.square().sum()
-            off_TK = (log_q_TK.exp() - self.target_TK) / len(self.target_TK)  # targets sum to 1 at every token
+            loss = (
+                -(self.target_TK * log_q_TK).sum(-1).mean() + ridge * self.scale / 2 * change.square().sum()
+            )
+            off_TK = (log_q_TK.exp() - self.target_TK) / len(
+                self.target_TK
+            )  # targets sum to 1 at every token
             slope = off_TK.T @ states_TR + ridge * self.scale * change * shrink_R[:axes]
             more = [] if self.start_bias_K is None else [off_TK.sum(0)[:, None]]
             free.grad = torch.cat([slope, *more], dim=1)

@@ -34,7 +34,9 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         setup |= record
     frames = {"clusters": cluster_rows(plan, work.layer_names), "damage": damage_rows(work, plan, setup)}
     merged = [
-        name for name in ("merges", *GEOMETRY_TABLES) if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
+        name
+        for name in ("merges", *GEOMETRY_TABLES)
+        if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
     ]
     frames |= {name: writer.joined(name) for name in merged}
     facts: dict[str, Any] = {
@@ -44,7 +46,11 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         "lab_router": lab_router(work.moe),
         "matching": plan.matching,
     }
-    facts |= {"top_k": plan.top_k, "top_k_before": next(iter(work.moe.layers.values())).top_k, **setup.get("facts", {})}
+    facts |= {
+        "top_k": plan.top_k,
+        "top_k_before": next(iter(work.moe.layers.values())).top_k,
+        **setup.get("facts", {}),
+    }
     if calibration is not None:
         own = {**calibration.facts(), "header_hash": plan.checkpoint["header_hash"]}
         save_sums(
@@ -55,8 +61,14 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
             **calibration.facts(),
         }
     if sums := all_sums(calibration, work.earlier):
-        frames["saliency"] = saliency_rows(sums, work.layer_names, work.method.ranked_by, documents, work.settings.seed)
-        facts |= {"calibration_documents": documents, "calibration_tokens": tokens, "ranked_by": work.method.ranked_by}
+        frames["saliency"] = saliency_rows(
+            sums, work.layer_names, work.method.ranked_by, documents, work.settings.seed
+        )
+        facts |= {
+            "calibration_documents": documents,
+            "calibration_tokens": tokens,
+            "ranked_by": work.method.ranked_by,
+        }
     if work.judge and any(run.held_out != "documents" for run in work.earlier):
         warnings.append("earlier sums are of all of their text: what is judged here may be in them")
     if work.apply is None:
@@ -64,13 +76,18 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
     elif not work.judge:
         warnings.append("not judged: " + ("no text was given" if calibration is None else "--no-judge"))
     if work.given is not None and work.given[0].settings.get("held_out") == "none":
-        warnings.append("the plan was calibrated on all of its text: what it is judged on here may have been seen then")
+        warnings.append(
+            "the plan was calibrated on all of its text: what it is judged on here may have been seen then"
+        )
     writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)), applied=setup.get("folder"))
     return writer.finish(frames)
 
 
 def ways_of_choosing(calibration: Calibration, router: str | None) -> dict[int, str]:
-    """Layer -> how its router was seen to choose; where nothing general explains that, the name of the lab's router that did."""
+    """Layer -> how its router was seen to choose.
+
+    Where nothing general explains that, the name of the lab's router that did.
+    """
     found = {layer: gating.words() for layer, gating in calibration.gating.items()}
     strange = [
         layer
@@ -95,11 +112,16 @@ def cluster_rows(plan: Plan, layer_names: dict[int, str]) -> pd.DataFrame:
         for expert in range(layer.n_experts):
             rows.append(
                 {
-                    "method": plan.method, "layer": layer.layer, "layer_name": layer_names[layer.layer], "expert": expert,
-                    "cluster": place.get(expert), "dominant": expert in layer.dominants, "weight": share.get(expert),
+                    "method": plan.method,
+                    "layer": layer.layer,
+                    "layer_name": layer_names[layer.layer],
+                    "expert": expert,
+                    "cluster": place.get(expert),
+                    "dominant": expert in layer.dominants,
+                    "weight": share.get(expert),
                     "kept": expert in place,
                 }
-            )  # fmt: skip
+            )
     return pd.DataFrame(rows).astype({"cluster": "Int64"})
 
 
@@ -115,13 +137,37 @@ def damage_rows(work: Work, plan: Plan, setup: dict[str, Any]) -> pd.DataFrame:
         for layer, name in work.layer_names.items():
             error, kl = predicted.get(method, {}).get(str(layer), (None, None))
             measured = own.get("errors", {}).get(str(layer))
-            rows.append({"method": method, "layer": layer, "layer_name": name, "predicted_error": error,
-                         "measured_error": measured, "router_kl": kl})  # fmt: skip
+            rows.append(
+                {
+                    "method": method,
+                    "layer": layer,
+                    "layer_name": name,
+                    "predicted_error": error,
+                    "measured_error": measured,
+                    "router_kl": kl,
+                }
+            )
         # a control leaves as many experts, so it is as large as the plan
-        rows.append({"method": method, "layer": None, "layer_name": None, "perplexity": own.get("perplexity"),
-                     "perplexity_original": setup.get("perplexity_original"), "js_divergence": own.get("js_divergence"),
-                     "bytes": after, "bytes_original": before})  # fmt: skip
+        rows.append(
+            {
+                "method": method,
+                "layer": None,
+                "layer_name": None,
+                "perplexity": own.get("perplexity"),
+                "perplexity_original": setup.get("perplexity_original"),
+                "js_divergence": own.get("js_divergence"),
+                "bytes": after,
+                "bytes_original": before,
+            }
+        )
     whole = ["layer", "bytes", "bytes_original"]
-    floats = ["predicted_error", "measured_error", "router_kl", "perplexity", "perplexity_original", "js_divergence"]
+    floats = [
+        "predicted_error",
+        "measured_error",
+        "router_kl",
+        "perplexity",
+        "perplexity_original",
+        "js_divergence",
+    ]
     frame = pd.DataFrame(rows)
     return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(floats, "float64"))

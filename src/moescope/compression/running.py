@@ -1,4 +1,7 @@
-"""The experts of a running model, replaced in place and put back: a plan can be tried before anything is written."""
+"""The experts of a running model, replaced in place and put back.
+
+A plan can be tried before anything is written.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class RunningExperts:
     @contextmanager
     def replaced(self, layer: int, new: Mapping[int, ExpertWeights]) -> Iterator[None]:
         """Those experts in place while inside; the model's own again afterwards."""
-        own = {expert: {name: place.clone() for name, place in self.places(layer, expert).items()} for expert in new}
+        own = {
+            expert: {name: place.clone() for name, place in self.places(layer, expert).items()}
+            for expert in new
+        }
         try:
             for expert, weights in new.items():
                 self.put(layer, expert, weights)

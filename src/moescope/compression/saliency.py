@@ -1,4 +1,5 @@
-"""How much each expert matters, by what it did on a text: the scores pruning goes by, and how sure their order is.
+"""How much each expert matters, by what it did on a text: the scores pruning goes by, and how sure their
+order is.
 
 X_j are the tokens routed to expert j, g_j its gate on them, f_j its output without the gate.
 """
@@ -30,8 +31,10 @@ CONFIDENCE = 0.95
 class RoutedSums:
     """Sums over X_j, by group of documents (256 groups, by content): 1, g, ||f||, g ||f||. A `Collector`.
 
-    f comes from the block's own experts, for whole experts at a time, with a gate of 1. Llama 4 multiplies a token by its gate before
-    the expert: there f is the output for the token as it came, and g ||f|| is not quite what the expert added.
+    f comes from the block's own experts, for whole experts at a time, with a gate of 1. Llama 4 multiplies a
+    token by its gate before
+    the expert: there f is the output for the token as it came, and g ||f|| is not quite what the expert
+    added.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,9 @@ class RoutedSums:
             shape = (BUCKETS, routing.n_experts)
             self.layers[routing.layer] = {
                 name: torch.zeros(
-                    shape, dtype=torch.int64 if name == "tokens_BE" else torch.float64, device=routing.chosen_TK.device
+                    shape,
+                    dtype=torch.int64 if name == "tokens_BE" else torch.float64,
+                    device=routing.chosen_TK.device,
                 )
                 for name in COUNTED
             }
@@ -60,7 +65,9 @@ class RoutedSums:
 
     def sums(self) -> Sums:
         return {
-            f"layer.{layer}.{name}": tensor.cpu() for layer, own in self.layers.items() for name, tensor in own.items()
+            f"layer.{layer}.{name}": tensor.cpu()
+            for layer, own in self.layers.items()
+            for name, tensor in own.items()
         }
 
 
@@ -110,7 +117,8 @@ def scores(sums: Sums, layer: int, name: str) -> Array:
 
 
 def rank_intervals(sums: Sums, layer: int, name: str, documents: int, seed: int) -> tuple[Array, Array]:
-    """95 % intervals of each expert's rank (1: the most salient), by drawing groups of documents anew a thousand times.
+    """95 % intervals of each expert's rank (1: the most salient), by drawing groups of documents anew a
+    thousand times.
 
     Percentile bootstrap; tied experts share the mean of their ranks. NaN under 20 documents.
     """
@@ -130,7 +138,10 @@ def rank_intervals(sums: Sums, layer: int, name: str, documents: int, seed: int)
 def saliency_rows(
     sums: Sums, layer_names: Mapping[int, str], ranked_by: str, documents: int, seed: int
 ) -> pd.DataFrame:
-    """The table `saliency`: every expert's sums and scores, and the interval of its rank by the score that decides."""
+    """The table `saliency`.
+
+    Every expert's sums and scores, and the interval of its rank by the score that decides.
+    """
     import pandas as pd
 
     frames = []

@@ -1,4 +1,7 @@
-"""Merging layer after layer: each layer is judged on what the layers before it, already merged, make of the text."""
+"""Merging layer after layer.
+
+Each layer is judged on what the layers before it, already merged, make of the text.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def merge_in_sequence(
     merge: Callable[[LayerEvidence], MergedLayer],
     collectors: Callable[[PlanSettings], list[Collector]],
 ) -> list[MergedLayer]:
-    """Every layer's merging, each planned on states recomputed through the merged layers before it (as in REAM).
+    """Every layer's merging, each planned on states recomputed through the merged layers before it (as in
+    REAM).
 
     Reads the calibrating text once for every layer after the first. The running model is left as it was.
     """
@@ -83,19 +87,29 @@ def seen_anew(given: Evidence, own: LayerEvidence, collectors: list[Collector]) 
 
 @contextmanager
 def merged_in_place(
-    running: RunningExperts, block: Block, plan: LayerPlan, fit: LayerFit, gating: Gating | None, top_k: int | None
+    running: RunningExperts,
+    block: Block,
+    plan: LayerPlan,
+    fit: LayerFit,
+    gating: Gating | None,
+    top_k: int | None,
 ) -> Iterator[None]:
-    """The running model with one layer merged: every member has the merged expert's weights, so that n router rows point at K experts.
+    """The running model with one layer merged: every member has the merged expert's weights, so that n router
+    rows point at K experts.
 
-    That is `tie`. Where the plan has fitted rows, they choose instead, in the model's own way of scoring; blocks whose experts are
-    not called with the router's choice (Llama 4, Switch) keep their own rows, which the fitted ones stand for.
+    That is `tie`. Where the plan has fitted rows, they choose instead, in the model's own way of scoring;
+    blocks whose experts are
+    not called with the router's choice (Llama 4, Switch) keep their own rows, which the fitted ones stand
+    for.
     """
     made = {}
     for group, shares in zip(plan.groups, plan.weights, strict=True):
         if len(group) > 1:
             new = merged_expert(running.layers[plan.layer], group, shares, fit)
             made.update(dict.fromkeys(group, new))
-    folds = fit.router_KD is not None and gating is not None and gating.explains and adapter_of(block) is CONTRACT
+    folds = (
+        fit.router_KD is not None and gating is not None and gating.explains and adapter_of(block) is CONTRACT
+    )
     hooks: list[Any] = []
     with running.replaced(plan.layer, made):
         if folds and len(plan.groups) < plan.n_experts:
@@ -112,7 +126,10 @@ def merged_in_place(
 
 
 class OwnCall:
-    """Whether the experts are being called by their block, or by somebody who asks them for the output of given experts."""
+    """Whether the experts are being called by their block.
+
+    Or by somebody who asks them for the output of given experts.
+    """
 
     def __init__(self) -> None:
         self.awaited = False
@@ -129,7 +146,10 @@ class OwnCall:
 def chosen_by(
     plan: LayerPlan, fit: LayerFit, gating: Gating, top_k: int | None, own_call: OwnCall
 ) -> Callable[..., Any]:
-    """A hook in front of the experts that puts the fitted rows' choice in place of the router's; groups stand where their dominants do."""
+    """A hook in front of the experts that puts the fitted rows' choice in place of the router's.
+
+    Groups stand where their dominants do.
+    """
     assert fit.router_KD is not None
     rows, bias, correction = fit.router_KD.float(), fit.router_bias_K, fit.correction_bias_K
     slots = torch.tensor(plan.dominants)

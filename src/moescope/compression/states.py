@@ -1,4 +1,7 @@
-"""A bounded sample of what a layer's experts were given, with the router's own logits, choices and gates for it."""
+"""A bounded sample of what a layer's experts were given, with the router's own logits.
+
+Choices and gates for it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,19 @@ from moescope.types import Routing, Tokens
 MOST_STATES = 4096  # tokens a layer
 FEWEST_STATES = 256
 MOST_BYTES = 2**30  # of all layers together
-SPREAD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd constants of splitmix64, as int64
+SPREAD = (
+    -7046029254386353131,
+    -4658895280553007687,
+    -7723592293110705685,
+)  # odd constants of splitmix64, as int64
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """A layer's sample, on the CPU. The same tokens are sampled in every layer, whatever order documents come in."""
+    """A layer's sample, on the CPU.
+
+    The same tokens are sampled in every layer, whatever order documents come in.
+    """
 
     x_TD: Tensor  # in the model's dtype
     logits_TE: Tensor | None  # float32; None where the router has none
@@ -28,7 +38,9 @@ class LayerStates:
     gates_TK: Tensor
     draw_T: Tensor  # int64: the tokens with the smallest draws are the sample
     ids_T: Tensor | None = None  # the tokens; None where nobody said which they are
-    carried_TR: Tensor | None = None  # what the router was handed by that of the layer before, where it reads that
+    carried_TR: Tensor | None = (
+        None  # what the router was handed by that of the layer before, where it reads that
+    )
 
     def __len__(self) -> int:
         return len(self.draw_T)
@@ -57,7 +69,8 @@ class LayerStates:
 
 
 class StateSample:
-    """Collects `LayerStates` of every layer: the tokens whose draw, a seeded hash of the text up to them, is smallest.
+    """Collects `LayerStates` of every layer: the tokens whose draw, a seeded hash of the text up to them, is
+    smallest.
 
     A sample by smallest draws is uniform, bounded, and that of two texts is found from those of each.
     """
@@ -82,7 +95,13 @@ class StateSample:
             at = at[draw_T[at].topk(self.limit, largest=False).indices]
         ids_T = None if routing.tokens is None else routing.tokens.ids_T
         seen = LayerStates(
-            routing.x_TD, routing.logits_TE, routing.chosen_TK, routing.gates_TK, draw_T, ids_T, routing.carried_TR
+            routing.x_TD,
+            routing.logits_TE,
+            routing.chosen_TK,
+            routing.gates_TK,
+            draw_T,
+            ids_T,
+            routing.carried_TR,
         )
         new = seen.each(lambda name, tensor: tensor[at].cpu())
         self.found[routing.layer] = (new if held is None else held.joined(new)).smallest(self.limit)
@@ -96,7 +115,10 @@ class StateSample:
 
 
 def draws(routing: Routing, seed: int) -> Tensor:
-    """A number for every token that depends on its text so far and the seed alone: alike in every layer, batch and order."""
+    """A number for every token that depends on its text so far and the seed alone.
+
+    Alike in every layer, batch and order.
+    """
     tokens = routing.tokens
     if tokens is None:
         return mixed(torch.arange(len(routing.chosen_TK), device=routing.chosen_TK.device) + seed * SPREAD[0])
@@ -121,7 +143,9 @@ def mixed(values: Tensor) -> Tensor:
 
 def as_arrays(states: Mapping[int, LayerStates]) -> dict[str, Tensor]:
     return {
-        f"layer.{layer}.states.{name}": tensor for layer, own in states.items() for name, tensor in own.parts().items()
+        f"layer.{layer}.states.{name}": tensor
+        for layer, own in states.items()
+        for name, tensor in own.parts().items()
     }
 
 

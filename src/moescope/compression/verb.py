@@ -1,4 +1,7 @@
-"""compress: fewer experts. A plan from weights or text, what it will cost, and, where asked, the checkpoint and what it did cost."""
+"""compress: fewer experts.
+
+A plan from weights or text, what it will cost, and, where asked, the checkpoint and what it did cost.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from moescope.types import Plan
 
 CALIBRATION_FILE = "calibration.safetensors"
-SMALL = 2 * 2**30  # bytes of a checkpoint up to which three random controls are written and judged, beyond it one
+SMALL = (
+    2 * 2**30
+)  # bytes of a checkpoint up to which three random controls are written and judged, beyond it one
 DEFAULT_METHOD = "reap"
 
 
@@ -52,7 +57,10 @@ class Work:
 
     def controlled(self) -> list[tuple[str, int]]:
         """(name, seed) of every control: none has the seed of the plan itself."""
-        return [(control_name(self.settings.seed + n), self.settings.seed + n) for n in range(1, self.controls + 1)]
+        return [
+            (control_name(self.settings.seed + n), self.settings.seed + n)
+            for n in range(1, self.controls + 1)
+        ]
 
 
 def compress(
@@ -84,23 +92,41 @@ def compress(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Plan which experts to merge or drop (`method`, `keep`), or take a `plan`; with `apply` write the compressed checkpoint there.
+    """Plan which experts to merge or drop (`method`, `keep`), or take a `plan`; with `apply` write the
+    compressed checkpoint there.
 
-    `keep` is a share of each layer's experts (0.5) or a number of them (4). `add` names earlier runs on other texts, whose sums count too. One document in five of the text is held out; a
-    checkpoint that was written is judged on it beside the original and beside controls that do as much at random.
+    `keep` is a share of each layer's experts (0.5) or a number of them (4). `add` names earlier runs on other
+    texts, whose sums count too. One document in five of the text is held out; a
+    checkpoint that was written is judged on it beside the original and beside controls that do as much at
+    random.
     """
     from moescope.compression.methods import PlanSettings
 
     reading_settings = TraceSettings(
-        max_tokens, dtype=one_of("dtype", dtype, DTYPES), batch_size=batch_size, chat_template=chat_template, seed=seed
+        max_tokens,
+        dtype=one_of("dtype", dtype, DTYPES),
+        batch_size=batch_size,
+        chat_template=chat_template,
+        seed=seed,
     )
-    for name, value, least in (("max_tokens", max_tokens, 1), ("batch_size", batch_size, 1), ("seed", seed, 0), ("controls", controls, 0)):  # fmt: skip
+    for name, value, least in (
+        ("max_tokens", max_tokens, 1),
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+        ("controls", controls, 0),
+    ):
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
     with_text = bool(text) or bool(domain) or token_ids is not None
-    reading = sources(
-        [text] if isinstance(text, str | Path) else text, [domain] if isinstance(domain, str) else domain, token_ids
-    ) if with_text else []  # fmt: skip
+    reading = (
+        sources(
+            [text] if isinstance(text, str | Path) else text,
+            [domain] if isinstance(domain, str) else domain,
+            token_ids,
+        )
+        if with_text
+        else []
+    )
     settings = PlanSettings(seed, merge_weights, distance, signed, router, adaptive, sequential)
     moe = read_moe(open_checkpoint(model))
     check_lab_router(moe)
@@ -109,23 +135,40 @@ def compress(
     work = replace(work, earlier=earlier_sums(moe, add, work.method, with_text))
     if work.method.needs_text and not with_text and not work.earlier and plan is None:
         raise BadInput(
-            f"method {work.method.name} {work.method.words}, so it needs a text; give --text PATH, or --method random"
+            f"method {work.method.name} {work.method.words}, so it needs a text; give --text "
+            "PATH, or --method random"
         )
-    for wanted, word in ((sequential, "sequential"), (merge_weights == "saliency", "merge weights by saliency")):
+    for wanted, word in (
+        (sequential, "sequential"),
+        (merge_weights == "saliency", "merge weights by saliency"),
+    ):
         if wanted and not with_text and plan is None:
-            raise BadInput(f"{word}: goes by what a text does in the model; give --text PATH, or leave it out")
+            raise BadInput(
+                f"{word}: goes by what a text does in the model; give --text PATH, or leave it out"
+            )
     if with_text:
         step_names([model], ())
     place = choose_device(device)
     identity = {
         "arguments": {
-            **asdict(settings), **{name: value for name, value in asdict(reading_settings).items() if name in ("max_tokens", "dtype", "batch_size", "chat_template")},
-            "method": work.method.name, "keep": None if keep is None else str(keep), "plan": plan_identity(plan), "judge": judge,
-            "apply": None if work.apply is None else str(work.apply), "controls": work.controls,
-            "text": [[source.domain, source.identity] for source in reading], "token_ids": token_ids is not None, "add": [earlier.mark for earlier in work.earlier],
+            **asdict(settings),
+            **{
+                name: value
+                for name, value in asdict(reading_settings).items()
+                if name in ("max_tokens", "dtype", "batch_size", "chat_template")
+            },
+            "method": work.method.name,
+            "keep": None if keep is None else str(keep),
+            "plan": plan_identity(plan),
+            "judge": judge,
+            "apply": None if work.apply is None else str(work.apply),
+            "controls": work.controls,
+            "text": [[source.domain, source.identity] for source in reading],
+            "token_ids": token_ids is not None,
+            "add": [earlier.mark for earlier in work.earlier],
         },
         "checkpoints": [{"step": 0, **asdict_mark(moe)}],
-    }  # fmt: skip
+    }
     folder = Path(out) if out is not None else default_folder("compress", moe.checkpoint.name, identity)
     if not overwrite and (done := finished_run(folder, identity)):
         return done
@@ -171,7 +214,9 @@ def planned_work(
         said = dict(given[0].settings)
     else:
         if keep is None:
-            raise BadInput("nothing says how many experts to keep; give --keep 0.5, or a number such as --keep 4")
+            raise BadInput(
+                "nothing says how many experts to keep; give --keep 0.5, or a number such as --keep 4"
+            )
         chosen, given = method_named(method or DEFAULT_METHOD), None
         check_settings(chosen, settings, target is not None)
         if settings.adaptive:
@@ -201,7 +246,9 @@ def earlier_sums(
 
     given = [add] if isinstance(add, str | Path) else list(add)
     if given and method.merges and not with_text:
-        raise BadInput(f"method {method.name} needs states of a text, not sums alone; give --text beside --add")
+        raise BadInput(
+            f"method {method.name} needs states of a text, not sums alone; give --text beside --add"
+        )
     return tuple(read_earlier(Path(place), moe) for place in given)
 
 
@@ -213,7 +260,9 @@ def plan_identity(plan: str | Path | None) -> list[Any] | None:
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
-def text_reader(model: str | Path, reading: Any, settings: TraceSettings, device: str, hold_out: bool) -> TextReader:
+def text_reader(
+    model: str | Path, reading: Any, settings: TraceSettings, device: str, hold_out: bool
+) -> TextReader:
     from moescope.compression.calibration_text import TextReader
 
     return TextReader(str(model), reading, settings, device, hold_out)
@@ -267,14 +316,21 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
         partial_file = writer.path / "parts" / "calibration-file.tmp"
         with writer.timed("calibrate"), progress(reader.settings.max_tokens, 0, "tokens", quiet) as advance:
             calibrate_text(
-                reader, work.moe, collectors, work.settings.seed, partial_file, partial(advance, "calibrating")
+                reader,
+                work.moe,
+                collectors,
+                work.settings.seed,
+                partial_file,
+                partial(advance, "calibrating"),
             )
         writer.flush_piece("calibration", {}, {}, files={CALIBRATION_FILE: partial_file})
         writer.save_info()
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
 
 
-def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader | None, quiet: bool) -> Evidence:
+def evidence_of(
+    work: Work, calibration: Calibration | None, reader: TextReader | None, quiet: bool
+) -> Evidence:
     from moescope.compression.calibration_text import all_sums
     from moescope.compression.methods import Evidence
 
@@ -282,9 +338,15 @@ def evidence_of(work: Work, calibration: Calibration | None, reader: TextReader 
     if calibration is None or reader is None:
         return Evidence(work.moe, work.keep, work.settings, sums)
     return Evidence(
-        work.moe, work.keep, work.settings, sums, calibration.states, calibration.gating,
-        lambda: reader.traced, lambda collectors: reader.calibrate(collectors, lambda tokens: None),
-    )  # fmt: skip
+        work.moe,
+        work.keep,
+        work.settings,
+        sums,
+        calibration.states,
+        calibration.gating,
+        lambda: reader.traced,
+        lambda collectors: reader.calibrate(collectors, lambda tokens: None),
+    )
 
 
 def make_plan(
@@ -329,7 +391,9 @@ def make_plan(
     if plan.router != "tie":
         try:
             bytes_ = planned_bytes(work.moe, plan, fits)
-        except BadInput as refused:  # a plan may be made of what cannot be rewritten here, such as a model on the hub
+        except (
+            BadInput
+        ) as refused:  # a plan may be made of what cannot be rewritten here, such as a model on the hub
             if work.apply is not None:
                 raise
             warnings.append(f"size not known: {refused}")
@@ -342,9 +406,14 @@ def as_plan(work: Work, method: Method, decided: Decided, said: dict[str, Any]) 
     from moescope.types import Plan
 
     plan = Plan(
-        method.name, asdict_mark(work.moe), decided.layers, decided.matching, decided.router, decided.top_k,
+        method.name,
+        asdict_mark(work.moe),
+        decided.layers,
+        decided.matching,
+        decided.router,
+        decided.top_k,
         {**said, **decided.notes},
-    )  # fmt: skip
+    )
     return plan, decided.fits
 
 
@@ -353,7 +422,10 @@ def control_name(seed: int) -> str:
 
 
 def control_plan(work: Work, evidence: Evidence, seed: int, plan: Plan) -> tuple[Plan, Fits]:
-    """A plan that leaves as many experts in every layer, chosen at random; merged ones in groups of the same sizes, matched or not as the plan's."""
+    """A plan that leaves as many experts in every layer, chosen at random.
+
+    Merged ones in groups of the same sizes, matched or not as the plan's.
+    """
     from moescope.compression.methods import method_named
 
     method = method_named(work.method.control)
@@ -366,7 +438,10 @@ def control_plan(work: Work, evidence: Evidence, seed: int, plan: Plan) -> tuple
 def foretold(
     work: Work, plan: Plan, fits: Fits, calibration: Calibration, reader: TextReader
 ) -> tuple[dict[str, list[float | None]], list[float]]:
-    """Layer -> error and router KL; and the change of the gates' sum in layers whose way of choosing only the model itself knows."""
+    """Layer -> error and router KL.
+
+    And the change of the gates' sum in layers whose way of choosing only the model itself knows.
+    """
     from moescope.compression.damage import predict
     from moescope.execution.adapters import find_blocks
 

@@ -1,4 +1,7 @@
-"""Clusters from weights alone, for when there is no text: experts that are alike once their neurons are put into one order."""
+"""Clusters from weights alone, for when there is no text.
+
+Experts that are alike once their neurons are put into one order.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ SKETCH = 64  # random directions in which experts' Gram matrices are compared be
 
 @dataclass(frozen=True)
 class WeightDistances:
-    """Distances of a layer's experts after matching. Pairs that were not matched stand at the largest distance found."""
+    """Distances of a layer's experts after matching.
+
+    Pairs that were not matched stand at the largest distance found.
+    """
 
     distance_EE: Array
     matched_EE: npt.NDArray[np.bool_]
@@ -43,9 +49,11 @@ def weights_clusters(
     most_pairs: int = MOST_PAIRS,
     device: str = "cpu",
 ) -> tuple[Grouping, WeightDistances]:
-    """Average linkage of distances after signed neuron matching; the dominant of a group is its most central member.
+    """Average linkage of distances after signed neuron matching; the dominant of a group is its most central
+    member.
 
-    Read the heights beside what random experts of the same shape reach: matching finds some likeness in any two (`geometry/nulls.py`).
+    Read the heights beside what random experts of the same shape reach: matching finds some likeness in any
+    two (`geometry/nulls.py`).
     """
     distances = matched_distances(experts, measure, most_pairs, device)
     grouping = average_linkage(distances.distance_EE, keep, most_central(distances.distance_EE), n_groups)
@@ -64,11 +72,14 @@ def random_distance(expert: ExpertWeights, measure: str) -> float:
 def matched_distances(
     experts: Sequence[ExpertWeights], measure: str = "l2", most_pairs: int = MOST_PAIRS, device: str = "cpu"
 ) -> WeightDistances:
-    """l2: sqrt(2 - 2 c), c the mean over projections of the matched matrices' cosine, so that unrelated experts lie near sqrt 2.
+    """l2: sqrt(2 - 2 c), c the mean over projections of the matched matrices' cosine, so that unrelated
+    experts lie near sqrt 2.
     sv: 1 - R, R the mean over projections of the matched polar factors' alignment.
 
-    Up to `most_pairs` pairs are matched. Where a layer has more, those are chosen by a likeness that no order of neurons changes
-    (`fingerprint_likeness`): every expert's nearest ones first. The rest are taken to lie as far apart as the farthest pair matched, so
+    Up to `most_pairs` pairs are matched. Where a layer has more, those are chosen by a likeness that no order
+    of neurons changes
+    (`fingerprint_likeness`): every expert's nearest ones first. The rest are taken to lie as far apart as the
+    farthest pair matched, so
     that average linkage joins them last; groups of more than a few experts then rest on that guess.
     """
     if measure not in MEASURES:
@@ -95,7 +106,10 @@ def l2_after_matching(experts: Sequence[ExpertWeights], a: int, b: int, matching
 def sv_after_matching(
     experts: Sequence[ExpertWeights], device: str
 ) -> Callable[[Sequence[ExpertWeights], int, int, Matching], float]:
-    """1 - mean R; a permuted polar factor is the polar factor of the permuted matrix, so each expert is decomposed once."""
+    """1 - mean R.
+
+    A permuted polar factor is the polar factor of the permuted matrix, so each expert is decomposed once.
+    """
     factors: dict[tuple[int, str], PolarFactor] = {}
 
     def factor(expert: int, name: str) -> PolarFactor:
@@ -120,8 +134,13 @@ def projections_of(expert: ExpertWeights) -> dict[str, Tensor]:
     return {name: matrix for name, matrix in found.items() if matrix is not None}
 
 
-def candidate_pairs(experts: Sequence[ExpertWeights], most_pairs: int, device: str = "cpu") -> list[tuple[int, int]]:
-    """All pairs where they are few enough; else each expert's nearest by fingerprint, in turn, until `most_pairs` are found."""
+def candidate_pairs(
+    experts: Sequence[ExpertWeights], most_pairs: int, device: str = "cpu"
+) -> list[tuple[int, int]]:
+    """All pairs where they are few enough.
+
+    Else each expert's nearest by fingerprint, in turn, until `most_pairs` are found.
+    """
     n_experts = len(experts)
     everything = [(a, b) for a in range(n_experts) for b in range(a + 1, n_experts)]
     if len(everything) <= most_pairs:
@@ -131,7 +150,9 @@ def candidate_pairs(experts: Sequence[ExpertWeights], most_pairs: int, device: s
     nearest = np.argsort(-likeness_EE, axis=1)
     found: dict[tuple[int, int], None] = {}
     for place in range(n_experts - 1):
-        by_likeness = sorted(range(n_experts), key=lambda expert: -likeness_EE[expert, nearest[expert, place]])
+        by_likeness = sorted(
+            range(n_experts), key=lambda expert: -likeness_EE[expert, nearest[expert, place]]
+        )
         for expert in by_likeness:
             other = int(nearest[expert, place])
             if len(found) < most_pairs:
@@ -140,15 +161,19 @@ def candidate_pairs(experts: Sequence[ExpertWeights], most_pairs: int, device: s
 
 
 def fingerprint_likeness(experts: Sequence[ExpertWeights], device: str = "cpu") -> Array:
-    """[E, E] mean over projections of the cosine of G - mean G, where G = W'W (down: WW') has no order of neurons and no signs in it.
+    """[E, E] mean over projections of the cosine of G - mean G, where G = W'W (down: WW') has no order of
+    neurons and no signs in it.
 
-    <G_a, G_b> is estimated from G S, S a fixed random matrix of 64 columns: E tr(S' G_a G_b S) = 64 <G_a, G_b>. What all experts of the
+    <G_a, G_b> is estimated from G S, S a fixed random matrix of 64 columns: E tr(S' G_a G_b S) = 64 <G_a,
+    G_b>. What all experts of the
     layer share is subtracted, so that their common directions do not make all look alike.
     """
     total = np.zeros((len(experts), len(experts)))
     names = list(projections_of(experts[0]))
     d_model = experts[0].gate_FD.shape[1]
-    sketch_DS = torch.randn(d_model, min(SKETCH, d_model), generator=torch.Generator().manual_seed(0)).to(device)
+    sketch_DS = torch.randn(d_model, min(SKETCH, d_model), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     for name in names:
         prints = []
         for expert in experts:

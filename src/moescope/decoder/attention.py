@@ -42,13 +42,18 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention: rotary and without biases in `modern`, with biases and no positions of its own in `some`."""
+    """Causal multi-head attention.
+
+    Rotary and without biases in `modern`, with biases and no positions of its own in `some`.
+    """
 
     def __init__(self, config: ModelConfig, elementwise: Elementwise = EAGER):
         super().__init__()
         D, modern = config.d_model, config.block == "modern"
         self.heads, self.elementwise = config.heads, elementwise
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D, bias=not modern) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(D, D, bias=not modern) for _ in range(4)
+        )
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             # nn.MultiheadAttention's: Xavier over queries, keys and values as one matrix of 3 D rows
             bound = math.sqrt(6 / (4 * D))
@@ -66,9 +71,12 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(D // config.heads, config.norm_epsilon, elementwise)
             self.k_norm = RMSNorm(D // config.heads, config.norm_epsilon, elementwise)
 
-    def forward(self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Cache | None = None
+    ) -> Tensor:
         q, k, v = (
-            projection(x_BLD).unflatten(-1, (self.heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x_BLD).unflatten(-1, (self.heads, -1))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -86,7 +94,10 @@ class Attention(nn.Module):
 
 
 def uses_qk_norm(config: ModelConfig) -> bool:
-    """Whether queries and keys are normed: as the config says, else as the layout the router is saved in needs it."""
+    """Whether queries and keys are normed.
+
+    As the config says, else as the layout the router is saved in needs it.
+    """
     if config.qk_norm is not None or config.block != "modern":
         return bool(config.qk_norm)
     router = router_class(config.router)

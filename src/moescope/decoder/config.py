@@ -1,6 +1,7 @@
 """What a training is: model, data and training settings, read from TOML and checked before anything is built.
 
-Shape suffixes in the lab: B rows, L positions, T = B L tokens, E experts, K slots a token, S rows of all slots sorted by expert,
+Shape suffixes in the lab: B rows, L positions, T = B L tokens, E experts, K slots a token, S rows of all
+slots sorted by expert,
 D model width, F expert hidden width, H heads, V vocabulary, R width of a router's own state.
 """
 
@@ -28,7 +29,10 @@ PARALLEL = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model. `modern`: pre-RMSNorm, RoPE, SwiGLU experts; `some`: post-LayerNorm, sinusoidal positions, GELU experts."""
+    """The model.
+
+    `modern`: pre-RMSNorm, RoPE, SwiGLU experts; `some`: post-LayerNorm, sinusoidal positions, GELU experts.
+    """
 
     vocabulary: int = 260
     d_model: int = 64
@@ -39,11 +43,15 @@ class ModelConfig:
     experts: int = 8
     top_k: int = 2
     router: str = "top2"
-    router_options: dict[str, Option] = field(default_factory=dict)  # each router names its own; others are refused
+    router_options: dict[str, Option] = field(
+        default_factory=dict
+    )  # each router names its own; others are refused
     tie_embeddings: bool = False
     max_positions: int = 1024
-    # None: as the layout wants that the router is saved in. Qwen3-MoE's, for gates that are not renormalised, has norms on
-    # queries and keys, Mixtral's has none. Set it where routers are compared, so that they differ in nothing else.
+    # None: as the layout wants that the router is saved in. Qwen3-MoE's, for gates that are not renormalised,
+    # has norms on
+    # queries and keys, Mixtral's has none. Set it where routers are compared, so that they differ in nothing
+    # else.
     qk_norm: bool | None = None
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
@@ -84,7 +92,9 @@ class TrainConfig:
     checkpoint_every: int = 100
     dtype: str = "float32"  # of the arithmetic; weights that are trained stay float32
     compile: bool = False
-    paired_weights: bool = False  # each part's first weights from a seed of its own: routers share what is not theirs
+    paired_weights: bool = (
+        False  # each part's first weights from a seed of its own: routers share what is not theirs
+    )
     parallel: str = "ddp"  # every process has all weights; "fsdp": a part of them
 
 
@@ -96,13 +106,31 @@ class LabConfig:
 
 
 SOME = ModelConfig(
-    vocabulary=8192, d_model=512, layers=10, heads=8, block="some", d_ff=1024, experts=64, top_k=4, router="some",
-    max_positions=1024, frozen_experts=True, frozen_dtype="bfloat16",
-)  # fmt: skip
+    vocabulary=8192,
+    d_model=512,
+    layers=10,
+    heads=8,
+    block="some",
+    d_ff=1024,
+    experts=64,
+    top_k=4,
+    router="some",
+    max_positions=1024,
+    frozen_experts=True,
+    frozen_dtype="bfloat16",
+)
 SOME_TRAIN = TrainConfig(
-    steps=20_000, batch_size=32, sequence_length=768, learning_rate=3e-4, final_learning_rate=3e-5, warmup=500,
-    weight_decay=0.01, evaluate_every=500, checkpoint_every=1000, dtype="bfloat16",
-)  # fmt: skip
+    steps=20_000,
+    batch_size=32,
+    sequence_length=768,
+    learning_rate=3e-4,
+    final_learning_rate=3e-5,
+    warmup=500,
+    weight_decay=0.01,
+    evaluate_every=500,
+    checkpoint_every=1000,
+    dtype="bfloat16",
+)
 BPE = DataConfig(vocabulary="bpe")
 MEDIUM = replace(SOME, block="modern", router="topk", frozen_experts=False, frozen_dtype="float32")
 
@@ -112,8 +140,14 @@ PRESETS: dict[str, LabConfig] = {
         ModelConfig(vocabulary=4096, d_model=256, layers=6, heads=8, d_ff=512, experts=16),
         BPE,
         TrainConfig(
-            steps=3000, batch_size=32, sequence_length=256, learning_rate=1e-3, final_learning_rate=1e-4, warmup=100,
-            evaluate_every=250, checkpoint_every=500,
+            steps=3000,
+            batch_size=32,
+            sequence_length=256,
+            learning_rate=1e-3,
+            final_learning_rate=1e-4,
+            warmup=100,
+            evaluate_every=250,
+            checkpoint_every=500,
         ),
     ),
     "medium": LabConfig(MEDIUM, BPE, SOME_TRAIN),
@@ -121,7 +155,7 @@ PRESETS: dict[str, LabConfig] = {
     "some_b1": LabConfig(replace(SOME, experts=128), BPE, SOME_TRAIN),
     "some_b2": LabConfig(replace(SOME, experts=256), BPE, SOME_TRAIN),
     "some_b3": LabConfig(replace(SOME, experts=512), BPE, SOME_TRAIN),
-}  # fmt: skip
+}
 
 
 def preset(name: str) -> LabConfig:
@@ -131,8 +165,13 @@ def preset(name: str) -> LabConfig:
 
 
 def with_router(config: LabConfig, router: str) -> LabConfig:
-    """The config with another router: its own number of experts a token where it has one, and no options of the router before."""
-    from moescope.decoder.routers import router_class  # routers know of configs, so this cannot stand at the top
+    """The config with another router.
+
+    Its own number of experts a token where it has one, and no options of the router before.
+    """
+    from moescope.decoder.routers import (
+        router_class,
+    )  # routers know of configs, so this cannot stand at the top
 
     fixed = router_class(router).fixed_top_k
     options = config.model.router_options if router == config.model.router else {}
@@ -141,7 +180,10 @@ def with_router(config: LabConfig, router: str) -> LabConfig:
 
 
 def read_config(path: str | Path, base: LabConfig | None = None) -> LabConfig:
-    """The config in a TOML file with the tables [model], [data] and [train] over `base`, or over the preset the file names."""
+    """The config in a TOML file with the tables [model], [data] and [train] over `base`.
+
+    Or over the preset the file names.
+    """
     return config_from(read_toml(path), base, where=str(path))
 
 
@@ -149,7 +191,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}; give the path of a TOML file") from None
+        raise BadInput(
+            f"cannot read {path}: {error.strerror or error}; give the path of a TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid TOML: {error}") from None
 
@@ -167,7 +211,9 @@ def config_from(given: dict[str, Any], base: LabConfig | None = None, where: str
         if key not in parts:
             raise unknown_key(f"{where}: unknown table", key, [*parts, "preset"])
     model = given.get("model", {})
-    if isinstance(model, dict) and isinstance(model.get("router"), str):  # before the rest: it brings its own top_k
+    if isinstance(model, dict) and isinstance(
+        model.get("router"), str
+    ):  # before the rest: it brings its own top_k
         base = with_router(base, model["router"])
     made = {part: overlaid(getattr(base, part), given.get(part, {}), f"{where}: [{part}]") for part in parts}
     config = LabConfig(**made)
@@ -184,7 +230,10 @@ Part = TypeVar("Part", ModelConfig, DataConfig, TrainConfig)
 
 
 def overlaid(base: Part, given: object, where: str) -> Part:
-    """The dataclass with the given values in place of its own; unknown keys and wrong types are refused by name."""
+    """The dataclass with the given values in place of its own.
+
+    Unknown keys and wrong types are refused by name.
+    """
     if not isinstance(given, dict):
         raise BadInput(f"{where} must be a table, not {given!r}")
     hints = typing.get_type_hints(type(base))
@@ -197,7 +246,13 @@ def overlaid(base: Part, given: object, where: str) -> Part:
     return replace(base, **values)
 
 
-WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "left out"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    types.NoneType: "left out",
+}
 
 
 def checked_type(value: Any, hint: Any, where: str) -> Any:
@@ -229,7 +284,9 @@ def fits(value: object, hint: type) -> bool:
 def unknown_key(what: str, key: str, known: list[str]) -> BadInput:
     """The error for a key nobody knows, with the nearest known one, else with all."""
     near = difflib.get_close_matches(key, known, 1)
-    return BadInput(f"{what} {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"))
+    return BadInput(
+        f"{what} {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}")
+    )
 
 
 def check(config: LabConfig, where: str = "config") -> None:
@@ -243,11 +300,13 @@ def check(config: LabConfig, where: str = "config") -> None:
         raise unknown_name("parallel", train.parallel, list(PARALLEL))
     if train.sequence_length > model.max_positions:
         raise BadInput(
-            f"{where}: [train] sequence_length {train.sequence_length} is more than [model] max_positions, {model.max_positions}"
+            f"{where}: [train] sequence_length {train.sequence_length} is more than [model] "
+            f"max_positions, {model.max_positions}"
         )
     if train.batch_size % train.micro_batches:
         raise BadInput(
-            f"{where}: [train] batch_size {train.batch_size} must be a multiple of micro_batches, {train.micro_batches}"
+            f"{where}: [train] batch_size {train.batch_size} must be a multiple of "
+            f"micro_batches, {train.micro_batches}"
         )
     if train.seed >= 2**63:
         raise BadInput(f"{where}: [train] seed must be less than 2**63, not {train.seed}")
@@ -258,14 +317,22 @@ def check_data(data: DataConfig, where: str) -> None:
     if data.layout not in LAYOUTS:
         raise unknown_name("layout", data.layout, list(LAYOUTS))
     if not 0 < data.validation_share < 1:
-        raise BadInput(f"{where}: [data] validation_share must lie between 0 and 1, not {data.validation_share}")
+        raise BadInput(
+            f"{where}: [data] validation_share must lie between 0 and 1, not {data.validation_share}"
+        )
     if data.max_bytes < 0:
         raise BadInput(f"{where}: [data] max_bytes must be 0 or more, not {data.max_bytes}")
     if data.text and data.domains:
-        raise BadInput(f"{where}: [data] text and domains are both given; give text for one domain, or domains by name")
+        raise BadInput(
+            f"{where}: [data] text and domains are both given; give text for one domain, or domains by name"
+        )
     for name in data.domains:
-        if not name or name.startswith(".") or set(name) & set("/\\=\0"):  # a file of the run is named after it
-            raise BadInput(f"{where}: [data] domains: {name!r} cannot be a domain's name; use letters, digits, - and _")
+        if (
+            not name or name.startswith(".") or set(name) & set("/\\=\0")
+        ):  # a file of the run is named after it
+            raise BadInput(
+                f"{where}: [data] domains: {name!r} cannot be a domain's name; use letters, digits, - and _"
+            )
 
 
 def check_model(model: ModelConfig, where: str = "config") -> None:
@@ -288,11 +355,14 @@ def check_model(model: ModelConfig, where: str = "config") -> None:
     if model.block == "some" and (model.qk_norm or model.tie_embeddings):
         raise BadInput(f"{where}: [model] qk_norm and tie_embeddings are for block = 'modern' only")
     if model.top_k > model.experts:
-        raise BadInput(f"{where}: [model] top_k {model.top_k} is more than the {model.experts} experts there are")
+        raise BadInput(
+            f"{where}: [model] top_k {model.top_k} is more than the {model.experts} experts there are"
+        )
     router = router_class(model.router)
     if router.fixed_top_k not in (None, model.top_k):
         raise BadInput(
-            f"{where}: [model] {model.router} sends a token to {router.fixed_top_k} experts; leave top_k out, or use router = 'topk' for top_k = {model.top_k}"
+            f"{where}: [model] {model.router} sends a token to {router.fixed_top_k} experts; "
+            f"leave top_k out, or use router = 'topk' for top_k = {model.top_k}"
         )
     router.checked_options(model)
 
@@ -305,7 +375,27 @@ def check_numbers(section: str, part: ModelConfig | TrainConfig, where: str) -> 
 
 
 POSITIVE = {
-    "model": ("vocabulary", "d_model", "layers", "heads", "d_ff", "experts", "top_k", "max_positions", "rope_base", "norm_epsilon"),
-    "train": ("steps", "batch_size", "micro_batches", "sequence_length", "learning_rate", "evaluate_every", "evaluation_rows", "checkpoint_every"),
-}  # fmt: skip
+    "model": (
+        "vocabulary",
+        "d_model",
+        "layers",
+        "heads",
+        "d_ff",
+        "experts",
+        "top_k",
+        "max_positions",
+        "rope_base",
+        "norm_epsilon",
+    ),
+    "train": (
+        "steps",
+        "batch_size",
+        "micro_batches",
+        "sequence_length",
+        "learning_rate",
+        "evaluate_every",
+        "evaluation_rows",
+        "checkpoint_every",
+    ),
+}
 NOT_NEGATIVE = {"model": (), "train": ("final_learning_rate", "warmup", "weight_decay", "clip", "seed")}

@@ -1,4 +1,7 @@
-"""The steps between matrix products: each a pure function, so that torch.compile can fuse it into one kernel where that helps."""
+"""The steps between matrix products.
+
+Each a pure function, so that torch.compile can fuse it into one kernel where that helps.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,9 @@ EAGER = Elementwise()
 
 @cache
 def compiled() -> Elementwise:
-    """The same functions through torch.compile, made once a process; compiling itself happens at their first use."""
+    """The same functions through torch.compile, made once a process.
+
+    Compiling itself happens at their first use.
+    """
     made = {name: torch.compile(function) for name, function in vars(EAGER).items()}
     return Elementwise(**made)

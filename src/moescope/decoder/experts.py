@@ -1,7 +1,10 @@
-"""All experts of a layer as stacked tensors, run at once: slots sorted by expert, then one grouped matrix product a projection.
+"""All experts of a layer as stacked tensors, run at once: slots sorted by expert, then one grouped matrix
+product a projection.
 
-No step of it waits for the device: how many rows an expert has stays there. Rows of empty slots come last and belong to no group;
-a grouped product leaves them unwritten, so nothing may look at them: empty slots point at the first row, with a weight of 0.
+No step of it waits for the device: how many rows an expert has stays there. Rows of empty slots come last and
+belong to no group;
+a grouped product leaves them unwritten, so nothing may look at them: empty slots point at the first row, with
+a weight of 0.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ PROBES, PROBE_SEED = 256, 0x5CA1E  # Gaussian inputs by which an expert's output
 
 @dataclass(frozen=True)
 class Sorted:
-    """The slots of T tokens by expert: row s of S is slot `order_S[s]` of the T K slots; expert e's rows end at `ends_E[e]`."""
+    """The slots of T tokens by expert: row s of S is slot `order_S[s]` of the T K slots.
+
+    Expert e's rows end at `ends_E[e]`.
+    """
 
     token_S: Tensor
     expert_S: Tensor  # n_experts where the slot is empty
@@ -42,7 +48,8 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
     expert_S, order_S = torch.sort(expert_of_slot, stable=True)
     numbers_E = torch.arange(n_experts, dtype=torch.int32, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
-    # The first row is computed even where no slot is filled, so that empty slots have a finite row to point at.
+    # The first row is computed even where no slot is filled, so that empty slots have a finite row to point
+    # at.
     ends_E[-1:].clamp_(min=1)
     row_TK = torch.empty_like(order_S)
     row_TK[order_S] = torch.arange(slots, device=order_S.device)
@@ -58,7 +65,10 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
 
 
 class Spread(torch.autograd.Function):
-    """x_TD -> x_SD, a row for every slot. Backward gathers instead of scattering: the same sum in the same order every time."""
+    """x_TD -> x_SD, a row for every slot.
+
+    Backward gathers instead of scattering: the same sum in the same order every time.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, at: Sorted) -> Tensor:
@@ -92,7 +102,9 @@ class Mix(torch.autograd.Function):
 
 def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Row s times the transposed weight of its expert; rows past the last expert's are left unwritten."""
-    if len(weight_EOI) == 1:  # nothing to group: rows of no expert are computed too, and masked like the others
+    if (
+        len(weight_EOI) == 1
+    ):  # nothing to group: rows of no expert are computed too, and masked like the others
         return x_SI @ weight_EOI[0].T
     if grouped_mm_runs(x_SI, weight_EOI):
         product = getattr(functional, "grouped_mm", None) or torch._grouped_mm
@@ -103,7 +115,10 @@ def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 def product_in_a_loop(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """The same, one expert after another: the oracle, and the way out where no grouped product runs."""
     ends = [0, *ends_E.tolist()]
-    parts = [x_SI[start:end] @ weight_OI.T for start, end, weight_OI in zip(ends, ends[1:], weight_EOI, strict=False)]
+    parts = [
+        x_SI[start:end] @ weight_OI.T
+        for start, end, weight_OI in zip(ends, ends[1:], weight_EOI, strict=False)
+    ]
     rest = x_SI.new_zeros(len(x_SI) - ends[-1], weight_EOI.shape[1])
     return torch.cat([*parts, rest])
 
@@ -111,7 +126,8 @@ def product_in_a_loop(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tenso
 def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
     """Whether torch's grouped product takes these: rows of whole 16 bytes, and on a GPU bfloat16 only.
 
-    Other types run there as a loop inside torch, no better than ours. Before it was public (torch 2.10) it was for Hopper GPUs alone.
+    Other types run there as a loop inside torch, no better than ours. Before it was public (torch 2.10) it
+    was for Hopper GPUs alone.
     """
     if any(width * x_SI.element_size() % 16 for width in weight_EOI.shape[1:]):
         return False
@@ -119,7 +135,9 @@ def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
     if x_SI.is_cuda:
         least = (8, 0) if public else (9, 0)
         known = public or hasattr(torch, "_grouped_mm")
-        return known and x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= least
+        return (
+            known and x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= least
+        )
     return public and x_SI.device.type == "cpu"
 
 
@@ -134,8 +152,13 @@ class Experts(nn.Module):
     def project(self, x_SD: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int | None = None) -> Tensor:
-        """sum_k gate_k expert_k(x), in the dtype of the arithmetic. Empty slots add nothing, and no gradient."""
+    def forward(
+        self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int | None = None
+    ) -> Tensor:
+        """sum_k gate_k expert_k(x), in the dtype of the arithmetic.
+
+        Empty slots add nothing, and no gradient.
+        """
         if torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -147,7 +170,10 @@ class Experts(nn.Module):
             return Mix.apply(y_SD, gates_TK, at)  # type: ignore[no-untyped-call]
 
     def scattered(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int) -> Tensor:
-        """The same where most slots are empty, as when experts choose: rows are added to their tokens, never T K of them made."""
+        """The same where most slots are empty, as when experts choose.
+
+        Rows are added to their tokens, never T K of them made.
+        """
         at = sort_by_expert(chosen_TK, self.n_experts, at_most)
         real_S1 = (at.expert_S < self.n_experts)[:, None]
         x_SD = torch.where(real_S1, x_TD[at.token_S], 0)
@@ -193,8 +219,11 @@ class GELUExperts(Experts):
 
     def project(self, x_SD: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         dtype = x_SD.dtype
-        # Rows of no expert take a bias of their own, so that what they hold cannot reach an expert's gradient.
-        up_bias, down_bias = (functional.pad(bias.to(dtype), (0, 0, 0, 1)) for bias in (self.up_bias, self.down_bias))
+        # Rows of no expert take a bias of their own, so that what they hold cannot reach an expert's
+        # gradient.
+        up_bias, down_bias = (
+            functional.pad(bias.to(dtype), (0, 0, 0, 1)) for bias in (self.up_bias, self.down_bias)
+        )
         hidden_SF = functional.gelu(self.product(x_SD, self.up.to(dtype), ends_E) + up_bias[expert_S])
         return self.product(hidden_SF, self.down.to(dtype), ends_E) + down_bias[expert_S]
 
@@ -202,7 +231,8 @@ class GELUExperts(Experts):
 def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool) -> None:
     """Fills both in place, expert by expert.
 
-    default: uniform in +-1/sqrt(fan in), torch's own for a linear map; orthogonal: columns or rows orthonormal; sparse: a tenth of
+    default: uniform in +-1/sqrt(fan in), torch's own for a linear map; orthogonal: columns or rows
+    orthonormal; sparse: a tenth of
     each column N(0, 0.01^2), the rest 0; zero: nothing comes out, the control that shows what experts add.
     """
     for up_FD, down_DF in zip(up_EFD, down_EDF, strict=True):
@@ -220,8 +250,12 @@ def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool)
 
 
 def output_scale(up_FD: Tensor, down_DF: Tensor) -> float:
-    """Root mean square of an expert's outputs for unit Gaussian inputs, on probes that are always the same."""
-    # A seed that no training has: with the same one, probes would be the very numbers that the weights were made of.
+    """Root mean square of an expert's outputs for unit Gaussian inputs.
+
+    On probes that are always the same.
+    """
+    # A seed that no training has: with the same one, probes would be the very numbers that the weights were
+    # made of.
     generator = torch.Generator(device="cpu").manual_seed(PROBE_SEED)
     x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator, device="cpu").to(up_FD.device)
     y_TD = functional.gelu(x_TD @ up_FD.T) @ down_DF.T

@@ -1,6 +1,7 @@
 """A small decoder-only language model whose feed-forward blocks are mixtures of experts under any router.
 
-Names of modules are chosen so that Mixtral's and Qwen3-MoE's checkpoints are a rename away. Padding stands on the right: a causal
+Names of modules are chosen so that Mixtral's and Qwen3-MoE's checkpoints are a rename away. Padding stands on
+the right: a causal
 model never looks at it, so attention needs no mask, and routers are told which tokens are real.
 """
 
@@ -88,7 +89,9 @@ class Block(nn.Module):
         self.self_attn = Attention(config, elementwise)
         if self.pre_norm:
             self.input_layernorm: nn.Module = RMSNorm(config.d_model, config.norm_epsilon, elementwise)
-            self.post_attention_layernorm: nn.Module = RMSNorm(config.d_model, config.norm_epsilon, elementwise)
+            self.post_attention_layernorm: nn.Module = RMSNorm(
+                config.d_model, config.norm_epsilon, elementwise
+            )
         else:
             self.input_layernorm = nn.LayerNorm(config.d_model, config.norm_epsilon)
             self.post_attention_layernorm = nn.LayerNorm(config.d_model, config.norm_epsilon)
@@ -115,9 +118,11 @@ class Block(nn.Module):
 
 
 class LabModel(nn.Module):
-    """The model of a config, with weights drawn from torch's global generator, which `before` may seed for each part.
+    """The model of a config, with weights drawn from torch's global generator, which `before` may seed for
+    each part.
 
-    `modern` ends in an RMSNorm and a head without bias, tied to the embedding if the config says so. `some` multiplies embeddings
+    `modern` ends in an RMSNorm and a head without bias, tied to the embedding if the config says so. `some`
+    multiplies embeddings
     by sqrt D, adds sinusoids, and ends in an untied head with bias and no norm.
     """
 
@@ -139,7 +144,8 @@ class LabModel(nn.Module):
         before("shared_router")
         self.shared_router = router_class(config.router).shared_parts(config)
         self.layers = nn.ModuleList(
-            Block(config, layer, self.shared_router, self.elementwise, before) for layer in range(config.layers)
+            Block(config, layer, self.shared_router, self.elementwise, before)
+            for layer in range(config.layers)
         )
         self.norm = RMSNorm(D, config.norm_epsilon, self.elementwise) if modern else nn.Identity()
         before("lm_head")
@@ -149,7 +155,9 @@ class LabModel(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         tables = rotary_tables(config) if modern else (sinusoids(config),)
-        for name, table in zip(("rotary_cos", "rotary_sin") if modern else ("sinusoids",), tables, strict=True):
+        for name, table in zip(
+            ("rotary_cos", "rotary_sin") if modern else ("sinusoids",), tables, strict=True
+        ):
             self.register_buffer(name, table, persistent=False)
 
     def forward(
@@ -162,12 +170,16 @@ class LabModel(nn.Module):
     ) -> Output:
         """Targets stand where their predictions are made (ids moved by one), -100 where there is none.
 
-        `consume` gets every layer's Routing, without its tokens, as the pass goes on. With a `cache` the ids go on where the
+        `consume` gets every layer's Routing, without its tokens, as the pass goes on. With a `cache` the ids
+        go on where the
         last pass over it stopped.
         """
         start, length = 0 if cache is None else cache.length, ids_BL.shape[1]
         if start + length > self.config.max_positions:
-            raise BadInput(f"{start + length} tokens are more than the model's {self.config.max_positions} positions; cut the text, or train with a larger max_positions")  # fmt: skip
+            raise BadInput(
+                f"{start + length} tokens are more than the model's {self.config.max_positions} "
+                "positions; cut the text, or train with a larger max_positions"
+            )
         mask_T = torch.ones_like(ids_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
         ids_T, mask_T = ids_BL.flatten(), mask_T.flatten()
         x_BLD, rotary = self.embedded(ids_BL, start)
@@ -220,10 +232,16 @@ class LabModel(nn.Module):
 
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
         """Number, name, router and number of experts of every layer whose Routing `consume` gets."""
-        return [(at, f"layers.{at}.mlp", block.mlp.router, block.mlp.n_experts) for at, block in enumerate(self.blocks)]
+        return [
+            (at, f"layers.{at}.mlp", block.mlp.router, block.mlp.n_experts)
+            for at, block in enumerate(self.blocks)
+        ]
 
     def after_step(self) -> None:
-        """Lets every router change what it changes without gradients; to be called after each optimiser step."""
+        """Lets every router change what it changes without gradients.
+
+        To be called after each optimiser step.
+        """
         with torch.no_grad():
             for router in self.routers:
                 router.after_step()
@@ -233,7 +251,9 @@ class LabModel(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> LabModel:
         """Weights in this dtype, in place, all but the routers', which compute in float32 always."""
-        kept = {id(part) for router in [*self.routers, self.shared_router] if router for part in router.modules()}
+        kept = {
+            id(part) for router in [*self.routers, self.shared_router] if router for part in router.modules()
+        }
         for module in self.modules():
             if id(module) not in kept:
                 for parameter in module.parameters(recurse=False):
@@ -242,7 +262,10 @@ class LabModel(nn.Module):
 
 
 def seeded_by_part(seed: int) -> BeforePart:
-    """Every part's first weights from a seed of its own: models of one seed share all parts of equal shape, whatever their routers draw."""
+    """Every part's first weights from a seed of its own.
+
+    Models of one seed share all parts of equal shape, whatever their routers draw.
+    """
 
     def before(part: str) -> None:
         digest = hashlib.blake2b(f"{seed} {part}".encode(), digest_size=8).digest()

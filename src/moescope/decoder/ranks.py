@@ -1,6 +1,8 @@
-"""Several processes that train one model, as torchrun starts them: who this one is, and what all of them hold together.
+"""Several processes that train one model, as torchrun starts them: who this one is, and what all of them hold
+together.
 
-Every rank must call what talks to the others equally often and in the same order. Alone, nothing is copied and nothing waits.
+Every rank must call what talks to the others equally often and in the same order. Alone, nothing is copied
+and nothing waits.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from moescope.errors import BadInput
 class Ranks:
     """This process among those that train together; alone it is the first of one.
 
-    A batch's rows lie on the ranks one after the other, as many on each, so that `gathered` rows stand where one process would have them.
+    A batch's rows lie on the ranks one after the other, as many on each, so that `gathered` rows stand where
+    one process would have them.
     """
 
     rank: int = 0
@@ -42,7 +45,10 @@ class Ranks:
         return total
 
     def sum_with_gradients(self, amount: Tensor) -> Tensor:
-        """The sum over all ranks; what every rank's loss has for a gradient into it comes back to every rank."""
+        """The sum over all ranks.
+
+        What every rank's loss has for a gradient into it comes back to every rank.
+        """
         return amount if self.world == 1 else SumOverRanks.apply(amount)  # type: ignore[no-untyped-call]
 
     def gathered(self, rows_T: Tensor) -> Tensor:
@@ -60,7 +66,10 @@ class Ranks:
         return whole_T if self.world == 1 else whole_T.view(self.world, -1, *whole_T.shape[1:])[self.rank]
 
     def picked(self, rows_T: Tensor, numbers_N: Tensor) -> Tensor:
-        """The rows of those numbers among all ranks' rows; without gradients. Whoever has a row sends it, so that all get the same."""
+        """The rows of those numbers among all ranks' rows; without gradients.
+
+        Whoever has a row sends it, so that all get the same.
+        """
         if self.world == 1:
             return rows_T[numbers_N].detach()
         place_N = numbers_N - self.rank * len(rows_T)
@@ -71,8 +80,10 @@ class Ranks:
     def tokens_a_rank(self, mask_T: Tensor) -> Tensor:
         """The real tokens of all ranks over the number of ranks; never 0.
 
-        A rank's sum over its own tokens divided by this is its part of the mean over all tokens: ranks' losses count by their
-        mean, since DDP averages gradients, and the mean of these parts is that mean, however the padding lies.
+        A rank's sum over its own tokens divided by this is its part of the mean over all tokens: ranks'
+        losses count by their
+        mean, since DDP averages gradients, and the mean of these parts is that mean, however the padding
+        lies.
         """
         tokens = self.sum(mask_T.sum()).clamp(min=1)
         return tokens if self.world == 1 else tokens / self.world
@@ -119,7 +130,8 @@ def check_gpus(local: int, there: int) -> None:
     """Every process has a GPU of its own: NCCL takes no two on one."""
     if local >= there:
         raise BadInput(
-            f"torchrun started more processes than this machine's {there} GPU{'s' * (there != 1)}; give --nproc-per-node {there}, or --device cpu"
+            f"torchrun started more processes than this machine's {there} "
+            f"GPU{'s' * (there != 1)}; give --nproc-per-node {there}, or --device cpu"
         )
 
 
@@ -130,7 +142,9 @@ def joined(device: str) -> Iterator[Ranks]:
         yield Ranks()
         return
     try:
-        ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
+        ranks = Ranks(
+            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+        )
     except (KeyError, ValueError):
         raise BadInput("WORLD_SIZE is set but RANK is not; start several processes with torchrun") from None
     on_gpu = device.startswith("cuda")

@@ -1,7 +1,9 @@
 """A lab model as an ordinary checkpoint, and back.
 
-Three layouts: Mixtral's where the router is a plain linear top-k with renormalised gates, Qwen3-MoE's where the model norms queries
-and keys (its gates may be renormalised or not), and the lab's own for everything else. The first two transformers loads itself.
+Three layouts: Mixtral's where the router is a plain linear top-k with renormalised gates, Qwen3-MoE's where
+the model norms queries
+and keys (its gates may be renormalised or not), and the lab's own for everything else. The first two
+transformers loads itself.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from moescope.decoder.routers import router_class
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary
 from moescope.errors import BadInput
 
-OWN = "moescope_lab"  # the model type of the lab's own layout, and the key under which every config.json holds the lab's config
-SIGMOID = f"{OWN}_sigmoid"  # the same with sigmoid scores: what a config says of scoring is said by its model type
+# the model type of the lab's own layout, and the key under which every config.json holds the lab's config
+OWN = "moescope_lab"
+SIGMOID = (
+    f"{OWN}_sigmoid"  # the same with sigmoid scores: what a config says of scoring is said by its model type
+)
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 BLOCK_NAMES = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
@@ -45,7 +50,10 @@ def layout_of(config: ModelConfig) -> str:
 
 
 def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """config.json: what transformers and moescope's families read, and the lab's own config. `dtype` is that of the stored weights."""
+    """config.json: what transformers and moescope's families read, and the lab's own config.
+
+    `dtype` is that of the stored weights.
+    """
     layout = layout_of(config)
     experts, d_ff = router_class(config.router).expert_shape(config)
     common: dict[str, Any] = {
@@ -85,7 +93,10 @@ def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def stored_tensors(model: LabModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under the name its layout gives it. Experts are views of the model's stacks: nothing is copied."""
+    """Every tensor under the name its layout gives it.
+
+    Experts are views of the model's stacks: nothing is copied.
+    """
     config = model.config
     layout = layout_of(config)
     for name, tensor in model.state_dict().items():
@@ -123,7 +134,9 @@ def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
     tensors = [planned(name, tensor) for name, tensor in stored_tensors(model)]
     with tempfile.TemporaryDirectory() as beside:
         vocabulary.save(Path(beside))
-        dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")  # frozen experts may be kept in another
+        dtype = str(model.embed_tokens.weight.dtype).removeprefix(
+            "torch."
+        )  # frozen experts may be kept in another
         write_checkpoint(folder, tensors, config_json(model.config, dtype), Path(beside))
 
 
@@ -146,7 +159,10 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The lab's config of a checkpoint; how many experts there are is told by the rest of config.json, which compression changes."""
+    """The lab's config of a checkpoint.
+
+    How many experts there are is told by the rest of config.json, which compression changes.
+    """
     content = read_json(folder)
     if OWN not in content:
         raise BadInput(f"{folder}: not a checkpoint of the lab; give a folder that `moescope train` wrote")
@@ -168,12 +184,15 @@ def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -
             stored.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     model = LabModel(config, compile=compile)
     own = model.state_dict()
-    for name, tensor in stored_tensors(model):  # views of the model's own tensors: filling them fills the model
+    for name, tensor in stored_tensors(
+        model
+    ):  # views of the model's own tensors: filling them fills the model
         if name not in stored:
             raise BadInput(f"{place}: tensor {name} is missing; copy the checkpoint again")
         if stored[name].shape != tensor.shape:
             raise BadInput(
-                f"{place}: tensor {name} has shape {list(stored[name].shape)}, expected {list(tensor.shape)}; copy the checkpoint again"
+                f"{place}: tensor {name} has shape {list(stored[name].shape)}, expected "
+                f"{list(tensor.shape)}; copy the checkpoint again"
             )
         with torch.no_grad():
             tensor.copy_(stored[name])

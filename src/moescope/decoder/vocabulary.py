@@ -1,4 +1,7 @@
-"""Text to numbers: bytes as they are, or byte-pair encoding by the tokenizers library. Both are saved as a tokenizer that others load."""
+"""Text to numbers: bytes as they are, or byte-pair encoding by the tokenizers library.
+
+Both are saved as a tokenizer that others load.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,17 @@ class Bytes:
         return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """The same as byte-level BPE without merges, whose 256 letters stand for the bytes: tokenizers and transformers load it."""
+        """The same as byte-level BPE without merges, whose 256 letters stand for the bytes.
+
+        Tokenizers and transformers load it.
+        """
         letters = byte_letters()
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        byte_level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
         content: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
@@ -92,7 +103,9 @@ class Pairs:
         letters = [
             letter for _, letter in sorted(byte_letters().items())
         ]  # sorted: sets would be in another order each time
-        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=letters, show_progress=False)  # fmt: skip
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=letters, show_progress=False
+        )
         tokenizer.train_from_iterator(texts, trainer)
         return cls(without_marks(tokenizer))
 
@@ -128,7 +141,8 @@ def check_vocabulary(kind: str, size: int) -> None:
         raise unknown_name("vocabulary", kind, list(KINDS))
     if size < SMALLEST:
         raise BadInput(
-            f"[model] vocabulary {size}: {kind} needs at least {SMALLEST} entries, every byte and two marks; raise it"
+            f"[model] vocabulary {size}: {kind} needs at least {SMALLEST} entries, every byte "
+            "and two marks; raise it"
         )
     if kind == "bpe":
         library()
@@ -157,25 +171,50 @@ def kind_of(folder: Path) -> str:
 
 
 def without_marks(tokenizer: Any) -> Any:
-    """The tokenizer, for which a text that says "<pad>" says these five letters: a mark is where the lab puts one."""
+    """The tokenizer, for which a text that says "<pad>" says these five letters.
+
+    A mark is where the lab puts one.
+    """
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def byte_letters() -> dict[int, str]:
-    """The printable letter that byte-level tokenizers write for each byte: itself where it is one, else one from 256 on."""
-    themselves = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """The printable letter that byte-level tokenizers write for each byte.
+
+    Itself where it is one, else one from 256 on.
+    """
+    themselves = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(BYTES) if byte not in themselves]
-    return {byte: chr(byte) for byte in themselves} | {byte: chr(BYTES + at) for at, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in themselves} | {
+        byte: chr(BYTES + at) for at, byte in enumerate(others)
+    }
 
 
 def special(number: int, name: str) -> dict[str, Any]:
-    return {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}  # fmt: skip
+    return {
+        "id": number,
+        "content": name,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
     (folder / FILE).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD, "clean_up_tokenization_spaces": False}  # fmt: skip
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
@@ -187,5 +226,8 @@ def library() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError:
-        raise BadInput('vocabulary "bpe" needs the tokenizers library; install moescope with its extra: pip install \'moescope[hf]\', or use "bytes"') from None  # fmt: skip
+        raise BadInput(
+            'vocabulary "bpe" needs the tokenizers library; install moescope with its extra: pip '
+            "install 'moescope[hf]', or use \"bytes\""
+        ) from None
     return tokenizers

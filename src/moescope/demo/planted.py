@@ -1,4 +1,7 @@
-"""A small Mixtral checkpoint whose truth is known, layer by layer: for `demo --planted`, and the main test's oracle."""
+"""A small Mixtral checkpoint whose truth is known, layer by layer.
+
+For `demo --planted`, and the main test's oracle.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ LAYERS = (
     PlantedLayer("random", "routers know nothing of their experts"),
     PlantedLayer("aligned", "every router lies among its own expert's leading directions"),
     PlantedLayer(
-        "small_k", "every router holds its expert's top direction, and nothing more until the far end of the spectrum"
+        "small_k",
+        "every router holds its expert's top direction, and nothing more until the far end of the spectrum",
     ),
     PlantedLayer("collapsed", "experts 2 and 5 are nearly the same"),
     PlantedLayer("permuted", "as aligned, but router i points at expert (i + 3) mod 8"),
@@ -46,12 +50,14 @@ def unit(vector: np.ndarray) -> np.ndarray:
 def planted_layer(kind: str, generator: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
     """(router [E, D], gate matrices [F, D] an expert) with the structure of that kind.
 
-    Spectra fall as power laws, like those of trained experts, each expert with a scale and an exponent of its own.
+    Spectra fall as power laws, like those of trained experts, each expert with a scale and an exponent of its
+    own.
     """
     places = np.arange(1, D_MODEL + 1)
     steepness = generator.uniform(0.25, 0.55)
     values = [
-        generator.uniform(0.8, 1.25) * places ** -(steepness + generator.uniform(-0.05, 0.05)) for _ in range(EXPERTS)
+        generator.uniform(0.8, 1.25) * places ** -(steepness + generator.uniform(-0.05, 0.05))
+        for _ in range(EXPERTS)
     ]
     bases = [orthogonal(generator, D_MODEL, D_MODEL) for _ in range(EXPERTS)]
     lefts = [orthogonal(generator, D_FF, D_MODEL) for _ in range(EXPERTS)]
@@ -63,15 +69,22 @@ def planted_layer(kind: str, generator: np.random.Generator) -> tuple[np.ndarray
     gates = [(left * own) @ basis.T for left, own, basis in zip(lefts, values, bases, strict=True)]
 
     def mixed(expert: int, strength: float, first: int, last: int) -> np.ndarray:
-        """A unit row with that much of its length in singular directions first..last of the expert, the rest anywhere."""
+        """A unit row with that much of its length in singular directions first..last of the expert.
+
+        The rest anywhere.
+        """
         inside = unit(bases[expert][:, first:last] @ generator.standard_normal(last - first))
-        return np.asarray(strength * inside + np.sqrt(1 - strength**2) * unit(generator.standard_normal(D_MODEL)))
+        return np.asarray(
+            strength * inside + np.sqrt(1 - strength**2) * unit(generator.standard_normal(D_MODEL))
+        )
 
     if kind == "random":
         rows = [unit(generator.standard_normal(D_MODEL)) for _ in range(EXPERTS)]
     elif kind == "small_k":
         tails = [unit(basis[:, D_MODEL // 2 :] @ generator.standard_normal(D_MODEL // 2)) for basis in bases]
-        rows = [0.4 * basis[:, 0] + np.sqrt(1 - 0.16) * tail for basis, tail in zip(bases, tails, strict=True)]
+        rows = [
+            0.4 * basis[:, 0] + np.sqrt(1 - 0.16) * tail for basis, tail in zip(bases, tails, strict=True)
+        ]
     else:
         shift = SHIFT if kind == "permuted" else 0
         rows = [mixed((router + shift) % EXPERTS, 0.7, 0, 16) for router in range(EXPERTS)]
@@ -79,7 +92,10 @@ def planted_layer(kind: str, generator: np.random.Generator) -> tuple[np.ndarray
 
 
 def write_planted(folder: Path, seed: int = 0) -> None:
-    """Write the checkpoint: bf16, two shards with an index, and every tensor that transformers needs to load it."""
+    """Write the checkpoint.
+
+    Bf16, two shards with an index, and every tensor that transformers needs to load it.
+    """
     generator = np.random.default_rng(seed)
     shards: list[dict[str, torch.Tensor]] = [{}, {}]
 
@@ -101,7 +117,9 @@ def write_planted(folder: Path, seed: int = 0) -> None:
             put(f"{where}.w2.weight", 0.05 * generator.standard_normal((D_MODEL, D_FF)), shard)
         for projection, rows in {"q": D_MODEL, "k": D_MODEL // 2, "v": D_MODEL // 2, "o": D_MODEL}.items():
             put(
-                f"{prefix}.self_attn.{projection}_proj.weight", 0.05 * generator.standard_normal((rows, D_MODEL)), shard
+                f"{prefix}.self_attn.{projection}_proj.weight",
+                0.05 * generator.standard_normal((rows, D_MODEL)),
+                shard,
             )
         for norm in ("input_layernorm", "post_attention_layernorm"):
             put(f"{prefix}.{norm}.weight", np.ones(D_MODEL), shard)

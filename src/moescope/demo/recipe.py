@@ -1,4 +1,7 @@
-"""Makes what `moescope demo` shows: trains the model of the recipe and keeps of it what is shipped. `make demo-model` runs this file."""
+"""Makes what `moescope demo` shows: trains the model of the recipe and keeps of it what is shipped.
+
+`make demo-model` runs this file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""demo: a small MoE that the lab trained, with its weights, its routing and its training in one report: the whole tool in one command."""
+"""demo: a small MoE that the lab trained, with its weights, its routing and its training in one report.
+
+The whole tool in one command.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from moescope.weights.verb import scan
 
 SHIPPED = Path(__file__).parent / "shipped"  # recipe.toml, model/, training/: written by recipe.py
 TRACED_TOKENS = 50_000
-CHARACTERS = 2_000  # of a document, from its first line on: one long file would be all that is read of its domain
+CHARACTERS = (
+    2_000  # of a document, from its first line on: one long file would be all that is read of its domain
+)
 
 
 def demo(
@@ -26,9 +31,11 @@ def demo(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan and trace the model that comes with moescope, and report on it together with its training; returns the run.
+    """Scan and trace the model that comes with moescope, and report on it together with its training; returns
+    the run.
 
-    The run folder is that of `train`, whose steps were done before. `planted` shows a checkpoint of known structure instead.
+    The run folder is that of `train`, whose steps were done before. `planted` shows a checkpoint of known
+    structure instead.
     """
     if planted:
         return planted_demo(Path(out or "runs/demo-planted"), seed, overwrite, quiet)
@@ -39,16 +46,25 @@ def demo(
     scan(model, out=folder / "scan", router="raw,centered", seed=seed, device="cpu", quiet=quiet)
     texts = held_out_texts(folder / "validation", run)
     trace(
-        model, domain=texts, out=folder / "trace", max_tokens=TRACED_TOKENS, save_tokens=True, seed=seed, device="cpu",
+        model,
+        domain=texts,
+        out=folder / "trace",
+        max_tokens=TRACED_TOKENS,
+        save_tokens=True,
+        seed=seed,
+        device="cpu",
         quiet=quiet,
-    )  # fmt: skip
+    )
     if not (folder / "report.html").exists():
         report(run, quiet=quiet)
     return run
 
 
 def shipped_training(folder: Path, overwrite: bool) -> Run:
-    """The training as a run folder: its tables, and the checkpoint it ended in, as `moescope train` would have left them."""
+    """The training as a run folder.
+
+    Its tables, and the checkpoint it ended in, as `moescope train` would have left them.
+    """
     info = Run.load(SHIPPED / "training").info
     identity = {key: info[key] for key in ("arguments", "corpus")}
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
@@ -56,7 +72,9 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
         if overwrite:
             clear_training(folder)
             clear_run(folder)
-        write_json(folder / "run.json", info)  # first: with it the folder is ours, whatever happens to the rest
+        write_json(
+            folder / "run.json", info
+        )  # first: with it the folder is ours, whatever happens to the rest
         for table in (SHIPPED / "training").glob("*.parquet"):
             shutil.copyfile(table, folder / table.name)
         states = folder / "checkpoints"
@@ -72,7 +90,8 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
 def held_out_texts(folder: Path, run: Run) -> list[str]:
     """The beginnings of documents the model was not trained on, by domain, as `trace` takes them.
 
-    Which documents are held out is told by their names, so it is the same under another Python, whose texts are others.
+    Which documents are held out is told by their names, so it is the same under another Python, whose texts
+    are others.
     """
     from moescope.decoder.config import config_from
     from moescope.lab.train_text import read_corpus
@@ -83,7 +102,8 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
         with whole_folder(folder) as partial:
             for domain in corpus.domains:
                 lines = [
-                    json.dumps({"text": beginning(text)}, ensure_ascii=False) for text in corpus.validation[domain]
+                    json.dumps({"text": beginning(text)}, ensure_ascii=False)
+                    for text in corpus.validation[domain]
                 ]
                 (partial / f"{domain}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     files = {file.stem: file for file in folder.glob("*.jsonl")}  # this Python may have no headers
@@ -92,7 +112,9 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
 
 def beginning(text: str) -> str:
     """At most CHARACTERS of the text, whole lines where there are any."""
-    return text if len(text) <= CHARACTERS else text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
+    return (
+        text if len(text) <= CHARACTERS else text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
+    )
 
 
 def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
@@ -100,7 +122,9 @@ def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
     from moescope.demo.planted import write_planted
 
     checkpoint = folder.parent / f"planted-mixtral-seed{seed}"
-    if not (checkpoint / "config.json").exists():  # the config is written last: with it, the checkpoint is whole
+    if not (
+        checkpoint / "config.json"
+    ).exists():  # the config is written last: with it, the checkpoint is whole
         write_planted(checkpoint, seed)
     run = scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
     report(run, quiet=quiet)

@@ -1,7 +1,10 @@
-"""How MoE blocks of transformers differ: where they are, what their experts are handed, and what that says was chosen.
+"""How MoE blocks of transformers differ: where they are, what their experts are handed, and what that says
+was chosen.
 
-Since transformers 5 most experts modules are called with (hidden_states, top_k_index, top_k_weights): the router's decision as it is
-carried out. `ADAPTERS` lists the classes that are called otherwise; a class that fits neither is refused by name.
+Since transformers 5 most experts modules are called with (hidden_states, top_k_index, top_k_weights): the
+router's decision as it is
+carried out. `ADAPTERS` lists the classes that are called otherwise; a class that fits neither is refused by
+name.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 from moescope.families import MODELS
 
-SAME_LOGITS = 0.02  # relative error up to which a router's output counts as its logits: half precision stays well below
+SAME_LOGITS = (
+    0.02  # relative error up to which a router's output counts as its logits: half precision stays well below
+)
 ORDINAL = re.compile(r"\.(?:layers|layer|blocks|block|h)\.(\d+)\.")
 
 
@@ -33,7 +38,10 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterReads:
-    """What a router decides from, of T tokens: their states and, where it looks at more, token ids and what the layer before handed on."""
+    """What a router decides from, of T tokens.
+
+    Their states and, where it looks at more, token ids and what the layer before handed on.
+    """
 
     x_TD: Tensor
     ids_T: Tensor | None = None
@@ -52,9 +60,11 @@ Ask = Callable[[RouterReads], Asked]
 
 @dataclass(frozen=True)
 class LinearView:
-    """A router whose logits are rows times something it makes of a state; `stored` says what it would hold with other rows.
+    """A router whose logits are rows times something it makes of a state; `stored` says what it would hold
+    with other rows.
 
-    With `thresholds` experts take the tokens whose probability reaches theirs, and `stored` wants one an expert beside the rows.
+    With `thresholds` experts take the tokens whose probability reaches theirs, and `stored` wants one an
+    expert beside the rows.
     """
 
     rows_ED: Tensor
@@ -88,7 +98,9 @@ class Block:
     groups: tuple[
         int, int
     ]  # groups of experts, and how many of them a token may choose from; (1, 1) where there are none
-    logits_at: int | None = None  # which of the router's outputs are its logits; -1: none, they are recomputed
+    logits_at: int | None = (
+        None  # which of the router's outputs are its logits; -1: none, they are recomputed
+    )
     scoring: Scoring | None = None
     checked: bool = False
     calls: int = 0
@@ -97,8 +109,11 @@ class Block:
     hands_out: bool = (
         False  # whether the model hands out this block's Routing itself, so that nothing need be found out
     )
-    decide_alone: Ask | None = None  # the router of a block that hands out its routing; None where it cannot be asked
-    # The same router with other tensors, by their names within it, for so many experts and so many a token (None: as before).
+    decide_alone: Ask | None = (
+        None  # the router of a block that hands out its routing; None where it cannot be asked
+    )
+    # The same router with other tensors, by their names within it, for so many experts and so many a token
+    # (None: as before).
     with_router: Callable[[Mapping[str, Tensor], int, int | None], Ask] | None = None
     linear: LinearView | None = None
     beside: dict[str, tuple[Tensor, Tensor]] = field(
@@ -162,26 +177,34 @@ def find_blocks(model: nn.Module) -> list[Block]:
         router = find_router(block, module, n_experts)
         if router is None:
             raise BadInput(
-                f"model type {model_type!r}: no router of {n_experts} rows beside {path}; moescope cannot trace this model"
+                f"model type {model_type!r}: no router of {n_experts} rows beside {path}; "
+                "moescope cannot trace this model"
             )
         groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
         scoring = known_scoring(model_type, text)
         found.append(
-            Block(number, path.rpartition(".")[0], block, module, router, n_experts, model_type, scoring, groups)
+            Block(
+                number, path.rpartition(".")[0], block, module, router, n_experts, model_type, scoring, groups
+            )
         )
     if not found:
         raise BadInput(
-            f"model type {model_type!r}: no experts module in it; trace needs a Mixture-of-Experts model that transformers "
+            f"model type {model_type!r}: no experts module in it; trace needs a "
+            "Mixture-of-Experts model that transformers "
             "runs through one"
         )
     if len({block.layer for block in found}) < len(found):
-        raise BadInput(f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model")
+        raise BadInput(
+            f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model"
+        )
     return sorted(found, key=lambda block: block.layer)
 
 
 def hands_out_routing(model: nn.Module) -> bool:
-    """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its forward pass takes
-    `consume`, which is called with each Routing as it happens. One whose parts can be run apart says so by `expert_blocks()`:
+    """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its
+    forward pass takes
+    `consume`, which is called with each Routing as it happens. One whose parts can be run apart says so by
+    `expert_blocks()`:
     layer -> the parts."""
     return callable(getattr(model, "routing_blocks", None))
 
@@ -193,7 +216,9 @@ def handing_blocks(model: Any) -> list[Block]:
     for layer, name, router, n_experts in model.routing_blocks():
         parts: Apart | None = apart.get(layer)
         experts = router if parts is None else parts.experts
-        block = Block(layer, name, router, experts, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True)
+        block = Block(
+            layer, name, router, experts, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True
+        )
         if parts is not None:
             block.decide_alone, block.with_router, block.linear = parts.ask, parts.with_router, parts.linear
         found.append(block)
@@ -201,7 +226,10 @@ def handing_blocks(model: Any) -> list[Block]:
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:
-    """How the model turns logits into scores, as its layout says; sparsemixer's probabilities are a softmax's."""
+    """How the model turns logits into scores, as its layout says.
+
+    Sparsemixer's probabilities are a softmax's.
+    """
     for kind in (model_type, getattr(text, "model_type", None)):
         if kind in MODELS:
             return "sigmoid" if MODELS[kind].scoring == "sigmoid" else "softmax"
@@ -233,7 +261,10 @@ def find_router(block: nn.Module, experts: nn.Module, n_experts: int) -> nn.Modu
 
 
 def contract(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """transformers 5: (hidden_states, top_k_index, top_k_weights); an index of n_experts is an expert on another rank."""
+    """transformers 5: (hidden_states, top_k_index, top_k_weights).
+
+    An index of n_experts is an expert on another rank.
+    """
     fits = (
         len(given) == 3
         and given[1].dim() == 2
@@ -244,18 +275,22 @@ def contract(block: Block, given: tuple[Tensor, ...]) -> Decision:
     )
     if not fits:
         raise BadInput(
-            f"model type {block.model_type!r}: {type(block.experts).__name__} of {block.where()} is not called with "
+            f"model type {block.model_type!r}: {type(block.experts).__name__} of {block.where()} "
+            "is not called with "
             "(hidden_states, top_k_index, top_k_weights), and moescope has no adapter for it"
         )
     x, index_TK, gates_TK = given
     present = (index_TK >= 0) & (index_TK < block.n_experts)
     return Decision(
         x.reshape(-1, x.shape[-1]), torch.where(present, index_TK, -1), torch.where(present, gates_TK, 0)
-    )  # fmt: skip
+    )
 
 
 def llama4(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """Llama 4: every expert is handed every token, multiplied by its score, which is 0 for all but the chosen."""
+    """Llama 4.
+
+    Every expert is handed every token, multiplied by its score, which is 0 for all but the chosen.
+    """
     assert block.router_input is not None
     scores_TE = block.router_outputs[0]
     top_k = int(getattr(block.module, "top_k", 1))
@@ -271,7 +306,10 @@ def switch(block: Block, given: tuple[Tensor, ...]) -> Decision:
 
 
 def nllb(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """NLLB: gates [T, E], 0 for all but the first and second choice, and for those when capacity was spent."""
+    """NLLB.
+
+    Gates [T, E], 0 for all but the first and second choice, and for those when capacity was spent.
+    """
     x_TD, _, gates_TE = given
     gates_TK, chosen_TK = gates_TE.topk(2, dim=-1)
     return Decision(x_TD, torch.where(gates_TK > 0, chosen_TK, -1), gates_TK)
@@ -281,7 +319,9 @@ def nllb(block: Block, given: tuple[Tensor, ...]) -> Decision:
 
 
 def contract_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
-    shaped = x_TD[None] if type(block.experts).__name__.startswith("Dbrx") else x_TD  # which wants [batch, T, D]
+    shaped = (
+        x_TD[None] if type(block.experts).__name__.startswith("Dbrx") else x_TD
+    )  # which wants [batch, T, D]
     return block.experts(shaped, chosen_T[:, None], x_TD.new_ones(len(x_TD), 1)).reshape(x_TD.shape)
 
 
@@ -306,7 +346,9 @@ def gated(output: Callable[[Block, Tensor, Tensor], Tensor]) -> Callable[[Block,
         out_TD = torch.zeros_like(decision.x_TD, dtype=torch.float32)
         for slot in range(decision.chosen_TK.shape[1]):
             chosen_T = decision.chosen_TK[:, slot].clamp(min=0)  # an empty slot has gate 0
-            out_TD += decision.gates_TK[:, slot, None].float() * output(block, decision.x_TD, chosen_T).float()
+            out_TD += (
+                decision.gates_TK[:, slot, None].float() * output(block, decision.x_TD, chosen_T).float()
+            )
         return out_TD
 
     return mix
@@ -322,7 +364,10 @@ def llama4_mix(block: Block, decision: Decision) -> Tensor:
 
 
 def llama4_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
-    """The module's own code with one expert's weights at a time; it takes as many experts as its weights have rows."""
+    """The module's own code with one expert's weights at a time.
+
+    It takes as many experts as its weights have rows.
+    """
     out_TD = torch.empty_like(x_TD)
     for expert in sorted(set(chosen_T.tolist())):
         own = {name: weight[expert : expert + 1] for name, weight in block.experts.named_parameters()}
@@ -357,7 +402,8 @@ def ungated_output(block: Block, x_TD: Tensor, expert: int) -> Tensor:
 def router_logits(block: Block) -> Tensor:
     """The logits of the pass under way, as the router gave them, or recomputed where it gives none.
 
-    Which of a router's outputs are the logits differs by class, and was probabilities before transformers 5.6; so the first
+    Which of a router's outputs are the logits differs by class, and was probabilities before transformers
+    5.6; so the first
     batch is compared with weight times input, and the output that agrees is taken from then on.
     """
     if block.logits_at is not None and block.logits_at >= 0:
@@ -377,7 +423,9 @@ def recomputed_logits(block: Block) -> Tensor:
     assert block.router_input is not None
     bias = getattr(block.router, "bias", None)
     x_TD = block.router_input.reshape(-1, block.weight_ED.shape[1]).float()
-    return nn.functional.linear(x_TD, block.weight_ED.float(), bias.float() if isinstance(bias, Tensor) else None)
+    return nn.functional.linear(
+        x_TD, block.weight_ED.float(), bias.float() if isinstance(bias, Tensor) else None
+    )
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

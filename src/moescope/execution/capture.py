@@ -49,19 +49,23 @@ def check_version(found: str) -> None:
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if numbers < OLDEST_TRANSFORMERS:
         raise BadInput(
-            f"transformers {found}: its router_logits are probabilities; moescope needs transformers 5.6 or newer"
+            f"transformers {found}: its router_logits are probabilities; moescope needs "
+            "transformers 5.6 or newer"
         )
 
 
 class Capture:
-    """Hooks on every MoE block of a model while it is open; `consume` is called with each layer's routing as it happens.
+    """Hooks on every MoE block of a model while it is open; `consume` is called with each layer's routing as
+    it happens.
 
         with Capture(model, consume) as capture:
             capture.tokens = tokens   # what the next forward pass is about; None: every token counts
             model(input_ids=...)
 
-    The first pass is checked: every layer must fire, and gates times expert outputs, plus shared experts, must give the
-    block's output. Passes that autograd makes to recompute activations are not seen. A model that hands out its routing itself
+    The first pass is checked: every layer must fire, and gates times expert outputs, plus shared experts,
+    must give the
+    block's output. Passes that autograd makes to recompute activations are not seen. A model that hands out
+    its routing itself
     (`hands_out_routing`) is asked for it instead, and there is nothing to check.
     """
 
@@ -117,10 +121,15 @@ class Capture:
         hooks.clear()
 
     def unseen(self) -> bool:
-        """Whether this call is not the model's own forward pass: the check's, or autograd recomputing activations."""
+        """Whether this call is not the model's own forward pass.
+
+        The check's, or autograd recomputing activations.
+        """
         return self.busy or torch._C._current_graph_task_id() != -1
 
-    def ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def ask(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "consume": self.handed_out}
 
     def handed_out(self, routing: Routing) -> None:
@@ -149,17 +158,29 @@ class Capture:
                 logits_TE = router_logits(block)
                 if block.scoring is None:
                     block.scoring = find_scoring(
-                        logits_TE, *decision[1:], block.correction_bias_E, block.groups, block.expected_scoring
+                        logits_TE,
+                        *decision[1:],
+                        block.correction_bias_E,
+                        block.groups,
+                        block.expected_scoring,
                     )
                 if self.check and not block.checked:
                     self.pending = decision
                 block.calls += 1
                 self.consume(
                     Routing(
-                        block.layer, block.name, block.n_experts, decision.chosen_TK, decision.gates_TK, self.tokens,
-                        logits_TE, *block.scoring.judged(logits_TE), dropped_T=(decision.chosen_TK < 0).sum(-1), x_TD=decision.x_TD,
+                        block.layer,
+                        block.name,
+                        block.n_experts,
+                        decision.chosen_TK,
+                        decision.gates_TK,
+                        self.tokens,
+                        logits_TE,
+                        *block.scoring.judged(logits_TE),
+                        dropped_T=(decision.chosen_TK < 0).sum(-1),
+                        x_TD=decision.x_TD,
                     )
-                )  # fmt: skip
+                )
                 block.router_input, block.router_outputs = None, ()
 
         return hook
@@ -169,7 +190,10 @@ class Capture:
     def part_ran(self, block: Block, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not block.checked and not self.unseen() and isinstance(output, Tensor) and args:
-                block.beside[name] = (args[0].detach(), output.detach().clone())  # Llama 4 adds to it in place
+                block.beside[name] = (
+                    args[0].detach(),
+                    output.detach().clone(),
+                )  # Llama 4 adds to it in place
 
         return hook
 
@@ -196,8 +220,10 @@ class Capture:
             tolerance = HALF_TOLERANCE if mixed_precision else TOLERANCE.get(whole_TD.dtype, HALF_TOLERANCE)
             if not min(errors) <= tolerance:
                 raise BadInput(
-                    f"model type {block.model_type!r}: gates times expert outputs do not give the output of {block.where()} "
-                    f"(off by {min(errors):.1%}), so its routing cannot be read; {KNOWN_FAULTS.get(block.model_type, ADVICE)}"
+                    f"model type {block.model_type!r}: gates times expert outputs do not give "
+                    f"the output of {block.where()} "
+                    f"(off by {min(errors):.1%}), so its routing cannot be read; "
+                    f"{KNOWN_FAULTS.get(block.model_type, ADVICE)}"
                 )
             block.checked = True
             block.beside.clear()
@@ -220,13 +246,19 @@ class Capture:
 
 ADVICE = "moescope has no adapter for this kind of block"
 KNOWN_FAULTS = {
-    "nllb-moe": "this version of transformers takes the router's mask for expert numbers and runs experts 0 and 1 only; "
-    "use one that runs the experts chosen",
+    "nllb-moe": (
+        "this version of transformers takes the router's mask for expert numbers and runs experts 0 "
+        "and 1 only; "
+        "use one that runs the experts chosen"
+    ),
 }
 
 
 def before_last_norm(block: Block, output: Tensor) -> Tensor:
-    """The block's output, or what its last part was given where that part's output is the block's: a norm at the end."""
+    """The block's output, or what its last part was given where that part's output is the block's.
+
+    A norm at the end.
+    """
     for name, (given, gave) in block.beside.items():
         if gave.shape == output.shape == given.shape and torch.equal(gave, output):
             del block.beside[name]

@@ -1,4 +1,7 @@
-"""Documents become windows of token ids, and windows become batches: streamed, so that memory does not grow with the text."""
+"""Documents become windows of token ids, and windows become batches.
+
+Streamed, so that memory does not grow with the text.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a document. Bucket and draw depend on the document's content alone, not on where it stood."""
+    """A stretch of a document.
+
+    Bucket and draw depend on the document's content alone, not on where it stood.
+    """
 
     number: int
     domain: int
@@ -116,7 +122,8 @@ class Batch:
             torch.from_numpy(self.ids_BL[:, start:stop].reshape(-1)).to(device),
             torch.from_numpy(self.real_BL[:, start:stop].reshape(-1)).to(device),
             each([row.number for row in self.rows]),
-            each([row.start for row in self.rows]) + torch.arange(start, stop, device=device).repeat(len(self.rows)),
+            each([row.start for row in self.rows])
+            + torch.arange(start, stop, device=device).repeat(len(self.rows)),
             each([row.domain for row in self.rows]),
             each([row.bucket for row in self.rows]),
             phase,

@@ -14,8 +14,8 @@ from moescope.errors import BadInput
 PREFIX = "hf://datasets/"
 SPELLING = f"{PREFIX}OWNER/NAME[@REVISION][/CONFIG][:SPLIT][#COLUMN]"
 ADDRESS = re.compile(
-    re.escape(PREFIX)
-    + r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<config>[^:#/]+))?(?::(?P<split>[\w.-]+))?(?:#(?P<column>.+))?"
+    re.escape(PREFIX) + r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w.-]+))?"
+    r"(?:/(?P<config>[^:#/]+))?(?::(?P<split>[\w.-]+))?(?:#(?P<column>.+))?"
 )
 TEXT_COLUMNS = ("text", "content", "messages")
 CHECKED_ROWS = 1  # rows looked at before any work, to know the columns
@@ -51,7 +51,10 @@ def is_hub_text(path: str) -> bool:
 
 
 def find_hub_text(given: str) -> HubText:
-    """What the user's word means, or one line that says what is missing: dataset, revision, config, split or column."""
+    """What the user's word means, or one line that says what is missing.
+
+    Dataset, revision, config, split or column.
+    """
     match = ADDRESS.fullmatch(given.rstrip("/"))
     if match is None:
         raise BadInput(f"{given}: not a dataset of the hub; write {SPELLING}")
@@ -73,7 +76,8 @@ def check_installed(given: str) -> None:
         import datasets  # noqa: F401
     except ImportError:
         raise BadInput(
-            f"{given}: the package datasets is not installed; install moescope with its extra: pip install 'moescope[hf]'"
+            f"{given}: the package datasets is not installed; install moescope with its extra: "
+            "pip install 'moescope[hf]'"
         ) from None
 
 
@@ -94,7 +98,8 @@ def dataset_commit(given: str, repository: str, revision: str | None) -> str:
         ) from None
     except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
         raise BadInput(
-            f"{given}: the hub cannot be reached ({first_line(error)[:120]}); download the text where it can, and give its file"
+            f"{given}: the hub cannot be reached ({first_line(error)[:120]}); download the text "
+            "where it can, and give its file"
         ) from None
 
 
@@ -123,15 +128,22 @@ def chosen_split(given: str, known: list[str], wanted: str | None) -> str:
 
 
 def chosen_column(given: str, row: dict[str, Any], wanted: str | None) -> str:
-    """The one asked for; else text, content or messages. Only what holds text, or the messages of a chat, will do."""
+    """The one asked for; else text, content or messages.
+
+    Only what holds text, or the messages of a chat, will do.
+    """
     column = wanted or next((name for name in TEXT_COLUMNS if name in row and holds_text(row[name])), None)
     if column is None:
-        raise BadInput(f"{given}: no column text, content or messages in it; name one as #COLUMN: {named(row)}")
+        raise BadInput(
+            f"{given}: no column text, content or messages in it; name one as #COLUMN: {named(row)}"
+        )
     if column not in row:
         raise BadInput(f"{given}: no column {column!r} in it; known: {named(row)}")
     if not holds_text(row[column]):
         kind = type(row[column]).__name__
-        raise BadInput(f"{given}: column {column!r} holds no text ({kind}); name another one as #COLUMN: {named(row)}")
+        raise BadInput(
+            f"{given}: column {column!r} holds no text ({kind}); name another one as #COLUMN: {named(row)}"
+        )
     return column
 
 
@@ -170,7 +182,10 @@ def without_bars() -> Iterator[None]:
 
 @contextmanager
 def one_line(given: str) -> Iterator[None]:
-    """Whatever the library raises, in one line: it has errors of its own, of the HTTP library and of each file format."""
+    """Whatever the library raises, in one line.
+
+    It has errors of its own, of the HTTP library and of each file format.
+    """
     try:
         yield
     except (BadInput, KeyboardInterrupt, GeneratorExit):

@@ -1,4 +1,7 @@
-"""A lab model in the form that tracing expects of one: called with input_ids and attention_mask, a cache handed back and forth."""
+"""A lab model in the form that tracing expects of one.
+
+Called with input_ids and attention_mask, a cache handed back and forth.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class Traceable(nn.Module):
         return self.model.routing_blocks()
 
     def expert_blocks(self) -> dict[int, Apart]:
-        """Every layer's experts, its router to be asked about single tokens, and a router like it with other tensors."""
+        """Every layer's experts, its router to be asked about single tokens.
+
+        And a router like it with other tensors.
+        """
         found = {}
         for layer, block in enumerate(self.model.blocks):
             router = block.mlp.router
@@ -88,7 +94,10 @@ class Traceable(nn.Module):
 
 @contextmanager
 def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
-    """Layer -> what its experts were given in the pass under way, and what its router was handed on, until it is taken."""
+    """Layer -> what its experts were given in the pass under way, and what its router was handed on.
+
+    Until it is taken.
+    """
     given: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def seen(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -113,14 +122,19 @@ def with_inputs(consume: Consume, given: dict[int, tuple[Tensor, Tensor | None]]
 def ask(router: Router, reads: RouterReads) -> Asked:
     """The router's answer for tokens of no text: all are real, and have the id 0 where none is known."""
     x_TD = reads.x_TD
-    ids_T = torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device) if reads.ids_T is None else reads.ids_T
+    ids_T = (
+        torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device) if reads.ids_T is None else reads.ids_T
+    )
     real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
     routed = router(RouterInput(x_TD.float(), ids_T, real_T, router.layer, reads.carried_TR))
     return Asked(Decision(x_TD, routed.chosen_TK, routed.gates_TK), routed.logits_TE)
 
 
 def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:
-    """A router of the same kind and options with these tensors, for so many experts; what all layers share it shares too."""
+    """A router of the same kind and options with these tensors, for so many experts.
+
+    What all layers share it shares too.
+    """
     config = replace(router.config, experts=n_experts, top_k=top_k or router.config.top_k)
     with torch.random.fork_rng(devices=[]):  # what it draws for its first weights is thrown away
         changed = type(router)(config, router.layer, router.shared)

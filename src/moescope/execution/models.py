@@ -1,4 +1,7 @@
-"""Models of transformers: loaded whole, and fed batch by batch, at once (prefill) or token by token (decode)."""
+"""Models of transformers.
+
+Loaded whole, and fed batch by batch, at once (prefill) or token by token (decode).
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,8 @@ class TracedModel:
 
     name: str
     model: Any
-    runner: (
-        Any  # the part that holds every MoE block and no head: logits over the vocabulary are large and rarely needed
-    )
+    # the part that holds every MoE block and no head: logits over the vocabulary are large and rarely needed
+    runner: Any
     tokenizer: Any
     device: str
 
@@ -54,7 +56,9 @@ class TracedModel:
     def padding(self) -> int:
         """The id to pad with; which one does not matter, since padding is never looked at."""
         own = getattr(self.tokenizer, "pad_token_id", None)
-        return int(own if own is not None else getattr(self.config.get_text_config(), "pad_token_id", None) or 0)
+        return int(
+            own if own is not None else getattr(self.config.get_text_config(), "pad_token_id", None) or 0
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -62,7 +66,10 @@ class TracedModel:
 
 
 def load_model(name: str, dtype: str, device: str) -> TracedModel:
-    """The model and tokenizer of a folder or hub id (owner/name, owner/name@revision), as transformers loads them."""
+    """The model and tokenizer of a folder or hub id (owner/name, owner/name@revision).
+
+    As transformers loads them.
+    """
     check_transformers()
     from transformers import AutoConfig
 
@@ -72,14 +79,20 @@ def load_model(name: str, dtype: str, device: str) -> TracedModel:
         try:
             config = AutoConfig.from_pretrained(path, **more)
             model, info = model_class(config).from_pretrained(
-                path, dtype=dtype if dtype == "auto" else getattr(torch, dtype), output_loading_info=True, **more
+                path,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                output_loading_info=True,
+                **more,
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise BadInput(f"{name}: transformers cannot load it ({first_line(error)}); give a model folder or hub id") from None  # fmt: skip
+            raise BadInput(
+                f"{name}: transformers cannot load it ({first_line(error)}); give a model folder or hub id"
+            ) from None
         absent = sorted(info["missing_keys"])
         if absent:
             raise BadInput(
-                f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be random, so nothing was traced"
+                f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be "
+                "random, so nothing was traced"
             )
     model = model.to(device).eval()
     return TracedModel(name, model, runner_of(model), load_tokenizer(path, more), device)
@@ -102,8 +115,13 @@ def model_class(config: Any) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
     nested = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if hasattr(config, "text_config") else []
-    mappings = [*nested, auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-                auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING]  # fmt: skip
+    mappings = [
+        *nested,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        auto.MODEL_MAPPING,
+    ]
     for mapping in mappings:
         if type(config) in mapping:
             return mapping[type(config)]
@@ -111,7 +129,10 @@ def model_class(config: Any) -> Any:
 
 
 def runner_of(model: nn.Module) -> Any:
-    """The smallest part of the model that reads text and holds all its MoE blocks: the stack without the head."""
+    """The smallest part of the model that reads text and holds all its MoE blocks.
+
+    The stack without the head.
+    """
     whole = len(find_blocks(model))
     candidates = [] if model.config.is_encoder_decoder else [getattr(model, "get_decoder", lambda: None)()]  # type: ignore[union-attr]
     for part in (*candidates, getattr(model, "base_model", None)):
@@ -121,7 +142,13 @@ def runner_of(model: nn.Module) -> Any:
 
 
 def holds(part: nn.Module, blocks: int) -> bool:
-    return sum(type(module).__name__.endswith("Experts") and hasattr(module, "num_experts") for module in part.modules()) == blocks  # fmt: skip
+    return (
+        sum(
+            type(module).__name__.endswith("Experts") and hasattr(module, "num_experts")
+            for module in part.modules()
+        )
+        == blocks
+    )
 
 
 def passes(batch: Batch, phase: str) -> Iterator[tuple[int, int]]:
@@ -134,8 +161,13 @@ def passes(batch: Batch, phase: str) -> Iterator[tuple[int, int]]:
 
 
 @torch.no_grad()
-def run_batch(traced: TracedModel, capture: Capture, batch: Batch, phase: str) -> Iterator[tuple[int, int, Any]]:
-    """Feed a batch; after each pass its columns and the model's output. Capture has the pass's tokens meanwhile."""
+def run_batch(
+    traced: TracedModel, capture: Capture, batch: Batch, phase: str
+) -> Iterator[tuple[int, int, Any]]:
+    """Feed a batch; after each pass its columns and the model's output.
+
+    Capture has the pass's tokens meanwhile.
+    """
     ids_BL = torch.from_numpy(batch.ids_BL).to(traced.device)
     mask_BL = torch.from_numpy(batch.real_BL).to(traced.device).long()
     cache = None
@@ -143,7 +175,10 @@ def run_batch(traced: TracedModel, capture: Capture, batch: Batch, phase: str) -
         capture.tokens = batch.tokens(traced.device, phase, start, stop)
         given: dict[str, Any] = {"input_ids": ids_BL[:, start:stop], "attention_mask": mask_BL[:, :stop]}
         if traced.two_stacks:  # both stacks read the document
-            given |= {"decoder_input_ids": given["input_ids"], "decoder_attention_mask": given["attention_mask"]}
+            given |= {
+                "decoder_input_ids": given["input_ids"],
+                "decoder_attention_mask": given["attention_mask"],
+            }
         if phase == "decode":
             given |= {"use_cache": True, "past_key_values": cache}
         else:
@@ -151,7 +186,10 @@ def run_batch(traced: TracedModel, capture: Capture, batch: Batch, phase: str) -
         output = traced.runner(**given)
         cache = getattr(output, "past_key_values", None) if phase == "decode" else None
         if phase == "decode" and cache is None and stop < batch.ids_BL.shape[1]:
-            raise BadInput(f"model type {traced.config.model_type!r} keeps no cache, so it has no decode phase; use --phase prefill")  # fmt: skip
+            raise BadInput(
+                f"model type {traced.config.model_type!r} keeps no cache, so it has no decode "
+                "phase; use --phase prefill"
+            )
         yield start, stop, output
 
 

@@ -1,4 +1,7 @@
-"""Traces that other tools wrote: vLLM, SGLang, llama.cpp, and our own tokens table. From here on they are counted like any other."""
+"""Traces that other tools wrote: vLLM, SGLang, llama.cpp, and our own tokens table.
+
+From here on they are counted like any other.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def read_trace(file: Path, format: str, shape: Shape) -> Iterator[Stretch]:
             stretch.chosen_TLK.min() >= -1 and stretch.chosen_TLK.max() < shape.n_experts
         ):
             wrong = int(
-                stretch.chosen_TLK.max() if stretch.chosen_TLK.max() >= shape.n_experts else stretch.chosen_TLK.min()
+                stretch.chosen_TLK.max()
+                if stretch.chosen_TLK.max() >= shape.n_experts
+                else stretch.chosen_TLK.min()
             )
             raise BadInput(
                 f"{file}: expert {wrong} in document {stretch.document}, but --experts says {shape.n_experts}"
@@ -63,9 +68,11 @@ def read_trace(file: Path, format: str, shape: Shape) -> Iterator[Stretch]:
 
 
 def vllm(file: Path, shape: Shape) -> Iterator[Stretch]:
-    """vLLM with --enable-return-routed-experts: arrays [tokens, layers, k], as nested lists or base64 of a .npy file.
+    """vLLM with --enable-return-routed-experts: arrays [tokens, layers, k], as nested lists or base64 of a
+    .npy file.
 
-    `prompt_routed_experts` is prefill; `routed_experts` is decode beside it, else all tokens, of which usage.prompt_tokens are
+    `prompt_routed_experts` is prefill; `routed_experts` is decode beside it, else all tokens, of which
+    usage.prompt_tokens are
     prefill. A .npy file alone is one document.
     """
     if file.suffix == ".npy":
@@ -78,7 +85,10 @@ def vllm(file: Path, shape: Shape) -> Iterator[Stretch]:
         for index, choice in enumerate(choices if isinstance(choices, list) and choices else [answer]):
             rest = found(choice, "routed_experts")
             if prompt is None and rest is None:
-                raise BadInput(f'{file}, answer {number + 1}: no "routed_experts" in it; start vLLM with --enable-return-routed-experts')  # fmt: skip
+                raise BadInput(
+                    f'{file}, answer {number + 1}: no "routed_experts" in it; start vLLM with '
+                    "--enable-return-routed-experts"
+                )
             if prompt is None:
                 yield from split(document, vllm_array(rest, file), found(answer, "prompt_tokens"))
             else:
@@ -96,18 +106,31 @@ def vllm_array(value: Any, file: Path) -> Integers:
 
 
 def sglang(file: Path, shape: Shape) -> Iterator[Stretch]:
-    """SGLang with --enable-return-routed-experts: base64 of int32 [tokens, layers, k]; layers and k are the model's."""
+    """SGLang with --enable-return-routed-experts: base64 of int32 [tokens, layers, k].
+
+    Layers and k are the model's.
+    """
     for number, answer in enumerate(json_lines(file)):
         value = found(answer, "routed_experts")
         if value is None:
-            raise BadInput(f'{file}, answer {number + 1}: no "routed_experts" in it; ask SGLang with return_routed_experts')  # fmt: skip
+            raise BadInput(
+                f'{file}, answer {number + 1}: no "routed_experts" in it; ask SGLang with '
+                "return_routed_experts"
+            )
         if isinstance(value, str):
             if shape.all_layers is None or shape.k is None:
-                raise BadInput(f"{file}: SGLang's traces do not say how many layers and experts a token has; give the model's folder too")  # fmt: skip
+                raise BadInput(
+                    f"{file}: SGLang's traces do not say how many layers and experts a token "
+                    "has; give the model's folder too"
+                )
             flat = np.frombuffer(decode64(value, file), dtype="<i4")
             width = shape.all_layers * shape.k
             if len(flat) % width:
-                raise BadInput(f"{file}, answer {number + 1}: {len(flat)} numbers are no multiple of {shape.all_layers} layers x {shape.k} experts; give the model it was made with")  # fmt: skip
+                raise BadInput(
+                    f"{file}, answer {number + 1}: {len(flat)} numbers are no multiple of "
+                    f"{shape.all_layers} layers x {shape.k} experts; give the model it was made "
+                    "with"
+                )
             array = flat.reshape(-1, shape.all_layers, shape.k).astype(np.int64)
         else:
             array = three_axes(np.asarray(value), file)
@@ -162,7 +185,9 @@ def load_npy(content: bytes, file: Path) -> Any:
 
 def three_axes(array: Any, file: Path) -> Integers:
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
-        raise BadInput(f"{file}: an array of shape {list(array.shape)}; expected whole numbers [tokens, layers, k]")
+        raise BadInput(
+            f"{file}: an array of shape {list(array.shape)}; expected whole numbers [tokens, layers, k]"
+        )
     return array.astype(np.int64)
 
 
@@ -170,7 +195,8 @@ def three_axes(array: Any, file: Path) -> Integers:
 
 
 def llamacpp(file: Path, shape: Shape) -> Iterator[Stretch]:
-    """llama.cpp's trace: CSV rows `layer,expert`, one a choice, a token's k choices after each other. One document.
+    """llama.cpp's trace: CSV rows `layer,expert`, one a choice, a token's k choices after each other. One
+    document.
 
     Where no model tells k, it is the most for which every group of k rows in a layer names different experts.
     """
@@ -188,13 +214,19 @@ def llamacpp(file: Path, shape: Shape) -> Iterator[Stretch]:
         raise BadInput(f"{file}: no rows in it; give a trace of llama.cpp")
     lengths = {len(experts) for experts in by_layer.values()}
     if len(lengths) > 1:
-        raise BadInput(f"{file}: layers have {min(lengths)} to {max(lengths)} rows; a whole trace has as many in each")
+        raise BadInput(
+            f"{file}: layers have {min(lengths)} to {max(lengths)} rows; a whole trace has as many in each"
+        )
     k = shape.k or inferred_k(list(by_layer.values()), shape.n_experts)
     rows = lengths.pop()
     if rows % k:
-        raise BadInput(f"{file}: {rows} rows a layer are no multiple of k = {k}; give the model it was made with")
+        raise BadInput(
+            f"{file}: {rows} rows a layer are no multiple of k = {k}; give the model it was made with"
+        )
     layers = tuple(sorted(by_layer))
-    chosen_TLK = np.stack([np.array(by_layer[layer], dtype=np.int64).reshape(-1, k) for layer in layers], axis=1)
+    chosen_TLK = np.stack(
+        [np.array(by_layer[layer], dtype=np.int64).reshape(-1, k) for layer in layers], axis=1
+    )
     yield Stretch(0, "text", "prefill", chosen_TLK, layers=layers)
 
 
@@ -230,10 +262,16 @@ def moescope(file: Path, shape: Shape) -> Iterator[Stretch]:
         shaped = (tokens, len(layers), k)
         gates = None if rows["gates"].isna().any() else padded(rows["gates"], k, 0.0).reshape(shaped)
         yield Stretch(
-            int(document), str(rows["domain"].iloc[0]), str(phase), padded(rows["experts"], k, -1).reshape(shaped).astype(np.int64),
-            int(rows["position"].iloc[0]), rows["token_id"].to_numpy()[:: len(layers)].astype(np.int64), gates, layers,
+            int(document),
+            str(rows["domain"].iloc[0]),
+            str(phase),
+            padded(rows["experts"], k, -1).reshape(shaped).astype(np.int64),
+            int(rows["position"].iloc[0]),
+            rows["token_id"].to_numpy()[:: len(layers)].astype(np.int64),
+            gates,
+            layers,
             tuple(names[layer] for layer in layers),
-        )  # fmt: skip
+        )
 
 
 def padded(lists: Any, k: int, filler: float) -> Array:

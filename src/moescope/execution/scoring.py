@@ -14,7 +14,10 @@ GATES_FIT = 0.02  # mean error of gates up to which they count as made from the 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How logits become scores (softmax or sigmoid), and scores a choice: plus a bias, within the best groups, or neither."""
+    """How logits become scores (softmax or sigmoid), and scores a choice.
+
+    Plus a bias, within the best groups, or neither.
+    """
 
     function: str
     bias_E: Tensor | None = None
@@ -41,11 +44,16 @@ class Scoring:
         by_group = selection_TE.reshape(len(selection_TE), n_groups, -1)
         best = min(2 if self.group_score == "two best" else 1, by_group.shape[-1])
         judged = by_group.topk(best, dim=-1).values.sum(-1)
-        allowed = torch.zeros_like(judged, dtype=torch.bool).scatter(1, judged.topk(kept, dim=-1).indices, True)
+        allowed = torch.zeros_like(judged, dtype=torch.bool).scatter(
+            1, judged.topk(kept, dim=-1).indices, True
+        )
         return by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
 
     def judged(self, logits_TE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores and selection scores, the latter None where the choice is not explained; one tensor where they are one thing."""
+        """Scores and selection scores, the latter None where the choice is not explained.
+
+        One tensor where they are one thing.
+        """
         scores_TE = self.scores(logits_TE)
         if not self.explains:
             return scores_TE, None
@@ -56,7 +64,9 @@ class Scoring:
         parts = [self.function]
         parts += ["bias for choosing"] if self.bias_E is not None else []
         parts += (
-            [f"{self.groups[1]} of {self.groups[0]} groups by their {self.group_score}"] if self.group_score else []
+            [f"{self.groups[1]} of {self.groups[0]} groups by their {self.group_score}"]
+            if self.group_score
+            else []
         )
         return ", ".join(parts if self.explains else [*parts, "choice not reproduced"])
 
@@ -71,27 +81,40 @@ def find_scoring(
 ) -> Scoring:
     """The way of scoring that reproduces these choices, and among those that do, the one nearest the gates.
 
-    Softmax and sigmoid order experts alike, so without a bias the gates alone tell them apart: as they are (k = 1) or in their
-    ratios (k > 1). Gates made in yet another way (sparsemixer) tell nothing, and softmax is taken; so it is where nothing
-    reproduces the choices, and then `explains` is False. `expected` is what is known of the model: then only the rest is found out,
-    so that a pass of a few tokens cannot mislead. Of ways that fit alike the first counts: bias and groups are used where there are some.
+    Softmax and sigmoid order experts alike, so without a bias the gates alone tell them apart: as they are (k
+    = 1) or in their
+    ratios (k > 1). Gates made in yet another way (sparsemixer) tell nothing, and softmax is taken; so it is
+    where nothing
+    reproduces the choices, and then `explains` is False. `expected` is what is known of the model: then only
+    the rest is found out,
+    so that a pass of a few tokens cannot mislead. Of ways that fit alike the first counts: bias and groups
+    are used where there are some.
     """
     whole = (chosen_TK >= 0).all(-1)
     logits_TE, chosen_TK, gates_TK = logits_TE[whole], chosen_TK[whole], gates_TK[whole].float()
     known = expected in ("softmax", "sigmoid")
     found: list[tuple[float, Scoring]] = []
     for function, with_bias in product(
-        (expected or "",) if known else ("softmax", "sigmoid"), (True, False) if bias_E is not None else (False,)
+        (expected or "",) if known else ("softmax", "sigmoid"),
+        (True, False) if bias_E is not None else (False,),
     ):
         judged_by = ("two best", "best", "") if function == "sigmoid" else ("best", "two best", "")
         for group_score in judged_by if groups[0] > groups[1] else ("",):
             scoring = Scoring(function, bias_E if with_bias else None, groups, group_score)
             if reproduced(scoring.selection(logits_TE), chosen_TK) >= AGREES:
-                error = gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK) if len(gates_TK) else 0.0
+                error = (
+                    gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK)
+                    if len(gates_TK)
+                    else 0.0
+                )
                 found.append((error if error < GATES_FIT and not known else 1.0, scoring))
     if found:
         return min(found, key=lambda pair: pair[0])[1]
-    return find_scoring(logits_TE, chosen_TK, gates_TK, bias_E, groups) if known else Scoring("softmax", explains=False)
+    return (
+        find_scoring(logits_TE, chosen_TK, gates_TK, bias_E, groups)
+        if known
+        else Scoring("softmax", explains=False)
+    )
 
 
 def reproduced(selection_TE: Tensor, chosen_TK: Tensor) -> float:

@@ -1,4 +1,8 @@
-"""Texts as users name them: files, folders, JSON lines, datasets of the hub, standard input, lists of token ids; read one document at a time."""
+"""Texts as users name them.
+
+Files, folders, JSON lines, datasets of the hub, standard input, lists of token ids; read one document at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,9 @@ from moescope.errors import BadInput
 from moescope.execution.hub_texts import SPELLING, find_hub_text, is_hub_text
 
 STDIN = "-"
-PIECE = 2**20  # bytes or token ids of a document at most: a longer one is read as several, so that memory stays flat
+PIECE = (
+    2**20
+)  # bytes or token ids of a document at most: a longer one is read as several, so that memory stays flat
 LINES = (".jsonl", ".ndjson")
 Content = str | list[Any]  # a text, messages of a chat, or token ids
 
@@ -33,10 +39,16 @@ class Source:
 def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | Path | None) -> list[Source]:
     """The domains to read, from the three ways of naming them, of which just one is to be used."""
     texts, domains = list(text), list(domain)
-    ways = [name for name, given in (("--text", texts), ("--domain", domains), ("--token-ids", token_ids)) if given]
+    ways = [
+        name
+        for name, given in (("--text", texts), ("--domain", domains), ("--token-ids", token_ids))
+        if given
+    ]
     if len(ways) != 1:
         said = " and ".join(ways) if ways else "no text"
-        raise BadInput(f"{said} given; give one of --text PATH, --domain NAME=PATH, --token-ids FILE or --import FILE")
+        raise BadInput(
+            f"{said} given; give one of --text PATH, --domain NAME=PATH, --token-ids FILE or --import FILE"
+        )
     if token_ids:
         file = existing(str(token_ids))
         return [Source("text", lambda: read_ids(file), [fact(file)])]
@@ -77,7 +89,8 @@ def existing(path: str) -> Path:
     found = Path(path)
     if not found.exists():
         raise BadInput(
-            f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, {SPELLING}, or - for standard input"
+            f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, "
+            f"{SPELLING}, or - for standard input"
         )
     return found
 
@@ -88,14 +101,19 @@ def fact(file: Path) -> list[Any]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself, or every file below a folder in order of name, those that are hidden or hold no text left out."""
+    """The file itself, or every file below a folder in order of name.
+
+    Those that are hidden or hold no text left out.
+    """
     if not path.is_dir():
         return [path]
     inside = sorted(file for file in path.rglob("*") if file.is_file())
     found = [
-        file for file in inside
-        if not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts) and is_text(file)
-    ]  # fmt: skip
+        file
+        for file in inside
+        if not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
+        and is_text(file)
+    ]
     if not found:
         raise BadInput(f"{path}: no text files in this folder; give another one")
     return found
@@ -109,7 +127,8 @@ def is_text(file: Path) -> bool:
 
 
 def read_file(file: Path) -> Iterator[Content]:
-    """A plain file is one document, or several of a megabyte cut at line ends; each line of a .jsonl file is one.
+    """A plain file is one document, or several of a megabyte cut at line ends; each line of a .jsonl file is
+    one.
 
     A line holds its text under "text", or a chat under "messages".
     """
@@ -128,7 +147,10 @@ def read_file(file: Path) -> Iterator[Content]:
 
 
 def pieces(file: Any) -> Iterator[bytes]:
-    """The file whole, or if it is longer than a megabyte in pieces that end at a line's end (or where they must)."""
+    """The file whole.
+
+    Or if it is longer than a megabyte in pieces that end at a line's end (or where they must).
+    """
     held = b""
     while True:
         read = file.read(PIECE)
@@ -151,7 +173,9 @@ def decoded(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{where}: not UTF-8 text at byte {error.start}; convert it, or give another file") from None
+        raise BadInput(
+            f"{where}: not UTF-8 text at byte {error.start}; convert it, or give another file"
+        ) from None
 
 
 def line_content(line: str, file: Path, number: int) -> Content:
@@ -162,14 +186,19 @@ def line_content(line: str, file: Path, number: int) -> Content:
         ):  # half of a pair, as a text cut in the middle has it, is no letter: no tokenizer takes it
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except ValueError:
-        raise BadInput(f"{file}, line {number}: not valid JSON; each line must be an object with a text") from None
+        raise BadInput(
+            f"{file}, line {number}: not valid JSON; each line must be an object with a text"
+        ) from None
     found = value if isinstance(value, str) else None
     if isinstance(value, dict):
         found = next(
-            (value[key] for key in ("text", "content", "messages") if isinstance(value.get(key), str | list)), None
+            (value[key] for key in ("text", "content", "messages") if isinstance(value.get(key), str | list)),
+            None,
         )
     if found is None:
-        raise BadInput(f'{file}, line {number}: no "text" in it; each line must be an object like {{"text": "..."}}')
+        raise BadInput(
+            f'{file}, line {number}: no "text" in it; each line must be an object like {{"text": "..."}}'
+        )
     return found
 
 
@@ -183,7 +212,10 @@ def read_ids(file: Path) -> Iterator[Content]:
         except (OSError, ValueError, EOFError):
             raise BadInput(f"{file}: not a .npy array; write one with numpy.save") from None
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
-            raise BadInput(f"{file}: shape {list(array.shape)} of {array.dtype}; give whole numbers, one document or one a row")  # fmt: skip
+            raise BadInput(
+                f"{file}: shape {list(array.shape)} of {array.dtype}; give whole numbers, one "
+                "document or one a row"
+            )
         for row in array[None] if array.ndim == 1 else array:
             yield from (row[start : start + PIECE].tolist() for start in range(0, len(row), PIECE))
         return
@@ -202,6 +234,7 @@ def read_ids(file: Path) -> Iterator[Content]:
             )
             if not whole or not isinstance(value, list):
                 raise BadInput(
-                    f"{file}, line {number}: not a list of token ids; write one list a line, such as [1, 2, 3]"
+                    f"{file}, line {number}: not a list of token ids; write one list a line, "
+                    "such as [1, 2, 3]"
                 )
             yield value

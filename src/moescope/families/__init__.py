@@ -11,7 +11,15 @@ from moescope.families.feed_forward import FEED_FORWARD
 from moescope.families.gpt_oss import GPT_OSS
 from moescope.families.granite import GRANITE, GRANITE_FUSED
 from moescope.families.hunyuan import HUNYUAN
-from moescope.families.lab import LAB, LAB_GELU, LAB_KEYS, LAB_LINEAR, LAB_LINEAR_GELU, LAB_ROWLESS, LAB_ROWLESS_GELU
+from moescope.families.lab import (
+    LAB,
+    LAB_GELU,
+    LAB_KEYS,
+    LAB_LINEAR,
+    LAB_LINEAR_GELU,
+    LAB_ROWLESS,
+    LAB_ROWLESS_GELU,
+)
 from moescope.families.layout import Family, Model
 from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
@@ -54,13 +62,15 @@ __all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe"]
 def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
     """The checkpoint's MoE layers. The layout is told by the tensors' names; the config only breaks a tie.
 
-    A config whose model_type nobody claims still works when its tensors fit a layout; the coverage line names that layout.
+    A config whose model_type nobody claims still works when its tensors fit a layout; the coverage line names
+    that layout.
     """
     found = [family for family in FAMILIES if found_layers(family, checkpoint)]
     if not found:
         if checkpoint.one_file and re.search(r"-of-\d+", checkpoint.name):
             raise BadInput(
-                f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder of the whole checkpoint"
+                f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder "
+                "of the whole checkpoint"
             )
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES if family.router)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")

@@ -1,4 +1,7 @@
-"""What a config says of the number of experts: whether another number is possible, and the config that says it."""
+"""What a config says of the number of experts.
+
+Whether another number is possible, and the config that says it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_lay
 
 
 def check_counts(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None) -> None:
-    """Refuse numbers of experts with which the model cannot route: too few for its top-k, or not to be shared by its groups."""
+    """Refuse numbers of experts with which the model cannot route.
+
+    Too few for its top-k, or not to be shared by its groups.
+    """
     where = moe.checkpoint.shown
     for layer, count in counts.items():
         chosen = moe.layers[layer].top_k if top_k is None else top_k
@@ -34,7 +40,10 @@ def check_counts(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None) 
 
 
 def check_groups(moe: MoeCheckpoint, layer: int, count: int, top_k: int | None) -> None:
-    """DeepSeek's way of routing: experts stand in groups of equal size, and the best groups are told by their best two."""
+    """DeepSeek's way of routing.
+
+    Experts stand in groups of equal size, and the best groups are told by their best two.
+    """
     config = text_config(moe.checkpoint.config)
     groups = stated(config, GROUPS, layer)
     if not isinstance(groups, int) or groups < 1:
@@ -50,15 +59,21 @@ def check_groups(moe: MoeCheckpoint, layer: int, count: int, top_k: int | None) 
     below = [number for number in range(count - 1, 0, -1) if possible(number)][:1]
     above = [number for number in range(count + 1, moe.layers[layer].n_experts + 1) if possible(number)][:1]
     raise BadInput(
-        f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} groups "
-        f"({kept} of them chosen, top_k {top_k}); nearest possible: {' or '.join(map(str, below + above)) or 'none'}"
+        f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} "
+        "groups "
+        f"({kept} of them chosen, top_k {top_k}); nearest possible: "
+        f"{' or '.join(map(str, below + above)) or 'none'}"
     )
 
 
-def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None, heads_dropped: bool) -> Config | None:
-    """The config with other numbers of experts (and another top-k) for the layers; None where nothing in it changes.
+def changed_config(
+    moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None, heads_dropped: bool
+) -> Config | None:
+    """The config with other numbers of experts (and another top-k) for the layers; None where nothing in it
+    changes.
 
-    Every field by which the model's config counts experts is changed wherever it stands, a list an entry a layer.
+    Every field by which the model's config counts experts is changed wherever it stands, a list an entry a
+    layer.
     """
     checkpoint = moe.checkpoint
     changed = {layer for layer, count in counts.items() if count != moe.layers[layer].n_experts}
@@ -66,12 +81,15 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
         return None
     if checkpoint.config is None:
         raise BadInput(
-            f"{checkpoint.shown}: no config.json beside the weights, so the number of experts cannot be changed; add it"
+            f"{checkpoint.shown}: no config.json beside the weights, so the number of experts "
+            "cannot be changed; add it"
         )
     if moe.model is None:
         raise BadInput(
-            f"{checkpoint.shown}: model_type {checkpoint.config.get('model_type')} is not known, so neither is the field of "
-            "config.json that counts its experts; give a model of a known type, or keep the number"
+            f"{checkpoint.shown}: model_type {checkpoint.config.get('model_type')} is not known, "
+            "so neither is the field of "
+            "config.json that counts its experts; give a model of a known type, or keep the "
+            "number"
         )
     config: Config = copy.deepcopy(checkpoint.config)
     if changed:
@@ -79,7 +97,8 @@ def changed_config(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None
     if top_k is not None:
         if isinstance(moe.model.top_k, int):
             raise BadInput(
-                f"{checkpoint.shown}: this model always chooses {moe.model.top_k} experts; leave top_k as it is"
+                f"{checkpoint.shown}: this model always chooses {moe.model.top_k} experts; leave "
+                "top_k as it is"
             )
         chosen = {weights.top_k for weights in moe.layers.values()}
         for holder, field in fields(config, moe.model.top_k, TOP_K_ALIASES, chosen):
@@ -96,7 +115,8 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
     where = moe.checkpoint.shown
     if not any(fields(config, moe.model.experts)):
         raise BadInput(
-            f"{moe.checkpoint.files.label('config.json')}: none of {', '.join(moe.model.experts)} in it; add the number of experts"
+            f"{moe.checkpoint.files.label('config.json')}: none of "
+            f"{', '.join(moe.model.experts)} in it; add the number of experts"
         )
     before = {weights.n_experts for weights in moe.layers.values()}
     for holder, field in fields(config, moe.model.experts, COUNT_ALIASES, before):
@@ -106,7 +126,8 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
         elif len(set(counts.values())) > 1:
             fewest, most = (pick(counts, key=counts.__getitem__) for pick in (min, max))
             raise BadInput(
-                f"{where}: layer {fewest} would have {counts[fewest]} experts and layer {most} {counts[most]}, but config.json "
+                f"{where}: layer {fewest} would have {counts[fewest]} experts and layer {most} "
+                f"{counts[most]}, but config.json "
                 f"holds one number for all ({field}); give every MoE layer the same number"
             )
         else:
@@ -116,7 +137,10 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
 def fields(
     config: Config, paths: tuple[str, ...], aliases: tuple[str, ...] = (), values: Collection[int | None] = ()
 ) -> Iterator[tuple[Config, str]]:
-    """Each of the fields that the config has, as the object that holds it and its name there; aliases that hold such a value too."""
+    """Each of the fields that the config has, as the object that holds it and its name there.
+
+    Aliases that hold such a value too.
+    """
     for place in text_places(config):
         for path in dict.fromkeys((*paths, *aliases)):
             *outer, field = path.split(".")

@@ -1,4 +1,7 @@
-"""DBRX's layout: w1, v1 and w2 of all experts one below the other, [E * F, D] each; w1 is the gate, v1 is up, w2 is down transposed."""
+"""DBRX's layout: w1, v1 and w2 of all experts one below the other, [E * F, D] each.
+
+W1 is the gate, v1 is up, w2 is down transposed.
+"""
 
 from moescope.errors import BadInput
 from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape
@@ -14,7 +17,8 @@ def stacked(tensors: LayerTensors) -> Stacks:
     rows = info.shape[0]
     if rows % experts:
         raise BadInput(
-            f"{info.file}: tensor {info.name} has {rows} rows, which {experts} experts cannot share; check how it was saved"
+            f"{info.file}: tensor {info.name} has {rows} rows, which {experts} experts cannot "
+            "share; check how it was saved"
         )
     for template in (UP, DOWN):
         check_shape(tensors.info(template), (rows, width))

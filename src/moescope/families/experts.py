@@ -1,4 +1,7 @@
-"""How the experts of a layer may lie on disk: one tensor each, fused over experts, or fused with gate and up in one."""
+"""How the experts of a layer may lie on disk.
+
+One tensor each, fused over experts, or fused with gate and up in one.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,13 @@ def per_expert(gate: str, up: str | None, down: str) -> Callable[[LayerTensors],
 
 
 def fused_gate_up(gate_up: str, down: str, interleaved: bool = False) -> Callable[[LayerTensors], Stacks]:
-    """Gate and up of all experts in one tensor, down in another: [E, 2F, D] and [E, D, F], or both transposed.
+    """Gate and up of all experts in one tensor, down in another: [E, 2F, D] and [E, D, F], or both
+    transposed.
 
-    Which of the two is told by the shapes of both tensors together: with D known from the router they never look alike,
-    except where F = D and the down tensor is square, and then gate_up is not. Gate is the first half of the 2F axis, or its
+    Which of the two is told by the shapes of both tensors together: with D known from the router they never
+    look alike,
+    except where F = D and the down tensor is square, and then gate_up is not. Gate is the first half of the
+    2F axis, or its
     even places where `interleaved`.
     """
 
@@ -34,14 +40,19 @@ def fused_gate_up(gate_up: str, down: str, interleaved: bool = False) -> Callabl
         width = tensors.d_model
         if len(stored.shape) != 3 or len(lower.shape) != 3:
             raise BadInput(
-                f"{stored.file}: tensors {stored.name} and {lower.name} must have three axes; check how they were saved"
+                f"{stored.file}: tensors {stored.name} and {lower.name} must have three axes; "
+                "check how they were saved"
             )
         plain = stored.shape[2] == width and lower.shape[1] == width and stored.shape[1] == 2 * lower.shape[2]
-        turned = stored.shape[1] == width and lower.shape[2] == width and stored.shape[2] == 2 * lower.shape[1]
+        turned = (
+            stored.shape[1] == width and lower.shape[2] == width and stored.shape[2] == 2 * lower.shape[1]
+        )
         if plain == turned:
             raise BadInput(
-                f"{stored.file}: tensors {stored.name} {list(stored.shape)} and {lower.name} {list(lower.shape)} do not fit "
-                f"d_model {width}; expected [E, 2F, {width}] and [E, {width}, F], or both transposed; check how they were saved"
+                f"{stored.file}: tensors {stored.name} {list(stored.shape)} and {lower.name} "
+                f"{list(lower.shape)} do not fit "
+                f"d_model {width}; expected [E, 2F, {width}] and [E, {width}, F], or both "
+                "transposed; check how they were saved"
             )
         d_ff = lower.shape[2] if plain else lower.shape[1]
 
@@ -70,7 +81,9 @@ def projections() -> Callable[[LayerTensors], Stacks]:
     """gate_proj, up_proj and down_proj under `mlp.experts`, in either form."""
     each, fused = PROJECTIONS
     ups, downs = each.replace("gate_proj", "up_proj"), each.replace("gate_proj", "down_proj")
-    return either((each, per_expert(each, ups, downs)), (fused, fused_gate_up(fused, "{L}.mlp.experts.down_proj")))
+    return either(
+        (each, per_expert(each, ups, downs)), (fused, fused_gate_up(fused, "{L}.mlp.experts.down_proj"))
+    )
 
 
 def either(*ways: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[LayerTensors], Stacks]:
@@ -83,14 +96,18 @@ def either(*ways: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[Lay
         first, *others = (tensors.name(template, 0) for template, _ in ways)
         instead = "".join(f", or {other} in its place," for other in others)
         raise BadInput(
-            f"{tensors.checkpoint.shown}: tensor {first}{instead} is missing; download the shard that holds it"
+            f"{tensors.checkpoint.shown}: tensor {first}{instead} is missing; download the shard "
+            "that holds it"
         )
 
     return read
 
 
 def shared_expert(pattern: str, gate: str | None = None) -> Callable[[LayerTensors], SharedExpert | None]:
-    """The shared expert whose projections are named by {p} = gate, up, down; None where the layer has none."""
+    """The shared expert whose projections are named by {p} = gate, up, down.
+
+    None where the layer has none.
+    """
 
     def read(tensors: LayerTensors) -> SharedExpert | None:
         names = {part: pattern.replace("{p}", part) for part in ("gate", "up", "down")}
@@ -100,7 +117,9 @@ def shared_expert(pattern: str, gate: str | None = None) -> Callable[[LayerTenso
         check_shape(info, ("d_ff", tensors.d_model))
         hidden = info.shape[0]
         parts: dict[str, LazyTensor] = {
-            part: tensors.lazy(name, (tensors.d_model, hidden) if part == "down" else (hidden, tensors.d_model))
+            part: tensors.lazy(
+                name, (tensors.d_model, hidden) if part == "down" else (hidden, tensors.d_model)
+            )
             for part, name in names.items()
         }
         front = tensors.lazy(gate, (1, tensors.d_model)) if gate and tensors.has(gate) else None
@@ -110,7 +129,10 @@ def shared_expert(pattern: str, gate: str | None = None) -> Callable[[LayerTenso
 
 
 def shared_gate_up(gate_up: str, down: str) -> Callable[[LayerTensors], SharedExpert | None]:
-    """The shared expert whose gate and up lie one below the other in one tensor [2F, D]; None where the layer has none."""
+    """The shared expert whose gate and up lie one below the other in one tensor [2F, D].
+
+    None where the layer has none.
+    """
 
     def read(tensors: LayerTensors) -> SharedExpert | None:
         if not tensors.has(gate_up):
@@ -123,16 +145,21 @@ def shared_gate_up(gate_up: str, down: str) -> Callable[[LayerTensors], SharedEx
         def half(which: int) -> LazyTensor:
             rows = slice(which * hidden, (which + 1) * hidden)
             return LazyTensor(
-                stored.name, (hidden, tensors.d_model), stored.dtype, stored.file,
+                stored.name,
+                (hidden, tensors.d_model),
+                stored.dtype,
+                stored.file,
                 lambda: tensors.checkpoint.read(stored.name, rows),
-            )  # fmt: skip
+            )
 
         return SharedExpert(half(0), half(1), lower)
 
     return read
 
 
-def first_shared(*ways: Callable[[LayerTensors], SharedExpert | None]) -> Callable[[LayerTensors], SharedExpert | None]:
+def first_shared(
+    *ways: Callable[[LayerTensors], SharedExpert | None],
+) -> Callable[[LayerTensors], SharedExpert | None]:
     """The first of several ways that finds a shared expert."""
 
     def read(tensors: LayerTensors) -> SharedExpert | None:

@@ -19,7 +19,10 @@ FEED_FORWARD = Family(
     router="{L}.feed_forward.router.weight",
     markers=(EACH, FUSED),
     experts=either(
-        (EACH, per_expert(EACH, EACH.replace("gate_proj", "up_proj"), EACH.replace("gate_proj", "down_proj"))),
+        (
+            EACH,
+            per_expert(EACH, EACH.replace("gate_proj", "up_proj"), EACH.replace("gate_proj", "down_proj")),
+        ),
         (FUSED, fused_gate_up(FUSED, "{L}.feed_forward.experts.down_proj")),
     ),
     block="{L}.feed_forward",

@@ -27,8 +27,11 @@ def biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
 GPT_OSS = Family(
     name="gpt_oss",
     models={
-        # The softmax is over the chosen only. The config says silu; the code computes (up + 1) gate sigmoid(1.702 gate), clamped.
-        "gpt_oss": Model(("num_local_experts",), ("num_experts_per_tok",), every_layer, activation="clamped_swiglu"),
+        # The softmax is over the chosen only. The config says silu; the code computes (up + 1) gate
+        # sigmoid(1.702 gate), clamped.
+        "gpt_oss": Model(
+            ("num_local_experts",), ("num_experts_per_tok",), every_layer, activation="clamped_swiglu"
+        ),
     },
     router="{L}.mlp.router.weight",
     markers=(f"{FUSED}_bias",),

@@ -1,4 +1,7 @@
-"""Granite's two layouts: input_linear and output_linear as it is published, gate_up_proj and down_proj as transformers holds it."""
+"""Granite's two layouts.
+
+Input_linear and output_linear as it is published, gate_up_proj and down_proj as transformers holds it.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +10,9 @@ from moescope.families.layout import Family, Model
 from moescope.families.sparsity import every_layer
 
 LINEAR, FUSED = "{L}.block_sparse_moe.input_linear.weight", "{L}.block_sparse_moe.experts.gate_up_proj"
-PLAIN = Model(("num_local_experts",), ("num_experts_per_tok",), every_layer)  # the softmax is over the chosen only
+PLAIN = Model(
+    ("num_local_experts",), ("num_experts_per_tok",), every_layer
+)  # the softmax is over the chosen only
 
 GRANITE = Family(
     name="granite",

@@ -13,16 +13,28 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.types import LayerWeights
 
 FP64_FLOPS = 40e9  # what two modest processor cores sustain: the estimate is of the order of magnitude only
-# A stored number, its share of a scale included where that counts: MXFP4 has one byte for 32, INT4 commonly two.
+# A stored number, its share of a scale included where that counts: MXFP4 has one byte for 32, INT4 commonly
+# two.
 BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "INT8": 1, "MXFP4": 17 / 32, "INT4": 18 / 32,
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "INT8": 1,
+    "MXFP4": 17 / 32,
+    "INT4": 18 / 32,
     "INT2": 10 / 32,
-}  # fmt: skip
+}
 READ_BYTES = 500e6  # a second, from a plain disk
 
 
 def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Family, shape, parameters, bytes, coverage, about what a gate scan will cost, and what it cannot tell."""
+    """Family, shape, parameters, bytes, coverage, about what a gate scan will cost.
+
+    And what it cannot tell.
+    """
     moe = read_moe(open_checkpoint(model, revision))
     checkpoint, layers = moe.checkpoint, list(moe.layers.values())
     first = layers[0]
@@ -71,10 +83,15 @@ def shared_width(weights: LayerWeights) -> int | None:
 
 
 def count_parameters(moe: MoeCheckpoint) -> dict[str, int | None]:
-    """Total, routed, shared, and active: what one token passes through (top_k of the routed experts, all of the rest)."""
+    """Total, routed, shared, and active.
+
+    What one token passes through (top_k of the routed experts, all of the rest).
+    """
     routed = shared = used = 0
     for weights in moe.layers.values():
-        stacks = [stack for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF) if stack is not None]
+        stacks = [
+            stack for stack in (weights.gate_EFD, weights.up_EFD, weights.down_EDF) if stack is not None
+        ]
         in_layer = sum(stack.shape[0] * stack.shape[1] * stack.shape[2] for stack in stacks)
         routed += in_layer
         used += in_layer * (weights.top_k or 0) // weights.n_experts
@@ -83,11 +100,19 @@ def count_parameters(moe: MoeCheckpoint) -> dict[str, int | None]:
             shared += sum(part.shape[0] * part.shape[1] for part in parts if part is not None)
     total = moe.coverage.parameters_total
     known = all(weights.top_k for weights in moe.layers.values())
-    return {"total": total, "routed": routed, "shared": shared, "active": total - routed + used if known else None}
+    return {
+        "total": total,
+        "routed": routed,
+        "shared": shared,
+        "active": total - routed + used if known else None,
+    }
 
 
 def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
-    """Seconds and bytes of a gate scan on two cores: Gram D F min(D, F), tridiagonal form 4/3 min(D, F)^3, in fp64; two experts at once."""
+    """Seconds and bytes of a gate scan on two cores.
+
+    Gram D F min(D, F), tridiagonal form 4/3 min(D, F)^3, in fp64; two experts at once.
+    """
     flops = read = 0.0
     largest = 0
     for weights in moe.layers.values():
@@ -116,17 +141,33 @@ def lines(facts: dict[str, Any]) -> list[str]:
     router = f", lab router {facts['lab_router']}" if facts["lab_router"] else ""
     return [
         facts["model"] + (f", commit {facts['revision']}" if facts["revision"] else ""),
-        f"  family       {facts['family']} ({facts['layout']} layout){router}, scoring {facts['scoring']}, activation {facts['activation'] or 'not stated'}",
+        (
+            f"  family       {facts['family']} ({facts['layout']} layout){router}, scoring "
+            f"{facts['scoring']}, activation {facts['activation'] or 'not stated'}"
+        ),
         f"  MoE layers   {len(facts['moe_layers'])} of {facts['layers'] or 'an unknown number of'} layers",
-        f"  experts      {facts['experts']} a layer, top {facts['top_k'] or 'not stated'}, d_model {facts['d_model']}, d_ff {facts['d_ff']}"
+        (
+            f"  experts      {facts['experts']} a layer, top {facts['top_k'] or 'not stated'}, "
+            f"d_model {facts['d_model']}, d_ff {facts['d_ff']}"
+        )
         + (f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""),
-        f"  parameters   {short(parameters['total'])} in all, {short(parameters['routed'])} in routed experts{shared}, {active}",
-        f"  on disk      {size(facts['bytes'])} in {facts['files']} files, {', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
+        (
+            f"  parameters   {short(parameters['total'])} in all, {short(parameters['routed'])} in "
+            f"routed experts{shared}, {active}"
+        ),
+        (
+            f"  on disk      {size(facts['bytes'])} in {facts['files']} files, "
+            f"{', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
+        )
         + (f"; {facts['quantisation']}" if facts["quantisation"] else ""),
         f"  coverage     {facts['coverage_line']}",
-        f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, {size(estimate['memory_bytes'])} of memory beside the program, "
-        f"{size(estimate['read_bytes'])} read" + (f"; {facts['scan_lacks']}" if facts["scan_lacks"] else ""),
-    ]  # fmt: skip
+        (
+            f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, "
+            f"{size(estimate['memory_bytes'])} of memory beside the program, "
+            f"{size(estimate['read_bytes'])} read"
+        )
+        + (f"; {facts['scan_lacks']}" if facts["scan_lacks"] else ""),
+    ]
 
 
 def short(count: int) -> str:

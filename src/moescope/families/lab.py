@@ -1,6 +1,8 @@
-"""The router lab's own layouts: fused experts under `mlp.experts`; a router row an expert, SoME's keys in their place, or neither.
+"""The router lab's own layouts: fused experts under `mlp.experts`; a router row an expert, SoME's keys in
+their place, or neither.
 
-Three routers have no row for each expert: hash is a table of token ids, SPECTRA a state that meets a projection, dense has nothing to choose. Of such checkpoints the experts are read.
+Three routers have no row for each expert: hash is a table of token ids, SPECTRA a state that meets a
+projection, dense has nothing to choose. Of such checkpoints the experts are read.
 """
 
 from dataclasses import replace
@@ -88,8 +90,14 @@ LINEAR = "{L}.mlp.router.linear.weight"
 LAB_LINEAR = replace(LAB, name="lab_linear", models={}, router=LINEAR, correction_bias=())
 LAB_LINEAR_GELU = replace(LAB_GELU, name="lab_linear_gelu", router=LINEAR)
 LAB_ROWLESS = replace(
-    LAB, name="lab_rowless", models={}, router=None, correction_bias=(), rowless_router=rowless_router, router_parts=ROUTER_PARTS
-)  # fmt: skip
+    LAB,
+    name="lab_rowless",
+    models={},
+    router=None,
+    correction_bias=(),
+    rowless_router=rowless_router,
+    router_parts=ROUTER_PARTS,
+)
 LAB_ROWLESS_GELU = replace(
     LAB_GELU, name="lab_rowless_gelu", router=None, rowless_router=rowless_router, router_parts=ROUTER_PARTS
 )

@@ -22,13 +22,23 @@ TABLES = ("table_VK",)  # hash
 
 
 def lab_router_state(tensors: LayerTensors) -> tuple[RouterState, ...]:
-    """All of these that the layer has. SPECTRA without expression has one projection for all experts, which belongs to none."""
+    """All of these that the layer has.
+
+    SPECTRA without expression has one projection for all experts, which belongs to none.
+    """
     common: tuple[str, ...] = SHARED
     if tensors.has(f"{ROUTER}expand.weight") and tensors.has(f"{ROUTER}express.weight"):
         expand, express = (
-            tensors.checkpoint.tensors[tensors.name(f"{ROUTER}{part}.weight")].shape for part in ("expand", "express")
+            tensors.checkpoint.tensors[tensors.name(f"{ROUTER}{part}.weight")].shape
+            for part in ("expand", "express")
         )
         if express[0] != expand[0]:
             common = (*SHARED, "express.weight", "express.bias")
-    kinds = dict.fromkeys(OF_EXPERTS, "experts") | dict.fromkeys(common, "shared") | dict.fromkeys(TABLES, "table")
-    return tuple(tensors.state(ROUTER + name, kind) for name, kind in kinds.items() if tensors.has(ROUTER + name))
+    kinds = (
+        dict.fromkeys(OF_EXPERTS, "experts")
+        | dict.fromkeys(common, "shared")
+        | dict.fromkeys(TABLES, "table")
+    )
+    return tuple(
+        tensors.state(ROUTER + name, kind) for name, kind in kinds.items() if tensors.has(ROUTER + name)
+    )

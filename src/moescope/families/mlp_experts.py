@@ -1,4 +1,7 @@
-"""The layout most families share: `mlp.gate` routes, `mlp.experts` holds gate_proj, up_proj and down_proj, one by one or fused."""
+"""The layout most families share.
+
+`mlp.gate` routes, `mlp.experts` holds gate_proj, up_proj and down_proj, one by one or fused.
+"""
 
 from moescope.families.experts import PROJECTIONS, first_shared, projections, shared_expert
 from moescope.families.layout import Family, Model

@@ -1,4 +1,7 @@
-"""`mlp.router` over fused experts without biases: how Phi-3.5-MoE lies in transformers' memory, and where that is saved as it is."""
+"""`mlp.router` over fused experts without biases.
+
+How Phi-3.5-MoE lies in transformers' memory, and where that is saved as it is.
+"""
 
 from moescope.families.experts import fused_gate_up
 from moescope.families.layout import Family

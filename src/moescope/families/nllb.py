@@ -1,4 +1,7 @@
-"""NLLB's layout: two stacks of layers, experts of two matrices with biases and nothing between them but a ReLU."""
+"""NLLB's layout.
+
+Two stacks of layers, experts of two matrices with biases and nothing between them but a ReLU.
+"""
 
 from moescope.families.experts import per_expert
 from moescope.families.layout import Family, LayerTensors, Model

@@ -28,7 +28,10 @@ class MoeCheckpoint:
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """The tensor by which a layer was found, its router in most layouts, and where its name says it stands."""
+    """The tensor by which a layer was found, its router in most layouts.
+
+    And where its name says it stands.
+    """
 
     prefix: str
     number: int
@@ -46,7 +49,8 @@ def pattern(template: str) -> re.Pattern[str]:
 def found_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
     """Every layer of that layout, multi-token-prediction layers left out.
 
-    Experts alone do not make a layout without router rows: rows may have been lost. The config must say that there are none.
+    Experts alone do not make a layout without router rows: rows may have been lost. The config must say that
+    there are none.
     """
     if family.router is None and family.rowless_router(text_config(checkpoint.config)) is None:
         return []
@@ -61,7 +65,8 @@ def found_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
             groups = match.groupdict()
             if len(groups["L"]) > 9:
                 raise BadInput(
-                    f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(groups['L'])} digits; "
+                    f"{info.file}: tensor {info.name[:60]}... has a layer number of "
+                    f"{len(groups['L'])} digits; "
                     "download the file again"
                 )
             found.append(FoundLayer(groups["P"], int(groups["L"]), groups.get("S") or "", info))
@@ -83,7 +88,10 @@ def fits(family: Family, checkpoint: Checkpoint) -> bool:
 
 
 def text_places(config: Config | None) -> list[Config]:
-    """The parts of a config that speak of the language model, outermost first: it may be nested more than once."""
+    """The parts of a config that speak of the language model, outermost first.
+
+    It may be nested more than once.
+    """
     places = [config or {}]
     for name in ("thinker_config", "text_config"):
         nested = next((place[name] for place in reversed(places) if name in place), None)
@@ -100,7 +108,8 @@ def text_config(config: Config | None) -> Config:
 def known_kind(models: dict[str, Model], config: Config | None) -> str | None:
     """The model_type by which the model is known; None without a config or for one that nobody claims.
 
-    A model around a language model (vision, speech) may be unknown by its own type and known by that of its text_config.
+    A model around a language model (vision, speech) may be unknown by its own type and known by that of its
+    text_config.
     """
     kinds = ((config or {}).get("model_type"), text_config(config).get("model_type"))
     return next((kind for kind in kinds if isinstance(kind, str) and kind in models), None)
@@ -130,20 +139,27 @@ def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> 
         layer = one.number + layers_before(one.prefix, config, checkpoint)
         in_stack = not isinstance(depth, int) or one.number < depth or layer != one.number
         if expected is not None and layer not in expected and not in_stack:
-            beyond.add(f"{one.prefix}.{one.number}.")  # DeepSeek and GLM store their MTP head as one layer more
+            beyond.add(
+                f"{one.prefix}.{one.number}."
+            )  # DeepSeek and GLM store their MTP head as one layer more
             continue
         if layer in found:
             raise BadInput(
-                f"{one.info.file}: two routers for layer {layer}: {found[layer].info.name} and {one.info.name}; "
+                f"{one.info.file}: two routers for layer {layer}: {found[layer].info.name} and "
+                f"{one.info.name}; "
                 "give a checkpoint with one stack of layers"
             )
         found[layer] = one
     check_expected(family, checkpoint, expected, set(found))
     taken: set[str] = set()
     layers = {
-        layer: one_layer(family, model, checkpoint, config, layer, found[layer], taken) for layer in sorted(found)
+        layer: one_layer(family, model, checkpoint, config, layer, found[layer], taken)
+        for layer in sorted(found)
     }
-    extra = frozenset(name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond))) - taken
+    extra = (
+        frozenset(name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond)))
+        - taken
+    )
     covered = coverage(family, model, checkpoint, layers, expected, taken, extra)
     return MoeCheckpoint(checkpoint, family, layers, covered, model, extra)
 
@@ -161,7 +177,10 @@ def layers_before(prefix: str, config: Config, checkpoint: Checkpoint) -> int:
 
 
 def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint) -> set[int] | None:
-    """The layers the config says are MoE; None where there is no config, or one of a model whose rule is not known."""
+    """The layers the config says are MoE.
+
+    None where there is no config, or one of a model whose rule is not known.
+    """
     if model is None:
         return None
     config = text_config(checkpoint.config)
@@ -172,18 +191,22 @@ def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint)
         return model.moe_layers(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise BadInput(
-            f"{checkpoint.files.label('config.json')}: cannot tell which layers are MoE ({type(error).__name__}: {error}); "
+            f"{checkpoint.files.label('config.json')}: cannot tell which layers are MoE "
+            f"({type(error).__name__}: {error}); "
             f"check its fields against a {family.name} config"
         ) from None
 
 
-def check_expected(family: Family, checkpoint: Checkpoint, expected: set[int] | None, found: set[int]) -> None:
+def check_expected(
+    family: Family, checkpoint: Checkpoint, expected: set[int] | None, found: set[int]
+) -> None:
     if checkpoint.one_file:
         return  # one shard alone is a legitimate thing to look at; coverage says how much of the model it is
     absent = sorted((expected or set()) - found)
     if absent:
         raise BadInput(
-            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but no tensor {family.anchor} for them; "
+            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but no tensor "
+            f"{family.anchor} for them; "
             "download the missing shards"
         )
 
@@ -210,13 +233,18 @@ def one_layer(
                 else f"{info.name} holds {n_experts} experts"
             )
             raise BadInput(
-                f"{info.file}: {holds}, but config.json says {said!r} experts; check that they belong together"
+                f"{info.file}: {holds}, but config.json says {said!r} experts; check that they "
+                "belong together"
             )
-    tensors = LayerTensors(checkpoint, found.prefix, found.number, found.sublayer, n_experts, d_model, info.name, taken)
+    tensors = LayerTensors(
+        checkpoint, found.prefix, found.number, found.sublayer, n_experts, d_model, info.name, taken
+    )
     gate, up, down = family.experts(tensors)
     correction = next((name for name in family.correction_bias if tensors.has(name)), None)
     top_k: Any = (
-        stated(config, model.top_k, layer) if model and not isinstance(model.top_k, int) else model and model.top_k
+        stated(config, model.top_k, layer)
+        if model and not isinstance(model.top_k, int)
+        else model and model.top_k
     )
     if family.router is None and isinstance(top_k, int):
         top_k = min(top_k, n_experts)  # a dense block stands for as many experts as a token would have met

@@ -19,6 +19,7 @@ ROUTER_GATE = Family(
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.expert_bias",),
     shared=first_shared(
-        shared_expert("{L}.mlp.shared_mlp.{p}_proj.weight"), shared_expert("{L}.mlp.shared_experts.{p}_proj.weight")
+        shared_expert("{L}.mlp.shared_mlp.{p}_proj.weight"),
+        shared_expert("{L}.mlp.shared_experts.{p}_proj.weight"),
     ),
 )

@@ -1,4 +1,7 @@
-"""A router for other experts: the rows, biases and whatever else it keeps of each, given or taken from the source's."""
+"""A router for other experts.
+
+The rows, biases and whatever else it keeps of each, given or taken from the source's.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ PER_ROUTER = ("router_ED", "router_bias_E", "correction_bias_E")
 
 @dataclass(frozen=True)
 class NewRouter:
-    """What stands before the new experts. `groups` are the source's experts behind each of them, `leaders` the one of each whose part of
+    """What stands before the new experts. `groups` are the source's experts behind each of them, `leaders`
+    the one of each whose part of
     the router it takes over; what is given counts instead. Experts in no group are gone."""
 
     groups: Sequence[Sequence[int]]
     leaders: Sequence[int]
-    given: Mapping[str, Tensor] = field(default_factory=dict)  # by LayerWeights' field, or by the end of a state's name
+    given: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # by LayerWeights' field, or by the end of a state's name
 
 
 def routers_of(weights: LayerWeights) -> dict[str, LazyTensor]:
@@ -70,7 +76,8 @@ def state_shape(weights: LayerWeights, state: RouterState, count: int) -> tuple[
 def dealt_anew(table_VK: Tensor, groups: Sequence[Sequence[int]], n_experts: int) -> Tensor:
     """A table of experts by token id, in new numbers: a group has the tokens of all its members.
 
-    Tokens of an expert that is gone are dealt to the others in turn, by token id, past those that a token has already: as even over the
+    Tokens of an expert that is gone are dealt to the others in turn, by token id, past those that a token has
+    already: as even over the
     vocabulary as the table was, and the same whoever does it.
     """
     import torch

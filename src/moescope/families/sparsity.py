@@ -24,7 +24,10 @@ def every_block(config: Config) -> set[int]:
 
 
 def after_dense(unless_told: int) -> Callable[[Config], set[int]]:
-    """All but the first few. Newer configs list each layer's kind, older ones count the dense layers at the start."""
+    """All but the first few.
+
+    Newer configs list each layer's kind, older ones count the dense layers at the start.
+    """
 
     def rule(config: Config) -> set[int]:
         kinds = config.get("mlp_layer_types")
@@ -72,7 +75,9 @@ def switch(config: Config) -> set[int]:
     encoder = config["num_layers"]
     decoder = config.get("num_decoder_layers") or encoder
     sparse = (config.get("num_sparse_encoder_layers", 3), config.get("num_sparse_decoder_layers", 3))
-    steps = [count // wanted if wanted else count for count, wanted in zip((encoder, decoder), sparse, strict=True)]
+    steps = [
+        count // wanted if wanted else count for count, wanted in zip((encoder, decoder), sparse, strict=True)
+    ]
     return stacks((encoder, steps[0]), (decoder, steps[1]), last=False)
 
 

@@ -1,4 +1,7 @@
-"""Switch Transformers' layout: two stacks of blocks, the MoE a sublayer of its block, experts of two matrices without a gate."""
+"""Switch Transformers' layout.
+
+Two stacks of blocks, the MoE a sublayer of its block, experts of two matrices without a gate.
+"""
 
 from moescope.families.experts import per_expert
 from moescope.families.layout import Family, Model

@@ -1,4 +1,7 @@
-"""Layers written back in the layout they came in, with other experts: what merging and pruning do to a checkpoint."""
+"""Layers written back in the layout they came in, with other experts.
+
+What merging and pruning do to a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,14 @@ from moescope.errors import BadInput
 from moescope.families.counts import changed_config, check_counts
 from moescope.families.layout import Config
 from moescope.families.reading import MoeCheckpoint
-from moescope.families.router_rewriting import PER_ROUTER, NewRouter, new_rows, new_state, routers_of, state_shape
+from moescope.families.router_rewriting import (
+    PER_ROUTER,
+    NewRouter,
+    new_rows,
+    new_state,
+    routers_of,
+    state_shape,
+)
 from moescope.types import ExpertStack, LayerWeights, LazyTensor, RouterState, StoredParts
 
 if TYPE_CHECKING:
@@ -35,7 +45,10 @@ PER_EXPERT = ("gate_EFD", "up_EFD", "down_EDF", "gate_bias_EF", "up_bias_EF", "d
 
 @dataclass(frozen=True)
 class NewExpert:
-    """An expert made of given tensors, in [out, in]. One given as a function is called once, when it is written."""
+    """An expert made of given tensors, in [out, in].
+
+    One given as a function is called once, when it is written.
+    """
 
     gate_FD: Given
     down_DF: Given
@@ -46,31 +59,45 @@ class NewExpert:
 
     def part(self, stack: str) -> Given | None:
         """The tensor that belongs in LayerWeights' stack of that name."""
-        own = {"gate_EFD": self.gate_FD, "up_EFD": self.up_FD, "down_EDF": self.down_DF,
-               "gate_bias_EF": self.gate_bias_F, "up_bias_EF": self.up_bias_F, "down_bias_ED": self.down_bias_D}  # fmt: skip
+        own = {
+            "gate_EFD": self.gate_FD,
+            "up_EFD": self.up_FD,
+            "down_EDF": self.down_DF,
+            "gate_bias_EF": self.gate_bias_F,
+            "up_bias_EF": self.up_bias_F,
+            "down_bias_ED": self.down_bias_D,
+        }
         return own[stack]
 
 
 @dataclass(frozen=True)
 class NewLayer:
-    """The experts a layer is to have, each one of the source's by its number, or a new one; and the router before them.
+    """The experts a layer is to have, each one of the source's by its number, or a new one; and the router
+    before them.
 
-    Router rows and biases that are not given are those of the source's experts, so they must be given for new ones.
+    Router rows and biases that are not given are those of the source's experts, so they must be given for new
+    ones.
     """
 
     experts: Sequence[int | NewExpert]
     router_ED: Tensor | None = None
     router_bias_E: Tensor | None = None
     correction_bias_E: Tensor | None = None
-    state: Mapping[str, Tensor] = field(default_factory=dict)  # what else the router keeps, by name within the router
-    groups: Sequence[Sequence[int]] | None = None  # the source's experts behind each one; None: those kept are alone
+    state: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # what else the router keeps, by name within the router
+    groups: Sequence[Sequence[int]] | None = (
+        None  # the source's experts behind each one; None: those kept are alone
+    )
     leaders: Sequence[int] | None = None  # whose part of the router each one takes over; None: its own
 
     def router(self) -> NewRouter:
         """What `changed_router` makes the router of; for new experts groups and leaders must be known."""
         kept = [expert if isinstance(expert, int) else -1 for expert in self.experts]
         given = {name: rows for name in PER_ROUTER if (rows := getattr(self, name)) is not None}
-        return NewRouter(self.groups or [(expert,) for expert in kept], self.leaders or kept, {**given, **self.state})
+        return NewRouter(
+            self.groups or [(expert,) for expert in kept], self.leaders or kept, {**given, **self.state}
+        )
 
 
 @dataclass(frozen=True)
@@ -96,15 +123,19 @@ def write_moe(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write the checkpoint with those layers changed, in its own layout and dtypes; all else is copied bit for bit.
+    """Write the checkpoint with those layers changed, in its own layout and dtypes; all else is copied bit
+    for bit.
 
-    Refuses before any work what transformers could not load. The folder must be empty or not exist; it appears whole.
+    Refuses before any work what transformers could not load. The folder must be empty or not exist; it
+    appears whole.
     `progress` is told the bytes written and the bytes in all.
     """
     plan = plan_moe(moe, layers, top_k)
     source, config = local_files(moe.checkpoint).folder, plan.config
     if moe.checkpoint.one_file:  # what else lies in its folder may have nothing to do with it
-        return write_checkpoint(folder, plan.tensors, config or moe.checkpoint.config, None, max_shard_bytes, progress)
+        return write_checkpoint(
+            folder, plan.tensors, config or moe.checkpoint.config, None, max_shard_bytes, progress
+        )
     return write_checkpoint(folder, plan.tensors, config, source, max_shard_bytes, progress)
 
 
@@ -119,7 +150,8 @@ def plan_moe(moe: MoeCheckpoint, layers: dict[int, NewLayer], top_k: int | None 
     for layer, new in layers.items():
         check_layer(moe, layer, new)
     counts = {
-        layer: len(layers[layer].experts) if layer in layers else moe.layers[layer].n_experts for layer in moe.layers
+        layer: len(layers[layer].experts) if layer in layers else moe.layers[layer].n_experts
+        for layer in moe.layers
     }
     check_counts(moe, counts, top_k)
     changed = any(count != moe.layers[layer].n_experts for layer, count in counts.items())
@@ -148,7 +180,10 @@ def stacks_of(weights: LayerWeights) -> dict[str, ExpertStack]:
 
 
 def stored_parts(weights: LayerWeights) -> dict[str, dict[str, StoredParts]]:
-    """Stored tensor (or one for each expert) -> the stacks that lie in it, such as gate and up in gate_up_proj."""
+    """Stored tensor (or one for each expert) -> the stacks that lie in it.
+
+    Such as gate and up in gate_up_proj.
+    """
     found: dict[str, dict[str, StoredParts]] = {}
     for name, stack in stacks_of(weights).items():
         assert stack.stored is not None
@@ -167,8 +202,13 @@ def state_names(weights: LayerWeights) -> set[str]:
     return {state.tensor.name for state in weights.router_state}
 
 
-def layer_tensors(moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewLayer) -> Iterator[PlannedTensor]:
-    """The stored tensors of a changed layer: its router's, then its experts', expert by expert where they lie so."""
+def layer_tensors(
+    moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewLayer
+) -> Iterator[PlannedTensor]:
+    """The stored tensors of a changed layer.
+
+    Its router's, then its experts', expert by expert where they lie so.
+    """
     weights = moe.layers[layer]
     for name, lazy in routers_of(weights).items():
         yield router_tensor(moe, lazy, new, name)
@@ -194,7 +234,9 @@ def router_tensor(moe: MoeCheckpoint, lazy: LazyTensor, new: NewLayer, field_nam
     """Rows of the router, or values of a bias: given, or picked from the source's."""
     info = moe.checkpoint.tensors[lazy.name]
     count = len(new.experts)
-    shape = (*info.shape[:-1], count) if len(lazy.shape) == 1 else (count, *info.shape[1:])  # a bias may be [1, E]
+    shape = (
+        (*info.shape[:-1], count) if len(lazy.shape) == 1 else (count, *info.shape[1:])
+    )  # a bias may be [1, E]
     dtype = torch_dtypes()[info.dtype]
 
     def pieces() -> Iterator[memoryview]:
@@ -205,7 +247,9 @@ def router_tensor(moe: MoeCheckpoint, lazy: LazyTensor, new: NewLayer, field_nam
     return PlannedTensor(lazy.name, info.dtype, shape, math.prod(shape) * dtype.itemsize, pieces)
 
 
-def state_tensor(moe: MoeCheckpoint, weights: LayerWeights, state: RouterState, new: NewLayer) -> PlannedTensor:
+def state_tensor(
+    moe: MoeCheckpoint, weights: LayerWeights, state: RouterState, new: NewLayer
+) -> PlannedTensor:
     """What else the router keeps, for the new experts."""
     name, dtype = state.tensor.name, state.tensor.dtype
     shape = state_shape(weights, state, len(new.experts))
@@ -221,9 +265,17 @@ def state_tensor(moe: MoeCheckpoint, weights: LayerWeights, state: RouterState, 
 
 
 def fused_tensor(
-    moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewLayer, together: dict[str, StoredParts], parts: StoredParts
-) -> PlannedTensor:  # fmt: skip
-    """One tensor with a part of every expert, one after the other: a source's part is copied, a new one's is made."""
+    moe: MoeCheckpoint,
+    source: StoredBytes,
+    layer: int,
+    new: NewLayer,
+    together: dict[str, StoredParts],
+    parts: StoredParts,
+) -> PlannedTensor:
+    """One tensor with a part of every expert, one after the other.
+
+    A source's part is copied, a new one's is made.
+    """
     assert parts.whole is not None
     size = source.nbytes(parts.name) // moe.layers[layer].n_experts
 
@@ -239,8 +291,13 @@ def fused_tensor(
 
 
 def given_tensor(
-    moe: MoeCheckpoint, layer: int, place: int, expert: NewExpert, together: dict[str, StoredParts], parts: StoredParts
-) -> PlannedTensor:  # fmt: skip
+    moe: MoeCheckpoint,
+    layer: int,
+    place: int,
+    expert: NewExpert,
+    together: dict[str, StoredParts],
+    parts: StoredParts,
+) -> PlannedTensor:
     """One expert's part of a stored tensor, its projections written through the views that read them."""
     name, dtype = parts.tensor_name(place), torch_dtypes()[parts.dtype]
 
@@ -266,7 +323,8 @@ def given_tensor(
 def finite(tensor: Tensor, name: str) -> Tensor:
     if not bool(tensor.isfinite().all()):
         raise BadInput(
-            f"tensor {name} to be written holds NaN or Inf in its dtype {tensor.dtype}; check what it was made of"
+            f"tensor {name} to be written holds NaN or Inf in its dtype {tensor.dtype}; check "
+            "what it was made of"
         )
     return tensor
 
@@ -276,21 +334,26 @@ def finite(tensor: Tensor, name: str) -> Tensor:
 
 def check_layer(moe: MoeCheckpoint, layer: int, new: NewLayer) -> None:
     if layer not in moe.layers:
-        raise BadInput(f"{moe.checkpoint.shown}: layer {layer} is not an MoE layer; MoE layers: {listed(moe.layers)}")
+        raise BadInput(
+            f"{moe.checkpoint.shown}: layer {layer} is not an MoE layer; MoE layers: {listed(moe.layers)}"
+        )
     check_rewritable(moe, layer, len(new.experts) != moe.layers[layer].n_experts)
     weights = moe.layers[layer]
     stacks = stacks_of(weights)
     for place, expert in enumerate(new.experts):
         if not isinstance(expert, NewExpert):
             if not 0 <= expert < weights.n_experts:
-                raise BadInput(f"layer {layer} has no expert {expert} to keep; it has 0 to {weights.n_experts - 1}")
+                raise BadInput(
+                    f"layer {layer} has no expert {expert} to keep; it has 0 to {weights.n_experts - 1}"
+                )
             continue
         for stack in PER_EXPERT:
             given = expert.part(stack)
             if (given is None) != (stack not in stacks):
                 wrong = "lacks" if given is None else "has"
                 raise BadInput(
-                    f"layer {layer}: new expert {place} {wrong} {stack}, unlike those of the source; give it like theirs"
+                    f"layer {layer}: new expert {place} {wrong} {stack}, unlike those of the "
+                    "source; give it like theirs"
                 )
             if given is not None and not callable(given):
                 check_given(moe, layer, place, stack, given)
@@ -301,19 +364,24 @@ def check_given(moe: MoeCheckpoint, layer: int, place: int, stack: str, tensor: 
     wanted = stacks_of(moe.layers[layer])[stack].shape[1:]
     if tuple(tensor.shape) != tuple(wanted):
         raise BadInput(
-            f"layer {layer}: {stack} of new expert {place} has shape {list(tensor.shape)}, expected {list(wanted)}; "
+            f"layer {layer}: {stack} of new expert {place} has shape {list(tensor.shape)}, "
+            f"expected {list(wanted)}; "
             "give it as LayerWeights has it"
         )
 
 
 def check_router(weights: LayerWeights, new: NewLayer) -> None:
-    """Rows and biases given where there are new experts, in the right shape, and none that the source has no place for."""
+    """Rows and biases given where there are new experts, in the right shape.
+
+    And none that the source has no place for.
+    """
     moved = len(new.experts) != weights.n_experts or any(
         expert != place for place, expert in enumerate(new.experts) if not isinstance(expert, NewExpert)
     )
     if weights.router_ED is None and not weights.router_state and moved:
         raise BadInput(
-            f"{weights.layer_name}: its router has no row for each expert, so it cannot be told that they are others; "
+            f"{weights.layer_name}: its router has no row for each expert, so it cannot be told "
+            "that they are others; "
             "keep each where it is"
         )
     lazies = routers_of(weights)
@@ -323,27 +391,36 @@ def check_router(weights: LayerWeights, new: NewLayer) -> None:
         if given is not None and part not in lazies:
             raise BadInput(f"layer {weights.layer}: {part} is given, but the source has none; leave it out")
         if given is None and part in lazies and made and new.leaders is None:
-            raise BadInput(f"layer {weights.layer}: new experts need {part}, one row or value an expert; give it")
+            raise BadInput(
+                f"layer {weights.layer}: new experts need {part}, one row or value an expert; give it"
+            )
         wanted = (len(new.experts), *lazies[part].shape[1:]) if part in lazies else ()
         if given is not None and tuple(given.shape) != wanted:
             raise BadInput(
-                f"layer {weights.layer}: {part} has shape {list(given.shape)}, expected {list(wanted)}; give one row an expert"
+                f"layer {weights.layer}: {part} has shape {list(given.shape)}, expected "
+                f"{list(wanted)}; give one row an expert"
             )
 
 
 def check_rewritable(moe: MoeCheckpoint, layer: int, recounted: bool) -> None:
-    """Refuse a layer that is quantised, or that holds tensors of its experts which the layout does not know."""
+    """Refuse a layer that is quantised.
+
+    Or that holds tensors of its experts which the layout does not know.
+    """
     weights, checkpoint = moe.layers[layer], moe.checkpoint
     config = checkpoint.config or {}
     quantised = [name for name in ("quantization_config", "compression_config") if config.get(name)]
     unstored = [name for name, stack in stacks_of(weights).items() if stack.stored is None]
     own = own_names(weights)
     packed = [
-        name for name in sorted(own - state_names(weights)) if checkpoint.tensors[name].dtype not in READABLE_DTYPES
+        name
+        for name in sorted(own - state_names(weights))
+        if checkpoint.tensors[name].dtype not in READABLE_DTYPES
     ]
     if quantised or unstored or packed:
         raise BadInput(
-            f"{checkpoint.shown}: layer {layer} is quantised ({(packed + quantised + unstored)[0]}) and cannot be rewritten; "
+            f"{checkpoint.shown}: layer {layer} is quantised "
+            f"({(packed + quantised + unstored)[0]}) and cannot be rewritten; "
             "give a bf16 checkpoint"
         )
     shared = weights.shared
@@ -354,8 +431,10 @@ def check_rewritable(moe: MoeCheckpoint, layer: int, recounted: bool) -> None:
         counted = recounted and name.startswith(f"{weights.layer_name}.") and weights.n_experts in info.shape
         if name not in known and (within or counted):
             raise BadInput(
-                f"{info.file}: tensor {name} {list(info.shape)} lies among the experts of layer {layer}, and this layout does not "
-                "know what it is, so they cannot be rewritten; remove it if the model does not need it"
+                f"{info.file}: tensor {name} {list(info.shape)} lies among the experts of layer "
+                f"{layer}, and this layout does not "
+                "know what it is, so they cannot be rewritten; remove it if the model does not "
+                "need it"
             )
 
 

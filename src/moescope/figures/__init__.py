@@ -1,4 +1,7 @@
-"""Tables in, figures out. Each list below is one part of the report; a figure that cannot be drawn fails the report."""
+"""Tables in, figures out.
+
+Each list below is one part of the report; a figure that cannot be drawn fails the report.
+"""
 
 from moescope.comparison.figures import DRIFT, EXPERT_DISTANCE
 from moescope.plotting.style import Figure, FigureSpec
@@ -40,10 +43,14 @@ ACROSS_LAYERS = [
     FigureSpec("overlap_by_k", ("orthogonality", "similarity"), redundancy.overlap_by_k),
     FigureSpec("ambiguity_by_layer", ("ambiguity",), identification.ambiguity_by_layer),
     FigureSpec(
-        "absolute_ambiguity_by_layer", ("ambiguity", "alignment_layers"), identification.absolute_ambiguity_by_layer
+        "absolute_ambiguity_by_layer",
+        ("ambiguity", "alignment_layers"),
+        identification.absolute_ambiguity_by_layer,
     ),
     FigureSpec(
-        "accuracy_and_margin_by_layer", ("ambiguity", "alignment_layers"), identification.accuracy_and_margin_by_layer
+        "accuracy_and_margin_by_layer",
+        ("ambiguity", "alignment_layers"),
+        identification.accuracy_and_margin_by_layer,
     ),
     FigureSpec("spectra_by_layer", ("spectra",), redundancy.spectra_by_layer),
     FigureSpec("ranks_by_layer", ("spectra",), redundancy.ranks_by_layer),

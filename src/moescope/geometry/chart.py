@@ -1,6 +1,8 @@
-"""The rows of the expert-distance chart: pairs of experts of one layer -> distances, and their mean beside what chance gives.
+"""The rows of the expert-distance chart: pairs of experts of one layer -> distances, and their mean beside
+what chance gives.
 
-A series is a name and a way of matching neurons; any pairs will do: the same expert in two checkpoints, or a cluster's dominant
+A series is a name and a way of matching neurons; any pairs will do: the same expert in two checkpoints, or a
+cluster's dominant
 member and each other one.
 """
 
@@ -33,7 +35,8 @@ class MatchBy:
     projections: tuple[str, ...]
 
 
-# None: experts are compared as they lie. held_out: down has no say in its own matching, so what it gains is real.
+# None: experts are compared as they lie. held_out: down has no say in its own matching, so what it gains is
+# real.
 MATCHINGS: dict[str, MatchBy | None] = {
     "none": None,
     "signed": MatchBy(True, PROJECTIONS),
@@ -53,10 +56,13 @@ def layer_geometry(
     seed: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, pd.DataFrame]:
-    """The rows of `geometry` and `geometry_layers` of one layer: expert pair[0] of `a` against pair[1] of `b`, which may be the same layer.
+    """The rows of `geometry` and `geometry_layers` of one layer: expert pair[0] of `a` against pair[1] of
+    `b`, which may be the same layer.
 
-    `series` names each series and its matching: {"m_smoe": "none", "m_smoe_permuted": "signed"}. All series share what was read and decomposed: a
-    matched R needs no new polar factor. Pairs of one first expert should stand together; then it is read once. Memory: two experts and their
+    `series` names each series and its matching: {"m_smoe": "none", "m_smoe_permuted": "signed"}. All series
+    share what was read and decomposed: a
+    matched R needs no new polar factor. Pairs of one first expert should stand together; then it is read
+    once. Memory: two experts and their
     polar factors. `tick` is called after each pair.
     """
     for matching in series.values():
@@ -73,7 +79,9 @@ def layer_geometry(
         for label, matching in series.items():
             keys = {"series": label, "layer": a.layer, "layer_name": a.layer_name}
             pair = {"expert_a": expert_a, "expert_b": expert_b, "matched": matching != "none"}
-            rows += [{**keys, **row, **pair} for row in pair_rows(first[1], second, MATCHINGS[matching], device)]
+            rows += [
+                {**keys, **row, **pair} for row in pair_rows(first[1], second, MATCHINGS[matching], device)
+            ]
         tick()
     geometry = pd.DataFrame(rows)
     if geometry.empty:
@@ -83,9 +91,14 @@ def layer_geometry(
 
 
 class LoadedExpert:
-    """One expert read, on the device, with the polar factors that were asked for. Whole where neurons are to be matched, else the matrices alone."""
+    """One expert read, on the device, with the polar factors that were asked for.
 
-    def __init__(self, layer: LayerWeights, number: int, matrices: Iterable[str], whole: bool, sv: bool, device: str):
+    Whole where neurons are to be matched, else the matrices alone.
+    """
+
+    def __init__(
+        self, layer: LayerWeights, number: int, matrices: Iterable[str], whole: bool, sv: bool, device: str
+    ):
         self.weights = on_device(layer.expert(number), device) if whole else None
         self.matrices: dict[str, Tensor] = {}
         self.factors: dict[str, PolarFactor] = {}
@@ -97,7 +110,8 @@ class LoadedExpert:
             assert matrix is not None
             if not torch.isfinite(matrix).all():
                 raise BadInput(
-                    f"{stack.names[number % len(stack.names)]}: expert {number} of layer {layer.layer} holds NaN or infinity; "
+                    f"{stack.names[number % len(stack.names)]}: expert {number} of layer "
+                    f"{layer.layer} holds NaN or infinity; "
                     "leave that layer out with --layers"
                 )
             self.matrices[name] = matrix
@@ -106,10 +120,14 @@ class LoadedExpert:
 
 
 def on_device(expert: ExpertWeights, device: str) -> ExpertWeights:
-    return replace(expert, **{name: tensor.to(device) for name, tensor in vars(expert).items() if tensor is not None})
+    return replace(
+        expert, **{name: tensor.to(device) for name, tensor in vars(expert).items() if tensor is not None}
+    )
 
 
-def pair_rows(a: LoadedExpert, b: LoadedExpert, match_by: MatchBy | None, device: str) -> list[dict[str, Any]]:
+def pair_rows(
+    a: LoadedExpert, b: LoadedExpert, match_by: MatchBy | None, device: str
+) -> list[dict[str, Any]]:
     """One row a matrix: distance and R, after matching where asked for."""
     matching: Matching | None = None
     if match_by is not None:
@@ -133,7 +151,10 @@ def pair_rows(a: LoadedExpert, b: LoadedExpert, match_by: MatchBy | None, device
 
 
 def layer_chance(layer: LayerWeights, match_by: MatchBy | None, seed: int = 0) -> dict[str, Chance]:
-    """What matching reaches on random experts of the layer's shape; of a series that is not matched, what signed matching would."""
+    """What matching reaches on random experts of the layer's shape.
+
+    Of a series that is not matched, what signed matching would.
+    """
     biases = (layer.gate_bias_EF, layer.up_bias_EF, layer.down_bias_ED)
     can_flip = layer.up_EFD is not None and all(bias is None for bias in biases)
     by = match_by or MatchBy(True, PROJECTIONS)
@@ -142,8 +163,13 @@ def layer_chance(layer: LayerWeights, match_by: MatchBy | None, seed: int = 0) -
     )
 
 
-def layer_means(geometry: pd.DataFrame, chance: Mapping[str, Mapping[str, Chance]], seed: int = 0) -> pd.DataFrame:
-    """The rows of `geometry_layers`: means over a layer's pairs with bootstrap intervals, beside what chance gives each series and matrix."""
+def layer_means(
+    geometry: pd.DataFrame, chance: Mapping[str, Mapping[str, Chance]], seed: int = 0
+) -> pd.DataFrame:
+    """The rows of `geometry_layers`.
+
+    Means over a layer's pairs with bootstrap intervals, beside what chance gives each series and matrix.
+    """
     rows = []
     for keys, pairs in geometry.groupby(["series", "layer", "layer_name", "matrix"], sort=False):
         row: dict[str, Any] = dict(zip(("series", "layer", "layer_name", "matrix"), keys, strict=True))
@@ -159,20 +185,28 @@ def layer_means(geometry: pd.DataFrame, chance: Mapping[str, Mapping[str, Chance
 
 
 def bootstrap(values: np.ndarray, units: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Mean, sample standard deviation, and the 95 % interval of the mean: percentiles of 2,000 means over units drawn with replacement.
+    """Mean, sample standard deviation, and the 95 % interval of the mean: percentiles of 2,000 means over
+    units drawn with replacement.
 
-    Pairs that share their first expert are one unit, since a dominant expert that lies apart is apart from all its members (Davison and Hinkley
-    1997, section 3.8). NaN where undefined: sd of one pair, interval of one unit. Percentiles of few units are rather too narrow.
+    Pairs that share their first expert are one unit, since a dominant expert that lies apart is apart from
+    all its members (Davison and Hinkley
+    1997, section 3.8). NaN where undefined: sd of one pair, interval of one unit. Percentiles of few units
+    are rather too narrow.
     """
     known = np.isfinite(values)
     values, units = values[known], units[known]
     if not len(values):
         return dict.fromkeys(("mean", "sd", "low", "high"), float("nan"))
-    found = {"mean": float(values.mean()), "sd": float(values.std(ddof=1)) if len(values) > 1 else float("nan")}
+    found = {
+        "mean": float(values.mean()),
+        "sd": float(values.std(ddof=1)) if len(values) > 1 else float("nan"),
+    }
     _, unit = np.unique(units, return_inverse=True)
     totals, counts = np.bincount(unit, weights=values), np.bincount(unit)
     if len(totals) < 2:
         return found | {"low": float("nan"), "high": float("nan")}
-    drawn = np.random.default_rng(seed).multinomial(len(totals), np.full(len(totals), 1 / len(totals)), size=DRAWS)
+    drawn = np.random.default_rng(seed).multinomial(
+        len(totals), np.full(len(totals), 1 / len(totals)), size=DRAWS
+    )
     low, high = np.quantile((drawn @ totals) / (drawn @ counts), [0.025, 0.975])
     return found | {"low": float(low), "high": float(high)}

@@ -37,7 +37,8 @@ class PairDistances:
 def distance(a: Tensor, b: Tensor) -> Distance:
     """The two matrices' distance, summed in fp64 in chunks.
 
-    relative_l2 comes from the difference itself: sqrt(2 - 2 cosine) would lose half of the digits where A and B are nearly equal,
+    relative_l2 comes from the difference itself: sqrt(2 - 2 cosine) would lose half of the digits where A and
+    B are nearly equal,
     which is what two steps of a training are.
     """
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
@@ -75,7 +76,10 @@ def norm_ratio(a: Tensor, b: Tensor) -> float:
 
 
 def gram(matrices: Sequence[Tensor]) -> Array:
-    """The E x E inner products of the matrices, in fp64; a chunk of each is converted at a time, so memory stays near the matrices' own."""
+    """The E x E inner products of the matrices, in fp64.
+
+    A chunk of each is converted at a time, so memory stays near the matrices' own.
+    """
     flat = [matrix.reshape(-1) for matrix in matrices]
     step = max(CHUNK // max(len(flat), 1), 1)
     total = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
@@ -86,7 +90,10 @@ def gram(matrices: Sequence[Tensor]) -> Array:
 
 
 def all_distances(matrices: Sequence[Tensor]) -> PairDistances:
-    """Every pair's distance from one Gram matrix. Relative L2 below 1e-7 is rounding: sqrt(2 - 2 cosine) keeps half of fp64's digits."""
+    """Every pair's distance from one Gram matrix.
+
+    Relative L2 below 1e-7 is rounding: sqrt(2 - 2 cosine) keeps half of fp64's digits.
+    """
     return distances_from_gram(gram(matrices))
 
 

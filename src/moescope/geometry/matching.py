@@ -1,7 +1,9 @@
 """Which neuron of one expert is which of another's.
 
-An expert is a sum over neurons: neuron p reads with row p of gate and up and writes with column p of down. Their order means nothing,
-and in a gated expert neither does the sign of (up, down) together, so two equal functions may look like unrelated matrices.
+An expert is a sum over neurons: neuron p reads with row p of gate and up and writes with column p of down.
+Their order means nothing,
+and in a gated expert neither does the sign of (up, down) together, so two equal functions may look like
+unrelated matrices.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ class Matching:
     score: float  # the sum over neurons of what was maximised; for equal experts, the number of projections
 
     def projection(self, name: str, matrix: Tensor) -> Tensor:
-        """One projection's matrix (or its polar factor: polar(P W) = P polar(W)) with neurons in their new places."""
+        """One projection's matrix (or its polar factor.
+
+        Polar(P W) = P polar(W)) with neurons in their new places.
+        """
         order = torch.from_numpy(self.order_F).to(matrix.device)
         sign = torch.from_numpy(self.sign_F).to(matrix)
         if name == "gate":
@@ -41,7 +46,10 @@ class Matching:
         raise unknown_name("projection", name, list(PROJECTIONS))
 
     def apply(self, member: ExpertWeights) -> ExpertWeights:
-        """The same function with its neurons in the dominant's order. The bias of down belongs to no neuron and stays."""
+        """The same function with its neurons in the dominant's order.
+
+        The bias of down belongs to no neuron and stays.
+        """
         order = torch.from_numpy(self.order_F).to(member.gate_FD.device)
         return ExpertWeights(
             self.projection("gate", member.gate_FD),
@@ -62,17 +70,22 @@ def match_neurons(
 ) -> Matching:
     """The one-to-one matching of the member's neurons to the dominant's with the largest total score.
 
-    score(p, q) = <g_p, g'_q> + |<u_p, u'_q> + <d_p, d'_q>|, every projection scaled to unit Frobenius norm; the sign inside the bars is the
-    flip of (up, down). Unsigned there are no bars: experts with biases, for which a flip is another function, or without a gate are
-    always matched so. Naming fewer projections leaves the others out of the score, for a check on what was held out.
+    score(p, q) = <g_p, g'_q> + |<u_p, u'_q> + <d_p, d'_q>|, every projection scaled to unit Frobenius norm;
+    the sign inside the bars is the
+    flip of (up, down). Unsigned there are no bars: experts with biases, for which a flip is another function,
+    or without a gate are
+    always matched so. Naming fewer projections leaves the others out of the score, for a check on what was
+    held out.
 
-    The assignment is exact (Jonker-Volgenant, scipy). It finds an order for unrelated experts too: read the distance that is
+    The assignment is exact (Jonker-Volgenant, scipy). It finds an order for unrelated experts too: read the
+    distance that is
     left beside what random experts reach (`nulls.py`).
     """
     check_projections(projections)
     if dominant.gate_FD.shape != member.gate_FD.shape or dominant.down_DF.shape != member.down_DF.shape:
         raise BadInput(
-            f"experts of {tuple(dominant.gate_FD.shape)} and {tuple(member.gate_FD.shape)} cannot be matched neuron by neuron; "
+            f"experts of {tuple(dominant.gate_FD.shape)} and {tuple(member.gate_FD.shape)} "
+            "cannot be matched neuron by neuron; "
             "give two experts of one shape"
         )
     signed = signed and can_flip(dominant) and can_flip(member)
@@ -108,7 +121,10 @@ def projection_matrix(expert: ExpertWeights, name: str) -> Tensor | None:
 
 
 def unit_neurons(expert: ExpertWeights, name: str, device: str) -> Tensor | None:
-    """One projection with a row for each neuron, at unit Frobenius norm; a projection of zeros stays zeros."""
+    """One projection with a row for each neuron, at unit Frobenius norm.
+
+    A projection of zeros stays zeros.
+    """
     matrix = projection_matrix(expert, name)
     if matrix is None:
         return None

@@ -1,6 +1,8 @@
-"""What chance gives: distances of unrelated experts, as they lie and after the best matching of their neurons.
+"""What chance gives: distances of unrelated experts, as they lie and after the best matching of their
+neurons.
 
-Unrelated experts are sqrt 2 apart and have R = 0. Matching brings any two experts closer, because it may choose among F! orders, so a
+Unrelated experts are sqrt 2 apart and have R = 0. Matching brings any two experts closer, because it may
+choose among F! orders, so a
 matched distance means something only below what the same matching makes of random experts of the same shape.
 """
 
@@ -40,14 +42,19 @@ def matched_chance(
     projections: tuple[str, ...] = PROJECTIONS,
     seed: int = 0,
 ) -> dict[str, Chance]:
-    """Projection -> relative L2 and R that matching with this objective reaches between Gaussian experts of F x D.
+    """Projection -> relative L2 and R that matching with this objective reaches between Gaussian experts of F
+    x D.
 
-    L2 = sqrt(2 - 2c), c the matched cosine, drawn: real experts matched by `match_neurons`. R = c (sum s)^2 / (r sum s^2), since matched random experts
-    are to first order correlated Gaussian matrices, and the share of a Gaussian matrix in its own polar factor is known from the law of its
+    L2 = sqrt(2 - 2c), c the matched cosine, drawn: real experts matched by `match_neurons`. R = c (sum s)^2 /
+    (r sum s^2), since matched random experts
+    are to first order correlated Gaussian matrices, and the share of a Gaussian matrix in its own polar
+    factor is known from the law of its
     singular values (Marchenko and Pastur 1967). A projection left out of the score keeps sqrt 2 and 0.
 
-    Two laws keep this cheap. The cosine falls as 1/sqrt(D), so width is drawn up to 1024 and scaled; and its square grows linearly in log F (the
-    extreme values of a Gaussian), so beyond 2048 neurons it is a line through what was drawn at 256 to 2048. Tests hold both against drawn experts.
+    Two laws keep this cheap. The cosine falls as 1/sqrt(D), so width is drawn up to 1024 and scaled; and its
+    square grows linearly in log F (the
+    extreme values of a Gaussian), so beyond 2048 neurons it is a line through what was drawn at 256 to 2048.
+    Tests hold both against drawn experts.
     """
     names = [name for name in PROJECTIONS if gated or name != "up"]
     scored = tuple(name for name in projections if name in names)
@@ -72,7 +79,10 @@ def matched_chance(
 def drawn_cosines(
     hidden: int, width: int, signed: bool, gated: bool, projections: tuple[str, ...], seed: int
 ) -> dict[str, float]:
-    """Projection -> cosine after matching, mean over pairs of random experts; more pairs of small experts, which scatter more."""
+    """Projection -> cosine after matching, mean over pairs of random experts.
+
+    More pairs of small experts, which scatter more.
+    """
     pairs = min(max(2048 // hidden, 2), 32)
     generator = torch.Generator().manual_seed(seed)
 
@@ -93,9 +103,11 @@ def drawn_cosines(
 
 
 def own_share(aspect: float) -> float:
-    """(sum s)^2 / (r sum s^2) of a large Gaussian matrix whose shorter side is `aspect` of the longer: 1 for a very long one, 0.72 for a square.
+    """(sum s)^2 / (r sum s^2) of a large Gaussian matrix whose shorter side is `aspect` of the longer: 1 for
+    a very long one, 0.72 for a square.
 
-    (2/pi integral over 0..pi of sin^2 t / sqrt(1 + g + 2 sqrt(g) cos t) dt)^2: the mean of sqrt(x) under Marchenko and Pastur's law, whose mean is 1.
+    (2/pi integral over 0..pi of sin^2 t / sqrt(1 + g + 2 sqrt(g) cos t) dt)^2: the mean of sqrt(x) under
+    Marchenko and Pastur's law, whose mean is 1.
     """
     steps = 4096
     angle = (np.arange(steps) + 0.5) * np.pi / steps

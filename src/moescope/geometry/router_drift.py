@@ -12,15 +12,19 @@ from moescope.types import LayerWeights
 
 
 def router_drift(a: LayerWeights, b: LayerWeights, series: str, seed: int = 0) -> dict[str, pd.DataFrame]:
-    """The rows of `geometry` and `geometry_layers` with matrix "router": row e of `a` against row e of `b`, as stored.
+    """The rows of `geometry` and `geometry_layers` with matrix "router": row e of `a` against row e of `b`,
+    as stored.
 
-    Cosine 1 is unmoved, 0 what an unrelated row gives, sqrt 2 its relative L2. Rows have no singular vectors, so no R. A vector added to all rows turns
+    Cosine 1 is unmoved, 0 what an unrelated row gives, sqrt 2 its relative L2. Rows have no singular vectors,
+    so no R. A vector added to all rows turns
     each of them, and a softmax does not see it. Both routers must have rows.
     """
     read = []
     for layer in (a, b):
         if layer.router_ED is None:
-            raise BadInput(f"{layer.layer_name}: its router has no row for each expert; leave router out of --matrix")
+            raise BadInput(
+                f"{layer.layer_name}: its router has no row for each expert; leave router out of --matrix"
+            )
         rows = layer.router_ED.read()
         if not bool(rows.isfinite().all()):
             raise BadInput(

@@ -1,4 +1,7 @@
-"""What every column means: one text, used by the tables' schema, the figures' captions and the report's glossary."""
+"""What every column means.
+
+One text, used by the tables' schema, the figures' captions and the report's glossary.
+"""
 
 from moescope.glossary.column import Column
 from moescope.glossary.experts import EXPERTS

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """A column's kind (int, float, bool, text, floats, ints) and everything a reader needs to judge a number in it."""
+    """A column's kind (int, float, bool, text, floats.
+
+    Ints) and everything a reader needs to judge a number in it.
+    """
 
     kind: str
     meaning: str

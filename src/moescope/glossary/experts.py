@@ -6,66 +6,293 @@ from moescope.glossary.column import Column
 
 EXPERTS: dict[str, Column] = {
     # --- distances between experts
-    "series": Column("text", "What is compared: base_to_ift for the same expert in two checkpoints, or the name a series was given; a method's name for its clusters, the dominant member against each other one. "
-                             "Names that end in _permuted: after matching neurons (_unsigned: order alone); in _held_out: matched by gate and up, so that down is a check."),
-    "geometry.matrix": Column("text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."),
-    "geometry_layers.matrix": Column("text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."),
-    "geometry.expert_a": Column("int", "The expert in the first checkpoint, or the dominant member of the cluster."),
+    "series": Column(
+        "text",
+        (
+            "What is compared: base_to_ift for the same expert in two checkpoints, or the name a "
+            "series was given; a method's name for its clusters, the dominant member against each "
+            "other one. "
+            "Names that end in _permuted: after matching neurons (_unsigned: order alone); in "
+            "_held_out: matched by gate and up, so that down is a check."
+        ),
+    ),
+    "geometry.matrix": Column(
+        "text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."
+    ),
+    "geometry_layers.matrix": Column(
+        "text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."
+    ),
+    "geometry.expert_a": Column(
+        "int", "The expert in the first checkpoint, or the dominant member of the cluster."
+    ),
     "geometry.expert_b": Column("int", "The expert it is compared with."),
-    "relative_l2": Column("float", "Distance of two matrices, each scaled to norm 1.", "‖A/‖A‖ − B/‖B‖‖_F", worst="2: opposite", chance="√2, or null_l2_matched after matching", best="0",
-                          misleads="Equal functions with neurons in another order are √2 apart. Change of scale is not seen: read norm_ratio.", title="relative L2"),
-    "geometry.cosine": Column("float", "Cosine of the two matrices as long vectors; of a router row, by how far it turned.", "⟨A, B⟩/(‖A‖ ‖B‖) = 1 − relative_l2²/2", worst="−1", chance="0", best="1",
-                              misleads="A vector added to all router rows changes every cosine and, under a softmax, nothing else."),
-    "norm_ratio": Column("float", "How much larger the second matrix is.", "‖B‖/‖A‖", chance="1 for matrices of equal norm", best="1", title="norm ratio"),
-    "sv_alignment": Column("float", "R: how much of the singular directions two matrices share, all directions counted alike whatever their singular values. Null for router rows.",
-                           "⟨Q_A, Q_B⟩_F/√(rank_A rank_B), Q = U V′", worst="−1", chance="0, or null_sv_matched after matching", best="1",
-                           misleads="Noise in the smallest directions counts as much as in the largest: 10 % of noise leaves 0.994 of a 768 × 2048 matrix, 0.98 of a square one.", title="SV alignment R"),
-    "matched": Column("bool", "Whether the second expert's neurons were first brought into the order (and signs) that fit the first one best."),
-    "relative_l2_mean": Column("float", "Mean relative L2 over the layer's pairs.", chance="null_l2, or null_l2_matched after matching", best="0", title="relative L2"),
-    "relative_l2_sd": Column("float", "Sample standard deviation over the pairs; null for one pair.", title="L2, sd"),
-    "relative_l2_low": Column("float", "Lower end of the mean's 95 % interval.", "2.5 % quantile of 2,000 bootstrap means over first experts, each with all its pairs",
-                              misleads="Null for fewer than two first experts; of fewer than ten it is rather too narrow.", title="L2, low"),
+    "relative_l2": Column(
+        "float",
+        "Distance of two matrices, each scaled to norm 1.",
+        "‖A/‖A‖ − B/‖B‖‖_F",
+        worst="2: opposite",
+        chance="√2, or null_l2_matched after matching",
+        best="0",
+        misleads=(
+            "Equal functions with neurons in another order are √2 apart. Change of scale is not "
+            "seen: read norm_ratio."
+        ),
+        title="relative L2",
+    ),
+    "geometry.cosine": Column(
+        "float",
+        "Cosine of the two matrices as long vectors; of a router row, by how far it turned.",
+        "⟨A, B⟩/(‖A‖ ‖B‖) = 1 − relative_l2²/2",
+        worst="−1",
+        chance="0",
+        best="1",
+        misleads="A vector added to all router rows changes every cosine and, under a softmax, nothing else.",
+    ),
+    "norm_ratio": Column(
+        "float",
+        "How much larger the second matrix is.",
+        "‖B‖/‖A‖",
+        chance="1 for matrices of equal norm",
+        best="1",
+        title="norm ratio",
+    ),
+    "sv_alignment": Column(
+        "float",
+        (
+            "R: how much of the singular directions two matrices share, all directions counted alike "
+            "whatever their singular values. Null for router rows."
+        ),
+        "⟨Q_A, Q_B⟩_F/√(rank_A rank_B), Q = U V′",
+        worst="−1",
+        chance="0, or null_sv_matched after matching",
+        best="1",
+        misleads=(
+            "Noise in the smallest directions counts as much as in the largest: 10 % of noise leaves "
+            "0.994 of a 768 × 2048 matrix, 0.98 of a square one."
+        ),
+        title="SV alignment R",
+    ),
+    "matched": Column(
+        "bool",
+        (
+            "Whether the second expert's neurons were first brought into the order (and signs) that "
+            "fit the first one best."
+        ),
+    ),
+    "relative_l2_mean": Column(
+        "float",
+        "Mean relative L2 over the layer's pairs.",
+        chance="null_l2, or null_l2_matched after matching",
+        best="0",
+        title="relative L2",
+    ),
+    "relative_l2_sd": Column(
+        "float", "Sample standard deviation over the pairs; null for one pair.", title="L2, sd"
+    ),
+    "relative_l2_low": Column(
+        "float",
+        "Lower end of the mean's 95 % interval.",
+        "2.5 % quantile of 2,000 bootstrap means over first experts, each with all its pairs",
+        misleads="Null for fewer than two first experts; of fewer than ten it is rather too narrow.",
+        title="L2, low",
+    ),
     "relative_l2_high": Column("float", "Upper end of that interval.", title="L2, high"),
-    "sv_alignment_mean": Column("float", "Mean R over the layer's pairs.", chance="0, or null_sv_matched after matching", best="1", title="SV alignment R"),
-    "sv_alignment_sd": Column("float", "Sample standard deviation of R over the pairs; null for one pair.", title="R, sd"),
-    "sv_alignment_low": Column("float", "Lower end of the 95 % interval of the mean R, made like relative_l2_low.", title="R, low"),
+    "sv_alignment_mean": Column(
+        "float",
+        "Mean R over the layer's pairs.",
+        chance="0, or null_sv_matched after matching",
+        best="1",
+        title="SV alignment R",
+    ),
+    "sv_alignment_sd": Column(
+        "float", "Sample standard deviation of R over the pairs; null for one pair.", title="R, sd"
+    ),
+    "sv_alignment_low": Column(
+        "float", "Lower end of the 95 % interval of the mean R, made like relative_l2_low.", title="R, low"
+    ),
     "sv_alignment_high": Column("float", "Upper end of that interval.", title="R, high"),
     "null_l2": Column("float", "Relative L2 of unrelated experts as they lie.", "√2", title="L2, unrelated"),
-    "null_l2_matched": Column("float", "Relative L2 that matching neurons reaches on random Gaussian experts of the same shape; null for router rows.", "√(2 − 2c), c drawn; beyond 2,048 neurons c² is extended in log F",
-                              title="L2, random matched"),
-    "null_sv_matched": Column("float", "R that the same matching reaches on them.", "c (Σs)²/(r Σs²) by Marchenko and Pastur's law", title="R, random matched"),
+    "null_l2_matched": Column(
+        "float",
+        (
+            "Relative L2 that matching neurons reaches on random Gaussian experts of the same shape; "
+            "null for router rows."
+        ),
+        "√(2 − 2c), c drawn; beyond 2,048 neurons c² is extended in log F",
+        title="L2, random matched",
+    ),
+    "null_sv_matched": Column(
+        "float",
+        "R that the same matching reaches on them.",
+        "c (Σs)²/(r Σs²) by Marchenko and Pastur's law",
+        title="R, random matched",
+    ),
     # --- compression
-    "method": Column("text", "The method the experts were chosen by; random (seed N) for a control that does as much at random."),
-    "cluster": Column("int", "The number the expert, or the one it is merged into, has in the compressed model; null where it is dropped."),
-    "dominant": Column("bool", "Whether this member's neurons give the order that the others of its cluster are brought into."),
-    "weight": Column("float", "Its share in the merged expert; shares of a cluster sum to 1. Null where it is dropped.", chance="1 for an expert kept alone"),
-    "kept": Column("bool", "Whether anything of this expert is in the compressed model: false where it is dropped."),
+    "method": Column(
+        "text",
+        "The method the experts were chosen by; random (seed N) for a control that does as much at random.",
+    ),
+    "cluster": Column(
+        "int",
+        (
+            "The number the expert, or the one it is merged into, has in the compressed model; null "
+            "where it is dropped."
+        ),
+    ),
+    "dominant": Column(
+        "bool",
+        "Whether this member's neurons give the order that the others of its cluster are brought into.",
+    ),
+    "weight": Column(
+        "float",
+        "Its share in the merged expert; shares of a cluster sum to 1. Null where it is dropped.",
+        chance="1 for an expert kept alone",
+    ),
+    "kept": Column(
+        "bool", "Whether anything of this expert is in the compressed model: false where it is dropped."
+    ),
     "merge": Column("int", "The step's number in its layer, from 0, the nearest first."),
-    "merges.left": Column("int", "What is joined: an expert's number; from the number of experts on, what step (number − experts) made."),
+    "merges.left": Column(
+        "int",
+        (
+            "What is joined: an expert's number; from the number of experts on, what step (number − "
+            "experts) made."
+        ),
+    ),
     "merges.right": Column("int", "What it is joined with, numbered alike."),
-    "height": Column("float", "How far apart the two are in the method's own measure: mean outputs (hc_smoe), 1 − cosine of router logits (m_smoe), weights after matching (weights).", chance="chance_height", best="0"),
-    "chance_height": Column("float", "The height of experts that have nothing to do with each other: outputs of the same sizes in unrelated directions, 1 + 1/(n − 1), or matched random experts.", title="height by chance"),
+    "height": Column(
+        "float",
+        (
+            "How far apart the two are in the method's own measure: mean outputs (hc_smoe), 1 − "
+            "cosine of router logits (m_smoe), weights after matching (weights)."
+        ),
+        chance="chance_height",
+        best="0",
+    ),
+    "chance_height": Column(
+        "float",
+        (
+            "The height of experts that have nothing to do with each other: outputs of the same "
+            "sizes in unrelated directions, 1 + 1/(n − 1), or matched random experts."
+        ),
+        title="height by chance",
+    ),
     "merges.size": Column("int", "Experts in what results.", chance="2 where two experts join"),
     "done": Column("bool", "Whether the plan carries the step out: false above the cut."),
-    "saliency.tokens": Column("int", "Calibration tokens that were routed to the expert: what frequency prunes by.", "|X|", worst="0", chance="tokens · k/n"),
-    "saliency.gate_mass": Column("float", "Sum of the gates it was given.", "Σ_X g", worst="0", chance="the mean over the layer's experts", title="gate mass"),
-    "ean": Column("float", "Sum over its tokens of the norm of its output, gate left out.", "Σ_X ‖f‖", worst="0", chance="the mean over the layer's experts", title="output norms"),
-    "reap": Column("float", "Mean over its tokens of gate times norm of its output; 0 without a token.", "(1/|X|) Σ_X g ‖f‖", worst="0", chance="the mean over the layer's experts",
-                   misleads="A mean over a handful of tokens is loose: read the interval of its rank.", title="REAP"),
-    "rank_low": Column("float", "Lower end of the 95 % interval of the expert's rank, 1 the most salient, by the score the run prunes by (reap where it does not prune).",
-                       "2.5 % quantile over 1,000 draws of groups of documents; tied experts share their mean rank", chance="1 where nothing sets experts apart",
-                       misleads="Null under 20 documents.", title="rank, low"),
-    "rank_high": Column("float", "Upper end of that interval. Experts whose intervals reach over the cut may be pruned or kept by luck.", chance="n where nothing sets experts apart", title="rank, high"),
-    "predicted_error": Column("float", "Error of the layer's routed output on calibration states, foretold before anything is written; each layer by itself.", "‖y′ − y‖/‖y‖", chance="that of the random control", best="0",
-                              misleads="Shared experts are left out of both. Errors that travel from layer to layer are not in it: read perplexity.", title="predicted error"),
-    "measured_error": Column("float", "The same of the written model's own blocks, on states of held-out text.", "‖y′ − y‖/‖y‖", chance="that of the random control", best="0", title="measured error"),
-    "router_kl": Column("float", "How far the new router is from the old one: from the probability of each group to the new router's, plus −log of the share that dropped experts had. In nats.",
-                        "E[KL(p_group ‖ q)] − E[log Σ_kept p]", chance="that of the random control", best="0", title="router KL"),
-    "perplexity": Column("float", "Perplexity of the compressed model on held-out text.", "exp(−mean log p(next token))", worst="above the vocabulary's size: worse than guessing", chance="that of the random control", best="perplexity_original",
-                         title="perplexity"),
-    "perplexity_original": Column("float", "Perplexity of the original on the same text.", title="original's"),
-    "js_divergence": Column("float", "Jensen-Shannon divergence of next-token distributions from the original's, mean over held-out positions (8,192 at most), in nats.",
-                            "½ KL(p ‖ m) + ½ KL(q ‖ m), m = (p + q)/2", worst="ln 2 = 0.693", chance="that of the random control", best="0", title="JS divergence"),
-    "bytes": Column("int", "Bytes of all tensors of the compressed checkpoint.", best="bytes_original less what was dropped"),
+    "saliency.tokens": Column(
+        "int",
+        "Calibration tokens that were routed to the expert: what frequency prunes by.",
+        "|X|",
+        worst="0",
+        chance="tokens · k/n",
+    ),
+    "saliency.gate_mass": Column(
+        "float",
+        "Sum of the gates it was given.",
+        "Σ_X g",
+        worst="0",
+        chance="the mean over the layer's experts",
+        title="gate mass",
+    ),
+    "ean": Column(
+        "float",
+        "Sum over its tokens of the norm of its output, gate left out.",
+        "Σ_X ‖f‖",
+        worst="0",
+        chance="the mean over the layer's experts",
+        title="output norms",
+    ),
+    "reap": Column(
+        "float",
+        "Mean over its tokens of gate times norm of its output; 0 without a token.",
+        "(1/|X|) Σ_X g ‖f‖",
+        worst="0",
+        chance="the mean over the layer's experts",
+        misleads="A mean over a handful of tokens is loose: read the interval of its rank.",
+        title="REAP",
+    ),
+    "rank_low": Column(
+        "float",
+        (
+            "Lower end of the 95 % interval of the expert's rank, 1 the most salient, by the score "
+            "the run prunes by (reap where it does not prune)."
+        ),
+        "2.5 % quantile over 1,000 draws of groups of documents; tied experts share their mean rank",
+        chance="1 where nothing sets experts apart",
+        misleads="Null under 20 documents.",
+        title="rank, low",
+    ),
+    "rank_high": Column(
+        "float",
+        (
+            "Upper end of that interval. Experts whose intervals reach over the cut may be pruned or "
+            "kept by luck."
+        ),
+        chance="n where nothing sets experts apart",
+        title="rank, high",
+    ),
+    "predicted_error": Column(
+        "float",
+        (
+            "Error of the layer's routed output on calibration states, foretold before anything is "
+            "written; each layer by itself."
+        ),
+        "‖y′ − y‖/‖y‖",
+        chance="that of the random control",
+        best="0",
+        misleads=(
+            "Shared experts are left out of both. Errors that travel from layer to layer are not in "
+            "it: read perplexity."
+        ),
+        title="predicted error",
+    ),
+    "measured_error": Column(
+        "float",
+        "The same of the written model's own blocks, on states of held-out text.",
+        "‖y′ − y‖/‖y‖",
+        chance="that of the random control",
+        best="0",
+        title="measured error",
+    ),
+    "router_kl": Column(
+        "float",
+        (
+            "How far the new router is from the old one: from the probability of each group to the "
+            "new router's, plus −log of the share that dropped experts had. In nats."
+        ),
+        "E[KL(p_group ‖ q)] − E[log Σ_kept p]",
+        chance="that of the random control",
+        best="0",
+        title="router KL",
+    ),
+    "perplexity": Column(
+        "float",
+        "Perplexity of the compressed model on held-out text.",
+        "exp(−mean log p(next token))",
+        worst="above the vocabulary's size: worse than guessing",
+        chance="that of the random control",
+        best="perplexity_original",
+        title="perplexity",
+    ),
+    "perplexity_original": Column(
+        "float", "Perplexity of the original on the same text.", title="original's"
+    ),
+    "js_divergence": Column(
+        "float",
+        (
+            "Jensen-Shannon divergence of next-token distributions from the original's, mean over "
+            "held-out positions (8,192 at most), in nats."
+        ),
+        "½ KL(p ‖ m) + ½ KL(q ‖ m), m = (p + q)/2",
+        worst="ln 2 = 0.693",
+        chance="that of the random control",
+        best="0",
+        title="JS divergence",
+    ),
+    "bytes": Column(
+        "int",
+        "Bytes of all tensors of the compressed checkpoint.",
+        best="bytes_original less what was dropped",
+    ),
     "bytes_original": Column("int", "Bytes of all tensors of the original.", title="original's bytes"),
-}  # fmt: skip
+}

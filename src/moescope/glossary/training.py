@@ -6,36 +6,88 @@ from moescope.glossary.column import Column
 
 TRAINING: dict[str, Column] = {
     # --- training
-    "steps.tokens": Column("int", "Real tokens read from the start of training up to this step, over all ranks and micro-batches."),
+    "steps.tokens": Column(
+        "int",
+        "Real tokens read from the start of training up to this step, over all ranks and micro-batches.",
+    ),
     "train_loss": Column("float", "The loss as trained, mean over the steps since the row before."),
-    "lm_loss": Column("float", "The same without the auxiliary loss.", "loss − coefficient × auxiliary loss", best="the entropy of the text"),
-    "aux_loss": Column("float", "The load-balancing loss before its coefficient, as the model gives it; null where it gives none.",
-                       chance="k for a router that spreads tokens evenly (Mixtral's formula)"),
+    "lm_loss": Column(
+        "float",
+        "The same without the auxiliary loss.",
+        "loss − coefficient × auxiliary loss",
+        best="the entropy of the text",
+    ),
+    "aux_loss": Column(
+        "float",
+        "The load-balancing loss before its coefficient, as the model gives it; null where it gives none.",
+        chance="k for a router that spreads tokens evenly (Mixtral's formula)",
+    ),
     "validation_loss": Column("float", "The evaluation's loss; null at steps without one."),
-    "validation_loss_published": Column("float", "The evaluation's loss by the formula of a published comparison; null where there is none."),
+    "validation_loss_published": Column(
+        "float", "The evaluation's loss by the formula of a published comparison; null where there is none."
+    ),
     "learning_rate": Column("float", "The learning rate of the step."),
-    "gradient_norm": Column("float", "The norm of the whole gradient before it is clipped.", "‖∂ loss/∂ all weights‖"),
+    "gradient_norm": Column(
+        "float", "The norm of the whole gradient before it is clipped.", "‖∂ loss/∂ all weights‖"
+    ),
     "tokens_per_second": Column("float", "Real tokens a second since the row before, over all ranks."),
     "step_seconds": Column("float", "Seconds a step since the row before."),
     "peak_memory_bytes": Column("int", "The most memory the first rank's device has held; null on a CPU."),
-    "lm_gradient_norm": Column("float", "How strongly the language-model loss pulls on the layer's router.", "‖∂ lm_loss/∂ W_router‖",
-                               worst="0: the router learns nothing from the text, as with renormalised top-1 gates", best="depends on the aim"),
-    "aux_gradient_norm": Column("float", "How strongly the auxiliary loss pulls on it, its coefficient included; null where there is none.",
-                                "‖∂ (coefficient × aux_loss)/∂ W_router‖"),
-    "alerts.expert": Column("int", "The expert, where the alert is about one; null where it is about its layer."),
-    "kind": Column("text", "dead: an expert no token chose for that many steps. max_load: the busiest expert's load over the mean. unused: the share of "
-                           "experts without a token. entropy: the router is all but certain of every token, so its gates teach it little; not raised for "
-                           "routers that are built to be sure, such as SPECTRA. nan: gates or logits are not numbers."),
+    "lm_gradient_norm": Column(
+        "float",
+        "How strongly the language-model loss pulls on the layer's router.",
+        "‖∂ lm_loss/∂ W_router‖",
+        worst="0: the router learns nothing from the text, as with renormalised top-1 gates",
+        best="depends on the aim",
+    ),
+    "aux_gradient_norm": Column(
+        "float",
+        "How strongly the auxiliary loss pulls on it, its coefficient included; null where there is none.",
+        "‖∂ (coefficient × aux_loss)/∂ W_router‖",
+    ),
+    "alerts.expert": Column(
+        "int", "The expert, where the alert is about one; null where it is about its layer."
+    ),
+    "kind": Column(
+        "text",
+        (
+            "dead: an expert no token chose for that many steps. max_load: the busiest expert's load "
+            "over the mean. unused: the share of "
+            "experts without a token. entropy: the router is all but certain of every token, so its "
+            "gates teach it little; not raised for "
+            "routers that are built to be sure, such as SPECTRA. nan: gates or logits are not "
+            "numbers."
+        ),
+    ),
     "alerts.value": Column("float", "What was seen; null for nan."),
     "threshold": Column("float", "From where on it is an alert: a setting."),
     "message": Column("text", "The same in a sentence."),
     # --- the lab
     "overhead.router": Column("text", "The router, and what was switched off or on in it."),
-    "component": Column("text", "A part of the block, disjoint from the others: experts; update, what changes after a step without gradients; routing, "
-                                "the whole router; or the router's own parts, with rest for what it does beside them."),
-    "milliseconds": Column("float", "How long a forward pass spends in it, in training mode; median over repetitions.",
-                           misleads="With few tokens on a GPU it is the time to launch kernels. Backward passes are not in it."),
-    "flops": Column("int", "Floating-point operations of one pass.", "2 m n k a matrix product, one an element elsewhere",
-                    misleads="Sorting and moving numbers count nothing, yet take time."),
-    "overhead.share": Column("float", "Its part of the block's time.", "milliseconds/Σ milliseconds of the router's rows", worst="1", best="0, of all but the experts"),
-}  # fmt: skip
+    "component": Column(
+        "text",
+        (
+            "A part of the block, disjoint from the others: experts; update, what changes after a "
+            "step without gradients; routing, "
+            "the whole router; or the router's own parts, with rest for what it does beside them."
+        ),
+    ),
+    "milliseconds": Column(
+        "float",
+        "How long a forward pass spends in it, in training mode; median over repetitions.",
+        misleads="With few tokens on a GPU it is the time to launch kernels. Backward passes are not in it.",
+    ),
+    "flops": Column(
+        "int",
+        "Floating-point operations of one pass.",
+        "2 m n k a matrix product, one an element elsewhere",
+        misleads="Sorting and moving numbers count nothing, yet take time.",
+    ),
+    "overhead.share": Column(
+        "float",
+        "Its part of the block's time.",
+        "milliseconds/Σ milliseconds of the router's rows",
+        worst="1",
+        best="0, of all but the experts",
+    ),
+}

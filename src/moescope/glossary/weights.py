@@ -6,24 +6,43 @@ from moescope.glossary.column import Column
 
 WEIGHTS: dict[str, Column] = {
     # --- keys
-    "step": Column("int", "Which checkpoint of a training run, or the optimiser step that ends a stretch of it; 0 for a model looked at once."),
+    "step": Column(
+        "int",
+        (
+            "Which checkpoint of a training run, or the optimiser step that ends a stretch of it; 0 "
+            "for a model looked at once."
+        ),
+    ),
     "layer": Column("int", "The layer's number in the model, from 0."),
     "layer_name": Column("text", "The MoE block's name in the checkpoint."),
     "matrix": Column(
         "text",
-        "Which expert matrix is read: gate, up, gate_up (both stacked on the hidden axis, each scaled to unit Frobenius norm), "
-        "or down (its left singular vectors, so that they live in d_model too).",
+        (
+            "Which expert matrix is read: gate, up, gate_up (both stacked on the hidden axis, each "
+            "scaled to unit Frobenius norm), "
+            "or down (its left singular vectors, so that they live in d_model too)."
+        ),
     ),
     "router": Column(
         "text",
-        "raw: router rows as stored. centered: rows less their mean. A softmax ignores a vector common to all rows, so "
-        "centered is the reading that does not depend on that choice of origin.",
-        misleads="Centering ties the rows together: their chance cosine is −1/(n−1), not 0. It has no meaning for sigmoid gates.",
+        (
+            "raw: router rows as stored. centered: rows less their mean. A softmax ignores a vector "
+            "common to all rows, so "
+            "centered is the reading that does not depend on that choice of origin."
+        ),
+        misleads=(
+            "Centering ties the rows together: their chance cosine is −1/(n−1), not 0. It has no "
+            "meaning for sigmoid gates."
+        ),
     ),
     "fold_norm": Column(
         "bool",
-        "Whether the weight of the norm in front of the block was multiplied into router and expert input (for down: router only). "
-        "Only the folded reading stays the same when scale is moved between norm, router and experts.",
+        (
+            "Whether the weight of the norm in front of the block was multiplied into router and "
+            "expert input (for down: router only). "
+            "Only the folded reading stays the same when scale is moved between norm, router and "
+            "experts."
+        ),
     ),
     "k": Column("int", "How many leading singular vectors of the expert are used."),
     "expert": Column("int", "The expert's number in its layer, from 0."),
@@ -34,118 +53,252 @@ WEIGHTS: dict[str, Column] = {
     # --- alignment
     "align": Column(
         "float",
-        "The share of a router row's length (squared) that lies in the expert's first k right singular directions.",
+        (
+            "The share of a router row's length (squared) that lies in the expert's first k right "
+            "singular directions."
+        ),
         "align(i, j; k) = Σₐ≤ₖ (vₐ(Wⱼ) · rᵢ)², ‖rᵢ‖ = 1",
-        worst="0", chance="min(k, rank)/d", best="1",
-        misleads="It grows with k by itself and reaches 1 at k = d whatever the weights. Read it only beside its chance level.",
+        worst="0",
+        chance="min(k, rank)/d",
+        best="1",
+        misleads=(
+            "It grows with k by itself and reaches 1 at k = d whatever the weights. Read it only "
+            "beside its chance level."
+        ),
         title="alignment",
     ),
     "random_expectation": Column(
-        "float", "The alignment a router drawn uniformly from the sphere would have.", "min(k, rank)/d",
-        misleads="Real routers and experts share directions (all live in the same activations), so beating it says little about "
-        "pairing; the shuffle null does.",
+        "float",
+        "The alignment a router drawn uniformly from the sphere would have.",
+        "min(k, rank)/d",
+        misleads=(
+            "Real routers and experts share directions (all live in the same activations), so "
+            "beating it says little about "
+            "pairing; the shuffle null does."
+        ),
         title="random expectation",
     ),
     "effect_over_random": Column(
-        "float", "Alignment beyond that of a random direction.", "align − min(k, rank)/d",
-        worst="−min(k, rank)/d", chance="0 for a random direction", best="1 − min(k, rank)/d",
-        misleads="It is large for every expert, right or wrong, when all experts share their leading directions.",
+        "float",
+        "Alignment beyond that of a random direction.",
+        "align − min(k, rank)/d",
+        worst="−min(k, rank)/d",
+        chance="0 for a random direction",
+        best="1 − min(k, rank)/d",
+        misleads=(
+            "It is large for every expert, right or wrong, when all experts share their leading directions."
+        ),
         title="effect over random",
     ),
     "shuffle_mean": Column(
-        "float", "The mean alignment of a router with an expert picked at random from its layer.", "mean of all n² entries of M(k)",
+        "float",
+        "The mean alignment of a router with an expert picked at random from its layer.",
+        "mean of all n² entries of M(k)",
         misleads="It includes the n right pairs, so it moves a little with them.",
         title="shuffle mean",
     ),
     "shuffle_std": Column(
-        "float", "The spread of those alignments.", "population standard deviation of all n² entries of M(k)",
+        "float",
+        "The spread of those alignments.",
+        "population standard deviation of all n² entries of M(k)",
         misleads="Right pairs that stand out widen it themselves; this is why z has a ceiling.",
         title="shuffle std",
     ),
     "delta_vs_shuffle": Column(
-        "float", "How much better a router fits its own expert than an average expert of its layer.", "align − shuffle_mean",
-        worst="−1", chance="0", best="1", title="delta vs shuffle",
+        "float",
+        "How much better a router fits its own expert than an average expert of its layer.",
+        "align − shuffle_mean",
+        worst="−1",
+        chance="0",
+        best="1",
+        title="delta vs shuffle",
     ),
     "z_vs_shuffle": Column(
-        "float", "Delta in units of the shuffle's spread.", "delta_vs_shuffle / shuffle_std; 0 where the std is 0",
-        worst="−√(n−1) for a layer", chance="0", best="√(n−1) for a layer, √(n²−1) for one expert",
-        misleads="It is not a confidence. A layer's mean z cannot exceed √(n−1): 2.65 for 8 experts, so “z > 3” is out of reach "
-        "there. For confidence read p_value.",
+        "float",
+        "Delta in units of the shuffle's spread.",
+        "delta_vs_shuffle / shuffle_std; 0 where the std is 0",
+        worst="−√(n−1) for a layer",
+        chance="0",
+        best="√(n−1) for a layer, √(n²−1) for one expert",
+        misleads=(
+            "It is not a confidence. A layer's mean z cannot exceed √(n−1): 2.65 for 8 experts, so "
+            "“z > 3” is out of reach "
+            "there. For confidence read p_value."
+        ),
         title="z vs shuffle",
     ),
     "z_ceiling": Column(
-        "float", "The largest mean z that any layer of n experts can show under the closed-form null.", "√(n−1)", title="z ceiling",
+        "float",
+        "The largest mean z that any layer of n experts can show under the closed-form null.",
+        "√(n−1)",
+        title="z ceiling",
         misleads="The sampled null is noisy and may put z above it.",
     ),
     "cos_squared": Column(
-        "float", "Squared cosine of a router row and its expert's top singular vector; given at k = 1 only.", "(v₁(Wᵢ) · rᵢ)²",
-        worst="0", chance="1/d", best="1", title="cos²",
+        "float",
+        "Squared cosine of a router row and its expert's top singular vector; given at k = 1 only.",
+        "(v₁(Wᵢ) · rᵢ)²",
+        worst="0",
+        chance="1/d",
+        best="1",
+        title="cos²",
     ),
     "margin": Column(
-        "float", "By how much a router prefers its own expert to the best other one.", "M[i,i] − maxⱼ≠ᵢ M[i,j]",
-        worst="−1", chance="below 0: the best of n−1 others tends to win", best="1",
+        "float",
+        "By how much a router prefers its own expert to the best other one.",
+        "M[i,i] − maxⱼ≠ᵢ M[i,j]",
+        worst="−1",
+        chance="below 0: the best of n−1 others tends to win",
+        best="1",
     ),
-    "identified": Column("bool", "Whether the router's own expert is its best match, alone.", "margin > 10⁻⁶", chance="1/n"),
+    "identified": Column(
+        "bool", "Whether the router's own expert is its best match, alone.", "margin > 10⁻⁶", chance="1/n"
+    ),
     "argmax_accuracy": Column(
-        "float", "The share of routers whose own expert is their best match; ties count 1/(number tied).",
-        "mean over i of [argmaxⱼ M[i,j] = i]", worst="0", chance="1/n", best="1",
-        misleads="The best of many ks beats 1/n by luck; p_accuracy pays for that choice.", title="argmax accuracy",
+        "float",
+        "The share of routers whose own expert is their best match; ties count 1/(number tied).",
+        "mean over i of [argmaxⱼ M[i,j] = i]",
+        worst="0",
+        chance="1/n",
+        best="1",
+        misleads="The best of many ks beats 1/n by luck; p_accuracy pays for that choice.",
+        title="argmax accuracy",
     ),
     "assignment_accuracy": Column(
-        "float", "The share of routers that get their own expert in the best one-to-one assignment.",
-        "diagonal share of argmax over permutations π of Σᵢ M[i, π(i)]", worst="0", chance="1/n", best="1",
-        misleads="An expert that attracts every router does not lower it; compare with argmax accuracy to see such an expert. Where some experts are exact copies, the solver picks one.",
+        "float",
+        "The share of routers that get their own expert in the best one-to-one assignment.",
+        "diagonal share of argmax over permutations π of Σᵢ M[i, π(i)]",
+        worst="0",
+        chance="1/n",
+        best="1",
+        misleads=(
+            "An expert that attracts every router does not lower it; compare with argmax accuracy to "
+            "see such an expert. Where some experts are exact copies, the solver picks one."
+        ),
         title="assignment accuracy",
     ),
     "alignment_margin": Column(
-        "float", "The mean margin over a layer's routers.", "mean over i of M[i,i] − maxⱼ≠ᵢ M[i,j]",
-        worst="−1", chance="below 0", best="1",
-        misleads="It can be positive while some routers are misidentified: see the margins' distribution and positive_margin_share.",
+        "float",
+        "The mean margin over a layer's routers.",
+        "mean over i of M[i,i] − maxⱼ≠ᵢ M[i,j]",
+        worst="−1",
+        chance="below 0",
+        best="1",
+        misleads=(
+            "It can be positive while some routers are misidentified: see the margins' distribution "
+            "and positive_margin_share."
+        ),
         title="alignment margin",
     ),
     "positive_margin_share": Column(
-        "float", "The share of routers with a positive margin.", worst="0", chance="1/n", best="1", title="positive margins",
+        "float",
+        "The share of routers with a positive margin.",
+        worst="0",
+        chance="1/n",
+        best="1",
+        title="positive margins",
     ),
     "perm_z": Column(
-        "float", "The mean diagonal of M(k) in units of its standard deviation under random pairings.",
-        "(T − mean M)/sd, sd² = ΣD²/(n²(n−1)), D = M doubly centred", worst="−(n−1)", chance="0", best="n−1",
-        misleads="Not normal for few experts: it is never turned into a p-value by the normal law.", title="permutation z",
+        "float",
+        "The mean diagonal of M(k) in units of its standard deviation under random pairings.",
+        "(T − mean M)/sd, sd² = ΣD²/(n²(n−1)), D = M doubly centred",
+        worst="−(n−1)",
+        chance="0",
+        best="n−1",
+        misleads="Not normal for few experts: it is never turned into a p-value by the normal law.",
+        title="permutation z",
     ),
     "p_adjusted": Column(
-        "float", "The p-value of one k, paid for all ks looked at.", "share of pairings whose max over k of Z reaches Z(k)",
-        worst="1", chance="uniform or larger", best="1/n! (n ≤ 8), else 1/20,001", title="adjusted p",
+        "float",
+        "The p-value of one k, paid for all ks looked at.",
+        "share of pairings whose max over k of Z reaches Z(k)",
+        worst="1",
+        chance="uniform or larger",
+        best="1/n! (n ≤ 8), else 1/20,001",
+        title="adjusted p",
     ),
-    "degenerate": Column("bool", "k has reached d: every alignment is 1 and nothing can be told. Left out of every choice of k.", "k ≥ d"),
+    "degenerate": Column(
+        "bool",
+        "k has reached d: every alignment is 1 and nothing can be told. Left out of every choice of k.",
+        "k ≥ d",
+    ),
     # --- tests
-    "best_k": Column("int", "The k of the highest argmax accuracy, ties to the smallest; degenerate ks left out.", title="best k"),
-    "best_accuracy": Column("float", "Argmax accuracy at best_k.", worst="0", chance="above 1/n: the best of several ks", best="1", title="best accuracy"),
+    "best_k": Column(
+        "int",
+        "The k of the highest argmax accuracy, ties to the smallest; degenerate ks left out.",
+        title="best k",
+    ),
+    "best_accuracy": Column(
+        "float",
+        "Argmax accuracy at best_k.",
+        worst="0",
+        chance="above 1/n: the best of several ks",
+        best="1",
+        title="best accuracy",
+    ),
     "p_value": Column(
-        "float", "How often a random pairing of the layer's routers and experts looks as well matched as the stored one.",
+        "float",
+        (
+            "How often a random pairing of the layer's routers and experts looks as well matched as "
+            "the stored one."
+        ),
         "share of pairings with maxₖ Z ≥ observed maxₖ Z; (b+1)/(m+1) when pairings are drawn",
-        worst="1", chance="uniform or larger", best="1/n! (n ≤ 8), else 1/20,001",
-        misleads="It says the pairing is real, not that it is strong: read delta or margin for size.", title="p",
+        worst="1",
+        chance="uniform or larger",
+        best="1/n! (n ≤ 8), else 1/20,001",
+        misleads="It says the pairing is real, not that it is strong: read delta or margin for size.",
+        title="p",
     ),
     "q_value": Column(
-        "float", "The false-discovery rate at which this layer would be called, over all layers of the same step, matrix and router.",
-        "Benjamini–Hochberg over p_value", worst="1", chance="near 1; the smallest over many layers is uniform", best="near 0", title="q",
+        "float",
+        (
+            "The false-discovery rate at which this layer would be called, over all layers of the "
+            "same step, matrix and router."
+        ),
+        "Benjamini–Hochberg over p_value",
+        worst="1",
+        chance="near 1; the smallest over many layers is uniform",
+        best="near 0",
+        title="q",
     ),
     "p_lower": Column(
-        "float", "How often a random pairing looks as badly matched: small where routers avoid their own experts.",
-        "share of pairings with minₖ Z ≤ observed minₖ Z", worst="near 0: anti-aligned", chance="uniform or larger", best="1", title="lower p",
+        "float",
+        "How often a random pairing looks as badly matched: small where routers avoid their own experts.",
+        "share of pairings with minₖ Z ≤ observed minₖ Z",
+        worst="near 0: anti-aligned",
+        chance="uniform or larger",
+        best="1",
+        title="lower p",
     ),
     "p_accuracy": Column(
-        "float", "How often a random pairing reaches the same best argmax accuracy, its own best k chosen.",
-        "share of pairings with maxₖ accuracy ≥ observed", worst="1", chance="uniform or larger", best="1/n! (n ≤ 8), else 1/20,001",
+        "float",
+        "How often a random pairing reaches the same best argmax accuracy, its own best k chosen.",
+        "share of pairings with maxₖ accuracy ≥ observed",
+        worst="1",
+        chance="uniform or larger",
+        best="1/n! (n ≤ 8), else 1/20,001",
         title="accuracy p",
     ),
-    "n_pairings": Column("int", "How many pairings were looked at: all n! up to 8 experts, else 20,000 drawn ones.", title="pairings"),
+    "n_pairings": Column(
+        "int",
+        "How many pairings were looked at: all n! up to 8 experts, else 20,000 drawn ones.",
+        title="pairings",
+    ),
     "exact": Column("bool", "Whether those are all the pairings there are."),
     "verdict": Column(
         "text",
-        "identifying: at best_k at least 90 % of experts are told from the weights alone, with positive margin, and p_accuracy ≤ 0.05. "
-        "non_random: p_accuracy ≤ 0.05, short of that. permuted: at least 90 % of routers and experts are each other's best match under "
-        "another order than the stored one, p ≤ 0.01. chance: none of these; not distinguishable from it.",
-        misleads="Up to one random layer in twenty is called something else. Fewer than four experts have too few pairings to be called anything.",
+        (
+            "identifying: at best_k at least 90 % of experts are told from the weights alone, with "
+            "positive margin, and p_accuracy ≤ 0.05. "
+            "non_random: p_accuracy ≤ 0.05, short of that. permuted: at least 90 % of routers and "
+            "experts are each other's best match under "
+            "another order than the stored one, p ≤ 0.01. chance: none of these; not distinguishable "
+            "from it."
+        ),
+        misleads=(
+            "Up to one random layer in twenty is called something else. Fewer than four experts have "
+            "too few pairings to be called anything."
+        ),
     ),
     # --- nulls
     "left": Column("float", "The bin's left edge."),
@@ -154,51 +307,115 @@ WEIGHTS: dict[str, Column] = {
     "observed": Column("float", "The mean diagonal of the stored pairing."),
     # --- experts among themselves
     "cosine": Column(
-        "float", "Cosine of two experts' top singular vectors, each oriented so that the mean of W v is positive; at k = 1 only.",
-        "v₁(Wₐ) · v₁(W_b)", worst="±1", chance="|cos| ≈ √(2/(πd))", best="0",
+        "float",
+        (
+            "Cosine of two experts' top singular vectors, each oriented so that the mean of W v is "
+            "positive; at k = 1 only."
+        ),
+        "v₁(Wₐ) · v₁(W_b)",
+        worst="±1",
+        chance="|cos| ≈ √(2/(πd))",
+        best="0",
         misleads="A singular vector has no sign of its own; the orientation is a convention. Read |cos|.",
     ),
     "overlap": Column(
-        "float", "How much of two experts' leading k-dimensional subspaces is shared.", "‖Vₐ′V_b‖²_F / k",
-        worst="1", chance="k/d", best="0",
+        "float",
+        "How much of two experts' leading k-dimensional subspaces is shared.",
+        "‖Vₐ′V_b‖²_F / k",
+        worst="1",
+        chance="k/d",
+        best="0",
     ),
     "largest_principal_cosine": Column(
-        "float", "The cosine of the closest pair of directions in the two subspaces.", "σ_max(Vₐ′V_b)",
-        worst="1", chance="grows with k/d", best="0",
-        misleads="One shared direction is enough for 1, however different the rest.", title="largest principal cosine",
+        "float",
+        "The cosine of the closest pair of directions in the two subspaces.",
+        "σ_max(Vₐ′V_b)",
+        worst="1",
+        chance="grows with k/d",
+        best="0",
+        misleads="One shared direction is enough for 1, however different the rest.",
+        title="largest principal cosine",
     ),
-    "mean": Column("float", "Mean over expert pairs, signed at k = 1.", misleads="Signs are a convention; see mean_abs."),
+    "mean": Column(
+        "float", "Mean over expert pairs, signed at k = 1.", misleads="Signs are a convention; see mean_abs."
+    ),
     "mean_abs": Column(
-        "float", "Mean absolute cosine over expert pairs (k = 1), or mean overlap (k > 1): the headline of redundancy.",
-        "mean over a < b of |cos|", worst="1", chance="√(2/(πd)) at k = 1, k/d beyond", best="0", title="mean |cos|",
-        misleads="All experts read the same activations, so values above chance are usual; above 0.3 call it redundancy.",
+        "float",
+        (
+            "Mean absolute cosine over expert pairs (k = 1), or mean overlap (k > 1): the headline "
+            "of redundancy."
+        ),
+        "mean over a < b of |cos|",
+        worst="1",
+        chance="√(2/(πd)) at k = 1, k/d beyond",
+        best="0",
+        title="mean |cos|",
+        misleads=(
+            "All experts read the same activations, so values above chance are usual; above 0.3 call "
+            "it redundancy."
+        ),
     ),
     "max": Column("float", "Largest value over expert pairs, signed at k = 1."),
     "min": Column("float", "Smallest value over expert pairs, signed at k = 1."),
     "std": Column("float", "Sample standard deviation over expert pairs."),
     "max_abs": Column(
-        "float", "Largest absolute value over expert pairs.", worst="1", chance="grows with the number of pairs", best="0", title="max |cos|",
+        "float",
+        "Largest absolute value over expert pairs.",
+        worst="1",
+        chance="grows with the number of pairs",
+        best="0",
+        title="max |cos|",
     ),
     "chance": Column("float", "What random directions would give.", "√(2/(πd)) at k = 1, k/d beyond"),
-    "n_pairs_above_0_3": Column("int", "Expert pairs with |cos| above 0.3: redundancy, where d is large; at k = 1 only.", chance="pairs × P(|cos| > 0.3); 1.5 % of them at d = 64, none at d = 256", title="pairs > 0.3"),
-    "n_pairs_above_0_7": Column("int", "Expert pairs with |cos| above 0.7: collapse; at k = 1 only.", chance="0 for any d above 30", title="pairs > 0.7"),
+    "n_pairs_above_0_3": Column(
+        "int",
+        "Expert pairs with |cos| above 0.3: redundancy, where d is large; at k = 1 only.",
+        chance="pairs × P(|cos| > 0.3); 1.5 % of them at d = 64, none at d = 256",
+        title="pairs > 0.3",
+    ),
+    "n_pairs_above_0_7": Column(
+        "int",
+        "Expert pairs with |cos| above 0.7: collapse; at k = 1 only.",
+        chance="0 for any d above 30",
+        title="pairs > 0.7",
+    ),
     # --- ambiguity
     "rank": Column("int", "The layer's place, 1 = most ambiguous; null where the score is undefined."),
     "ambiguity_score": Column(
-        "float", "How hard a layer's experts are to tell apart, relative to the other layers analysed.",
+        "float",
+        "How hard a layer's experts are to tell apart, relative to the other layers analysed.",
         "0.4 (1 − accuracy) + 0.3 (1 − margin′) + 0.3 (1 − z′), ′ = min-max over layers, all at k*",
-        worst="1", chance="undefined: it is relative", best="0",
-        misleads="The best layer of a hopeless model scores low, the worst of a perfect one high. See absolute_score. Above 0.7 "
-        "is called high, 0.4 to 0.7 medium.",
+        worst="1",
+        chance="undefined: it is relative",
+        best="0",
+        misleads=(
+            "The best layer of a hopeless model scores low, the worst of a perfect one high. See "
+            "absolute_score. Above 0.7 "
+            "is called high, 0.4 to 0.7 medium."
+        ),
         title="ambiguity",
     ),
     "absolute_score": Column(
-        "float", "The same idea without reference to other layers.",
+        "float",
+        "The same idea without reference to other layers.",
         "0.4 (1 − accuracy) + 0.3 (1 − clip(margin/align)) + 0.3 (1 − clip(z/√(n−1)))",
-        worst="1", chance="0.4 (1 − 1/n) + 0.6 at a given k; less where k* is chosen: 0.91 for 8 experts, 0.77 for 4", best="0", title="absolute ambiguity",
+        worst="1",
+        chance="0.4 (1 − 1/n) + 0.6 at a given k; less where k* is chosen: 0.91 for 8 experts, 0.77 for 4",
+        best="0",
+        title="absolute ambiguity",
     ),
-    "k_star": Column("int", "The k at which the layer was judged: the one of the largest margin, or a fixed one.", title="k*"),
-    "z_score": Column("float", "Mean z_vs_shuffle at k*.", chance="a little above 0, since k* is chosen: 0.1 for 8 experts", best="√(n−1)", title="z at k*"),
+    "k_star": Column(
+        "int",
+        "The k at which the layer was judged: the one of the largest margin, or a fixed one.",
+        title="k*",
+    ),
+    "z_score": Column(
+        "float",
+        "Mean z_vs_shuffle at k*.",
+        chance="a little above 0, since k* is chosen: 0.1 for 8 experts",
+        best="√(n−1)",
+        title="z at k*",
+    ),
     "accuracy_term": Column("float", "The accuracy's part of the score.", title="accuracy term"),
     "margin_term": Column("float", "The margin's part of the score.", title="margin term"),
     "z_term": Column("float", "z's part of the score.", title="z term"),
@@ -207,11 +424,27 @@ WEIGHTS: dict[str, Column] = {
     "singular_values": Column("floats", "The matrix's singular values, falling, down to the rank tolerance."),
     "frobenius": Column("float", "The matrix's size.", "√Σ sₐ²"),
     "spectral_norm": Column("float", "The largest singular value.", "s₁", title="spectral norm"),
-    "stable_rank": Column("float", "How many directions carry the energy, soft count.", "‖W‖²_F / s₁²", worst="1", best="rank", title="stable rank",
-                          chance="d·f/(√d + √f)² for a random d × f matrix"),
-    "effective_rank": Column("float", "How many directions are used, by entropy.", "exp(−Σ pₐ log pₐ), pₐ = sₐ/Σs", worst="1", best="rank",
-                             title="effective rank", chance="below rank for a random matrix, from 0.8 of it (square) towards all of it (long)"),
+    "stable_rank": Column(
+        "float",
+        "How many directions carry the energy, soft count.",
+        "‖W‖²_F / s₁²",
+        worst="1",
+        best="rank",
+        title="stable rank",
+        chance="d·f/(√d + √f)² for a random d × f matrix",
+    ),
+    "effective_rank": Column(
+        "float",
+        "How many directions are used, by entropy.",
+        "exp(−Σ pₐ log pₐ), pₐ = sₐ/Σs",
+        worst="1",
+        best="rank",
+        title="effective rank",
+        chance="below rank for a random matrix, from 0.8 of it (square) towards all of it (long)",
+    ),
     "spectra.rank": Column("int", "How many singular values are not zero.", "#{sₐ > max(f, d) · ε · s₁}"),
     "condition": Column("float", "Largest over smallest nonzero singular value.", "s₁/s_rank"),
-    "fallback": Column("bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."),
-}  # fmt: skip
+    "fallback": Column(
+        "bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."
+    ),
+}

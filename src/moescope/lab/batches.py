@@ -1,4 +1,7 @@
-"""Token ids in batches, in an order that is a function of seed and step alone: a training resumed at any step reads on as if never stopped."""
+"""Token ids in batches, in an order that is a function of seed and step alone.
+
+A training resumed at any step reads on as if never stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids; `targets_BL` is the next token, IGNORED where there is none; `mask_BL` is False at padding."""
+    """Rows of token ids; `targets_BL` is the next token, IGNORED where there is none.
+
+    `mask_BL` is False at padding.
+    """
 
     ids_BL: Ids
     targets_BL: Ids
@@ -29,7 +35,8 @@ class Batch:
 class TokenRows:
     """Every domain's texts as rows of `length` tokens, from which batches are drawn.
 
-    packed: a domain's documents, an end mark behind each, are one stream that is cut into rows, so no position is padding.
+    packed: a domain's documents, an end mark behind each, are one stream that is cut into rows, so no
+    position is padding.
     documents: every row begins a document, which is cut or padded to the length.
     """
 
@@ -41,7 +48,9 @@ class TokenRows:
     pad: int
 
     @classmethod
-    def of(cls, texts: dict[str, list[str]], vocabulary: Vocabulary, length: int, layout: str = "packed") -> TokenRows:
+    def of(
+        cls, texts: dict[str, list[str]], vocabulary: Vocabulary, length: int, layout: str = "packed"
+    ) -> TokenRows:
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, list(LAYOUTS))
         streams, starts, lengths = [], [], []
@@ -83,11 +92,18 @@ class TokenRows:
             at = number - offsets[domain]
             begin, size = self.starts[domain][at], self.lengths[domain][at]
             tokens = self.streams[domain][begin : begin + size]
-            ids[row, : size - 1], targets[row, : size - 1], mask[row, : size - 1] = tokens[:-1], tokens[1:], True
+            ids[row, : size - 1], targets[row, : size - 1], mask[row, : size - 1] = (
+                tokens[:-1],
+                tokens[1:],
+                True,
+            )
         return Batch(ids, targets, mask, domain_B.astype(np.int64))
 
     def sample(self, rows: int) -> TokenRows:
-        """At most that many rows, as many of each domain as there are, drawn once and for all: what evaluation reads."""
+        """At most that many rows, as many of each domain as there are, drawn once and for all.
+
+        What evaluation reads.
+        """
         each = max(rows // len(self.domains), 1)
         kept = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
         starts = tuple(begin[at] for begin, at in zip(self.starts, kept, strict=True))
@@ -95,7 +111,10 @@ class TokenRows:
         return TokenRows(self.domains, self.streams, starts, lengths, self.length, self.pad)
 
     def of_step(self, step: int, batch_size: int, seed: int) -> Batch:
-        """The whole batch of a step, counted from 0: every row once an epoch, each epoch in an order of its own."""
+        """The whole batch of a step, counted from 0.
+
+        Every row once an epoch, each epoch in an order of its own.
+        """
         first = step * batch_size
         chosen = []
         for place in range(first, first + batch_size):
@@ -107,7 +126,9 @@ class TokenRows:
         return epoch_order(self.rows, epoch, seed)
 
 
-_ORDERS: dict[tuple[int, int, int], Ids] = {}  # of the epochs in use: a step asks for the same one as the step before
+_ORDERS: dict[
+    tuple[int, int, int], Ids
+] = {}  # of the epochs in use: a step asks for the same one as the step before
 
 
 def epoch_order(rows: int, epoch: int, seed: int) -> Ids:
@@ -120,20 +141,29 @@ def epoch_order(rows: int, epoch: int, seed: int) -> Ids:
 
 
 def unigram_loss(train: TokenRows, validation: TokenRows, size: int) -> dict[str, float]:
-    """Loss in nats of the best model that looks at no context, by validation domain and, under "", over all their tokens.
+    """Loss in nats of the best model that looks at no context, by validation domain and, under "", over all
+    their tokens.
 
-    Frequencies p = (c + 1)/(N + V) from the training rows; loss = -mean log p over validation targets. One model for all domains: what a language
+    Frequencies p = (c + 1)/(N + V) from the training rows; loss = -mean log p over validation targets. One
+    model for all domains: what a language
     model that has learned frequencies alone would reach.
     """
     counts = np.bincount(
         np.concatenate([targets_of(train, index) for index in range(len(train.domains))]), minlength=size
     )
     log_p = np.log(counts + 1.0) - np.log(counts.sum() + size)
-    by_domain = {domain: -log_p[targets_of(validation, index)] for index, domain in enumerate(validation.domains)}
+    by_domain = {
+        domain: -log_p[targets_of(validation, index)] for index, domain in enumerate(validation.domains)
+    }
     found = {domain: float(losses.mean()) for domain, losses in by_domain.items()}
     return {"": float(np.concatenate(list(by_domain.values())).mean()), **found}
 
 
 def targets_of(rows: TokenRows, domain: int) -> NDArray[np.int32]:
     stream = rows.streams[domain]
-    return np.concatenate([stream[begin + 1 : begin + size] for begin, size in zip(rows.starts[domain], rows.lengths[domain], strict=True)])  # fmt: skip
+    return np.concatenate(
+        [
+            stream[begin + 1 : begin + size]
+            for begin, size in zip(rows.starts[domain], rows.lengths[domain], strict=True)
+        ]
+    )

@@ -22,14 +22,19 @@ TOKENS = 4096  # of text, about
 
 @dataclass(frozen=True)
 class Stability:
-    """Means over layers: `consistency` and `kendall_tau` of neighbouring checkpoints, `usage_sigma` over all of them."""
+    """Means over layers.
+
+    `consistency` and `kendall_tau` of neighbouring checkpoints, `usage_sigma` over all of them.
+    """
 
     consistency: float
     usage_sigma: float
     kendall_tau: float  # NaN where usages have no ranks
 
 
-def checkpoint_stability(checkpoints: Sequence[tuple[int, Path]], rows: TokenRows, device: str) -> Stability | None:
+def checkpoint_stability(
+    checkpoints: Sequence[tuple[int, Path]], rows: TokenRows, device: str
+) -> Stability | None:
     """Of the last few of these (step, folder); None where there is one only, or nothing is routed."""
     last = sorted(checkpoints)[-LAST:]
     if len(last) < 2:
@@ -44,7 +49,10 @@ def checkpoint_stability(checkpoints: Sequence[tuple[int, Path]], rows: TokenRow
     found = []
     steps = [step for step, _ in last]
     for layer, number in enumerate(n_experts):
-        pairs = {(row["step_a"], row["step_b"]): row for row in layer_stability({step: chosen[step][layer] for step in steps}, number)}  # fmt: skip
+        pairs = {
+            (row["step_a"], row["step_b"]): row
+            for row in layer_stability({step: chosen[step][layer] for step in steps}, number)
+        }
         near = [pairs[pair] for pair in pairwise(steps)]
         taus = [row["kendall_tau"] for row in near if np.isfinite(row["kendall_tau"])]
         tau = float(np.mean(taus)) if taus else np.nan
@@ -57,9 +65,14 @@ def checkpoint_stability(checkpoints: Sequence[tuple[int, Path]], rows: TokenRow
 
 @torch.no_grad()
 def routed(folder: Path, rows: TokenRows, device: str) -> list[tuple[Integers, int]]:
-    """Every layer's chosen experts for the real tokens of the rows, and how many experts there are; in evaluation mode."""
+    """Every layer's chosen experts for the real tokens of the rows, and how many experts there are.
+
+    In evaluation mode.
+    """
     model, _ = load_model(folder, device)
-    numbers = np.unique(np.linspace(0, rows.rows - 1, min(rows.rows, max(TOKENS // rows.length, 1))).astype(np.int64))
+    numbers = np.unique(
+        np.linspace(0, rows.rows - 1, min(rows.rows, max(TOKENS // rows.length, 1))).astype(np.int64)
+    )
     batch = rows.batch(numbers)
     layers: list[tuple[Integers, int]] = []
     real_T = torch.from_numpy(batch.mask_BL.reshape(-1)).to(device)
@@ -67,5 +80,7 @@ def routed(folder: Path, rows: TokenRows, device: str) -> list[tuple[Integers, i
     def consume(routing: Routing) -> None:
         layers.append((routing.chosen_TK[real_T].cpu().numpy().astype(np.int64), routing.n_experts))
 
-    model(torch.from_numpy(batch.ids_BL).to(device), torch.from_numpy(batch.mask_BL).to(device), consume=consume)
+    model(
+        torch.from_numpy(batch.ids_BL).to(device), torch.from_numpy(batch.mask_BL).to(device), consume=consume
+    )
     return layers

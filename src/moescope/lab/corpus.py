@@ -1,7 +1,9 @@
 """Texts to train on, by domain, parted into training and validation by document.
 
-The embedded corpus is the Python installation itself, so nothing is downloaded: sources of the standard library, its manual and docstrings,
-C headers where they are installed, and two domains that are generated. Its identity is a hash, since another Python has other sources.
+The embedded corpus is the Python installation itself, so nothing is downloaded: sources of the standard
+library, its manual and docstrings,
+C headers where they are installed, and two domains that are generated. Its identity is a hash, since another
+Python has other sources.
 """
 
 from __future__ import annotations
@@ -19,7 +21,19 @@ from moescope.errors import BadInput
 
 BYTES_A_DOMAIN = 1_000_000
 VALIDATION_SHARE = 0.1
-NO_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "ensurepip", "__pycache__"}  # fmt: skip
+NO_SOURCES = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "pydoc_data",
+    "ensurepip",
+    "__pycache__",
+}
 LONGEST = 2**16  # characters of an embedded document: beyond, one file would be most of a domain
 SHORTEST_DOCSTRINGS = 200  # characters of prose below which a module has too little to be a document
 LINES_A_DOCUMENT = 40  # of what is generated
@@ -28,7 +42,11 @@ LONG_LINE = 40  # characters from which a line says enough to be told from anoth
 
 @dataclass(frozen=True)
 class Document:
-    """One text. Documents of one group (a module's source and its docstrings, topics that repeat each other) are never parted by the split."""
+    """One text.
+
+    Documents of one group (a module's source and its docstrings, topics that repeat each other) are never
+    parted by the split.
+    """
 
     domain: str
     group: str
@@ -58,21 +76,29 @@ class Corpus:
         }
 
 
-def embedded_corpus(bytes_a_domain: int = BYTES_A_DOMAIN, validation_share: float = VALIDATION_SHARE) -> Corpus:
+def embedded_corpus(
+    bytes_a_domain: int = BYTES_A_DOMAIN, validation_share: float = VALIDATION_SHARE
+) -> Corpus:
     """The corpus of this Python installation: code, prose, C headers if present, arithmetic, records."""
     found: list[Document] = []
     for domain, read in EMBEDDED.items():
         taken = list(limited(read(), bytes_a_domain))
         if not taken and domain not in MAY_BE_ABSENT:
             raise BadInput(
-                f"embedded corpus: this Python has no text for the domain {domain}; give text files as domains"
+                f"embedded corpus: this Python has no text for the domain {domain}; give text "
+                "files as domains"
             )
         found += taken
     return split(found, validation_share)
 
 
-def corpus_of(domains: dict[str, Callable[[], Iterable[str]]], validation_share: float = VALIDATION_SHARE) -> Corpus:
-    """A corpus of the user's texts. Equal texts stay on one side of the split; a domain of one text is cut near its end."""
+def corpus_of(
+    domains: dict[str, Callable[[], Iterable[str]]], validation_share: float = VALIDATION_SHARE
+) -> Corpus:
+    """A corpus of the user's texts.
+
+    Equal texts stay on one side of the split; a domain of one text is cut near its end.
+    """
     found: list[Document] = []
     for domain, read in domains.items():
         texts = [text for text in read() if text.strip()]
@@ -83,7 +109,10 @@ def corpus_of(domains: dict[str, Callable[[], Iterable[str]]], validation_share:
 
 
 def split(documents: list[Document], validation_share: float) -> Corpus:
-    """Part documents by a hash of their group, so that neither order nor a document added elsewhere moves another."""
+    """Part documents by a hash of their group.
+
+    So that neither order nor a document added elsewhere moves another.
+    """
     if not 0 < validation_share < 1:
         raise BadInput(f"validation_share {validation_share}: must lie between 0 and 1, such as 0.1")
     domains = tuple(dict.fromkeys(document.domain for document in documents))
@@ -109,7 +138,10 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
 
 
 def few_documents(domain: str, own: list[tuple[float, str]], share: float) -> tuple[list[str], list[str]]:
-    """Validation and training of a domain too small for the hash: the first group against the rest, or one text cut at a line's end."""
+    """Validation and training of a domain too small for the hash.
+
+    The first group against the rest, or one text cut at a line's end.
+    """
     first = [text for at, text in own if at == own[0][0]]
     rest = [text for at, text in own if at != own[0][0]]
     if rest:
@@ -127,7 +159,10 @@ def place(group: str) -> float:
 
 
 def shuffled(name: str) -> float:
-    """An order by hash that has nothing to do with the split's: taking the first of it must not take one side."""
+    """An order by hash that has nothing to do with the split's.
+
+    Taking the first of it must not take one side.
+    """
     return place(f"order {name}")
 
 
@@ -145,11 +180,16 @@ def limited(documents: Iterable[Document], most: int) -> Iterator[Document]:
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Every module of the standard library by name, in the order of a hash: a part of them is a sample, not the letter A."""
+    """Every module of the standard library by name, in the order of a hash.
+
+    A part of them is a sample, not the letter A.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = [(path.relative_to(folder), path) for path in folder.rglob("*.py")]
     named = [
-        (".".join(place.with_suffix("").parts), path) for place, path in found if not NO_SOURCES & set(place.parts)
+        (".".join(place.with_suffix("").parts), path)
+        for place, path in found
+        if not NO_SOURCES & set(place.parts)
     ]
     return sorted(named, key=lambda module: shuffled(module[0]))
 
@@ -168,7 +208,10 @@ def code() -> Iterator[Document]:
 
 
 def prose() -> Iterator[Document]:
-    """The manual's topics, then docstrings, module by module; a module's docstrings stay with its source in the split."""
+    """The manual's topics, then docstrings, module by module.
+
+    A module's docstrings stay with its source in the split.
+    """
     from pydoc_data.topics import topics
 
     groups = topic_groups(topics)
@@ -181,10 +224,13 @@ def prose() -> Iterator[Document]:
 
 
 def topic_groups(topics: dict[str, str]) -> dict[str, str]:
-    """The group of every topic; topics that have a passage in common, over however many others, are one group.
+    """The group of every topic; topics that have a passage in common, over however many others, are one
+    group.
 
-    Some topics are the sections of a longer one word for word: split by themselves, validation would be read in training. A passage is
-    two long lines that follow one another. A group goes by the member that the split puts farthest from validation, so it is held
+    Some topics are the sections of a longer one word for word: split by themselves, validation would be read
+    in training. A passage is
+    two long lines that follow one another. A group goes by the member that the split puts farthest from
+    validation, so it is held
     back only where each of its topics would have been.
     """
     holders: dict[tuple[str, str], str] = {}
@@ -223,7 +269,11 @@ def arithmetic() -> Iterator[Document]:
     number = 0
     while True:
         draw = random.Random(f"arithmetic {number}")
-        yield Document("arithmetic", f"arithmetic {number}", "\n".join(calculation(draw) for _ in range(LINES_A_DOCUMENT)) + "\n")  # fmt: skip
+        yield Document(
+            "arithmetic",
+            f"arithmetic {number}",
+            "\n".join(calculation(draw) for _ in range(LINES_A_DOCUMENT)) + "\n",
+        )
         number += 1
 
 
@@ -254,7 +304,14 @@ def records() -> Iterator[Document]:
 
 def shipment(draw: random.Random) -> dict[str, str | int]:
     day = f"{draw.randint(1990, 2025)}-{draw.randint(1, 12):02d}-{draw.randint(1, 28):02d}"
-    return {"id": draw.randint(1000, 9999), "date": day, "town": draw.choice(TOWNS), "clerk": draw.choice(NAMES), "goods": draw.choice(GOODS), "crates": draw.randint(1, 40)}  # fmt: skip
+    return {
+        "id": draw.randint(1000, 9999),
+        "date": day,
+        "town": draw.choice(TOWNS),
+        "clerk": draw.choice(NAMES),
+        "goods": draw.choice(GOODS),
+        "crates": draw.randint(1, 40),
+    }
 
 
 def as_json(rows: list[dict[str, str | int]]) -> str:
@@ -269,7 +326,11 @@ def as_table(rows: list[dict[str, str | int]]) -> str:
 
 
 def as_settings(rows: list[dict[str, str | int]]) -> str:
-    return "\n".join(f"[shipment {row['id']}]\n" + "".join(f"{key} = {value}\n" for key, value in row.items() if key != "id") for row in rows)  # fmt: skip
+    return "\n".join(
+        f"[shipment {row['id']}]\n"
+        + "".join(f"{key} = {value}\n" for key, value in row.items() if key != "id")
+        for row in rows
+    )
 
 
 EMBEDDED: dict[str, Callable[[], Iterator[Document]]] = {

@@ -1,4 +1,7 @@
-"""What a token costs in a model: the parameters it meets and the operations it takes, counted without building the model."""
+"""What a token costs in a model.
+
+The parameters it meets and the operations it takes, counted without building the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ PROBED = 256  # tokens by which a router's operations are counted
 
 
 def slots_per_token(config: ModelConfig) -> float:
-    """How many experts a token meets on average: k, of expert choice the capacity factor times k, of dense the one there is."""
+    """How many experts a token meets on average.
+
+    K, of expert choice the capacity factor times k, of dense the one there is.
+    """
     if config.router == "dense":
         return 1.0
     if config.router == "expert_choice":
@@ -40,8 +46,10 @@ def active_parameters(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Floating-point operations of a forward pass in training, for one token of rows of that length.
 
-    Two for every weight of a matrix that the token meets, attention over half the row on average, and everything a router does, elementwise
-    arithmetic included; norms, activations and rotations elsewhere are left out. A training step takes about three times as much.
+    Two for every weight of a matrix that the token meets, attention over half the row on average, and
+    everything a router does, elementwise
+    arithmetic included; norms, activations and rotations elsewhere are left out. A training step takes about
+    three times as much.
     """
     D = config.d_model
     attention = 8 * D * D + 4 * D * (length + 1) / 2

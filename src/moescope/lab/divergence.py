@@ -16,9 +16,11 @@ class Diverged(BadInput):
 
 
 class FiniteWatch:
-    """Keeps one number a layer and step on the device, and looks at them when somebody asks: nothing waits for the device before.
+    """Keeps one number a layer and step on the device, and looks at them when somebody asks: nothing waits
+    for the device before.
 
-    A layer's number is the sum of its output, which is NaN or infinite when any of it is (or when the sum itself is too large for
+    A layer's number is the sum of its output, which is NaN or infinite when any of it is (or when the sum
+    itself is too large for
     float32, which is as bad).
     """
 
@@ -34,17 +36,28 @@ class FiniteWatch:
             self.sums.append(output[0].detach().float().sum())
 
     def step_ended(self, step: int, loss: Tensor, norms_P: Tensor) -> None:
-        """Keep what is known of the step: its loss, its layers' sums over all micro-batches, and the norm of every gradient."""
+        """Keep what is known of the step.
+
+        Its loss, its layers' sums over all micro-batches, and the norm of every gradient.
+        """
         sums_L = torch.stack(self.sums).view(-1, len(self.names)).sum(0)
         self.sums = []
         self.steps.append((step, loss.detach(), sums_L, norms_P))
 
     def check(self) -> None:
-        """Raise for the first step since the last check with anything not finite in it. Every rank must call it."""
+        """Raise for the first step since the last check with anything not finite in it.
+
+        Every rank must call it.
+        """
         steps, self.steps = self.steps, []
         if not steps:
             return
-        table = torch.stack([torch.cat([loss.view(1).double(), sums_L.double(), norms_P.double()]) for _, loss, sums_L, norms_P in steps])  # fmt: skip
+        table = torch.stack(
+            [
+                torch.cat([loss.view(1).double(), sums_L.double(), norms_P.double()])
+                for _, loss, sums_L, norms_P in steps
+            ]
+        )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)  # what one rank has not finite, the sum has not either
         if bool(table.isfinite().all()):
@@ -60,7 +73,10 @@ class FiniteWatch:
         else:
             # gradients flow from the last layer to the first, so the last bad one is where it began
             where = f"the gradient of {self.parameters[int((~gradients).nonzero()[-1])]} is not finite"
-        raise Diverged(f"step {number}: {where}; training stopped. Lower learning_rate, or raise warmup; whatever was saved is from before it")  # fmt: skip
+        raise Diverged(
+            f"step {number}: {where}; training stopped. Lower learning_rate, or raise warmup; "
+            "whatever was saved is from before it"
+        )
 
     def close(self) -> None:
         for hook in self.hooks:

@@ -1,4 +1,7 @@
-"""The loss of every validation document under a finished model, and how far their choice alone would move the mean."""
+"""The loss of every validation document under a finished model.
+
+And how far their choice alone would move the mean.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class DocumentSample:
-    """The same documents for every model: the first of each domain, in the corpus's own order, which is that of a hash."""
+    """The same documents for every model.
+
+    The first of each domain, in the corpus's own order, which is that of a hash.
+    """
 
     domains: tuple[str, ...]  # of each document
     pieces: tuple[Piece, ...]
@@ -57,7 +63,10 @@ class DocumentSample:
 
 
 def spread(tokens: Ids, length: int, most: int) -> Iterator[Ids]:
-    """At most so many stretches of `length` tokens with the one after, at even distances; a short document is one stretch."""
+    """At most so many stretches of `length` tokens with the one after, at even distances.
+
+    A short document is one stretch.
+    """
     whole = max((len(tokens) - 1) // length, 1)
     for at in sorted({round(place) for place in np.linspace(0, whole - 1, min(whole, most))}):
         yield tokens[at * length : (at + 1) * length + 1]
@@ -67,7 +76,10 @@ def spread(tokens: Ids, length: int, most: int) -> Iterator[Ids]:
 def document_losses(
     model: LabModel, sample: DocumentSample, batch_size: int, device: str, dtype: str = "float32"
 ) -> pd.DataFrame:
-    """document, domain, tokens, loss: the mean over a document's tokens in nats, each stretch read without what came before it."""
+    """document, domain, tokens, loss.
+
+    The mean over a document's tokens in nats, each stretch read without what came before it.
+    """
     import pandas as pd
 
     before = model.training
@@ -84,7 +96,9 @@ def document_losses(
         moved = (torch.from_numpy(part).to(device) for part in (ids, mask, targets))
         with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16"):
             ids_BL, mask_BL, targets_BL = moved
-            losses = model(ids_BL, mask_BL=mask_BL, targets_BL=targets_BL).token_losses_BL.double().cpu().numpy()
+            losses = (
+                model(ids_BL, mask_BL=mask_BL, targets_BL=targets_BL).token_losses_BL.double().cpu().numpy()
+            )
         of_row = np.array([piece.document for piece in pieces])
         np.add.at(sums, of_row, np.where(mask, losses, 0).sum(1))
         np.add.at(counts, of_row, mask.sum(1))
@@ -100,9 +114,11 @@ def mean_loss(documents: pd.DataFrame) -> float:
 
 
 def evaluation_noise(documents: pd.DataFrame, seed: int = 0) -> tuple[float, float] | None:
-    """The middle 95 % of that mean when documents are drawn anew with replacement, as many of each domain as there are.
+    """The middle 95 % of that mean when documents are drawn anew with replacement, as many of each domain as
+    there are.
 
-    None below 20 documents. It tells what another choice of text would do to this one model, and nothing of other seeds.
+    None below 20 documents. It tells what another choice of text would do to this one model, and nothing of
+    other seeds.
     """
     if len(documents) < FEWEST:
         return None

@@ -28,7 +28,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: LabModel, rows: TokenRows, step: int, batch_size: int, device: str, dtype: str) -> Evaluation:
+def evaluate(
+    model: LabModel, rows: TokenRows, step: int, batch_size: int, device: str, dtype: str
+) -> Evaluation:
     """The model's loss on these rows, in evaluation mode; the mode it was in is restored."""
     before = model.training
     model.eval()
@@ -37,8 +39,12 @@ def evaluate(model: LabModel, rows: TokenRows, step: int, batch_size: int, devic
     for first in range(0, rows.rows, batch_size):
         batch = rows.batch(np.arange(first, min(first + batch_size, rows.rows)))
         whole = batch.mask_BL.all()
-        targets_BL = batch.targets_BL if whole else np.where(batch.targets_BL == IGNORED, rows.pad, batch.targets_BL)
-        ids, mask, targets = (torch.from_numpy(part).to(device) for part in (batch.ids_BL, batch.mask_BL, targets_BL))
+        targets_BL = (
+            batch.targets_BL if whole else np.where(batch.targets_BL == IGNORED, rows.pad, batch.targets_BL)
+        )
+        ids, mask, targets = (
+            torch.from_numpy(part).to(device) for part in (batch.ids_BL, batch.mask_BL, targets_BL)
+        )
         with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16"):
             output = model(ids, mask_BL=mask, targets_BL=targets)
         losses_BL = output.token_losses_BL.double().cpu().numpy()
@@ -48,7 +54,9 @@ def evaluate(model: LabModel, rows: TokenRows, step: int, batch_size: int, devic
             sums_D[domain] += losses_BL[own].sum()
             counts_D[domain] += own.sum()
     model.train(before)
-    by_domain = {name: float(sums_D[at] / counts_D[at]) for at, name in enumerate(rows.domains) if counts_D[at]}
+    by_domain = {
+        name: float(sums_D[at] / counts_D[at]) for at, name in enumerate(rows.domains) if counts_D[at]
+    }
     padding = padded_count > counts_D.sum()
     published = float(padded_sum / padded_count) if padding else None
     return Evaluation(step, float(sums_D.sum() / counts_D.sum()), by_domain, published)

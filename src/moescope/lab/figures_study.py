@@ -1,6 +1,7 @@
 """A study's arms beside their reference: differences seed by seed, losses, and noise.
 
-Tables hold the arms of one question and its reference; names in them are fit for plotting. Arms stand from top to bottom, the best first.
+Tables hold the arms of one question and its reference; names in them are fit for plotting. Arms stand from
+top to bottom, the best first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def loss_words(value: float) -> str:
 
 def ordered_arms(comparisons: pd.DataFrame) -> list[str]:
     """The question's arms by mean loss, the best first; those that were not run come last."""
-    return [str(arm) for arm in comparisons.sort_values(["mean", "arm"], na_position="last", kind="stable")["arm"]]
+    return [
+        str(arm) for arm in comparisons.sort_values(["mean", "arm"], na_position="last", kind="stable")["arm"]
+    ]
 
 
 def reference_of(comparisons: pd.DataFrame) -> str:
@@ -51,7 +54,13 @@ def reference_of(comparisons: pd.DataFrame) -> str:
 
 
 def arm_axis(arms: list[str]) -> dict[str, object]:
-    return {"type": "category", "categoryorder": "array", "categoryarray": arms[::-1], "range": [-0.6, len(arms) - 0.4], "showgrid": False}  # fmt: skip
+    return {
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": arms[::-1],
+        "range": [-0.6, len(arms) - 0.4],
+        "showgrid": False,
+    }
 
 
 def arm_height(arms: int) -> int:
@@ -65,8 +74,20 @@ def upright(x: float, arms: list[str], name: str, dash: str = "dash") -> Trace:
 
 
 def reference_shape(x: float) -> list[dict[str, object]]:
-    """The same line from edge to edge, faint: between categories alone it would be a point where there is one arm."""
-    edge = {"type": "line", "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "layer": "below"}
+    """The same line from edge to edge, faint.
+
+    Between categories alone it would be a point where there is one arm.
+    """
+    edge = {
+        "type": "line",
+        "xref": "x",
+        "yref": "paper",
+        "x0": x,
+        "x1": x,
+        "y0": 0,
+        "y1": 1,
+        "layer": "below",
+    }
     return [{**edge, "line": {"color": GREY, "width": 1}, "opacity": 0.5}] if math.isfinite(x) else []
 
 
@@ -87,7 +108,10 @@ def paired(runs: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 
 def differences(tables: Tables) -> Figure:
-    """Every arm less the reference: seeds as dots, the mean with its interval, coloured by what may be said of it."""
+    """Every arm less the reference.
+
+    Seeds as dots, the mean with its interval, coloured by what may be said of it.
+    """
     comparisons = tables["study_comparisons"]
     reference = reference_of(comparisons)
     arms = [arm for arm in ordered_arms(comparisons) if arm != reference]
@@ -124,12 +148,22 @@ def differences(tables: Tables) -> Figure:
             }
         )
     caption = (
-        f"Validation loss less that of {reference} with the same seed, in nats a token: left of the grey line the arm is better. Dots are seeds; bars are 95 % "
-        "intervals of the mean over seeds, each of one arm by itself. Better and worse are said where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
+        f"Validation loss less that of {reference} with the same seed, in nats a token: left of "
+        "the grey line the arm is better. Dots are seeds; bars are 95 % "
+        "intervals of the mean over seeds, each of one arm by itself. Better and worse are said "
+        "where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
     )
     layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
-    return Figure("differences", difference_title(comparisons), caption, columns, data, layout, height=arm_height(len(arms)))  # fmt: skip
+    return Figure(
+        "differences",
+        difference_title(comparisons),
+        caption,
+        columns,
+        data,
+        layout,
+        height=arm_height(len(arms)),
+    )
 
 
 def with_interval(rows: pd.DataFrame, name: str, color: str, symbol: str) -> Trace:
@@ -151,7 +185,10 @@ def with_interval(rows: pd.DataFrame, name: str, color: str, symbol: str) -> Tra
         },
         "marker": {"size": 10, "color": color, "symbol": symbol},
         "customdata": rows[["p_adjusted", "seeds"]].to_numpy(float),
-        "hovertemplate": f"%{{y}}: {name}<br>%{{x:.4f}} nats<br>p %{{customdata[0]:.3g}} after Holm, %{{customdata[1]}} seeds<extra></extra>",
+        "hovertemplate": (
+            f"%{{y}}: {name}<br>%{{x:.4f}} nats<br>p %{{customdata[0]:.3g}} after Holm, "
+            "%{customdata[1]} seeds<extra></extra>"
+        ),
     }
 
 
@@ -165,11 +202,15 @@ def difference_title(comparisons: pd.DataFrame) -> str:
         far = known.loc[known["difference"].abs().idxmax()]
         seeds = int(known["seeds"].max())
         return (
-            f"With {counted(seeds, 'seed')} nothing is claimed; {far['arm']} lies farthest from {reference}, {signed(far['difference'])} nats, "
+            f"With {counted(seeds, 'seed')} nothing is claimed; {far['arm']} lies farthest from "
+            f"{reference}, {signed(far['difference'])} nats, "
             "and 0 is no difference"
         )
     words = [
-        f"{listed(list(own['arm'])) if len(own) <= 3 else f'{len(own)} arms'} {'is' if len(own) == 1 else 'are'} {verdict} than {reference}"
+        (
+            f"{listed(list(own['arm'])) if len(own) <= 3 else f'{len(own)} arms'} "
+            f"{'is' if len(own) == 1 else 'are'} {verdict} than {reference}"
+        )
         for verdict in ("better", "worse")
         if len(own := judged[judged["verdict"] == verdict])
     ]
@@ -178,14 +219,20 @@ def difference_title(comparisons: pd.DataFrame) -> str:
         words.append(f"No arm can be told from {reference}")
     elif len(alike):
         words.append(
-            f"{listed(list(alike['arm'])) if len(alike) <= 3 else f'{len(alike)} others'} cannot be told from it"
+            f"{listed(list(alike['arm'])) if len(alike) <= 3 else f'{len(alike)} others'} cannot "
+            "be told from it"
         )
     return "; ".join(words) + power_words(alike)
 
 
 def power_words(alike: pd.DataFrame) -> str:
-    """How large a difference would have shown in arms that cannot be told from the reference; "" where that is not known."""
-    known = alike[np.isfinite(alike["detectable_difference"].astype(float))].sort_values("detectable_difference")
+    """How large a difference would have shown in arms that cannot be told from the reference.
+
+    "" where that is not known.
+    """
+    known = alike[np.isfinite(alike["detectable_difference"].astype(float))].sort_values(
+        "detectable_difference"
+    )
     if known.empty:
         return ""
     low, high = (number(known["detectable_difference"].iloc[place]) for place in (0, -1))
@@ -232,11 +279,17 @@ def losses(tables: Tables) -> Figure:
             "name": "mean and 95 % interval",
             "x": middle["mean"].to_numpy(float),
             "y": list(middle.index),
-            "error_x": {"type": "data", "array": (middle["high"] - middle["mean"]).to_numpy(float), "color": CATEGORICAL[6], "thickness": 1.5, "width": 4},
+            "error_x": {
+                "type": "data",
+                "array": (middle["high"] - middle["mean"]).to_numpy(float),
+                "color": CATEGORICAL[6],
+                "thickness": 1.5,
+                "width": 4,
+            },
             "marker": {"size": 11, "color": CATEGORICAL[6], "symbol": "line-ns-open", "line": {"width": 3}},
             "hovertemplate": "%{y}, mean over seeds<br>%{x:.4f}<extra></extra>",
         }
-    )  # fmt: skip
+    )
     if middle.empty:
         title = "No training is done yet"
     else:
@@ -248,11 +301,21 @@ def losses(tables: Tables) -> Figure:
             else ""
         )
     caption = (
-        "Validation loss at the end of training. A line is a seed: where lines run side by side, seeds move all arms together, and differences are surer than the intervals "
-        "of means, which are t intervals over seeds, suggest. An arm without a dot was not run or failed."
+        "Validation loss at the end of training. A line is a seed: where lines run side by side, "
+        "seeds move all arms together, and differences are surer than the intervals "
+        "of means, which are t intervals over seeds, suggest. An arm without a dot was not run "
+        "or failed."
     )
     columns = ("study_runs.validation_loss", "study_comparisons.mean", "study_comparisons.low")
-    return Figure("losses", title, caption, columns, data, base_layout("validation loss (nats a token)", "", yaxis=arm_axis(arms)), height=arm_height(len(arms)))  # fmt: skip
+    return Figure(
+        "losses",
+        title,
+        caption,
+        columns,
+        data,
+        base_layout("validation loss (nats a token)", "", yaxis=arm_axis(arms)),
+        height=arm_height(len(arms)),
+    )
 
 
 def noise_and_spread(tables: Tables) -> Figure:
@@ -275,14 +338,32 @@ def noise_and_spread(tables: Tables) -> Figure:
         data.append(upright(within, arms, "within seeds, all arms"))
     title = f"Another seed moves the loss by {number(own['spread'].median())} nats"
     title += f", other documents by {number(own['noise'].median())}" if own["noise"].notna().any() else ""
-    title += f" (medians over arms); with arm and seed taken out {number(within)} is left" if math.isfinite(within) else " (medians over arms)"  # fmt: skip
+    title += (
+        f" (medians over arms); with arm and seed taken out {number(within)} is left"
+        if math.isfinite(within)
+        else " (medians over arms)"
+    )
     caption = (
-        "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of one trained model's loss if other validation documents of the kind had been "
-        "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part in any test. Dashed: what is left when arm and seed are taken out, which is what tests go by."
-        + ("" if own["noise"].notna().any() else " Noise over documents was not measured: there are too few of them.")
+        "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of "
+        "one trained model's loss if other validation documents of the kind had been "
+        "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part "
+        "in any test. Dashed: what is left when arm and seed are taken out, which is what tests "
+        "go by."
+    ) + (
+        ""
+        if own["noise"].notna().any()
+        else " Noise over documents was not measured: there are too few of them."
     )
     columns = ("study_runs.validation_loss", "noise_low")
-    return Figure("noise_and_spread", title, caption, columns, data, base_layout("spread (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)), height=arm_height(len(arms)))  # fmt: skip
+    return Figure(
+        "noise_and_spread",
+        title,
+        caption,
+        columns,
+        data,
+        base_layout("spread (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)),
+        height=arm_height(len(arms)),
+    )
 
 
 def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
@@ -298,7 +379,10 @@ def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
 
 
 def by_domain(tables: Tables) -> pd.DataFrame:
-    """arm by domain: mean over seeds of the domain's loss less the reference's with the same seed; documents weigh by their tokens."""
+    """arm by domain: mean over seeds of the domain's loss less the reference's with the same seed.
+
+    Documents weigh by their tokens.
+    """
     reference = reference_of(tables["study_comparisons"])
     rows = tables["study_documents"].assign(nats=lambda frame: frame["loss"] * frame["tokens"])
     sums = rows.groupby(["arm", "seed", "domain"])[["nats", "tokens"]].sum()
@@ -316,12 +400,36 @@ def difference_by_domain(tables: Tables) -> Figure:
     reference, found = reference_of(tables["study_comparisons"]), by_domain(tables)
     arms = [arm for arm in ordered_arms(tables["study_comparisons"]) if arm in found.index]
     found = found.reindex(arms)
-    trace = heatmap(found.to_numpy(float), list(found.columns), arms, diverging=True, label="nats a token", axes=("domain", "arm"))  # fmt: skip
+    trace = heatmap(
+        found.to_numpy(float),
+        list(found.columns),
+        arms,
+        diverging=True,
+        label="nats a token",
+        axes=("domain", "arm"),
+    )
     arm, domain = found.stack().abs().idxmax()
-    title = f"The largest difference from {reference} in a domain is {arm}'s in {domain}, {signed(found.loc[arm, domain])} nats a token; 0 is as good as {reference}"
-    caption = "Mean over seeds of the domain's validation loss less the reference's with the same seed. Blue: better, red: worse, white: alike. Nothing is tested here: the one endpoint is the loss over all domains."  # fmt: skip
-    layout = base_layout("domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"})
-    return Figure("difference_by_domain", title, caption, ("study_documents.loss", "difference"), [trace], layout, height=arm_height(len(arms)))  # fmt: skip
+    title = (
+        f"The largest difference from {reference} in a domain is {arm}'s in {domain}, "
+        f"{signed(found.loc[arm, domain])} nats a token; 0 is as good as {reference}"
+    )
+    caption = (
+        "Mean over seeds of the domain's validation loss less the reference's with the same seed. "
+        "Blue: better, red: worse, white: alike. Nothing is tested here: the one endpoint is the "
+        "loss over all domains."
+    )
+    layout = base_layout(
+        "domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"}
+    )
+    return Figure(
+        "difference_by_domain",
+        title,
+        caption,
+        ("study_documents.loss", "difference"),
+        [trace],
+        layout,
+        height=arm_height(len(arms)),
+    )
 
 
 def can_show(spec: FigureSpec, tables: Tables) -> bool:

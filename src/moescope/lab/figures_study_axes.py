@@ -1,4 +1,7 @@
-"""A study along its axes: loss and load against an option's value or a size; and what routers cost beside their experts."""
+"""A study along its axes: loss and load against an option's value or a size.
+
+And what routers cost beside their experts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ WIDE = 8.0  # largest over smallest value from which an axis is logarithmic
 
 
 def along(tables: Tables) -> pd.DataFrame:
-    """The finished trainings that lie on the axis: arm, seed, value, line (where other axes put the arm), and their numbers."""
+    """The finished trainings that lie on the axis.
+
+    Arm, seed, value, line (where other axes put the arm), and their numbers.
+    """
     runs, places = tables["study_runs"], tables["study_axes"]
     done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
     return done.merge(places, on="arm")
@@ -99,14 +105,20 @@ def loss_by_value(tables: Tables) -> Figure:
         data.append(grey_line([min(values), max(values)], [level, level], f"mean of {reference}"))
     best = means.loc[means["validation_loss"].idxmin()]
     where = f" ({best['line']})" if best["line"] else ""
-    title = f"The lowest mean loss along {name} is {loss_words(best['validation_loss'])} nats a token, at {best['value']:g}{where}"
+    title = (
+        f"The lowest mean loss along {name} is {loss_words(best['validation_loss'])} nats a token, "
+        f"at {best['value']:g}{where}"
+    )
     title += f"; {reference}, the reference, has {loss_words(level)}" if math.isfinite(level) else ""
     caption = (
-        "Validation loss at the end of training: dots are seeds, lines means over them. The lowest of several means is low by luck, too: what may be said of single values "
-        "stands in the differences." + missing_words(tables, "validation_loss")
-    )
+        "Validation loss at the end of training: dots are seeds, lines means over them. The "
+        "lowest of several means is low by luck, too: what may be said of single values "
+        "stands in the differences."
+    ) + missing_words(tables, "validation_loss")
     layout = base_layout(name, "validation loss (nats a token)", xaxis=value_axis(values, name))
-    return Figure(f"loss_by_{slug(name)}", title, caption, ("study_runs.validation_loss",), data, layout, height=400)
+    return Figure(
+        f"loss_by_{slug(name)}", title, caption, ("study_runs.validation_loss",), data, layout, height=400
+    )
 
 
 def load_by_value(tables: Tables) -> Figure:
@@ -121,8 +133,13 @@ def load_by_value(tables: Tables) -> Figure:
         named = ", ".join(f"{value:g}" for value in sorted(reached["value"].unique()))
         title = f"Load CV is below {TARGET_CV} at {name} {named}"
     else:
-        title = f"Load CV stays above {TARGET_CV}: lowest at {name} {best['value']:g}, {number(best['load_cv'])}"
-    caption = "Coefficient of variation of experts' loads at the end of training, mean over layers; dots are seeds. Dashed: the value that is aimed at." + missing_words(tables, "load_cv")  # fmt: skip
+        title = (
+            f"Load CV stays above {TARGET_CV}: lowest at {name} {best['value']:g}, {number(best['load_cv'])}"
+        )
+    caption = (
+        "Coefficient of variation of experts' loads at the end of training, mean over layers; "
+        "dots are seeds. Dashed: the value that is aimed at."
+    ) + missing_words(tables, "load_cv")
     layout = base_layout(name, "load CV", xaxis=value_axis(values, name), yaxis={"rangemode": "tozero"})
     return Figure(f"load_by_{slug(name)}", title, caption, ("load_cv",), data, layout, height=400)
 
@@ -144,7 +161,9 @@ def overhead_shares(tables: Tables) -> Figure:
         .sort_values(ascending=False, kind="stable")
     )
     few = list(named.index[: PARTS_NAMED if len(named) > PARTS_NAMED + 1 else PARTS_NAMED + 1])
-    parts = rows.assign(component=rows["component"].where(rows["component"].isin(["experts", *few]), OTHER_PARTS))
+    parts = rows.assign(
+        component=rows["component"].where(rows["component"].isin(["experts", *few]), OTHER_PARTS)
+    )
     parts = parts.groupby(["router", "component"])[["share", "milliseconds", "flops"]].sum()
     data: list[Trace] = []
     for index, component in enumerate(["experts", *few, *([OTHER_PARTS] if len(few) < len(named) else [])]):
@@ -158,17 +177,46 @@ def overhead_shares(tables: Tables) -> Figure:
                 "y": routers,
                 "customdata": own[["milliseconds", "flops"]].to_numpy(float),
                 "marker": {"color": CATEGORICAL[index]},
-                "hovertemplate": f"%{{y}}: {component}<br>%{{x:.1%}} of the block<br>%{{customdata[0]:.3g}} ms, %{{customdata[1]:.3g}} FLOPs<extra></extra>",
+                "hovertemplate": (
+                    f"%{{y}}: {component}<br>%{{x:.1%}} of the block<br>%{{customdata[0]:.3g}} ms, "
+                    "%{customdata[1]:.3g} FLOPs<extra></extra>"
+                ),
             }
         )
     if reference in experts.index:
         data.append(upright(float(experts[reference]), routers, f"experts' share under {reference}"))
     costly = routers[-1]
-    title = f"{costly} spends most on routing: {number(100 * (1 - experts.get(costly, 0.0)))} % of a block's time goes elsewhere than to experts"
-    title += f", under {reference} {number(100 * (1 - experts[reference]))} %" if reference in experts.index and reference != costly else ""  # fmt: skip
-    caption = "Forward passes of one block in training mode, medians; experts, then what each router does besides, its lesser parts together. Where only routers differ, a longer bar of experts is a cheaper router."
-    layout = base_layout("share of the block's time", "", barmode="stack", legend={"traceorder": "normal"}, xaxis={"range": [0, 1], "tickformat": ".0%"}, yaxis=arm_axis(routers))  # fmt: skip
-    return Figure("overhead_shares", title, caption, ("component", "milliseconds", "overhead.share"), data, layout, height=arm_height(len(routers)) + 80)  # fmt: skip
+    title = (
+        f"{costly} spends most on routing: {number(100 * (1 - experts.get(costly, 0.0)))} % of a "
+        "block's time goes elsewhere than to experts"
+    )
+    title += (
+        f", under {reference} {number(100 * (1 - experts[reference]))} %"
+        if reference in experts.index and reference != costly
+        else ""
+    )
+    caption = (
+        "Forward passes of one block in training mode, medians; experts, then what each router does "
+        "besides, its lesser parts together. Where only routers differ, a longer bar of experts is a "
+        "cheaper router."
+    )
+    layout = base_layout(
+        "share of the block's time",
+        "",
+        barmode="stack",
+        legend={"traceorder": "normal"},
+        xaxis={"range": [0, 1], "tickformat": ".0%"},
+        yaxis=arm_axis(routers),
+    )
+    return Figure(
+        "overhead_shares",
+        title,
+        caption,
+        ("component", "milliseconds", "overhead.share"),
+        data,
+        layout,
+        height=arm_height(len(routers)) + 80,
+    )
 
 
 ALONG = [

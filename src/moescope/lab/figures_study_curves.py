@@ -44,7 +44,10 @@ def curves_of(column: str) -> FigureSpec:
 
 
 def finished(tables: Tables, column: str) -> pd.DataFrame:
-    """Rows with that number, of trainings that were finished: a mean over seeds must not change because one of them stopped."""
+    """Rows with that number, of trainings that were finished.
+
+    A mean over seeds must not change because one of them stopped.
+    """
     runs, rows = tables["study_runs"], tables["study_curves"]
     done = runs.loc[runs["status"] == "done", ["arm", "seed"]]
     return rows[rows[column].notna()].merge(done, on=["arm", "seed"])
@@ -53,11 +56,16 @@ def finished(tables: Tables, column: str) -> pd.DataFrame:
 def mean_lines(
     rows: pd.DataFrame, column: str, arms: list[str], reference: str
 ) -> tuple[list[Trace], dict[str, float]]:
-    """(one line an arm, its mean over seeds, with a band from the lowest seed to the highest where arms are few; where each line ends)."""
+    """(one line an arm, its mean over seeds.
+
+    With a band from the lowest seed to the highest where arms are few; where each line ends).
+    """
     ends: dict[str, float] = {}
     data: list[Trace] = []
     # An arm has one colour in all figures, whether or not the others have this number.
-    colours = {arm: category_style(place) for place, arm in enumerate(arm for arm in arms if arm != reference)}
+    colours = {
+        arm: category_style(place) for place, arm in enumerate(arm for arm in arms if arm != reference)
+    }
     arms = [arm for arm in arms if arm in set(rows["arm"])]
     plain = [arm for arm in arms[BEST:-WORST] if arm != reference] if len(arms) > NAMED_UP_TO else []
     for arm in [*plain, *(arm for arm in arms if arm not in plain)]:  # those without names lie below
@@ -92,7 +100,9 @@ def between(what: str, ends: dict[str, float], words: Callable[[float], str] = n
 
 
 def shading(arms: list[str]) -> str:
-    return "Means over seeds" + ("; shaded: from the lowest seed to the highest." if len(arms) <= BANDS_UP_TO else ".")
+    return "Means over seeds" + (
+        "; shaded: from the lowest seed to the highest." if len(arms) <= BANDS_UP_TO else "."
+    )
 
 
 def height(arms: list[str]) -> int:
@@ -100,7 +110,10 @@ def height(arms: list[str]) -> int:
 
 
 def curves(tables: Tables, column: str) -> Figure:
-    """The column over the steps, the reference arm in grey, dotted what routing gives that looks at nothing."""
+    """The column over the steps, the reference arm in grey.
+
+    Dotted what routing gives that looks at nothing.
+    """
     axis, beside = CURVES[column]
     reference, arms = reference_of(tables["study_comparisons"]), ordered_arms(tables["study_comparisons"])
     data, ends = mean_lines(finished(tables, column), column, arms, reference)
@@ -115,9 +128,18 @@ def curves(tables: Tables, column: str) -> Figure:
         title += f"; at {words(ends[reference])} for {reference}, the reference" if reference in ends else ""
     elif floor:
         last = sorted(round(float(values.iloc[-1]), 6) for _, values in floor.values())
-        span = number(last[0]) if number(last[0]) == number(last[-1]) else f"{number(last[0])} to {number(last[-1])}"
-        title += f"; {span} for {'a router that knows nothing' if column == 'routing_entropy' else 'random routing'}"
-    caption = f"{shading(arms)} Grey: the reference arm" + ("." if column == "validation_loss" else ", and dotted what routing gives that looks at nothing.")  # fmt: skip
+        span = (
+            number(last[0])
+            if number(last[0]) == number(last[-1])
+            else f"{number(last[0])} to {number(last[-1])}"
+        )
+        title += (
+            f"; {span} for "
+            f"{'a router that knows nothing' if column == 'routing_entropy' else 'random routing'}"
+        )
+    caption = f"{shading(arms)} Grey: the reference arm" + (
+        "." if column == "validation_loss" else ", and dotted what routing gives that looks at nothing."
+    )
     columns = (column if column in ("load_cv", "unused_share") else f"study_curves.{column}",)
     yaxis = {} if column == "validation_loss" else {"rangemode": "tozero"}
     layout = base_layout("step", axis, legend={"traceorder": "normal"}, yaxis=yaxis)
@@ -125,7 +147,10 @@ def curves(tables: Tables, column: str) -> Figure:
 
 
 def difference_by_step(tables: Tables) -> Figure:
-    """Validation loss less the reference's with the same seed at the same step: what the plain curves are too steep to show."""
+    """Validation loss less the reference's with the same seed at the same step.
+
+    What the plain curves are too steep to show.
+    """
     reference, arms = reference_of(tables["study_comparisons"]), ordered_arms(tables["study_comparisons"])
     rows = finished(tables, "validation_loss")
     beside = rows[rows["arm"] == reference].set_index(["seed", "step"])["validation_loss"].rename("beside")
@@ -135,13 +160,19 @@ def difference_by_step(tables: Tables) -> Figure:
     steps = [int(pairs["step"].min()), int(pairs["step"].max())]
     data.append(grey_line(steps, [0.0, 0.0], f"{reference} (reference)"))
     title = between(f"The difference from {reference}", ends) + ", in nats a token; below 0 is better"
-    caption = f"{shading([*ends])} Validation loss less that of {reference} with the same seed at the same step. Nothing is tested here: the endpoint is the end."
+    caption = (
+        f"{shading([*ends])} Validation loss less that of {reference} with the same seed at the same "
+        "step. Nothing is tested here: the endpoint is the end."
+    )
     layout = base_layout("step", "difference (nats a token)", legend={"traceorder": "normal"})
     return Figure("difference_by_step", title, caption, ("difference",), data, layout, height=height(arms))
 
 
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether there are at least two steps to draw; for the differences, of the reference too and of another arm."""
+    """Whether there are at least two steps to draw.
+
+    For the differences, of the reference too and of another arm.
+    """
     if not {"study_curves", "study_runs"} <= set(tables):
         return False
     column = spec.name.removesuffix("_by_step")
@@ -154,16 +185,29 @@ def can_draw(spec: FigureSpec, tables: Tables) -> bool:
 
 
 def band(own: pd.DataFrame, color: str) -> list[Trace]:
-    edge: Trace = {"type": "scatter", "mode": "lines", "x": own.index.to_numpy(), "line": {"width": 0, "color": color}, "showlegend": False, "hoverinfo": "skip"}  # fmt: skip
+    edge: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": own.index.to_numpy(),
+        "line": {"width": 0, "color": color},
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
     red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
     return [
         {**edge, "y": own["min"].to_numpy(float)},
-        {**edge, "y": own["max"].to_numpy(float), "fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.16)"},
+        {
+            **edge,
+            "y": own["max"].to_numpy(float),
+            "fill": "tonexty",
+            "fillcolor": f"rgba({red},{green},{blue},0.16)",
+        },
     ]
 
 
 def floors(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series]]:
-    """What routing that looks at nothing gives at each step; one line for each pair of numbers of experts and choices among the arms.
+    """What routing that looks at nothing gives at each step; one line for each pair of numbers of experts and
+    choices among the arms.
 
     CV: √((n − k)/(N k)), N the tokens since the row before. Unused: (1 − k/n)^N. Entropy: log n.
     """
@@ -182,7 +226,9 @@ def floors(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series]
             "unused_share": (1 - k / n) ** seen,
         }[column]
         found[f", {k:.0f} of {n:.0f}"] = (steps, value)
-    lines = {tuple(number(each) for each in (*steps, *values)): (steps, values) for steps, values in found.values()}
+    lines = {
+        tuple(number(each) for each in (*steps, *values)): (steps, values) for steps, values in found.values()
+    }
     return {"": next(iter(lines.values()))} if len(lines) == 1 else found
 
 

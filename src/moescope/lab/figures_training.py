@@ -1,4 +1,7 @@
-"""A training as it went: losses beside what no skill would lose, the pull on the routers, and the course of the steps."""
+"""A training as it went.
+
+Losses beside what no skill would lose, the pull on the routers, and the course of the steps.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ from moescope.routing.figures_steps import metric_by_step, step_axis
 UNIFORM, UNIGRAM = "every token alike", "frequencies alone"
 
 
-def line(x: pd.Series, y: pd.Series, name: str, color: str, mode: str = "lines", dash: str = "solid") -> Trace:
+def line(
+    x: pd.Series, y: pd.Series, name: str, color: str, mode: str = "lines", dash: str = "solid"
+) -> Trace:
     return {
         "type": "scatter",
         "mode": mode,
@@ -51,18 +56,30 @@ def loss_by_step(tables: Tables) -> Figure:
     published = steps[steps["validation_loss_published"].notna()]
     if len(published):
         data.append(
-            line(published["step"], published["validation_loss_published"], "validation, padding counted", CATEGORICAL[3], dash="dash")
-        )  # fmt: skip
+            line(
+                published["step"],
+                published["validation_loss_published"],
+                "validation, padding counted",
+                CATEGORICAL[3],
+                dash="dash",
+            )
+        )
     first, last = judged.iloc[0], judged.iloc[-1]
     title = (
-        f"Validation loss goes from {number(first['validation_loss'])} (step {int(first['step'])}) to {number(last['validation_loss'])} nats a token "
-        f"(step {int(last['step'])}); {number(references['unigram'])} by {UNIGRAM}, {number(references['uniform'])} with {UNIFORM}"
+        f"Validation loss goes from {number(first['validation_loss'])} (step "
+        f"{int(first['step'])}) to {number(last['validation_loss'])} nats a token "
+        f"(step {int(last['step'])}); {number(references['unigram'])} by {UNIGRAM}, "
+        f"{number(references['uniform'])} with {UNIFORM}"
     )
     caption = (
-        "Loss of the text alone, without routers' own losses. Training is the mean since the point before. Dashed: a model that knows how often "
+        "Loss of the text alone, without routers' own losses. Training is the mean since the "
+        "point before. Dashed: a model that knows how often "
         "each token occurs and nothing else; dotted: one that knows nothing."
-        + (" Padding counted: as published comparisons of SoME do, which makes losses look smaller." if len(published) else "")
-    )  # fmt: skip
+    ) + (
+        " Padding counted: as published comparisons of SoME do, which makes losses look smaller."
+        if len(published)
+        else ""
+    )
     layout = base_layout("step", "loss (nats a token)")
     return Figure("loss_by_step", title, caption, ("lm_loss", "validation_loss"), data, layout, height=400)
 
@@ -82,20 +99,48 @@ def saved_by_domain(tables: Tables) -> Figure:
     for index, (domain, own) in enumerate(rows.groupby("domain", sort=False)):
         ordered = own.sort_values("step")
         style = category_style(index)
-        data.append(line(ordered["step"], ordered["unigram"] - ordered["loss"], str(domain), style["color"], "lines+markers", style["dash"]))  # fmt: skip
+        data.append(
+            line(
+                ordered["step"],
+                ordered["unigram"] - ordered["loss"],
+                str(domain),
+                style["color"],
+                "lines+markers",
+                style["dash"],
+            )
+        )
     steps = sorted(rows["step"].unique())
     data.append(grey_line([steps[0], steps[-1]], [0, 0], UNIGRAM))
-    last = rows[rows["step"] == steps[-1]].assign(saved=lambda frame: frame["unigram"] - frame["loss"]).sort_values("saved")  # fmt: skip
+    last = (
+        rows[rows["step"] == steps[-1]]
+        .assign(saved=lambda frame: frame["unigram"] - frame["loss"])
+        .sort_values("saved")
+    )
     worst, best = last.iloc[0], last.iloc[-1]
     title = f"{capital(str(best['domain']))} is learned best, {beside_unigram(best['saved'])}"
     least = f"; {worst['domain']} least, {beside_unigram(worst['saved'])}"
     if best["saved"] <= 0:
         nearest = str(best["domain"])
-        title = f"No domain is learned yet: nearest comes {nearest}, {beside_unigram(best['saved'])}" if len(last) > 1 else f"{capital(nearest)} is not learned yet: {beside_unigram(best['saved'])}"  # fmt: skip
+        title = (
+            f"No domain is learned yet: nearest comes {nearest}, {beside_unigram(best['saved'])}"
+            if len(last) > 1
+            else f"{capital(nearest)} is not learned yet: {beside_unigram(best['saved'])}"
+        )
         least = f"; farthest is {worst['domain']}, {beside_unigram(worst['saved'])}"
     title += least if len(last) > 1 else ""
-    caption = "Unigram model's loss minus validation loss, by domain: 0 is a model that knows frequencies alone, below it one that does not even know those."
-    return Figure("saved_by_domain", title, caption, ("validation_loss",), data, base_layout("step", "nats a token below frequencies alone"), height=400)  # fmt: skip
+    caption = (
+        "Unigram model's loss minus validation loss, by domain: 0 is a model that knows frequencies "
+        "alone, below it one that does not even know those."
+    )
+    return Figure(
+        "saved_by_domain",
+        title,
+        caption,
+        ("validation_loss",),
+        data,
+        base_layout("step", "nats a token below frequencies alone"),
+        height=400,
+    )
 
 
 def pull_on_routers(tables: Tables) -> Figure:
@@ -108,12 +153,23 @@ def pull_on_routers(tables: Tables) -> Figure:
         data.append(grey_line(aux.index.to_numpy(), aux.to_numpy(float), "auxiliary loss, mean over layers"))
     last = pulled[pulled["step"] == pulled["step"].max()]
     weakest = last.loc[last["lm_gradient_norm"].idxmin()]
-    title = f"At step {int(weakest['step'])} the text pulls least on the router of layer {int(weakest['layer'])}: {number(weakest['lm_gradient_norm'])}"
+    title = (
+        f"At step {int(weakest['step'])} the text pulls least on the router of layer "
+        f"{int(weakest['layer'])}: {number(weakest['lm_gradient_norm'])}"
+    )
     if len(aux):
         title += f"; the auxiliary loss pulls {number(aux.iloc[-1])} on average"
     shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
-    caption = "Norm of the gradient of the text's loss into each router. A router it does not reach learns nothing from the text, whatever its auxiliary loss does."
-    layout = base_layout("step", "norm of the gradient", yaxis=plain_log(shown) or {}, xaxis=step_axis(pd.Index(sorted(pulled["step"].unique()))))  # fmt: skip
+    caption = (
+        "Norm of the gradient of the text's loss into each router. A router it does not reach learns "
+        "nothing from the text, whatever its auxiliary loss does."
+    )
+    layout = base_layout(
+        "step",
+        "norm of the gradient",
+        yaxis=plain_log(shown) or {},
+        xaxis=step_axis(pd.Index(sorted(pulled["step"].unique()))),
+    )
     return Figure("pull_on_routers", title, caption, ("lm_gradient_norm", "aux_gradient_norm"), data, layout)
 
 
@@ -123,12 +179,25 @@ def gradient_by_step(tables: Tables) -> Figure:
     rows = steps[steps["gradient_norm"].notna()]
     clip = float(tables["references"].set_index("name")["value"].get("clip", np.nan))
     data = [line(rows["step"], rows["gradient_norm"], "gradient", CATEGORICAL[1])]
-    title = f"The gradient's norm goes from {number(rows['gradient_norm'].iloc[0])} to {number(rows['gradient_norm'].iloc[-1])}"
+    title = (
+        f"The gradient's norm goes from {number(rows['gradient_norm'].iloc[0])} to "
+        f"{number(rows['gradient_norm'].iloc[-1])}"
+    )
     if clip > 0:
         data.append(grey_line([rows["step"].iloc[0], rows["step"].iloc[-1]], [clip, clip], "clipped above"))
-        title += f"; {number(100 * float((rows['gradient_norm'] > clip).mean()))} % of the points lie above {number(clip)}, where it is clipped"
+        title += (
+            f"; {number(100 * float((rows['gradient_norm'] > clip).mean()))} % of the points lie "
+            f"above {number(clip)}, where it is clipped"
+        )
     yaxis = plain_log(data) or {}
-    return Figure("gradient_by_step", title, "Mean since the point before, before clipping.", ("gradient_norm",), data, base_layout("step", "norm of the gradient", yaxis=yaxis))  # fmt: skip
+    return Figure(
+        "gradient_by_step",
+        title,
+        "Mean since the point before, before clipping.",
+        ("gradient_norm",),
+        data,
+        base_layout("step", "norm of the gradient", yaxis=yaxis),
+    )
 
 
 def speed_by_step(tables: Tables) -> Figure:
@@ -141,9 +210,21 @@ def speed_by_step(tables: Tables) -> Figure:
         grey_line([rows["step"].iloc[0], rows["step"].iloc[-1]], [median] * 2, "median"),
     ]
     memory = rows["peak_memory_bytes"].dropna()
-    title = f"{number(median)} tokens a second (median)" + (f", {number(float(memory.max()) / 1e9)} GB of memory at most" if len(memory) else "")  # fmt: skip
-    caption = "Tokens trained on a second, evaluations left out. Memory is the process's on a CPU, torch's on a GPU."
-    return Figure("speed_by_step", title, caption, ("tokens_per_second", "peak_memory_bytes"), data, base_layout("step", "tokens a second", yaxis={"rangemode": "tozero"}))  # fmt: skip
+    title = f"{number(median)} tokens a second (median)" + (
+        f", {number(float(memory.max()) / 1e9)} GB of memory at most" if len(memory) else ""
+    )
+    caption = (
+        "Tokens trained on a second, evaluations left out. Memory is the process's on a CPU, torch's "
+        "on a GPU."
+    )
+    return Figure(
+        "speed_by_step",
+        title,
+        caption,
+        ("tokens_per_second", "peak_memory_bytes"),
+        data,
+        base_layout("step", "tokens a second", yaxis={"rangemode": "tozero"}),
+    )
 
 
 LOSSES = [

@@ -11,17 +11,40 @@ from torch.utils.flop_counter import flop_registry
 
 # Operations that go through all elements without being tagged as pointwise.
 REDUCTIONS = {
-    "_softmax", "_log_softmax", "logsumexp", "sum", "mean", "var", "std", "amax", "amin", "linalg_vector_norm", "cumsum",
-    "native_layer_norm", "_thnn_fused_gru_cell",
-}  # fmt: skip
+    "_softmax",
+    "_log_softmax",
+    "logsumexp",
+    "sum",
+    "mean",
+    "var",
+    "std",
+    "amax",
+    "amin",
+    "linalg_vector_norm",
+    "cumsum",
+    "native_layer_norm",
+    "_thnn_fused_gru_cell",
+}
 # Tagged as pointwise, but they move numbers and make none.
-MOVES = {"where", "masked_fill", "masked_fill_", "copy_", "fill_", "clone", "_to_copy", "zero_", "scalar_tensor"}
+MOVES = {
+    "where",
+    "masked_fill",
+    "masked_fill_",
+    "copy_",
+    "fill_",
+    "clone",
+    "_to_copy",
+    "zero_",
+    "scalar_tensor",
+}
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, `flops` grows by 2 m n k for every matrix product and by one an element for other arithmetic on floats.
+    """Within it, `flops` grows by 2 m n k for every matrix product and by one an element for other arithmetic
+    on floats.
 
-    One an element is a convention: a logarithm costs more than a sum. Sorting, comparing and moving numbers count nothing, so
+    One an element is a convention: a logarithm costs more than a sum. Sorting, comparing and moving numbers
+    count nothing, so
     that a component may cost time without a single operation here.
     """
 

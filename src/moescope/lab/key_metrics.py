@@ -1,4 +1,7 @@
-"""How SoME's keys have organised themselves: usage of the middle layer, and where its keys lie. Each beside what chance gives."""
+"""How SoME's keys have organised themselves: usage of the middle layer, and where its keys lie.
+
+Each beside what chance gives.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def middle_layer(layers: int) -> int:
 
 
 def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
-    """gini, load_entropy_bits and used (the share of experts with any token): value, floor (random balanced routing) and collapse.
+    """gini, load_entropy_bits and used (the share of experts with any token): value, floor (random balanced
+    routing) and collapse.
 
     `counts_E`: tokens each expert got of `tokens` that chose `top_k` each.
     """
@@ -48,7 +52,8 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
 def usage_histogram(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
     """How many experts have how many tokens, in four bins a decade: left, right, experts, expected.
 
-    `expected` is the mean over 200 random balanced routings of the same tokens. Experts without a token stand in the first row,
+    `expected` is the mean over 200 random balanced routings of the same tokens. Experts without a token stand
+    in the first row,
     from 0 to 1, since a count of 0 has no logarithm.
     """
     import pandas as pd
@@ -59,13 +64,17 @@ def usage_histogram(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
     edges = np.concatenate([[0.0], 10 ** (np.arange(bins + 1) / BINS_A_DECADE)])
     experts, _ = np.histogram(counts_E, edges)
     expected, _ = np.histogram(draws, edges)
-    return pd.DataFrame({"left": edges[:-1], "right": edges[1:], "experts": experts, "expected": expected / len(draws)})
+    return pd.DataFrame(
+        {"left": edges[:-1], "right": edges[1:], "experts": experts, "expected": expected / len(draws)}
+    )
 
 
 def key_cosine(keys_ED: Array) -> tuple[float, float]:
-    """The mean cosine between two keys, and how far from 0 that mean strays for random keys (its standard deviation).
+    """The mean cosine between two keys, and how far from 0 that mean strays for random keys (its standard
+    deviation).
 
-    (|sum of unit keys|^2 - n) / (n (n - 1)); for random directions the mean is 0 and the deviation sqrt(2 / (n (n - 1) D)). Near 1 all
+    (|sum of unit keys|^2 - n) / (n (n - 1)); for random directions the mean is 0 and the deviation sqrt(2 /
+    (n (n - 1) D)). Near 1 all
     keys are one, and which expert a token gets is left to rounding.
     """
     n, width = keys_ED.shape
@@ -76,9 +85,11 @@ def key_cosine(keys_ED: Array) -> tuple[float, float]:
 
 
 def key_map(keys_ED: Array, counts_E: Array) -> tuple[pd.DataFrame, float, float]:
-    """A map of the keys' directions: expert, x, y, tokens, strength; the share of variance it shows, and that of random keys.
+    """A map of the keys' directions: expert, x, y, tokens, strength; the share of variance it shows, and that
+    of random keys.
 
-    The first two principal components of the unit keys. A map of random keys shows some share too, the more the fewer the keys.
+    The first two principal components of the unit keys. A map of random keys shows some share too, the more
+    the fewer the keys.
     """
     import pandas as pd
 
@@ -104,7 +115,10 @@ def unit(keys_ED: Array) -> Array:
 
 
 def two_components(points_ED: Array) -> tuple[Array, float]:
-    """Places on the first two principal axes, each axis turned so that its largest entry is positive, and their share of variance."""
+    """Places on the first two principal axes, each axis turned so that its largest entry is positive.
+
+    And their share of variance.
+    """
     centred_ED = points_ED - points_ED.mean(0)
     left, singular, _ = np.linalg.svd(centred_ED, full_matrices=False)
     places = np.zeros((len(points_ED), 2))

@@ -1,4 +1,7 @@
-"""The optimiser's side of a training: which weights decay, how the learning rate goes, how gradients are kept short."""
+"""The optimiser's side of a training.
+
+Which weights decay, how the learning rate goes, how gradients are kept short.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def make_optimiser(model: LabModel, train: TrainConfig, device: str) -> torch.op
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Of step 0, 1, ...: linear from 0 over the warm-up, then half a cosine down to the final rate at the last step."""
+    """Of step 0, 1, ...
+
+    Linear from 0 over the warm-up, then half a cosine down to the final rate at the last step.
+    """
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
     after = max(train.steps - train.warmup - 1, 1)
@@ -40,7 +46,8 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def clip_gradients(gradients: list[Tensor], most: float, ranks: Ranks = ALONE) -> Tensor:
-    """Scales all gradients together to a norm of `most` at most (0: never), in place; returns the norm of each as it was.
+    """Scales all gradients together to a norm of `most` at most (0: never), in place; returns the norm of
+    each as it was.
 
     Of gradients that ranks have parts of, the norm is that of all parts.
     """

@@ -35,11 +35,15 @@ def overhead(
     repeats: int = 10,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One row a router and component: milliseconds (median), floating-point operations, share of the block's time.
+    """One row a router and component: milliseconds (median), floating-point operations, share of the block's
+    time.
 
-    One MoE block of each config, in training mode, on the same random tokens; forward passes, and the update after a step. Experts
-    run in `dtype`, routers in float32 as they always do. Components are disjoint and add up to the block: "rest" is what the router
-    does beside those it names, "routing" the whole of one that names none. With few tokens on a GPU the times are those of
+    One MoE block of each config, in training mode, on the same random tokens; forward passes, and the update
+    after a step. Experts
+    run in `dtype`, routers in float32 as they always do. Components are disjoint and add up to the block:
+    "rest" is what the router
+    does beside those it names, "routing" the whole of one that names none. With few tokens on a GPU the times
+    are those of
     launching kernels, not of arithmetic.
     """
     import pandas as pd
@@ -64,7 +68,10 @@ def block_overhead(
     torch.manual_seed(seed)
     shared = router_class(config.router).shared_parts(config)
     block = MoE(config, 0, shared if shared is None else shared.to(device)).to(device)
-    x_TD, ids_T = torch.randn(tokens, config.d_model).to(device), torch.randint(config.vocabulary, (tokens,)).to(device)
+    x_TD, ids_T = (
+        torch.randn(tokens, config.d_model).to(device),
+        torch.randint(config.vocabulary, (tokens,)).to(device),
+    )
     mask_T = torch.ones_like(ids_T, dtype=torch.bool)
     router = block.router
     parts = parts_of(block)
@@ -88,11 +95,16 @@ def block_overhead(
         once(clock.timing)
         times.append(without_overlap(clock.read(), router))
     operations = without_overlap(counts, router)
-    return {name: (max(median(one[name] for one in times), 0.0), int(operations[name])) for name in operations}
+    return {
+        name: (max(median(one[name] for one in times), 0.0), int(operations[name])) for name in operations
+    }
 
 
 def parts_of(block: MoE) -> dict[str, Part]:
-    """What is timed: the router as a whole, the components it names, its update after a step, and the experts."""
+    """What is timed.
+
+    The router as a whole, the components it names, its update after a step, and the experts.
+    """
     router = block.router
     parts: dict[str, Part] = {"routing": (router, "forward")}
     parts |= {component: (router, method) for component, method in components(router).items()}
@@ -111,7 +123,11 @@ def without_overlap(found: Mapping[str, float], router: Router) -> dict[str, flo
     if not named:
         return dict(found)
     rest = {"rest": found["routing"] - sum(named.values())}
-    return named | rest | {name: value for name, value in found.items() if name not in named and name != "routing"}
+    return (
+        named
+        | rest
+        | {name: value for name, value in found.items() if name not in named and name != "routing"}
+    )
 
 
 @contextmanager
@@ -140,7 +156,10 @@ def counting(counts: dict[str, int]) -> Watched:
 
 
 class Clock:
-    """Times functions without making them wait for each other: events on a GPU, the processor's clock elsewhere."""
+    """Times functions without making them wait for each other.
+
+    Events on a GPU, the processor's clock elsewhere.
+    """
 
     def __init__(self, device: str):
         self.cuda = torch.device(device).type == "cuda"

@@ -1,4 +1,7 @@
-"""A study's part of the report: arms against their reference, question by question; how trainings went, how even and how steady, at what cost."""
+"""A study's part of the report: arms against their reference, question by question.
+
+How trainings went, how even and how steady, at what cost.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,76 @@ from moescope.run import Run
 from moescope.tables import LAB_TABLES, STUDY_TABLES
 
 READING = (
-    "A study is read by differences: arms are trained under the same seeds, so each is compared with the reference seed by seed, by one endpoint, the validation loss. Better and worse are said from "
-    "five seeds on and where p ≤ 0.05 after Holm's correction for all arms of the question; else the page says what size of difference would have been seen. "
-    "Drawing other validation documents is another thing than training again: that noise is shown apart and used in no test."
+    "A study is read by differences: arms are trained under the same seeds, so each is compared "
+    "with the reference seed by seed, by one endpoint, the validation loss. Better and worse are "
+    "said from "
+    "five seeds on and where p ≤ 0.05 after Holm's correction for all arms of the question; else "
+    "the page says what size of difference would have been seen. "
+    "Drawing other validation documents is another thing than training again: that noise is "
+    "shown apart and used in no test."
 )
 QUESTIONS = {
-    "main": ("Which router", "The arms by their validation loss, each against {reference} with the same seed."),
-    "ablation": ("What each part is worth", "One part taken away at a time; {reference} is the whole. Above 0 the part was worth having."),
-    "sweep": ("Options at several values", "One option moved, all else held; {reference} is what they are compared with."),
-    "scaling": ("More experts, larger models", "The same at several sizes; {reference} is what they are compared with, so differences hold what size alone brings."),
-}  # fmt: skip
-COMPARED = ["arm", "verdict", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high", "statistic", "degrees_of_freedom", "p_value",
-            "p_adjusted", "test", "equal_variances_p", "hedges_g", "rank_p", "detectable_difference"]  # fmt: skip
-TRAINED = ["arm", "seed", "question", "status", "validation_loss", "noise_low", "noise_high", "load_cv", "max_over_mean", "routing_entropy", "unused_share", "dropped_share",
-           "consistency", "usage_sigma", "kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "message"]  # fmt: skip
+    "main": (
+        "Which router",
+        "The arms by their validation loss, each against {reference} with the same seed.",
+    ),
+    "ablation": (
+        "What each part is worth",
+        "One part taken away at a time; {reference} is the whole. Above 0 the part was worth having.",
+    ),
+    "sweep": (
+        "Options at several values",
+        "One option moved, all else held; {reference} is what they are compared with.",
+    ),
+    "scaling": (
+        "More experts, larger models",
+        (
+            "The same at several sizes; {reference} is what they are compared with, so differences "
+            "hold what size alone brings."
+        ),
+    ),
+}
+COMPARED = [
+    "arm",
+    "verdict",
+    "seeds",
+    "mean",
+    "low",
+    "high",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "statistic",
+    "degrees_of_freedom",
+    "p_value",
+    "p_adjusted",
+    "test",
+    "equal_variances_p",
+    "hedges_g",
+    "rank_p",
+    "detectable_difference",
+]
+TRAINED = [
+    "arm",
+    "seed",
+    "question",
+    "status",
+    "validation_loss",
+    "noise_low",
+    "noise_high",
+    "load_cv",
+    "max_over_mean",
+    "routing_entropy",
+    "unused_share",
+    "dropped_share",
+    "consistency",
+    "usage_sigma",
+    "kendall_tau",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "seconds",
+    "message",
+]
 CLAIMS_NAMED = {"main": 8}  # so many sentences at most about single arms of a question
 OTHERS_NAMED = 3
 
@@ -51,7 +110,9 @@ OTHERS_NAMED = 3
 def tables_of(run: Run) -> Tables:
     """The study's tables, names of arms fit for figures; and what run.json says of the arms."""
     if "study_comparisons" not in run.tables:
-        raise BadInput(f"{run.path}: nothing has been compared in this study yet; give its command again to finish it")
+        raise BadInput(
+            f"{run.path}: nothing has been compared in this study yet; give its command again to finish it"
+        )
     found = {name: run.table(name) for name in (*STUDY_TABLES, *LAB_TABLES) if name in run.tables}
     for frame in found.values():
         for column in ("arm", "reference", "router", "domain"):
@@ -81,7 +142,10 @@ def of_question(tables: Tables, question: str) -> Tables:
 
 
 def sections(run: Run) -> list[Section]:
-    """The parts of the page: each question, then how trainings went, how even and steady routing was, and the price."""
+    """The parts of the page.
+
+    Each question, then how trainings went, how even and steady routing was, and the price.
+    """
     tables = tables_of(run)
     asked = [name for name in questions_of(tables) if len(of_question(tables, name)["study_comparisons"]) > 1]
     found = [question_section(run, of_question(tables, name), name, first=name == asked[0]) for name in asked]
@@ -92,20 +156,31 @@ def sections(run: Run) -> list[Section]:
         Section(
             "balance",
             "How even, and how steady",
-            "Means over seeds at the end of training, random routing beside them. Every cell comes from a run, or says that there was none.",
+            (
+                "Means over seeds at the end of training, random routing beside them. Every cell "
+                "comes from a run, or says that there was none."
+            ),
             [],
-            [balance_table(tables), stability_table(tables), table_payload("study_runs", tables["study_runs"], TRAINED, "Every training")],
+            [
+                balance_table(tables),
+                stability_table(tables),
+                table_payload("study_runs", tables["study_runs"], TRAINED, "Every training"),
+            ],
         )
-    )  # fmt: skip
+    )
     figures: list[tuple[FigureSpec, Tables]] = []
     if "overhead" in tables and len(tables["overhead"]):
         figures = [(OVERHEAD, tables)]
         columns = ["router", "component", "milliseconds", "flops", "share"]
-        payloads = [cost_table(tables), table_payload("overhead", tables["overhead"], columns, "Every component")]
+        payloads = [
+            cost_table(tables),
+            table_payload("overhead", tables["overhead"], columns, "Every component"),
+        ]
     else:
         payloads = [cost_table(tables)]
     words = (
-        "What a training takes, and where a block's time goes. Trainings that ran side by side slowed each other down."
+        "What a training takes, and where a block's time goes. Trainings that ran side by side "
+        "slowed each other down."
     )
     found.append(Section("cost", "What it costs", words, figures, payloads))
     return found
@@ -121,7 +196,11 @@ def question_section(run: Run, tables: Tables, question: str, first: bool) -> Se
         figures += [(spec, tables) for spec in (NOISE, BY_DOMAIN) if first and can_show(spec, tables)]
         for places in axes_frames(run, tables, question):
             along = {**tables, "study_axes": places}
-            figures += [(spec, along) for spec, column in zip(ALONG, ("validation_loss", "load_cv"), strict=True) if measured(along, column)]  # fmt: skip
+            figures += [
+                (spec, along)
+                for spec, column in zip(ALONG, ("validation_loss", "load_cv"), strict=True)
+                if measured(along, column)
+            ]
     return Section(
         f"question-{question}",
         title,
@@ -146,13 +225,20 @@ def how_tested(comparisons: pd.DataFrame) -> str:
         return ""
     if (known["test"] == "blocked").any():
         return (
-            f"All arms share one residual variance within seeds ({number(known['degrees_of_freedom'].max())} degrees of freedom); the hypothesis that they scatter alike "
+            "All arms share one residual variance within seeds "
+            f"({number(known['degrees_of_freedom'].max())} degrees of freedom); the hypothesis "
+            "that they scatter alike "
             f"has p {number(equal.iloc[0])}, and would be given up below 0.1."
         )
     if (known["test"] == "paired t, shared seeds").all():
-        return "No arm has all of the reference's seeds, so each is compared by a paired t on those it shares."
+        return (
+            "No arm has all of the reference's seeds, so each is compared by a paired t on those it shares."
+        )
     if len(equal):
-        return f"Arms scatter differently within seeds (p {number(equal.iloc[0])}), so each is compared with the reference by a paired t of its own."
+        return (
+            f"Arms scatter differently within seeds (p {number(equal.iloc[0])}), so each is compared "
+            "with the reference by a paired t of its own."
+        )
     return "With two arms the test is a paired t."
 
 
@@ -172,7 +258,8 @@ def findings(run: Run) -> list[str]:
     found = []
     if run.info["status"] != "done":
         found.append(
-            f"This study is {run.info['status']}: what is said here is of the trainings so far. Stopping a study where it looks best makes false claims; judge it by its end."
+            f"This study is {run.info['status']}: what is said here is of the trainings so far. "
+            "Stopping a study where it looks best makes false claims; judge it by its end."
         )
     for question in questions_of(tables):
         own = of_question(tables, question)
@@ -184,22 +271,33 @@ def findings(run: Run) -> list[str]:
 
 
 def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
-    """One sentence for every arm that may be called better or worse, one for those that may not, with the difference that would have been seen."""
+    """One sentence for every arm that may be called better or worse, one for those that may not.
+
+    With the difference that would have been seen.
+    """
     reference, known = reference_of(comparisons), told(comparisons)
-    label, most = "" if question == "main" else f"{capital(question)}: ", CLAIMS_NAMED.get(question, OTHERS_NAMED)
+    label, most = (
+        "" if question == "main" else f"{capital(question)}: ",
+        CLAIMS_NAMED.get(question, OTHERS_NAMED),
+    )
     if known.empty:
         return [f"{label}Nothing can be compared with {reference} yet."]
     found = []
-    claimed = known[known["verdict"].isin(["better", "worse"])].sort_values("difference", key=abs, ascending=False)
+    claimed = known[known["verdict"].isin(["better", "worse"])].sort_values(
+        "difference", key=abs, ascending=False
+    )
     for row in claimed.head(most).sort_values("difference").to_dict("records"):
         found.append(
-            f"{label}{row['arm']} is {number(abs(row['difference']))} nats a token {row['verdict']} than {reference} "
-            f"(95 % {interval_words(row)}; {p_words(row['p_adjusted'])} after Holm for {counted(len(known), 'arm')}, {counted(int(row['seeds']), 'seed')})."
+            f"{label}{row['arm']} is {number(abs(row['difference']))} nats a token "
+            f"{row['verdict']} than {reference} "
+            f"(95 % {interval_words(row)}; {p_words(row['p_adjusted'])} after Holm for "
+            f"{counted(len(known), 'arm')}, {counted(int(row['seeds']), 'seed')})."
         )
     if len(claimed) > most:
         rest = claimed.iloc[most:]
         found.append(
-            f"{label}told from {reference}, too: {listed([f'{row.arm} ({row.verdict})' for row in rest.itertuples()])}."
+            f"{label}told from {reference}, too: "
+            f"{listed([f'{row.arm} ({row.verdict})' for row in rest.itertuples()])}."
         )
     alike = known[known["verdict"] == "not distinguishable"]
     if len(alike):
@@ -214,19 +312,25 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     if len(few):
         near = few.loc[few["difference"].abs().idxmax()]
         found.append(
-            f"{label}{seeds_words(few)} {'is' if few['seeds'].max() == 1 else 'are'} too few to say anything of {arms_words(few)}: nothing is claimed. "
-            f"The largest difference from {reference} is {near['arm']}'s, {number(near['difference'])} nats"
+            (
+                f"{label}{seeds_words(few)} {'is' if few['seeds'].max() == 1 else 'are'} too few to "
+                f"say anything of {arms_words(few)}: nothing is claimed. "
+                f"The largest difference from {reference} is {near['arm']}'s, "
+                f"{number(near['difference'])} nats"
+            )
             + (f" (95 % {interval_words(near)})." if math.isfinite(near["difference_low"]) else ".")
         )
     flat = known[known["verdict"] == "no spread over seeds"]
     if len(flat):
         found.append(
-            f"{label}every seed gave the same difference from {reference} for {arms_words(flat)}: there is nothing to test with."
+            f"{label}every seed gave the same difference from {reference} for {arms_words(flat)}: "
+            "there is nothing to test with."
         )
     part = known[known["test"] == "paired t, shared seeds"]
     if len(part):
         found.append(
-            f"{label}{arms_words(part)} {'lacks' if len(part) == 1 else 'lack'} seeds of {reference} and {'is' if len(part) == 1 else 'are'} compared on "
+            f"{label}{arms_words(part)} {'lacks' if len(part) == 1 else 'lack'} seeds of "
+            f"{reference} and {'is' if len(part) == 1 else 'are'} compared on "
             f"{seeds_words(part)}; an arm that fails where it does badly looks better than it is."
         )
     return found
@@ -251,12 +355,20 @@ def seeds_words(rows: pd.DataFrame) -> str:
 
 def target_findings(runs: pd.DataFrame) -> list[str]:
     """How many settings of a sweep reach the load CV that is aimed at."""
-    own = runs[(runs["status"] == "done") & (runs["question"] == "sweep")].groupby("arm")["load_cv"].mean().dropna()
+    own = (
+        runs[(runs["status"] == "done") & (runs["question"] == "sweep")]
+        .groupby("arm")["load_cv"]
+        .mean()
+        .dropna()
+    )
     if own.empty:
         return []
     reached = own[own < TARGET_CV]
     return [
-        f"Sweep: {len(reached)} of {counted(len(own), 'setting')} end with a load CV below {TARGET_CV}, which is aimed at; the lowest is {number(own.min())} ({own.idxmin()})."
+        (
+            f"Sweep: {len(reached)} of {counted(len(own), 'setting')} end with a load CV below "
+            f"{TARGET_CV}, which is aimed at; the lowest is {number(own.min())} ({own.idxmin()})."
+        )
     ]
 
 
@@ -267,7 +379,8 @@ def unfinished_findings(runs: pd.DataFrame) -> list[str]:
         first = failed.iloc[0]
         why = f": {plot_words(str(first['message']))}" if first["message"] else ""
         found.append(
-            f"{len(failed)} of {counted(len(runs), 'training')} failed; the first, {first['arm']} with seed {first['seed']}{why}."
+            f"{len(failed)} of {counted(len(runs), 'training')} failed; the first, "
+            f"{first['arm']} with seed {first['seed']}{why}."
         )
     if len(left):
         found.append(f"{len(left)} of {counted(len(runs), 'training')} were not run.")
@@ -282,15 +395,21 @@ def coverage(run: Run) -> list[str]:
     seeds = sorted(int(seed) for seed in runs["seed"].unique())
     done = int((runs["status"] == "done").sum())
     lines = [
-        f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} ({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; "
-        f"reference {run.info['reference']}"
+        (
+            f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} "
+            f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; "
+            f"reference {run.info['reference']}"
+        )
     ]
     base = run.info.get("base", {})
     if base:
         model, train = base["model"], base["train"]
         lines.append(
-            f"unless an arm says otherwise: {counted(model['layers'], 'layer')} of {counted(model['experts'], 'expert')}, width {model['d_model']}, {train['steps']:,} steps of "
-            f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus {run.info.get('corpus', 'unknown')}"
+            f"unless an arm says otherwise: {counted(model['layers'], 'layer')} of "
+            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, "
+            f"{train['steps']:,} steps of "
+            f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus "
+            f"{run.info.get('corpus', 'unknown')}"
         )
     return lines
 

@@ -1,4 +1,7 @@
-"""A study's small tables for the page, an arm a row with random routing beside it; and where its arms lie on the study's axes."""
+"""A study's small tables for the page, an arm a row with random routing beside it.
+
+And where its arms lie on the study's axes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ Heads = list[tuple[str, str, str]]  # glossary entry or name, what stands in the
 
 
 def arms_frame(run: Run) -> pd.DataFrame:
-    """arm, router, experts, top_k, tokens_a_step, as run.json has them; without rows for arms that choose nothing."""
+    """arm, router, experts, top_k, tokens_a_step, as run.json has them.
+
+    Without rows for arms that choose nothing.
+    """
     base = run.info.get("base") or {}
     rows = []
     for arm in run.info.get("arms", []):
@@ -41,7 +47,8 @@ def arms_frame(run: Run) -> pd.DataFrame:
 
 
 def axes_frames(run: Run, tables: Tables, question: str) -> list[pd.DataFrame]:
-    """One frame (arm, axis, value, line) for each axis with numbers along which the question's arms lie; `line` is where the other axes put an arm.
+    """One frame (arm, axis, value, line) for each axis with numbers along which the question's arms lie;
+    `line` is where the other axes put an arm.
 
     Sizes that have names instead of numbers lie at the parameters a token meets.
     """
@@ -64,7 +71,9 @@ def axes_frames(run: Run, tables: Tables, question: str) -> list[pd.DataFrame]:
                     "arm": plot_words(arm["name"]),
                     "axis": f"active parameters ({plot_words(axis)})" if named else plot_words(axis),
                     "value": float(active[plot_words(arm["name"])] if named else arm["axes"][axis]),
-                    "line": ", ".join(axis_words(name, value) for name, value in arm["axes"].items() if name != axis),
+                    "line": ", ".join(
+                        axis_words(name, value) for name, value in arm["axes"].items() if name != axis
+                    ),
                 }
                 for arm in on_it
             ]
@@ -123,11 +132,21 @@ def cost_table(tables: Tables) -> dict[str, Any]:
     return arm_table("cost_of_arms", "Size, speed and memory", tables, heads)
 
 
-KNOWN_BEFORE = ("parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "log_n", "k_of_n")
+KNOWN_BEFORE = (
+    "parameters_total",
+    "parameters_trainable",
+    "parameters_active",
+    "flops_per_token",
+    "log_n",
+    "k_of_n",
+)
 
 
 def arm_table(name: str, title: str, tables: Tables, heads: Heads) -> dict[str, Any]:
-    """An arm a row: means over its finished trainings; an arm without one says why in every cell that a run would fill."""
+    """An arm a row: means over its finished trainings.
+
+    An arm without one says why in every cell that a run would fill.
+    """
     runs = tables["study_runs"]
     means = arm_means(tables)
     rows = []
@@ -151,7 +170,9 @@ def arm_table(name: str, title: str, tables: Tables, heads: Heads) -> dict[str, 
 def arm_means(tables: Tables) -> pd.DataFrame:
     """Means over finished trainings by arm, and what random routing of as many tokens gives."""
     runs = tables["study_runs"]
-    numbers = [column for column in runs.columns if column not in ("arm", "seed", "question", "status", "message")]
+    numbers = [
+        column for column in runs.columns if column not in ("arm", "seed", "question", "status", "message")
+    ]
     runs = runs.astype(dict.fromkeys(numbers, float))
     means = runs[runs["status"] == "done"].groupby("arm")[numbers].mean().reindex(runs["arm"].unique())
     before = [column for column in KNOWN_BEFORE if column in numbers]

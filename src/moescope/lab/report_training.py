@@ -1,4 +1,7 @@
-"""A training's part of the report: losses, load while it learned, what taught the routers; its scan and trace follow as their own parts."""
+"""A training's part of the report: losses, load while it learned, what taught the routers.
+
+Its scan and trace follow as their own parts.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,35 @@ from moescope.routing.figures_diagnostics import in_words, told_and_drawn
 from moescope.run import Run
 
 TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
-STEP_COLUMNS = ["step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_second"]  # fmt: skip
+STEP_COLUMNS = [
+    "step",
+    "tokens",
+    "train_loss",
+    "lm_loss",
+    "aux_loss",
+    "validation_loss",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+]
 ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
 READING = (
-    "A training is judged by its validation loss, beside two models without skill: one that gives every token the same chance, and one that knows how "
-    "often each occurs. Load and decisions are of the training's own passes, each point a stretch of steps; floors are those of random routing."
+    "A training is judged by its validation loss, beside two models without skill: one that "
+    "gives every token the same chance, and one that knows how "
+    "often each occurs. Load and decisions are of the training's own passes, each point a "
+    "stretch of steps; floors are those of random routing."
 )
 
 
 def sections(run: Run) -> list[Section]:
-    """The parts of the page, in the order one asks: did it learn, did experts share the work, what taught the routers, how did it go."""
+    """The parts of the page, in the order one asks.
+
+    Did it learn, did experts share the work, what taught the routers, how did it go.
+    """
     if "steps" not in run.tables or not run.info.get("evaluations"):
-        raise BadInput(f"{run.path}: nothing of this training is on disk yet; wait a while, or give its command again")
+        raise BadInput(
+            f"{run.path}: nothing of this training is on disk yet; wait a while, or give its command again"
+        )
     steps = run.table("steps")
     tables: Tables = {"steps": steps, "references": references(run), "domain_losses": domain_losses(run)}
     found = [
@@ -45,14 +65,18 @@ def sections(run: Run) -> list[Section]:
     if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
         watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
         drawable = load_figures(watched)
-        alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()  # none yet in a training under way
+        alerts = (
+            run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
+        )  # none yet in a training under way
         told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
         found.append(Section("load", "Load while it learned", load_words(run), drawable, told))
         found += note_sections(run)
     gradients = run.table("router_gradients") if "router_gradients" in run.tables else pd.DataFrame()
     if len(gradients) and gradients["lm_gradient_norm"].notna().any():
         words = "A router learns from the text through its gates alone; here is how strongly."
-        found.append(Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})]))
+        found.append(
+            Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})])
+        )
     if "keys" in run.info:
         found.append(key_section(run))
     words = "Gradient and speed, from the run itself."
@@ -71,17 +95,23 @@ def load_figures(watched: Tables) -> list[tuple[FigureSpec, Tables]]:
 
 
 def load_words(run: Run) -> str:
-    words = "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
+    words = (
+        "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
+    )
     if sure := run.info.get("sure_by_design"):
         words += (
-            f" This router is built to be sure of every token, so low routing entropy in {named_layers(sure)} raises no alert; uneven load and "
+            " This router is built to be sure of every token, so low routing entropy in "
+            f"{named_layers(sure)} raises no alert; uneven load and "
             "experts without a token do."
         )
     return words
 
 
 def note_sections(run: Run) -> list[Section]:
-    """What the router says of itself, where it does: notes that move in figures, the others in a sentence; SoME's usage beside them."""
+    """What the router says of itself, where it does: notes that move in figures, the others in a sentence.
+
+    SoME's usage beside them.
+    """
     rows = run.table("routing_layers")
     tables: Tables = {"routing_layers": rows}
     model = run.info["arguments"].get("model")
@@ -93,10 +123,14 @@ def note_sections(run: Run) -> list[Section]:
         specs += [spec for spec in USAGE_BY_STEP if can_draw(spec, tables)]
     if not specs and not still:
         return []
-    words = "Numbers that only this kind of router has, from its training passes, each beside what chance, or nothing done, would give."
+    words = (
+        "Numbers that only this kind of router has, from its training passes, each beside what "
+        "chance, or nothing done, would give."
+    )
     if still:
         words += (
-            f" At their reference all the time, so not drawn: {listed([in_words(panel, tables) for panel in still])}."
+            " At their reference all the time, so not drawn: "
+            f"{listed([in_words(panel, tables) for panel in still])}."
         )
     return [Section("notes", "What the router says of itself", words, [(spec, tables) for spec in specs])]
 
@@ -110,18 +144,26 @@ def key_section(run: Run) -> Section:
         "key_shares": pd.DataFrame([keys["shares"]]),
     }
     told = [
-        f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['floor'])} with random routing, {number(row['collapse'])} at collapse)"
+        (
+            f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['floor'])} with "
+            f"random routing, {number(row['collapse'])} at collapse)"
+        )
         for row in keys["metrics"]
     ]
     cosine = keys["cosine"]
     words = (
-        f"Layer {keys['layer']}, the middle one: {listed(told)}. Two keys have a cosine of {number(cosine['mean'])} on average; of random keys that mean is 0, "
+        f"Layer {keys['layer']}, the middle one: {listed(told)}. Two keys have a cosine of "
+        f"{number(cosine['mean'])} on average; of random keys that mean is 0, "
         f"give or take {number(cosine['random_spread'])}. Near 1 all keys are one."
     )
     return Section("keys", "How the keys organised themselves", words, [(spec, tables) for spec in KEYS])
 
 
-METRIC_WORDS = {"gini": "Gini", "load_entropy_bits": "entropy of the load in bits", "used": "share of experts used"}
+METRIC_WORDS = {
+    "gini": "Gini",
+    "load_entropy_bits": "entropy of the load in bits",
+    "used": "share of experts used",
+}
 
 
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
@@ -147,7 +189,12 @@ def domain_losses(run: Run) -> pd.DataFrame:
     unigram = run.info["references"]["unigram"]
     return pd.DataFrame(
         [
-            {"step": evaluation["step"], "domain": plot_words(domain), "loss": loss, "unigram": unigram[domain]}
+            {
+                "step": evaluation["step"],
+                "domain": plot_words(domain),
+                "loss": loss,
+                "unigram": unigram[domain],
+            }
             for evaluation in run.info["evaluations"]
             for domain, loss in evaluation["domains"].items()
         ]
@@ -161,8 +208,12 @@ def findings(run: Run) -> list[str]:
     told = run.info["references"]
     first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
     found = [
-        f"Validation loss {number(last['loss'])} nats a token after {last['step']:,} steps, {number(first['loss'])} before the first; "
-        f"{number(told['unigram'][''])} by token frequencies alone, {number(told['uniform'])} with every token alike."
+        (
+            f"Validation loss {number(last['loss'])} nats a token after {last['step']:,} steps, "
+            f"{number(first['loss'])} before the first; "
+            f"{number(told['unigram'][''])} by token frequencies alone, {number(told['uniform'])} "
+            "with every token alike."
+        )
     ]
     behind = [domain for domain, loss in last["domains"].items() if loss >= told["unigram"][domain]]
     if behind:
@@ -175,7 +226,8 @@ def findings(run: Run) -> list[str]:
     if len(alerts):
         first_alert = alerts.sort_values("step").iloc[0]
         found.append(
-            f"{counted(len(alerts), 'alert')} while it learned, none in a training without trouble; the first: {first_alert['message']}."
+            f"{counted(len(alerts), 'alert')} while it learned, none in a training without "
+            f"trouble; the first: {first_alert['message']}."
         )
     return found
 
@@ -191,10 +243,22 @@ def load_findings(run: Run) -> list[str]:
         return []
     worst = even.loc[even["value"].idxmax()]
     if worst["value"] == 0:
-        why = " by construction: experts choose the tokens, each as many" if router_of(run) == "expert_choice" else ""
-        return [f"At the end of training load is even in every layer{why}; random routing gives a CV of {number(worst['floor'])}."]  # fmt: skip
+        why = (
+            " by construction: experts choose the tokens, each as many"
+            if router_of(run) == "expert_choice"
+            else ""
+        )
+        return [
+            (
+                f"At the end of training load is even in every layer{why}; random routing gives a CV "
+                f"of {number(worst['floor'])}."
+            )
+        ]
     found = [
-        f"At the end of training load is least even in {named_layers([worst['layer']])}: CV {number(worst['value'])}, random routing gives {number(worst['floor'])}."
+        (
+            f"At the end of training load is least even in {named_layers([worst['layer']])}: CV "
+            f"{number(worst['value'])}, random routing gives {number(worst['floor'])}."
+        )
     ]
     unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
     if len(unused):
@@ -203,7 +267,10 @@ def load_findings(run: Run) -> list[str]:
 
 
 def is_routed(run: Run) -> bool:
-    """Whether there is anything to choose: of one block a layer every load is even, and says nothing. The Monitor watches MoE layers only."""
+    """Whether there is anything to choose: of one block a layer every load is even, and says nothing.
+
+    The Monitor watches MoE layers only.
+    """
     model = run.info["arguments"].get("model")
     return not model or (model["router"] != "dense" and int(model["experts"]) > 1)
 
@@ -222,12 +289,15 @@ def coverage(run: Run) -> list[str]:
         entries += f", {model['vocabulary']:,} entries in the model's head"
     begins = f"begins with {info['arguments']['from']}: model and vocabulary are its own"
     return [
-        f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts_in_words(model)}; {info['parameters_total']:,} parameters, "
-        f"{info['parameters_trainable']:,} of them trained",
+        (
+            f"{model['router']} router, {counted(model['layers'], 'layer')} of "
+            f"{experts_in_words(model)}; {info['parameters_total']:,} parameters, "
+            f"{info['parameters_trainable']:,} of them trained"
+        ),
         *([begins] if info["arguments"].get("from") else []),
         *([info["frozen"]] if info.get("frozen") else []),
         f"text: {listed(list(sizes))}, {byte_size(read)} to train on; {entries}; corpus {info['corpus']}",
-    ]  # fmt: skip
+    ]
 
 
 def experts_in_words(model: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """Weights of which every rank keeps a part (FSDP2): a block's are put together while it runs, and no longer.
 
-Shared out are the blocks, frozen experts too: nearly all of a mixture of experts. Routers, embedding, last norm and head stay whole on
-every rank: they are small, and whoever watches a router finds it as it always is. What is saved is whole, and the same as without.
+Shared out are the blocks, frozen experts too: nearly all of a mixture of experts. Routers, embedding, last
+norm and head stay whole on
+every rank: they are small, and whoever watches a router finds it as it always is. What is saved is whole, and
+the same as without.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from moescope.decoder.ranks import Ranks
 
 
 def share_out(model: LabModel, device: str, ranks: Ranks) -> None:
-    """Leave each rank its part of every block's weights, in place. An optimiser must be made afterwards: parameters are new ones."""
+    """Leave each rank its part of every block's weights, in place.
+
+    An optimiser must be made afterwards: parameters are new ones.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -30,7 +35,12 @@ def share_out(model: LabModel, device: str, ranks: Ranks) -> None:
 
 def whole_parameters(model: LabModel) -> list[nn.Parameter]:
     """What every rank keeps all of: everything but attention, norms and experts of the blocks."""
-    parts = {id(weight) for block in model.blocks for name, weight in block.named_parameters() if not name.startswith("mlp.router.")}  # fmt: skip
+    parts = {
+        id(weight)
+        for block in model.blocks
+        for name, weight in block.named_parameters()
+        if not name.startswith("mlp.router.")
+    }
     return [weight for weight in model.parameters() if id(weight) not in parts]
 
 
@@ -38,7 +48,9 @@ def average_whole(model: LabModel, ranks: Ranks) -> None:
     """The mean over ranks of the gradients that nobody else averages, in place."""
     gradients = [weight.grad for weight in whole_parameters(model) if weight.grad is not None]
     mean = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients])) / ranks.world
-    for gradient, part in zip(gradients, torch.split(mean, [gradient.numel() for gradient in gradients]), strict=True):
+    for gradient, part in zip(
+        gradients, torch.split(mean, [gradient.numel() for gradient in gradients]), strict=True
+    ):
         gradient.copy_(part.view_as(gradient))
 
 
@@ -63,7 +75,10 @@ def part_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def put_together(state: Any, keep: bool) -> Any:
-    """The same dictionaries with whole tensors, on the CPU where they were shared out. Every rank must call it; those that do not keep them get empty ones."""
+    """The same dictionaries with whole tensors, on the CPU where they were shared out.
+
+    Every rank must call it; those that do not keep them get empty ones.
+    """
     if isinstance(state, dict):
         return {name: put_together(value, keep) for name, value in state.items()}
     if isinstance(state, Tensor) and hasattr(state, "full_tensor"):

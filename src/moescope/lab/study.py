@@ -17,7 +17,16 @@ from moescope.lab.train_settings import bytes_on_disk
 from moescope.lab.train_text import read_corpus, vocabulary_of
 from moescope.processes import ProcessEngine
 from moescope.progress import progress
-from moescope.run import DamagedRun, Run, RunWriter, default_folder, jsonable, open_run, read_run_json, write_table
+from moescope.run import (
+    DamagedRun,
+    Run,
+    RunWriter,
+    default_folder,
+    jsonable,
+    open_run,
+    read_run_json,
+    write_table,
+)
 from moescope.storage import check_disk
 from moescope.tables import TABLES
 from moescope.weights.verb import finished_run
@@ -45,9 +54,11 @@ def study(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run | dict[str, Any]:
-    """Train every arm of a study under every seed, and return the run with its tables; with `dry_run` only what it would be.
+    """Train every arm of a study under every seed, and return the run with its tables; with `dry_run` only
+    what it would be.
 
-    `config` is a TOML file or what one holds; `jobs` trainings go on at a time, each in a process of its own where it is more than one.
+    `config` is a TOML file or what one holds; `jobs` trainings go on at a time, each in a process of its own
+    where it is more than one.
     """
     folder = Path(out) if out is not None else None
     check_words(engine, address, device, jobs)
@@ -92,9 +103,13 @@ def check_words(engine: str, address: str | None, device: str, jobs: int) -> Non
     if not isinstance(jobs, int) or jobs < 1:
         raise BadInput(f"--jobs {jobs}: give a whole number from 1")
     if engine == "ray" and jobs > 1:
-        raise BadInput(f"--jobs {jobs}: Ray runs as many trainings as its machines have room for; leave it out")
+        raise BadInput(
+            f"--jobs {jobs}: Ray runs as many trainings as its machines have room for; leave it out"
+        )
     if started_by_torchrun():
-        raise BadInput("a study trains many models, each in one process; start it without torchrun, and with --jobs")
+        raise BadInput(
+            "a study trains many models, each in one process; start it without torchrun, and with --jobs"
+        )
 
 
 def read(config: str | Path | dict[str, Any]) -> Study:
@@ -147,12 +162,14 @@ def fact_lines(facts: dict[str, Any]) -> list[str]:
     for arm in facts["arms"]:
         mark = "  (reference)" if arm["arm"] == facts["reference"] else ""
         lines.append(
-            f"{arm['arm']:{width}}  {arm['question']:8}  {arm['parameters_total']:>14,}  {arm['parameters_active']:>14,}  {arm['flops_per_token']:>14,}{mark}"
+            f"{arm['arm']:{width}}  {arm['question']:8}  {arm['parameters_total']:>14,}  "
+            f"{arm['parameters_active']:>14,}  {arm['flops_per_token']:>14,}{mark}"
         )
     seeds = ", ".join(map(str, facts["seeds"]))
     lines.append(f"{facts['trainings']} trainings: {len(facts['arms'])} arms, seeds {seeds}")
     lines.append(
-        f"work: {facts['tokens']:,} tokens, {facts['flops']:.2e} floating-point operations, three forward passes a token"
+        f"work: {facts['tokens']:,} tokens, {facts['flops']:.2e} floating-point operations, "
+        "three forward passes a token"
     )
     lines.append(f"disk: {facts['bytes_kept'] / 1e9:,.1f} GB of checkpoints stay")
     if not facts["claims"]:
@@ -175,14 +192,24 @@ def bytes_kept(settled: Study) -> int:
 
 
 def check_room(folder: Path, settled: Study, jobs: int) -> None:
-    """Refuse before anything is trained what the disk cannot hold: what stays, and what trainings under way need besides."""
+    """Refuse before anything is trained what the disk cannot hold.
+
+    What stays, and what trainings under way need besides.
+    """
     largest = max(bytes_on_disk(arm.config) for arm in settled.arms)
     there = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-    check_disk(folder, max(bytes_kept(settled) + jobs * largest - there, 0), "free some space, or set keep = \"none\" or a larger checkpoint_every")  # fmt: skip
+    check_disk(
+        folder,
+        max(bytes_kept(settled) + jobs * largest - there, 0),
+        'free some space, or set keep = "none" or a larger checkpoint_every',
+    )
 
 
 def begin(writer: RunWriter, settled: Study, config: Any) -> None:
-    """What run.json says of a study; a first piece, so that an interrupted study is never taken for one that left nothing."""
+    """What run.json says of a study.
+
+    A first piece, so that an interrupted study is never taken for one that left nothing.
+    """
     told = {
         "reference": settled.reference,
         "references": settled.references,
@@ -200,7 +227,11 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
             for arm in settled.arms
         ],
     }
-    asked = {} if config is None else {"asked": {"config": str(config) if isinstance(config, str | Path) else None}}
+    asked = (
+        {}
+        if config is None
+        else {"asked": {"config": str(config) if isinstance(config, str | Path) else None}}
+    )
     taken = [piece for piece in writer.done_pieces() if piece != "study"]
     writer.save_info(**told, **asked, checkpoints=[], pieces_taken_over=len(taken))
     if "study" not in writer.done_pieces():
@@ -216,7 +247,10 @@ def holds_study(folder: Path) -> bool:
 
 
 def clear_study(folder: Path) -> None:
-    """Remove the trainings and the text of an earlier study in the folder, and nothing that somebody else put there."""
+    """Remove the trainings and the text of an earlier study in the folder.
+
+    And nothing that somebody else put there.
+    """
     for run in (folder / TRAININGS).glob("*-seed-*/run.json"):
         if (read_run_json(run.parent) or {}).get("verb") == "train":
             shutil.rmtree(run.parent)
@@ -227,18 +261,34 @@ def clear_study(folder: Path) -> None:
 
 
 def workers(engine: str, address: str | None, device: str, jobs: int) -> AbstractContextManager[Any]:
-    """One after the other here, or in processes: torch's random numbers belong to a process, so trainings are never threads of one."""
+    """One after the other here, or in processes.
+
+    Torch's random numbers belong to a process, so trainings are never threads of one.
+    """
     if engine == "local":
         return nullcontext(LocalEngine(device) if jobs == 1 else ProcessEngine(device, jobs))
     return open_engine(engine, address, device)
 
 
-def train_all(writer: RunWriter, settled: Study, corpus: str, engine: AbstractContextManager[Any], quiet: bool) -> None:
-    """Train and measure whatever no earlier attempt finished; each is on disk as soon as it is done, written by this process alone."""
+def train_all(
+    writer: RunWriter, settled: Study, corpus: str, engine: AbstractContextManager[Any], quiet: bool
+) -> None:
+    """Train and measure whatever no earlier attempt finished.
+
+    Each is on disk as soon as it is done, written by this process alone.
+    """
     pieces = [
-        TrainingPiece(writer.path.resolve(), arm.training_name(seed), arm.name, seed, arm.question, arm.of_seed(seed), corpus)
+        TrainingPiece(
+            writer.path.resolve(),
+            arm.training_name(seed),
+            arm.name,
+            seed,
+            arm.question,
+            arm.of_seed(seed),
+            corpus,
+        )
         for arm, seed in settled.trainings
-    ]  # fmt: skip
+    ]
     finished = writer.done_pieces()
     left = [piece for piece in pieces if piece.name not in finished]
     for piece in pieces:
@@ -252,7 +302,9 @@ def train_all(writer: RunWriter, settled: Study, corpus: str, engine: AbstractCo
     with progress(total, done, "steps", quiet) as advance, engine as working:
         writer.save_info(engine=working.name, device=working.device, jobs=getattr(working, "jobs", 1))
         work = functools.partial(train_piece, working.device)
-        for piece, measured in working.run(work, left, lambda piece: advance(f"{piece.arm} seed {piece.seed}")):
+        for piece, measured in working.run(
+            work, left, lambda piece: advance(f"{piece.arm} seed {piece.seed}")
+        ):
             writer.flush_piece(piece.name, measured.frames, {**piece.keys, "status": measured.status})
             prune(piece.folder, settled.keep)
             write_so_far(writer, settled)
@@ -313,17 +365,26 @@ def take_overhead(writer: RunWriter, settled: Study, device: str) -> None:
     most = TIMED_TOKENS if place.startswith("cuda") else TIMED_TOKENS_ON_CPU
     tokens = min(train.batch_size // train.micro_batches * train.sequence_length, most)
     found = overhead(
-        one_arm_a_router(settled), tokens, place, torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+        one_arm_a_router(settled),
+        tokens,
+        place,
+        torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
     )
     writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
 
 
 def one_arm_a_router(settled: Study) -> dict[str, ModelConfig]:
-    """The arms whose parts are timed: one a router, and every ablation; the reference, which the others are read beside, for its own."""
+    """The arms whose parts are timed: one a router, and every ablation.
+
+    The reference, which the others are read beside, for its own.
+    """
     configs, seen = {}, set()
     for arm in sorted(settled.arms, key=lambda arm: arm.name != settled.reference):
         model = arm.config.model
-        kind = (model.router, repr(sorted(model.router_options.items())) if arm.question == "ablation" else "")
+        kind = (
+            model.router,
+            repr(sorted(model.router_options.items())) if arm.question == "ablation" else "",
+        )
         if kind not in seen:
             seen.add(kind)
             configs[arm.name] = model

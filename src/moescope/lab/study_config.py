@@ -1,4 +1,7 @@
-"""What a study is: arms to be trained under the same seeds, read from TOML, and all of them checked before anything is trained."""
+"""What a study is.
+
+Arms to be trained under the same seeds, read from TOML, and all of them checked before anything is trained.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ SEEDS = 5
 LONGEST_NAME = 200  # of an arm: folders are called by it, and file systems allow 255 bytes
 PAIRED = "all arms of a seed begin with the same weights, or seeds would not be blocks; leave it out"
 FEWEST_FOR_CLAIMS = 5  # seeds below which no significance is claimed
-SIZES = ("experts", "d_model", "layers", "heads", "d_ff", "top_k")  # of [model]: an axis over one asks how things scale
+SIZES = (
+    "experts",
+    "d_model",
+    "layers",
+    "heads",
+    "d_ff",
+    "top_k",
+)  # of [model]: an axis over one asks how things scale
 
 # What all arms must have in common for their losses to be of the same text, told by the same tokens.
 SHARED: dict[str, Callable[[LabConfig], Any]] = {
@@ -89,7 +99,9 @@ class Study:
             "seeds": list(self.seeds),
             "keep": self.keep,
             "base": as_dict(self.base),
-            "arms": {arm.name: {"question": arm.question, "axes": arm.axes, **arm.overrides} for arm in self.arms},
+            "arms": {
+                arm.name: {"question": arm.question, "axes": arm.axes, **arm.overrides} for arm in self.arms
+            },
         }
 
 
@@ -108,14 +120,19 @@ def read_study(path: str | Path) -> Study:
     try:
         given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}; give the path of a TOML file") from None
+        raise BadInput(
+            f"cannot read {path}: {error.strerror or error}; give the path of a TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid TOML: {error}") from None
     return study_from(given, str(path))
 
 
 def study_from(given: dict[str, Any], where: str = "study") -> Study:
-    """The checked study of a dictionary such as a TOML file holds: every arm can be built, and differs from every other."""
+    """The checked study of a dictionary such as a TOML file holds.
+
+    Every arm can be built, and differs from every other.
+    """
     for key in given:
         if key not in KEYS:
             raise unknown_key(f"{where}: unknown key", key, list(KEYS))
@@ -127,7 +144,9 @@ def study_from(given: dict[str, Any], where: str = "study") -> Study:
     ]
     arms = unlike(settled(drafts, base, where), where)
     if len(arms) < 2:
-        raise BadInput(f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations")
+        raise BadInput(
+            f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations"
+        )
     reference = chosen_reference(given.get("reference"), arms, where)
     references = question_references(given, arms, where)
     arms = with_one_attention(arms, drafts, base, reference, where)
@@ -146,7 +165,10 @@ def base_config(given: dict[str, Any], where: str) -> LabConfig:
     if not isinstance(base, dict):
         raise BadInput(f"{where}: [base] must be a table, not {base!r}")
     if "seed" in (base["train"] if isinstance(base.get("train"), dict) else {}) and not whole_config(base):
-        raise BadInput(f"{where}: [base.train] seed: a study has seeds of its own; give seeds = [{base['train']['seed']}, ...]")  # fmt: skip
+        raise BadInput(
+            f"{where}: [base.train] seed: a study has seeds of its own; give seeds = "
+            f"[{base['train']['seed']}, ...]"
+        )
     if "preset" in base:
         raise BadInput(f"{where}: [base] preset: write preset at the top of the file")
     config = config_from(base, preset(named), f"{where}: base")
@@ -169,7 +191,8 @@ def seeds_of(given: Any, where: str) -> tuple[int, ...]:
     )
     if not whole or len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise BadInput(
-            f"{where}: seeds must be a number from 2, or a list of at least two different whole numbers, not {given!r}"
+            f"{where}: seeds must be a number from 2, or a list of at least two different whole "
+            f"numbers, not {given!r}"
         )
     return tuple(seeds)
 
@@ -200,7 +223,8 @@ def written_arms(given: Any, where: str) -> Iterator[Draft]:
 def grid(given: Any, base: LabConfig, where: str) -> Iterator[Draft]:
     """An arm for every combination of the axes' values.
 
-    An axis is a dotted key with a list of values, or a name with a table of named changes: [axes.size] S = {model = {...}}.
+    An axis is a dotted key with a list of values, or a name with a table of named changes: [axes.size] S =
+    {model = {...}}.
     """
     if not isinstance(given, dict):
         raise BadInput(f"{where}: [axes] must be a table of lists, not {given!r}")
@@ -213,8 +237,16 @@ def grid(given: Any, base: LabConfig, where: str) -> Iterator[Draft]:
         overrides: Overrides = {}
         for changes in sorted((change.overrides for change in point), key=names_router, reverse=True):
             overrides = merged(overrides, changes)
-        words = [str(at.value) if at.key == "model.router" or at.named else f"{short[at.key]}={at.value}" for at in point]  # fmt: skip
-        yield Draft(" ".join(words), overrides, question_of(point), {short[at.key]: at.value for at in point if at.key})
+        words = [
+            str(at.value) if at.key == "model.router" or at.named else f"{short[at.key]}={at.value}"
+            for at in point
+        ]
+        yield Draft(
+            " ".join(words),
+            overrides,
+            question_of(point),
+            {short[at.key]: at.value for at in point if at.key},
+        )
 
 
 @dataclass(frozen=True)
@@ -232,13 +264,18 @@ def axis(key: str, values: Any, where: str) -> list[Value]:
         for name, changes in values.items():
             tables = isinstance(changes, dict) and all(isinstance(table, dict) for table in changes.values())
             if not tables or not set(changes) <= {"model", "train"}:
-                raise BadInput(f"{where}: [axes.{key}] {name} must be a table of changes to model and train, not {changes!r}")  # fmt: skip
+                raise BadInput(
+                    f"{where}: [axes.{key}] {name} must be a table of changes to model and "
+                    f"train, not {changes!r}"
+                )
         return [Value(key, name, changes, named=True) for name, changes in values.items()]
     if not isinstance(values, list) or not values:
         raise BadInput(f"{where}: [axes] {key} must be a list of values, not {values!r}")
     parts = key.split(".")
     if parts[0] not in ("model", "data", "train") or len(parts) < 2:
-        raise BadInput(f"{where}: [axes] {key!r}: write the table too, such as \"model.router\" or \"train.learning_rate\"")  # fmt: skip
+        raise BadInput(
+            f'{where}: [axes] {key!r}: write the table too, such as "model.router" or "train.learning_rate"'
+        )
     if len({repr(value) for value in values}) < len(values):
         raise BadInput(f"{where}: [axes] {key}: a value is given twice")
     return [Value(key, value, nested(parts, value)) for value in values]
@@ -258,12 +295,17 @@ def names_router(overrides: Overrides) -> bool:
 def merged(one: Overrides, other: Overrides) -> Overrides:
     both = dict(one)
     for key, value in other.items():
-        both[key] = merged(both[key], value) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
+        both[key] = (
+            merged(both[key], value) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
+        )
     return both
 
 
 def question_of(point: tuple[Value, ...]) -> str:
-    """scaling where a size varies, sweep where an option or another number does, main where routers alone do."""
+    """scaling where a size varies, sweep where an option or another number does.
+
+    Main where routers alone do.
+    """
     changed = [(table, key) for at in point for table, changes in at.overrides.items() for key in changes]
     if any(table == "model" and key in SIZES for table, key in changed):
         return "scaling"
@@ -307,7 +349,9 @@ def config_of(draft: Draft, base: LabConfig, where: str) -> LabConfig:
     if not draft.name.strip() or "/" in draft.name or "\n" in draft.name:
         raise BadInput(f"{place}: give it a name of letters and figures")
     if len(draft.name) > LONGEST_NAME:
-        raise BadInput(f"{place}: its name has {len(draft.name)} letters; give it one of at most {LONGEST_NAME}")
+        raise BadInput(
+            f"{place}: its name has {len(draft.name)} letters; give it one of at most {LONGEST_NAME}"
+        )
     train = draft.overrides.get("train", {})
     if isinstance(train, dict) and "seed" in train:
         raise BadInput(f"{place}: [train] seed: all arms are trained under the study's seeds; leave it out")
@@ -322,7 +366,10 @@ def config_of(draft: Draft, base: LabConfig, where: str) -> LabConfig:
 
 
 def unlike(arms: list[Arm], where: str) -> list[Arm]:
-    """The arms without those that were asked for twice; refuses one name for two things, and two names for one."""
+    """The arms without those that were asked for twice.
+
+    Refuses one name for two things, and two names for one.
+    """
     kept: dict[str, Arm] = {}
     for arm in arms:
         if arm.name in kept:
@@ -331,10 +378,14 @@ def unlike(arms: list[Arm], where: str) -> list[Arm]:
             continue
         same = [other for other in kept.values() if other.config == arm.config]
         if same:
-            raise BadInput(f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; take one away")
+            raise BadInput(
+                f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; take one away"
+            )
         clash = [other for other in kept.values() if other.folder.lower() == arm.folder.lower()]
         if clash:
-            raise BadInput(f"{where}: arms {clash[0].name!r} and {arm.name!r} would share a folder; rename one")
+            raise BadInput(
+                f"{where}: arms {clash[0].name!r} and {arm.name!r} would share a folder; rename one"
+            )
         kept[arm.name] = arm
     return list(kept.values())
 
@@ -342,14 +393,19 @@ def unlike(arms: list[Arm], where: str) -> list[Arm]:
 def chosen_reference(given: Any, arms: list[Arm], where: str) -> str:
     names = [arm.name for arm in arms]
     if given is None:
-        raise BadInput(f"{where}: no reference; say which arm the others are compared with: reference = {names[0]!r}")
+        raise BadInput(
+            f"{where}: no reference; say which arm the others are compared with: reference = {names[0]!r}"
+        )
     if given not in names:
         raise unknown_name("reference", str(given), names)
     return str(given)
 
 
 def question_references(given: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
-    """Arms that single questions are compared with instead: of ablations the whole router, unless the study names another."""
+    """Arms that single questions are compared with instead.
+
+    Of ablations the whole router, unless the study names another.
+    """
     named = given.get("references", {})
     if not isinstance(named, dict):
         raise BadInput(f'{where}: references must be a table such as {{ablation = "spectra"}}, not {named!r}')
@@ -362,12 +418,17 @@ def question_references(given: dict[str, Any], arms: list[Arm], where: str) -> d
     return {**whole, **named}
 
 
-def with_one_attention(arms: list[Arm], drafts: list[Draft], base: LabConfig, reference: str, where: str) -> list[Arm]:
-    """The arms with the reference's norms of queries and keys, which otherwise follow the layout a router is saved in.
+def with_one_attention(
+    arms: list[Arm], drafts: list[Draft], base: LabConfig, reference: str, where: str
+) -> list[Arm]:
+    """The arms with the reference's norms of queries and keys, which otherwise follow the layout a router is
+    saved in.
 
     Where the base or any arm speaks of qk_norm, all are left as they are.
     """
-    said = base.model.qk_norm is not None or any("qk_norm" in draft.overrides.get("model", {}) for draft in drafts)
+    said = base.model.qk_norm is not None or any(
+        "qk_norm" in draft.overrides.get("model", {}) for draft in drafts
+    )
     if said:
         return arms
     norms = next(uses_qk_norm(arm.config.model) for arm in arms if arm.name == reference)
@@ -376,7 +437,9 @@ def with_one_attention(arms: list[Arm], drafts: list[Draft], base: LabConfig, re
         model = arm.config.model
         if model.block == "modern":
             model = replace(model, qk_norm=norms)
-        overrides = merged(arm.overrides, {"model": {"qk_norm": norms}}) if model.block == "modern" else arm.overrides
+        overrides = (
+            merged(arm.overrides, {"model": {"qk_norm": norms}}) if model.block == "modern" else arm.overrides
+        )
         made.append(replace(arm, overrides=overrides, config=replace(arm.config, model=model)))
     return unlike(made, where)
 
@@ -387,5 +450,6 @@ def check_shared(arms: list[Arm], where: str) -> None:
         for arm in arms[1:]:
             if of(arm.config) != of(first.config):
                 raise BadInput(
-                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their losses are not of the same text; set it in [base]"
+                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their "
+                    "losses are not of the same text; set it in [base]"
                 )

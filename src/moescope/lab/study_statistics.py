@@ -1,7 +1,10 @@
-"""What a study's trainings say: every arm against one reference, blocked by seed, with the number of arms paid for.
+"""What a study's trainings say: every arm against one reference, blocked by seed, with the number of arms
+paid for.
 
-The model is loss = arm + seed + residual. Seeds are blocks: a seed fixes first weights and order of the text, and moves all arms together, so
-arms are compared within seeds. Noise of the evaluation (documents drawn anew) has no part in any test: it says how well one model was
+The model is loss = arm + seed + residual. Seeds are blocks: a seed fixes first weights and order of the text,
+and moves all arms together, so
+arms are compared within seeds. Noise of the evaluation (documents drawn anew) has no part in any test: it
+says how well one model was
 measured, not how another training of it would come out.
 """
 
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 LEVEL = 0.05
-SPREAD_LEVEL = 0.1  # of the check for equal variances: lenient, since a noisy arm that it misses makes false claims
+SPREAD_LEVEL = (
+    0.1  # of the check for equal variances: lenient, since a noisy arm that it misses makes false claims
+)
 FEWEST_SEEDS = 5  # below that numbers are given and nothing is claimed
 RANKS_FROM = 8  # seeds; with 5 the smallest p of the signed-rank test is 0.0625
 POWER = 0.8
@@ -33,13 +38,21 @@ ROUNDING = 1e-12  # of the losses' size: spread below it is that of floating-poi
 
 BLOCKED, PAIRED, SHARED = "blocked", "paired t", "paired t, shared seeds"
 BETTER, WORSE, ALIKE = "better", "worse", "not distinguishable"
-TOO_FEW, NO_SPREAD, NOT_RUN, REFERENCE = "too few seeds to say", "no spread over seeds", "not run", "reference"
+TOO_FEW, NO_SPREAD, NOT_RUN, REFERENCE = (
+    "too few seeds to say",
+    "no spread over seeds",
+    "not run",
+    "reference",
+)
 FAILED = "failed"  # no result, though it was tried
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm less the reference, over the seeds both have: the mean, its standard error (NaN for one seed) and its degrees of freedom."""
+    """An arm less the reference, over the seeds both have.
+
+    The mean, its standard error (NaN for one seed) and its degrees of freedom.
+    """
 
     value: float
     error: float
@@ -54,7 +67,10 @@ class Difference:
 
     @property
     def p_value(self) -> float:
-        """Two-sided; 1 for arms that agree in every seed, undefined where seeds make no difference to one that is there."""
+        """Two-sided.
+
+        1 for arms that agree in every seed, undefined where seeds make no difference to one that is there.
+        """
         if self.degrees < 1:
             return np.nan
         if self.flat:
@@ -63,9 +79,11 @@ class Difference:
 
     @property
     def hedges_g(self) -> float:
-        """J(df) d/s: the difference in units of one training's spread within its seed; E[g] is the true ratio, exactly, for normal residuals.
+        """J(df) d/s: the difference in units of one training's spread within its seed; E[g] is the true
+        ratio, exactly, for normal residuals.
 
-        s is the residual standard deviation, of a pair sd(differences)/√2, so that t = d/(s √(2/S)) in both. Hedges 1981. Spread over seeds
+        s is the residual standard deviation, of a pair sd(differences)/√2, so that t = d/(s √(2/S)) in both.
+        Hedges 1981. Spread over seeds
         themselves is left out: it is common to both arms.
         """
         return hedges_factor(self.degrees) * self.statistic * np.sqrt(2 / max(self.seeds, 1))
@@ -78,16 +96,22 @@ class Difference:
 
 
 def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | None = None) -> pd.DataFrame:
-    """The table `study_comparisons` from `study_runs`: a row a question and arm, the reference's own among them.
+    """The table `study_comparisons` from `study_runs`: a row a question and arm, the reference's own among
+    them.
 
-    `references` names another reference for single questions, such as the whole router for its ablations. Each question is a family of its
-    own. Arms that have every seed of the reference are compared by `blocked` differences; one that lacks some by a paired t on those it shares,
+    `references` names another reference for single questions, such as the whole router for its ablations.
+    Each question is a family of its
+    own. Arms that have every seed of the reference are compared by `blocked` differences; one that lacks some
+    by a paired t on those it shares,
     which is kind to an arm that fails where it does badly: read `study_runs.status` beside it.
     """
     import pandas as pd
 
     known = list(dict.fromkeys(runs["arm"]))
-    chosen = {str(question): (references or {}).get(str(question), reference) for question in dict.fromkeys(runs["question"])}  # fmt: skip
+    chosen = {
+        str(question): (references or {}).get(str(question), reference)
+        for question in dict.fromkeys(runs["question"])
+    }
     for name in (reference, *chosen.values()):
         if name not in known:
             raise unknown_name("reference arm", name, [str(arm) for arm in known])
@@ -105,21 +129,32 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
 
 def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Arms by seeds; empty where a training is not done, or ended without a finite loss."""
-    losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(float)  # no such column where nothing ran
+    losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(
+        float
+    )  # no such column where nothing ran
     counted = runs.assign(validation_loss=losses.where((runs["status"] == "done") & np.isfinite(losses)))
     return counted.pivot(index="arm", columns="seed", values="validation_loss")
 
 
-def question_rows(question: str, reference: str, arms: list[str], losses: pd.DataFrame, failed: set[str]) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one family of comparisons, the reference first; `failed` are arms of which some training failed."""
+def question_rows(
+    question: str, reference: str, arms: list[str], losses: pd.DataFrame, failed: set[str]
+) -> list[dict[str, Any]]:
+    """The rows of one family of comparisons, the reference first.
+
+    `failed` are arms of which some training failed.
+    """
     losses_RS = losses.loc[[reference, *arms]].to_numpy(float)
     found, equal_p = differences(losses_RS)
     p_R = holm(np.array([one.p_value for one in found]))
     rank_R = holm(np.array([signed_rank_p(row - losses_RS[0]) for row in losses_RS[1:]]))
     tests = int(np.isfinite([one.p_value for one in found]).sum())
     rows = [
-        {**means(question, reference, reference, losses_RS[0]), "verdict": REFERENCE if there(losses_RS[0]) else without_result(reference, failed), "seeds": there(losses_RS[0])}
-    ]  # fmt: skip
+        {
+            **means(question, reference, reference, losses_RS[0]),
+            "verdict": REFERENCE if there(losses_RS[0]) else without_result(reference, failed),
+            "seeds": there(losses_RS[0]),
+        }
+    ]
     for arm, one, adjusted, rank_p, own in zip(arms, found, p_R, rank_R, losses_RS[1:], strict=True):
         low, high = one.interval()
         rows.append(
@@ -137,10 +172,12 @@ def question_rows(question: str, reference: str, arms: list[str], losses: pd.Dat
                 "equal_variances_p": equal_p,
                 "hedges_g": one.hedges_g,
                 "rank_p": rank_p,
-                "detectable_difference": detectable(one.degrees, max(tests, 1)) * one.error if one.degrees > 0 and not one.flat else np.nan,
+                "detectable_difference": detectable(one.degrees, max(tests, 1)) * one.error
+                if one.degrees > 0 and not one.flat
+                else np.nan,
                 "verdict": verdict(one, adjusted) if there(own) else without_result(arm, failed),
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -148,8 +185,19 @@ def means(question: str, arm: str, reference: str, own_S: Array) -> dict[str, An
     """The arm by itself: mean over its seeds and the t interval of that mean."""
     own = own_S[np.isfinite(own_S)]
     mean = float(own.mean()) if len(own) else np.nan
-    half = stats.t.ppf(1 - LEVEL / 2, len(own) - 1) * own.std(ddof=1) / np.sqrt(len(own)) if len(own) > 1 else np.nan
-    return {"question": question, "arm": arm, "reference": reference, "mean": mean, "low": mean - half, "high": mean + half}  # fmt: skip
+    half = (
+        stats.t.ppf(1 - LEVEL / 2, len(own) - 1) * own.std(ddof=1) / np.sqrt(len(own))
+        if len(own) > 1
+        else np.nan
+    )
+    return {
+        "question": question,
+        "arm": arm,
+        "reference": reference,
+        "mean": mean,
+        "low": mean - half,
+        "high": mean + half,
+    }
 
 
 def there(losses_S: Array) -> int:
@@ -176,8 +224,10 @@ def verdict(one: Difference, adjusted: float) -> str:
 def differences(losses_RS: Array) -> tuple[list[Difference], float]:
     """(every arm less the first row, the p of equal variances). NaN where there is no loss.
 
-    Blocked: s² = Σ residual²/((S−1)(R−1)), standard error √(2 s²/S), over the arms that have all of the reference's seeds. That one s² serves
-    all arms only if they scatter alike; where `equal_variances_p` says they do not, each arm is paired with the reference by itself.
+    Blocked: s² = Σ residual²/((S−1)(R−1)), standard error √(2 s²/S), over the arms that have all of the
+    reference's seeds. That one s² serves
+    all arms only if they scatter alike; where `equal_variances_p` says they do not, each arm is paired with
+    the reference by itself.
     """
     seeds = np.isfinite(losses_RS[0])
     whole_R: NDArray[np.bool_] = np.isfinite(losses_RS[:, seeds]).all(1) & seeds.any()
@@ -194,7 +244,10 @@ def differences(losses_RS: Array) -> tuple[list[Difference], float]:
 
 
 def difference(pair_2S: Array, block_RS: Array, test: str) -> Difference:
-    """The second row less the first, its error from the residuals of the block, which for the pair alone is the paired t."""
+    """The second row less the first, its error from the residuals of the block.
+
+    Which for the pair alone is the paired t.
+    """
     seeds = pair_2S.shape[1]
     if seeds == 0:
         return Difference(np.nan, np.nan, 0, 0, test, False)
@@ -218,14 +271,21 @@ def residuals(losses_RS: Array) -> Array:
 
 
 def equal_variances_p(losses_RS: Array) -> float:
-    """p of the hypothesis that all arms have one residual variance; NaN for two arms, one seed, or no residuals at all.
+    """p of the hypothesis that all arms have one residual variance; NaN for two arms, one seed, or no
+    residuals at all.
 
-    Losses of an arm share their seeds with every other arm's, so Levene's and Bartlett's tests, which want independent groups, would test the
-    seeds too. Residuals are free of arms and seeds, and any function of them that does not depend on their scale has one distribution under
-    the hypothesis, whatever arms and seeds do: it is drawn, so p is exact for normal residuals, though those of a seed sum to 0. The function is
-    Cochran's C, the noisiest arm's share of all squares: a noisy arm is what makes one s² too small for its own comparison, or for all where it is
-    the reference. In simulations C finds it more often than Bartlett's or John's function. With five seeds and level 0.1 it finds 9 in 10 of
-    arms that scatter four times as much as the eight others, 4 in 10 that scatter twice as much. For two arms residuals are mirror images, and the
+    Losses of an arm share their seeds with every other arm's, so Levene's and Bartlett's tests, which want
+    independent groups, would test the
+    seeds too. Residuals are free of arms and seeds, and any function of them that does not depend on their
+    scale has one distribution under
+    the hypothesis, whatever arms and seeds do: it is drawn, so p is exact for normal residuals, though those
+    of a seed sum to 0. The function is
+    Cochran's C, the noisiest arm's share of all squares: a noisy arm is what makes one s² too small for its
+    own comparison, or for all where it is
+    the reference. In simulations C finds it more often than Bartlett's or John's function. With five seeds
+    and level 0.1 it finds 9 in 10 of
+    arms that scatter four times as much as the eight others, 4 in 10 that scatter twice as much. For two arms
+    residuals are mirror images, and the
     blocked test is the paired t.
     """
     arms, seeds = losses_RS.shape
@@ -259,7 +319,10 @@ def largest_share_by_chance(arms: int, seeds: int) -> Array:
 
 
 def holm(p: Array) -> Array:
-    """Holm's step-down: the i-th smallest of m times m − i + 1, never falling, at most 1; NaN is no test and stays. Holm 1979."""
+    """Holm's step-down: the i-th smallest of m times m − i + 1, never falling, at most 1.
+
+    NaN is no test and stays. Holm 1979.
+    """
     adjusted = np.full(len(p), np.nan)
     order = np.argsort(p)[: int(np.isfinite(p).sum())]  # NaN sorts last
     if len(order):
@@ -268,10 +331,15 @@ def holm(p: Array) -> Array:
 
 
 def hedges_factor(degrees: int) -> float:
-    """J(df) = Γ(df/2)/(√(df/2) Γ((df−1)/2)), about 1 − 3/(4 df − 1); NaN below 2, where a mean of d/s does not exist."""
+    """J(df) = Γ(df/2)/(√(df/2) Γ((df−1)/2)), about 1 − 3/(4 df − 1).
+
+    NaN below 2, where a mean of d/s does not exist.
+    """
     if degrees < 2:
         return np.nan
-    return float(np.exp(special.gammaln(degrees / 2) - special.gammaln((degrees - 1) / 2)) / np.sqrt(degrees / 2))
+    return float(
+        np.exp(special.gammaln(degrees / 2) - special.gammaln((degrees - 1) / 2)) / np.sqrt(degrees / 2)
+    )
 
 
 def signed_rank_p(differences_S: Array) -> float:
@@ -286,12 +354,14 @@ def signed_rank_p(differences_S: Array) -> float:
 
 @lru_cache(maxsize=256)
 def detectable(degrees: int, tests: int) -> float:
-    """How many standard errors a true difference must be for a t of so many degrees to be found with probability 0.8 at level 0.05/tests.
+    """How many standard errors a true difference must be for a t of so many degrees to be found with
+    probability 0.8 at level 0.05/tests.
 
     0.05/tests is Holm's first step: what the only arm with a difference has to pass.
     """
     critical = float(stats.t.ppf(1 - LEVEL / tests / 2, degrees))
-    # over the quantiles of s/σ rather than by the noncentral t's series, which fails at few degrees and small levels
+    # over the quantiles of s/σ rather than by the noncentral t's series, which fails at few degrees and small
+    # levels
     bar: Array = critical * np.sqrt(stats.chi2.ppf((np.arange(4000) + 0.5) / 4000, degrees) / degrees)
 
     def beyond(shift: float) -> float:

@@ -1,4 +1,7 @@
-"""One training of a study: trained or taken up, then measured; what it found comes back as rows of the study's tables."""
+"""One training of a study: trained or taken up, then measured.
+
+What it found comes back as rows of the study's tables.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,13 @@ if TYPE_CHECKING:
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
 TRAININGS = "trainings"
 # columns of study_runs, by the Monitor's metrics that they are means over layers of
-LOAD = {"load_cv": "cv", "max_over_mean": "max_over_mean", "routing_entropy": "routing_entropy", "unused_share": "unused", "dropped_share": "dropped"}  # fmt: skip
+LOAD = {
+    "load_cv": "cv",
+    "max_over_mean": "max_over_mean",
+    "routing_entropy": "routing_entropy",
+    "unused_share": "unused",
+    "dropped_share": "dropped",
+}
 CURVES = ("load_cv", "routing_entropy", "unused_share")
 
 
@@ -57,7 +66,8 @@ class Measured:
 
 
 def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> Measured:
-    """Train to the end, from the last checkpoint if there is one, and measure. A training that diverges, or does not fit, has failed.
+    """Train to the end, from the last checkpoint if there is one, and measure. A training that diverges, or
+    does not fit, has failed.
 
     Everything else that goes wrong is raised: it would go wrong with the next training too.
     """
@@ -69,13 +79,26 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
 
     text = study_text(piece.study, piece.corpus, piece.config)
     identity = {"arguments": {**jsonable(as_plain(piece.config)), "from": None}, "corpus": piece.corpus}
-    job = Job(piece.folder, piece.config, text.corpus, text.vocabulary, identity, None, device, Ranks(), True, text.data, tick)  # fmt: skip
+    job = Job(
+        piece.folder,
+        piece.config,
+        text.corpus,
+        text.vocabulary,
+        identity,
+        None,
+        device,
+        Ranks(),
+        True,
+        text.data,
+        tick,
+    )
     run = finished_run(piece.folder, identity)
     if run is not None:
         for _ in range(piece.config.train.steps):
             tick()
     elif device.startswith("cuda"):
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # a process that has not yet used its GPU has nothing to reset
+        # a process that has not yet used its GPU has nothing to reset
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats()
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
@@ -98,7 +121,9 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
     )
 
 
-_COSTS: dict[str, dict[str, int]] = {}  # counted once: every row of a table that is written again and again has them
+_COSTS: dict[
+    str, dict[str, int]
+] = {}  # counted once: every row of a table that is written again and again has them
 
 
 def costs(config: LabConfig) -> dict[str, int]:
@@ -139,12 +164,19 @@ def measures(
     found |= dict(zip(("noise_low", "noise_high"), noise or (None, None), strict=True))
     found |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
     if stability is not None:
-        found |= {"consistency": stability.consistency, "usage_sigma": stability.usage_sigma, "kendall_tau": stability.kendall_tau}  # fmt: skip
+        found |= {
+            "consistency": stability.consistency,
+            "usage_sigma": stability.usage_sigma,
+            "kendall_tau": stability.kendall_tau,
+        }
     return {**found, **speed(run)}, documents
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
-    """step, and the columns of LOAD: means over layers of the Monitor's metrics. Of a dense model nothing: its one expert has no load to share."""
+    """step, and the columns of LOAD: means over layers of the Monitor's metrics.
+
+    Of a dense model nothing: its one expert has no load to share.
+    """
     import pandas as pd
 
     if "routing_layers" not in run.tables or run.info["arguments"]["model"]["router"] == "dense":
@@ -172,7 +204,8 @@ def curves_of(run: Run, piece: TrainingPiece) -> pd.DataFrame | None:
 
 
 def speed(run: Run) -> dict[str, float | None]:
-    """Tokens a second over all steps, evaluations left out; peak memory of a GPU; seconds of all attempts together.
+    """Tokens a second over all steps, evaluations left out; peak memory of a GPU; seconds of all attempts
+    together.
 
     A CPU's peak is that of the process, which trainings share, so it says nothing of one of them.
     """
@@ -189,7 +222,10 @@ def speed(run: Run) -> dict[str, float | None]:
 
 
 def prune(folder: Path, keep: str) -> None:
-    """Remove of a measured training what takes most room: the state it would go on from, and all checkpoints but those to be kept."""
+    """Remove of a measured training what takes most room.
+
+    The state it would go on from, and all checkpoints but those to be kept.
+    """
     info = read_run_json(folder)
     if keep == "all" or info is None:
         return

@@ -1,4 +1,7 @@
-"""The text of a study, read once and kept in its folder: every training reads the same, wherever and whenever it runs."""
+"""The text of a study, read once and kept in its folder.
+
+Every training reads the same, wherever and whenever it runs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class StudyText:
 
 
 def keep_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
-    """Write corpus and tokenizer below the folder, whole or not at all; what is there already is of the same study and stays."""
+    """Write corpus and tokenizer below the folder, whole or not at all.
+
+    What is there already is of the same study and stays.
+    """
     target = folder / FOLDER
     if target.exists():
         return
@@ -53,7 +59,10 @@ _KEPT: dict[tuple[object, ...], StudyText] = {}  # of the study this process wor
 
 
 def study_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
-    """The text of the study in that folder, read and cut into rows once a process. `identity` is the corpus's."""
+    """The text of the study in that folder, read and cut into rows once a process.
+
+    `identity` is the corpus's.
+    """
     train, layout = config.train, config.data.layout
     key = (folder, identity, train.sequence_length, train.evaluation_rows, layout)
     if key not in _KEPT:

@@ -1,4 +1,8 @@
-"""train: a small MoE language model under a router of one's choice, watched while it learns, scanned and traced when it is done."""
+"""train.
+
+A small MoE language model under a router of one's choice, watched while it learns, scanned and traced when it
+is done.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.lab.train_parts import complete
-from moescope.lab.train_settings import as_plain, bytes_on_disk, facts_of, settings_warnings, settle, unfinished
+from moescope.lab.train_settings import (
+    as_plain,
+    bytes_on_disk,
+    facts_of,
+    settings_warnings,
+    settle,
+    unfinished,
+)
 from moescope.lab.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 from moescope.progress import progress, unsaid_alerts
 from moescope.routing.trace import checkpoint_identity
@@ -49,9 +60,11 @@ def train(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run | dict[str, Any]:
-    """Train a model and return the run, with its scan, its trace and its report; with `dry_run` only what it would be.
+    """Train a model and return the run, with its scan, its trace and its report; with `dry_run` only what it
+    would be.
 
-    `config` is a TOML file or what one holds; `preset` what it starts from (nano); `from_` a lab checkpoint whose weights come first.
+    `config` is a TOML file or what one holds; `preset` what it starts from (nano); `from_` a lab checkpoint
+    whose weights come first.
     """
     from moescope.decoder.ranks import joined
 
@@ -59,7 +72,10 @@ def train(
     if resume:
         folder, settled, origin = unfinished(folder, config, preset, router, from_, overwrite)
     else:
-        settled, origin = settle(config, preset, router, from_, seed), None if from_ is None else str(Path(from_).resolve())  # fmt: skip
+        settled, origin = (
+            settle(config, preset, router, from_, seed),
+            None if from_ is None else str(Path(from_).resolve()),
+        )
     if dry_run:
         check_texts(settled)
         return facts_of(settled, origin)
@@ -70,7 +86,11 @@ def train(
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
         identity = {"arguments": {**jsonable(as_plain(settled)), "from": origin}, "corpus": corpus.identity}
-        name = Path(config).stem if isinstance(config, str | Path) else f"{preset or 'nano'}-{settled.model.router}"
+        name = (
+            Path(config).stem
+            if isinstance(config, str | Path)
+            else f"{preset or 'nano'}-{settled.model.router}"
+        )
         chosen: Path = ranks.told(folder or default_folder("train", name, identity))
         vocabulary = vocabulary_of(settled, corpus, origin)
         job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
@@ -78,7 +98,9 @@ def train(
             done = None if overwrite else finished_run(chosen, identity)
             if not ranks.told(done is not None):
                 path = str(config) if isinstance(config, str | Path) else None
-                asked = None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+                asked = (
+                    None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
+                )
                 done = train_in(job, asked, overwrite)
             if ranks.first:
                 assert done is not None
@@ -88,7 +110,10 @@ def train(
 
 
 def held(folder: Path) -> AbstractContextManager[None]:
-    """One training at a time, from before anything is cleared until scan and trace are done: the run's own lock covers its tables alone."""
+    """One training at a time, from before anything is cleared until scan and trace are done.
+
+    The run's own lock covers its tables alone.
+    """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: a file is in the way; give another --out")
     return only_writer(folder, folder / TRAIN_LOCK, "this run", "give another --out")
@@ -97,7 +122,10 @@ def held(folder: Path) -> AbstractContextManager[None]:
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
     size = config.train.batch_size // config.train.micro_batches
     if size % ranks.world:
-        raise BadInput(f"{ranks.world} processes cannot share a micro-batch of {size} rows; make [train] batch_size / micro_batches a multiple of {ranks.world}")  # fmt: skip
+        raise BadInput(
+            f"{ranks.world} processes cannot share a micro-batch of {size} rows; make [train] "
+            f"batch_size / micro_batches a multiple of {ranks.world}"
+        )
 
 
 # --- training
@@ -117,11 +145,14 @@ class Job:
     ranks: Ranks
     quiet: bool
     data: Data | None = None  # the corpus in rows, where somebody has made them already
-    on_step: Callable[[], None] = lambda: None  # called after every step, those of an earlier attempt included
+    on_step: Callable[[], None] = lambda: (
+        None
+    )  # called after every step, those of an earlier attempt included
 
 
 def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
-    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first rank, not yet `complete`d.
+    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first
+    rank, not yet `complete`d.
 
     `asked` are the user's words; None where a run is resumed, which must then have a state.
     """
@@ -139,19 +170,29 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     ranks.told(None)  # nobody looks for a state before it is settled which there is
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
-        raise BadInput(f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on with; give the first command again")  # fmt: skip
+        raise BadInput(
+            f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on "
+            "with; give the first command again"
+        )
     data = job.data or data_of(config, corpus, job.vocabulary)
     training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
-    # Measuring the pull on routers goes through a graph twice; compiled backward passes reuse what they are given, and allow one.
+    # Measuring the pull on routers goes through a graph twice; compiled backward passes reuse what they are
+    # given, and allow one.
     probed = 0 if config.train.compile else config.train.evaluate_every
-    monitor = LoopMonitor(job.folder, window_of(config.train), gradients_every=probed, overwrite=state is None)
+    monitor = LoopMonitor(
+        job.folder, window_of(config.train), gradients_every=probed, overwrite=state is None
+    )
     monitor.watch(training.model, training.step, verb="train", identity=job.identity)
     try:
         if monitor.run is not None:
             words = {} if asked is None else {"asked": asked}
-            said = [*monitor.run.writer.info.get("warnings", []), *settings_warnings(config), *text_warnings(config, corpus, job.vocabulary)]  # fmt: skip
+            said = [
+                *monitor.run.writer.info.get("warnings", []),
+                *settings_warnings(config),
+                *text_warnings(config, corpus, job.vocabulary),
+            ]
             facts = {**about(job, data), "warnings": said, "checkpoints": saved_checkpoints(states)}
             monitor.run.writer.save_info(**facts, **words)
             keep_validation(job.folder / "validation", corpus)
@@ -178,7 +219,10 @@ def data_of(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
 
 
 def check_room(states: Path, config: LabConfig) -> None:
-    """Refuse now what would run out of disk after a day. What lies there already is gone on with or replaced."""
+    """Refuse now what would run out of disk after a day.
+
+    What lies there already is gone on with or replaced.
+    """
     there = sum(file.stat().st_size for file in states.rglob("*") if file.is_file())
     place = next(part for part in (states.absolute(), *states.absolute().parents) if part.exists())
     remedy = "raise [train] checkpoint_every, or give --out on a larger disk"
@@ -186,7 +230,10 @@ def check_room(states: Path, config: LabConfig) -> None:
 
 
 def clear_training(folder: Path) -> None:
-    """Remove what an earlier training left in the folder beside its tables, and nothing that another verb or somebody else put there."""
+    """Remove what an earlier training left in the folder beside its tables.
+
+    And nothing that another verb or somebody else put there.
+    """
     if (read_run_json(folder) or {}).get("verb") != "train":
         return
     for part in (
@@ -245,7 +292,8 @@ def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: J
 
 
 def about(job: Job, data: Data) -> dict[str, Any]:
-    """What run.json says of a training beside its arguments: its size, its text, and what a model without any skill would lose.
+    """What run.json says of a training beside its arguments: its size, its text, and what a model without any
+    skill would lose.
 
     Uniform is over all entries that the model's head has, used or not: over them an untrained model spreads.
     """
@@ -261,19 +309,28 @@ def about(job: Job, data: Data) -> dict[str, Any]:
         "frozen": counts["frozen"],
         "vocabulary_size": size,
         "domains": job.corpus.sizes(),
-        "references": {"uniform": math.log(entries), "unigram": unigram_loss(data.train, data.validation, size)},
+        "references": {
+            "uniform": math.log(entries),
+            "unigram": unigram_loss(data.train, data.validation, size),
+        },
     }
 
 
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
-    found = [(int(path.name.removeprefix("step-")), path) for path in states.glob("step-*") if path.name.removeprefix("step-").isdigit()]  # fmt: skip
+    found = [
+        (int(path.name.removeprefix("step-")), path)
+        for path in states.glob("step-*")
+        if path.name.removeprefix("step-").isdigit()
+    ]
     return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in sorted(found)]
 
 
 def window_of(train: TrainConfig) -> int:
-    """How many steps a point of the Monitor's tables covers: about a twentieth of the training, and a divisor of checkpoint_every.
+    """How many steps a point of the Monitor's tables covers: about a twentieth of the training, and a divisor
+    of checkpoint_every.
 
-    Tables end at every checkpoint, so that a training can be taken up there; windows of other lengths would be cut short by it.
+    Tables end at every checkpoint, so that a training can be taken up there; windows of other lengths would
+    be cut short by it.
     """
     wanted = max(train.steps / WINDOWS, 1.0)
     divisors = [n for n in range(1, train.checkpoint_every + 1) if train.checkpoint_every % n == 0]

@@ -13,7 +13,9 @@ from moescope.run import DamagedRun, OtherRun, Run, clear_run, jsonable, write_j
 if TYPE_CHECKING:
     from moescope.decoder.config import LabConfig
 
-SMALL = 20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
+SMALL = (
+    20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
+)
 MOST_STEPS_SHOWN = 4
 TRACED_TOKENS = 40_000
 NOT_SCANNED = "the trained weights were not scanned"
@@ -35,10 +37,17 @@ def complete(run: Run, config: LabConfig, domains: tuple[str, ...], device: str,
     shown = [str(states / Path(item["path"]).name) for item in chosen]
     routed = is_routed(config)
     can_report = find_spec("plotly") is not None  # a machine that only computes need not have it
-    warnings = [] if can_report else [f"{NO_REPORT}: plotly is not installed here; make it elsewhere with moescope report {run.path}"]  # fmt: skip
+    warnings = (
+        []
+        if can_report
+        else [f"{NO_REPORT}: plotly is not installed here; make it elsewhere with moescope report {run.path}"]
+    )
     place = run.path / "scan"
     try:
-        own_part(place, lambda overwrite: scan(shown[-1], out=place, device=device, overwrite=overwrite, quiet=quiet))
+        own_part(
+            place,
+            lambda overwrite: scan(shown[-1], out=place, device=device, overwrite=overwrite, quiet=quiet),
+        )
     except BadInput as error:
         warnings.append(f"{NOT_SCANNED}: {error}")
     if routed:
@@ -48,13 +57,23 @@ def complete(run: Run, config: LabConfig, domains: tuple[str, ...], device: str,
             own_part(
                 where,
                 lambda overwrite: trace(
-                    *shown, domain=texts, out=where, max_tokens=TRACED_TOKENS, device=device, overwrite=overwrite, quiet=quiet
+                    *shown,
+                    domain=texts,
+                    out=where,
+                    max_tokens=TRACED_TOKENS,
+                    device=device,
+                    overwrite=overwrite,
+                    quiet=quiet,
                 ),
-            )  # fmt: skip
+            )
         except BadInput as error:
             warnings.append(f"{NOT_TRACED}: {error}")
     keys = {"keys": key_facts(run, config, shown[-1])} if routed and config.model.router == "some" else {}
-    before = [said for said in run.info.get("warnings", []) if not said.startswith((NOT_SCANNED, NOT_TRACED, NO_REPORT))]  # fmt: skip
+    before = [
+        said
+        for said in run.info.get("warnings", [])
+        if not said.startswith((NOT_SCANNED, NOT_TRACED, NO_REPORT))
+    ]
     info = {**run.info, **keys, "warnings": [*dict.fromkeys([*before, *warnings])]}
     if info != run.info:
         write_json(run.path / "run.json", info)
@@ -63,11 +82,14 @@ def complete(run: Run, config: LabConfig, domains: tuple[str, ...], device: str,
 
 
 def own_part(folder: Path, make: Callable[[bool], Run]) -> Run:
-    """The scan or trace in a training's folder, made anew where what lies there is of other arguments, of another version, or damaged.
+    """The scan or trace in a training's folder, made anew where what lies there is of other arguments, of
+    another version, or damaged.
 
     It is the training's own, so nobody need be asked; files that moescope did not write stay.
     """
-    if folder.is_dir() and not (folder / "run.json").exists():  # a clearing that was killed takes run.json first
+    if (
+        folder.is_dir() and not (folder / "run.json").exists()
+    ):  # a clearing that was killed takes run.json first
         clear_run(folder)
     try:
         return make(False)
@@ -78,7 +100,9 @@ def own_part(folder: Path, make: Callable[[bool], Run]) -> Run:
 def report_is_behind(folder: Path) -> bool:
     """Whether there is no report yet, or a part of the run was made after it."""
     page = folder / "report.html"
-    made = [file.stat().st_mtime_ns for part in ("scan", "trace") if (file := folder / part / "run.json").exists()]
+    made = [
+        file.stat().st_mtime_ns for part in ("scan", "trace") if (file := folder / part / "run.json").exists()
+    ]
     return not page.exists() or any(when > page.stat().st_mtime_ns for when in made)
 
 
@@ -90,14 +114,21 @@ def is_routed(config: LabConfig) -> bool:
 
 
 def key_facts(run: Run, config: LabConfig, checkpoint: str) -> dict[str, Any]:
-    """What SoME's keys came to in the middle layer: usage in the last stretch of training, and where keys lie."""
+    """What SoME's keys came to in the middle layer.
+
+    Usage in the last stretch of training, and where keys lie.
+    """
     from moescope.decoder.routers.some import SoME
     from moescope.decoder.saving import load_model
     from moescope.lab.key_metrics import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
 
     layer = middle_layer(config.model.layers)
     load = run.table("load")
-    counts_E = load[(load["step"] == load["step"].max()) & (load["layer"] == layer)].sort_values("expert")["tokens"].to_numpy(float)  # fmt: skip
+    counts_E = (
+        load[(load["step"] == load["step"].max()) & (load["layer"] == layer)]
+        .sort_values("expert")["tokens"]
+        .to_numpy(float)
+    )
     tokens, k = round(counts_E.sum() / config.model.top_k), config.model.top_k
     router = load_model(checkpoint)[0].routers[layer]
     assert isinstance(router, SoME)
@@ -117,7 +148,10 @@ def key_facts(run: Run, config: LabConfig, checkpoint: str) -> dict[str, Any]:
 
 
 def chosen_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:
-    """The last one; of a small model some before it too, evenly spread, so that one sees how routing came about."""
+    """The last one.
+
+    Of a small model some before it too, evenly spread, so that one sees how routing came about.
+    """
     if parameters > SMALL or len(saved) <= MOST_STEPS_SHOWN:
         return saved if parameters <= SMALL else saved[-1:]
     apart = (len(saved) - 1) / (MOST_STEPS_SHOWN - 1)

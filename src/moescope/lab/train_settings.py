@@ -1,4 +1,7 @@
-"""What a training is to be, from the words a user gives: config, preset, router, or the run it goes on with."""
+"""What a training is to be, from the words a user gives.
+
+Config, preset, router, or the run it goes on with.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def settle(
     from_: str | Path | None,
     seed: int | None,
 ) -> LabConfig:
-    """The config that all these words come to, checked. With `from_`, model and vocabulary are the checkpoint's."""
+    """The config that all these words come to, checked.
+
+    With `from_`, model and vocabulary are the checkpoint's.
+    """
     from moescope.decoder import config as lab
     from moescope.decoder.vocabulary import check_vocabulary, kind_of
 
@@ -31,7 +37,9 @@ def settle(
     if isinstance(config, lab.LabConfig):
         settled, given = config, not_default(config)
     elif config is not None:
-        where, given = ("config", config) if isinstance(config, dict) else (str(config), lab.read_toml(config))
+        where, given = (
+            ("config", config) if isinstance(config, dict) else (str(config), lab.read_toml(config))
+        )
         settled = lab.config_from(given, base, where)
     else:
         settled = base or lab.preset("nano")
@@ -55,12 +63,15 @@ def model_from(folder: Path, router: str | None) -> ModelConfig:
 
     config = load_config(folder)
     if router is not None and router != config.router:
-        raise BadInput(f"{folder}: its router is {config.router}; leave --router {router} out, or train from the start")
+        raise BadInput(
+            f"{folder}: its router is {config.router}; leave --router {router} out, or train from the start"
+        )
     return config
 
 
 def check_said(given: dict[str, Any], where: str, model: ModelConfig, kind: str, folder: Path) -> None:
-    """Refuse a config that says something else of the model or its vocabulary than the checkpoint whose weights come first.
+    """Refuse a config that says something else of the model or its vocabulary than the checkpoint whose
+    weights come first.
 
     What the config leaves to its preset is not said, so it is no contradiction.
     """
@@ -74,14 +85,18 @@ def check_said(given: dict[str, Any], where: str, model: ModelConfig, kind: str,
         ("router", said.pop("router", model.router), model.router)
     ]  # first: options of another router are not known here
     pairs += [
-        (f"router_options.{name}", value, options.get(name)) for name, value in said.pop("router_options", {}).items()
+        (f"router_options.{name}", value, options.get(name))
+        for name, value in said.pop("router_options", {}).items()
     ]
     pairs += [(name, value, has[name]) for name, value in said.items()]
     pairs = [(f"[model] {name}", value, own) for name, value, own in pairs]
     pairs.append(("[data] vocabulary", given.get("data", {}).get("vocabulary", kind), kind))
     for name, value, own in pairs:
         if value is not None and value != own:
-            raise BadInput(f"{where}: {name} is {shown(value)}, but {folder} has {shown(own)}; leave it out, or train from the start without --from")  # fmt: skip
+            raise BadInput(
+                f"{where}: {name} is {shown(value)}, but {folder} has {shown(own)}; leave it "
+                "out, or train from the start without --from"
+            )
 
 
 def not_default(config: LabConfig) -> dict[str, Any]:
@@ -89,7 +104,9 @@ def not_default(config: LabConfig) -> dict[str, Any]:
     from moescope.decoder.config import LabConfig
 
     own, other = as_plain(config), as_plain(LabConfig())
-    return {part: {name: value for name, value in own[part].items() if value != other[part][name]} for part in own}
+    return {
+        part: {name: value for name, value in own[part].items() if value != other[part][name]} for part in own
+    }
 
 
 def shown(value: Any) -> str:
@@ -116,7 +133,10 @@ def as_plain(config: LabConfig) -> dict[str, Any]:
 
 
 def facts_of(config: LabConfig, origin: str | None = None) -> dict[str, Any]:
-    """What a training would be, from the meta device: nothing is allocated or read. `origin` is the checkpoint it begins with."""
+    """What a training would be, from the meta device: nothing is allocated or read.
+
+    `origin` is the checkpoint it begins with.
+    """
     from moescope.decoder.model import parameter_counts
     from moescope.decoder.saving import layout_of
 
@@ -138,24 +158,34 @@ def facts_of(config: LabConfig, origin: str | None = None) -> dict[str, Any]:
 
 
 def bytes_on_disk(config: LabConfig) -> int:
-    """What a training writes: its checkpoints, and the state to go on from, of which two lie there for a moment.
+    """What a training writes: its checkpoints, and the state to go on from, of which two lie there for a
+    moment.
 
-    Trained weights are float32, frozen ones of the dtype they are kept in; the optimiser has two moments a trained weight.
+    Trained weights are float32, frozen ones of the dtype they are kept in; the optimiser has two moments a
+    trained weight.
     """
     from moescope.decoder.model import parameter_counts
 
     counts, train = parameter_counts(config.model), config.train
     frozen = (counts.total - counts.trainable) * (2 if config.model.frozen_dtype == "bfloat16" else 4)
     checkpoint = 4 * counts.trainable + frozen
-    return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * (checkpoint + 8 * counts.trainable)
+    return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * (
+        checkpoint + 8 * counts.trainable
+    )
 
 
 def frozen_words(model: ModelConfig) -> str | None:
-    """What is not trained; for SoME's router also that nothing is, since its experts are meant to be frozen."""
+    """What is not trained.
+
+    For SoME's router also that nothing is, since its experts are meant to be frozen.
+    """
     if model.frozen_experts:
         return "frozen: the experts stay as they were drawn"
     if model.router == "some":
-        return "frozen: nothing; the experts are trained too, while SoME's are not: set [model] frozen_experts = true, or begin with a preset of block some"
+        return (
+            "frozen: nothing; the experts are trained too, while SoME's are not: set [model] "
+            "frozen_experts = true, or begin with a preset of block some"
+        )
     return None
 
 
@@ -164,8 +194,11 @@ def settings_warnings(config: LabConfig) -> list[str]:
     train = config.train
     if train.warmup > train.steps:
         return [
-            f"[train] warmup is {train.warmup:,} steps, more than the {train.steps:,} there are: the learning rate ends at "
-            f"{train.steps / train.warmup:.0%} of {train.learning_rate:g}; lower warmup"
+            (
+                f"[train] warmup is {train.warmup:,} steps, more than the {train.steps:,} there are: "
+                "the learning rate ends at "
+                f"{train.steps / train.warmup:.0%} of {train.learning_rate:g}; lower warmup"
+            )
         ]
     return []
 
@@ -175,7 +208,10 @@ def fact_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"router {facts['router']}, saved in the layout {facts['layout']}",
         *([begins] if facts["from"] else []),
-        f"parameters: {facts['parameters_total']:,} in total, {facts['parameters_trainable']:,} of them trained",
+        (
+            f"parameters: {facts['parameters_total']:,} in total, {facts['parameters_trainable']:,} "
+            "of them trained"
+        ),
         *([facts["frozen"]] if facts["frozen"] else []),
         f"{facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens: {facts['tokens']:,} tokens",
         *(f"warning: {warning}" for warning in facts["warnings"]),

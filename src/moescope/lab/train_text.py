@@ -1,4 +1,7 @@
-"""The text a training reads: the Python installation's own, or the user's files; and what of it is kept for tracing."""
+"""The text a training reads: the Python installation's own, or the user's files.
+
+And what of it is kept for tracing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def read_corpus(config: LabConfig) -> Corpus:
 
 
 def check_texts(config: LabConfig) -> None:
-    """Refuse files that are not there, reading none; standard input and datasets of the hub are not looked at."""
+    """Refuse files that are not there, reading none.
+
+    Standard input and datasets of the hub are not looked at.
+    """
     for path in [*config.data.text, *config.data.domains.values()]:
         if path != STDIN and not is_hub_text(path):
             existing(path)
@@ -45,12 +51,18 @@ def text_warnings(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> 
     if (entries - size) * FEW_UNUSED > entries:
         remedy = "give more text" if config.data.vocabulary == "bpe" else 'set vocabulary = "bpe" in [data]'
         found.append(
-            f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary: the others never occur; lower it, or {remedy}"
+            f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary: "
+            f"the others never occur; lower it, or {remedy}"
         )
     if corpus.cut:
-        which = f"domain {corpus.cut[0]} is" if len(corpus.cut) == 1 else f"domains {', '.join(corpus.cut)} are each"
+        which = (
+            f"domain {corpus.cut[0]} is"
+            if len(corpus.cut) == 1
+            else f"domains {', '.join(corpus.cut)} are each"
+        )
         found.append(
-            f"{which} one document: it is trained on up to near its end, and validated on the rest, which may be easier than another document"
+            f"{which} one document: it is trained on up to near its end, and validated on the "
+            "rest, which may be easier than another document"
         )
     return found
 
@@ -61,7 +73,11 @@ def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
         for content in source.read():
             if left is not None and left <= 0:
                 break
-            text = content if isinstance(content, str) else "\n".join(str(part.get("content", "")) for part in content if isinstance(part, dict))  # fmt: skip
+            text = (
+                content
+                if isinstance(content, str)
+                else "\n".join(str(part.get("content", "")) for part in content if isinstance(part, dict))
+            )
             found.append(text)
             left = None if left is None else left - len(text.encode())
         return found
@@ -70,7 +86,10 @@ def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
 
 
 def vocabulary_of(config: LabConfig, corpus: Corpus, origin: str | None = None) -> Vocabulary:
-    """The vocabulary of the checkpoint whose weights come first, since its embeddings know no other; else one for this text."""
+    """The vocabulary of the checkpoint whose weights come first, since its embeddings know no other.
+
+    Else one for this text.
+    """
     from moescope.decoder.vocabulary import load_vocabulary, make_vocabulary
 
     if origin is not None:

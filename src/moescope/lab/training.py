@@ -1,4 +1,7 @@
-"""The training loop: the same losses step for step whether it runs through, is killed and taken up, or is shared by several ranks."""
+"""The training loop.
+
+The same losses step for step whether it runs through, is killed and taken up, or is shared by several ranks.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ class Training:
     # --- one step
 
     def one_step(self, watch: FiniteWatch) -> None:
-        """Forward and backward over this rank's share of every micro-batch, one optimiser step, one step of the routers."""
+        """Forward and backward over this rank's share of every micro-batch, one optimiser step.
+
+        One step of the routers.
+        """
         train = self.config.train
         rate = learning_rate(self.step, train)
         for group in self.optimiser.param_groups:
@@ -81,13 +87,18 @@ class Training:
         lm_loss, aux_loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for micro in range(train.micro_batches):
             rows = self.share(micro)
-            ids, mask, wanted = (self.moved(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL))
+            ids, mask, wanted = (
+                self.moved(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL)
+            )
             share = int((batch.targets_BL[rows] != IGNORED).sum()) / max(targets, 1)
             last = micro == train.micro_batches - 1
             with self.no_sync() if not last else nullcontext():
-                with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=train.dtype == "bfloat16"):
+                with torch.autocast(
+                    self.device.split(":")[0], torch.bfloat16, enabled=train.dtype == "bfloat16"
+                ):
                     output = self.whole(ids, mask_BL=mask, targets_BL=wanted)
-                # Every target of the step counts alike, wherever it lies; ranks' gradients are averaged, so their shares are scaled up.
+                # Every target of the step counts alike, wherever it lies; ranks' gradients are averaged, so
+                # their shares are scaled up.
                 loss = output.lm_loss * (share * self.ranks.world) + output.aux_loss / train.micro_batches
                 loss.backward()
             lm_loss += output.lm_loss.detach() * share
@@ -100,11 +111,16 @@ class Training:
         self.optimiser.zero_grad()
         self.model.after_step()
         self.step += 1
-        self.logged.append(torch.stack([lm_loss, aux_loss, torch.linalg.vector_norm(norms_P) / self.ranks.world]))
+        self.logged.append(
+            torch.stack([lm_loss, aux_loss, torch.linalg.vector_norm(norms_P) / self.ranks.world])
+        )
         watch.step_ended(self.step, lm_loss, norms_P)
 
     def share(self, micro: int) -> slice:
-        """This rank's rows of a micro-batch: all ranks' together are the rows that one process alone would take."""
+        """This rank's rows of a micro-batch.
+
+        All ranks' together are the rows that one process alone would take.
+        """
         train = self.config.train
         size = train.batch_size // train.micro_batches
         own = size // self.ranks.world
@@ -114,10 +130,18 @@ class Training:
     def moved(self, part: NDArray[Any]) -> Tensor:
         """On the device; from pinned memory, so that nothing waits for the copy."""
         tensor = torch.from_numpy(part)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.startswith("cuda") else tensor
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True)
+            if self.device.startswith("cuda")
+            else tensor
+        )
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        return self.whole.no_sync() if isinstance(self.whole, nn.parallel.DistributedDataParallel) else nullcontext()
+        return (
+            self.whole.no_sync()
+            if isinstance(self.whole, nn.parallel.DistributedDataParallel)
+            else nullcontext()
+        )
 
     # --- all steps
 
@@ -163,7 +187,10 @@ class Training:
             watch.close()
 
     def evaluate(self, monitor: LoopMonitor) -> None:
-        """On the first rank, while the others wait; it does not count as time of the steps. Where each has a part of the weights, all take part."""
+        """On the first rank, while the others wait; it does not count as time of the steps.
+
+        Where each has a part of the weights, all take part.
+        """
         if not self.ranks.first and not self.sharing_out:
             return
         began = time.perf_counter()
@@ -213,7 +240,10 @@ def process_peak() -> int | None:
 
 
 def shared_by_ranks(model: LabModel, device: str) -> nn.Module:
-    """The model under DDP. Buffers are left alone: routers make theirs from sums over ranks, so they are equal everywhere."""
+    """The model under DDP.
+
+    Buffers are left alone: routers make theirs from sums over ranks, so they are equal everywhere.
+    """
     kind: Any = nn.parallel.DistributedDataParallel
     newer = "forward_sync_buffers" in signature(kind).parameters  # torch's second name for the same thing
     places = [torch.device(device)] if device.startswith("cuda") else None
@@ -226,4 +256,7 @@ def shared_by_ranks(model: LabModel, device: str) -> nn.Module:
 def validation_columns(evaluations: list[dict[str, Any]]) -> dict[str, float | None]:
     if not evaluations:
         return {}
-    return {"validation_loss": evaluations[-1]["loss"], "validation_loss_published": evaluations[-1]["published"]}
+    return {
+        "validation_loss": evaluations[-1]["loss"],
+        "validation_loss_published": evaluations[-1]["published"],
+    }

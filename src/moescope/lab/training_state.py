@@ -24,15 +24,22 @@ class TrainingState:
     """After `step` steps. Which data come next is told by the step alone."""
 
     step: int
-    model: dict[str, Tensor]  # parameters and buffers: keys, biases and moving averages of routers are buffers
+    model: dict[
+        str, Tensor
+    ]  # parameters and buffers: keys, biases and moving averages of routers are buffers
     optimiser: dict[str, Any]
     generators: list[Tensor]  # torch's random numbers on every rank
     evaluations: list[dict[str, Any]]
 
     def restore(self, model: LabModel, optimiser: torch.optim.Optimizer, ranks: Ranks) -> None:
-        """Put everything back in place. Another number of ranks than before draws other random numbers, and nothing else."""
+        """Put everything back in place.
+
+        Another number of ranks than before draws other random numbers, and nothing else.
+        """
         own = model.state_dict()
-        model.load_state_dict({name: part_like(tensor, own.get(name, tensor)) for name, tensor in self.model.items()})
+        model.load_state_dict(
+            {name: part_like(tensor, own.get(name, tensor)) for name, tensor in self.model.items()}
+        )
         optimiser.load_state_dict(parts_of(self.optimiser, optimiser))
         if len(self.generators) == ranks.world:
             set_generator(self.generators[ranks.rank])
@@ -67,7 +74,10 @@ def set_generator(state: Tensor) -> None:
 def save_state(
     folder: Path, step: int, model: LabModel, optimiser: Any, evaluations: list[dict[str, Any]], ranks: Ranks
 ) -> None:
-    """Write the state in place of the one before, which stays until this one is whole on disk. Every rank must call it."""
+    """Write the state in place of the one before, which stays until this one is whole on disk.
+
+    Every rank must call it.
+    """
     generators = [generator_state()]
     if ranks.world > 1:
         generators = [torch.empty(0)] * ranks.world
@@ -100,6 +110,14 @@ def load_state(folder: Path) -> TrainingState | None:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         return TrainingState(**content)
-    except (OSError, RuntimeError, TypeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        TypeError,
+        EOFError,
+        LookupError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{path}: cannot be read ({line}); begin anew with --overwrite") from None

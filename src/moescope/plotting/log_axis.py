@@ -51,9 +51,11 @@ def reach(trace: Trace) -> np.ndarray:
 
 
 def cut_whiskers(data: list[Trace]) -> tuple[list[Trace], float | None]:
-    """The traces with whiskers that end where a logarithmic axis can show it, and where those were cut that go further; else None.
+    """The traces with whiskers that end where a logarithmic axis can show it, and where those were cut that
+    go further; else None.
 
-    An interval that reaches 0, or hardly stops before, would run out of such an axis, or stretch it until nothing else is seen.
+    An interval that reaches 0, or hardly stops before, would run out of such an axis, or stretch it until
+    nothing else is seen.
     """
     points = np.concatenate([np.asarray(trace["y"], float) for trace in data])
     points = points[np.isfinite(points) & (points > 0)]
@@ -73,4 +75,8 @@ def cut_whiskers(data: list[Trace]) -> tuple[list[Trace], float | None]:
 
 
 def cut_words(bottom: float | None) -> str:
-    return "" if bottom is None else f" Whiskers that end at {number(bottom)} go further down, beyond this scale."
+    return (
+        ""
+        if bottom is None
+        else f" Whiskers that end at {number(bottom)} go further down, beyond this scale."
+    )

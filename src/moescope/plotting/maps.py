@@ -1,4 +1,7 @@
-"""Vectors laid out on a plane: principal components, and t-SNE and UMAP where the extra `maps` is installed; and how true the plane is."""
+"""Vectors laid out on a plane: principal components, and t-SNE and UMAP where the extra `maps` is installed.
+
+And how true the plane is.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ FEWEST = 8  # points from which on neighbourhoods can be told apart
 
 @dataclass(frozen=True)
 class Cloud:
-    """Points known by their inner products: everything a layout needs, and all that a table of cosines holds."""
+    """Points known by their inner products.
+
+    Everything a layout needs, and all that a table of cosines holds.
+    """
 
     gram: np.ndarray
 
@@ -39,7 +45,8 @@ class Cloud:
 
 
 def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
-    """(coordinates on the first two principal components, their shares of the variance), from inner products alone.
+    """(coordinates on the first two principal components, their shares of the variance), from inner products
+    alone.
 
     Eigenvectors of the doubly centred Gram matrix times the roots of their eigenvalues (Gower 1966).
     """
@@ -59,25 +66,35 @@ def pca(cloud: Cloud) -> np.ndarray:
 
 
 def started(cloud: Cloud, spread: float) -> np.ndarray:
-    """The principal plane, scaled: a start that keeps what is far apart far apart, and the same each time (Kobak & Linderman 2021)."""
+    """The principal plane, scaled.
+
+    A start that keeps what is far apart far apart, and the same each time (Kobak & Linderman 2021).
+    """
     at = pca(cloud)
     size = at[:, 0].std()
     return np.asarray(at / size * spread if size else at).astype(np.float32)
 
 
 def tsne(cloud: Cloud) -> np.ndarray:
-    """t-SNE (van der Maaten & Hinton 2008) by scikit-learn, from the principal plane. Distances between groups mean little."""
+    """t-SNE (van der Maaten & Hinton 2008) by scikit-learn, from the principal plane.
+
+    Distances between groups mean little.
+    """
     from sklearn.manifold import TSNE
 
     method = TSNE(
-        perplexity=perplexity(len(cloud.gram)), metric="precomputed", init=started(cloud, 1e-4), random_state=SEED
+        perplexity=perplexity(len(cloud.gram)),
+        metric="precomputed",
+        init=started(cloud, 1e-4),
+        random_state=SEED,
     )
     return np.asarray(method.fit_transform(cloud.distances), float)
 
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    """Puts torch's number of threads back: numba, by which umap-learn is compiled, sets it for the whole process when it starts its own,
+    """Puts torch's number of threads back: numba, by which umap-learn is compiled, sets it for the whole
+    process when it starts its own,
     and a training after a report would round otherwise than one before it."""
     torch: Any = sys.modules.get("torch")  # where nobody has imported it, there is nothing to put back
     before = None if torch is None else torch.get_num_threads()
@@ -89,14 +106,23 @@ def threads_as_before() -> Iterator[None]:
 
 
 def umap(cloud: Cloud) -> np.ndarray:
-    """UMAP (McInnes, Healy & Melville 2018) by umap-learn, from the principal plane. Distances between groups mean little."""
+    """UMAP (McInnes, Healy & Melville 2018) by umap-learn, from the principal plane.
+
+    Distances between groups mean little.
+    """
     with warnings.catch_warnings(), threads_as_before():
-        warnings.simplefilter("ignore")  # on its import about TensorFlow; on distances that it cannot map back
+        warnings.simplefilter(
+            "ignore"
+        )  # on its import about TensorFlow; on distances that it cannot map back
         from umap import UMAP
 
         method = UMAP(
-            n_neighbors=neighbours(len(cloud.gram)), metric="precomputed", init=started(cloud, 5.0), random_state=SEED, n_jobs=1
-        )  # fmt: skip
+            n_neighbors=neighbours(len(cloud.gram)),
+            metric="precomputed",
+            init=started(cloud, 5.0),
+            random_state=SEED,
+            n_jobs=1,
+        )
         return np.asarray(method.fit_transform(cloud.distances), float)
 
 
@@ -131,7 +157,10 @@ LAYOUTS = [
 
 
 def kept_neighbours(cloud: Cloud, at: np.ndarray) -> tuple[float, float, int]:
-    """(share of each point's nearest that are among its nearest on the plane, that share by chance, how many nearest are looked at)."""
+    """(share of each point's nearest that are among its nearest on the plane, that share by chance.
+
+    How many nearest are looked at).
+    """
     n = len(at)
     m = max(min(NEAREST, (n - 1) // 2), 1)
     if n < 3:
@@ -149,7 +178,10 @@ def nearest(distances: np.ndarray, m: int) -> np.ndarray:
 
 @lru_cache
 def plane_of_directions(n: int, width: int) -> float:
-    """The share of variance that two axes hold of n random directions of that width: mean of 10 seeded draws."""
+    """The share of variance that two axes hold of n random directions of that width.
+
+    Mean of 10 seeded draws.
+    """
     generator = np.random.default_rng(0)
     shares = []
     for _ in range(10):

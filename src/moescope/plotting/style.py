@@ -1,7 +1,9 @@
 """The house style: one palette used the same way everywhere, and what a figure is.
 
-Layers are sequential, experts and readings categorical, chance and nulls grey. A figure is plain data for plotly.js, so
-drawing needs no plotting library here; text and grid colours are left to the page, which knows whether it is dark.
+Layers are sequential, experts and readings categorical, chance and nulls grey. A figure is plain data for
+plotly.js, so
+drawing needs no plotting library here; text and grid colours are left to the page, which knows whether it is
+dark.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 @dataclass(frozen=True)
 class Figure:
-    """Something to look at: traces and layout for plotly.js, a title made from the data, and where its words are defined."""
+    """Something to look at.
+
+    Traces and layout for plotly.js, a title made from the data, and where its words are defined.
+    """
 
     name: str
     title: str
@@ -66,7 +71,10 @@ class Slider:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """A figure that can be drawn: its name, the tables it reads, and the function from those tables to the figure."""
+    """A figure that can be drawn.
+
+    Its name, the tables it reads, and the function from those tables to the figure.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -86,7 +94,8 @@ def blend(anchors: Sequence[str], position: float) -> str:
     low = min(int(place), len(anchors) - 2)
     parts = [
         round(
-            (1 - place + low) * int(anchors[low][i : i + 2], 16) + (place - low) * int(anchors[low + 1][i : i + 2], 16)
+            (1 - place + low) * int(anchors[low][i : i + 2], 16)
+            + (place - low) * int(anchors[low + 1][i : i + 2], 16)
         )
         for i in (1, 3, 5)
     ]
@@ -95,7 +104,10 @@ def blend(anchors: Sequence[str], position: float) -> str:
 
 def category_style(index: int) -> dict[str, Any]:
     """Colour, and once the colours are used up the dash, of the index-th category."""
-    return {"color": CATEGORICAL[index % len(CATEGORICAL)], "dash": DASHES[index // len(CATEGORICAL) % len(DASHES)]}
+    return {
+        "color": CATEGORICAL[index % len(CATEGORICAL)],
+        "dash": DASHES[index // len(CATEGORICAL) % len(DASHES)],
+    }
 
 
 def base_layout(x: str, y: str, **more: Any) -> dict[str, Any]:
@@ -134,7 +146,10 @@ def layer_lines(
     hover: str = "%{y:.4g}",
     mode: str = "lines+markers",
 ) -> list[Trace]:
-    """One line a layer, along `order` (x unless given); named in a legend up to ten layers, by a colour bar beyond."""
+    """One line a layer, along `order` (x unless given).
+
+    Named in a legend up to ten layers, by a colour bar beyond.
+    """
     layers = sorted(frame["layer"].unique())
     colors = layer_colors(layers)
     many = len(layers) > LEGEND_UP_TO
@@ -152,7 +167,10 @@ def layer_lines(
                 "line": {"color": colors[layer], "width": 2},
                 "marker": {"size": 5},
                 "showlegend": not many,
-                "hovertemplate": f"layer {layer}<br>{(order or x).replace('_', ' ')} %{{customdata}}<br>{hover}<extra></extra>",
+                "hovertemplate": (
+                    f"layer {layer}<br>{(order or x).replace('_', ' ')} %{{customdata}}<br>"
+                    f"{hover}<extra></extra>"
+                ),
             }
         )
     if many:
@@ -163,7 +181,8 @@ def layer_lines(
 def layer_colorbar(layers: Sequence[int]) -> Trace:
     """An invisible trace whose colour bar says which colour is which layer.
 
-    The bar is half a layer longer at both ends, so that the last layer's name stays clear of the title above it.
+    The bar is half a layer longer at both ends, so that the last layer's name stays clear of the title above
+    it.
     """
     first, last = float(min(layers)), float(max(layers))
     end = 0.5 / (last - first + 1)
@@ -199,7 +218,10 @@ def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
 
 
 def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
-    """One line an expert: categorical colours up to 16, beyond that one grey-free tangle with the mean drawn over it."""
+    """One line an expert.
+
+    Categorical colours up to 16, beyond that one grey-free tangle with the mean drawn over it.
+    """
     x = list(x)
     if len(experts) <= 16:
         return [
@@ -253,7 +275,11 @@ def heatmap(
 ) -> Trace:
     """A heatmap; diverging ones are symmetric about zero."""
     if diverging:
-        edge = bound if bound is not None else max(float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0, 1e-12)
+        edge = (
+            bound
+            if bound is not None
+            else max(float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0, 1e-12)
+        )
         low, high = -edge, edge
     trace: Trace = {
         "type": "heatmap",

@@ -35,13 +35,16 @@ def check_export(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"{folder}: cannot be written ({error.strerror}); give another folder to --figures") from None
+        raise BadInput(
+            f"{folder}: cannot be written ({error.strerror}); give another folder to --figures"
+        ) from None
 
 
 def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = False) -> list[Path]:
     """Write every figure as a file, sliders at their starting value.
 
-    Of weights `<number of the reading>-<matrix>-<router>-<figure>.<format>`, of routing `routing<number of the view>-step<step>-<phase>-<figure>.<format>`.
+    Of weights `<number of the reading>-<matrix>-<router>-<figure>.<format>`, of routing `routing<number of
+    the view>-step<step>-<phase>-<figure>.<format>`.
     """
     check_export(folder)
     import kaleido

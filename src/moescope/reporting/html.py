@@ -11,7 +11,10 @@ from moescope.reporting.untrusted import visible
 
 
 def seen(value: Any) -> Any:
-    """What the template puts out, invisible characters spelled out: paths and names are not to be trusted with turning the line around."""
+    """What the template puts out, invisible characters spelled out.
+
+    Paths and names are not to be trusted with turning the line around.
+    """
     return visible(value) if type(value) is str else value  # Markup, our own, is another type
 
 

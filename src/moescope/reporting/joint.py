@@ -1,4 +1,7 @@
-"""What scan and trace of one checkpoint say together: whether ambiguous layers route less surely or less evenly."""
+"""What scan and trace of one checkpoint say together.
+
+Whether ambiguous layers route less surely or less evenly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from moescope.weights.report_views import Reading
 
 
 def same_checkpoint(reading: Reading, view: View) -> bool:
-    """Whether both are of the same weights: by the hash of their headers and files, or by place where one is unknown."""
+    """Whether both are of the same weights.
+
+    By the hash of their headers and files, or by place where one is unknown.
+    """
     steps = {item["step"]: item for item in reading.run.info["checkpoints"]}
     scanned, traced = steps.get(reading.keys["step"]), view.checkpoint
     if not scanned or not traced:
@@ -29,7 +35,10 @@ def joint_tables(reading: Reading, view: View) -> Tables:
 
 
 def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[dict[str, Any]]:
-    """One entry a reading and view of the same checkpoint: the answers in words, and figures where there are layers enough."""
+    """One entry a reading and view of the same checkpoint.
+
+    The answers in words, and figures where there are layers enough.
+    """
     entries: list[dict[str, Any]] = []
     for reading in (reading for reading in found if reading.has_rows):
         for view in (view for view in views if view.main and same_checkpoint(reading, view)):
@@ -37,7 +46,8 @@ def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[d
             number = len(entries)
             metrics = [metric for metric in QUESTIONS if len(paired(tables, metric))]
             words = [
-                f"{answer(metric, correlation_of(tables, metric), len(paired(tables, metric)))}." for metric in metrics
+                f"{answer(metric, correlation_of(tables, metric), len(paired(tables, metric)))}."
+                for metric in metrics
             ]
             enough = [
                 spec
@@ -49,11 +59,18 @@ def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[d
                 {
                     "label": label,
                     "words": words
-                    or ["Not available: the two runs have no layer in common, or ambiguity has no value in any."],
-                    "figures": [keep(f"j{number}-{spec.name}", drawn(spec, tables, label)) for spec in enough],
+                    or [
+                        (
+                            "Not available: the two runs have no layer in common, or ambiguity has "
+                            "no value in any."
+                        )
+                    ],
+                    "figures": [
+                        keep(f"j{number}-{spec.name}", drawn(spec, tables, label)) for spec in enough
+                    ],
                 }
             )
-    return entries  # fmt: skip
+    return entries
 
 
 def joint_missing(found: list[Reading], views: list[View]) -> str:

@@ -1,4 +1,7 @@
-"""What weights and routing say together: do layers whose experts are hard to tell apart route less surely or less evenly?"""
+"""What weights and routing say together.
+
+Do layers whose experts are hard to tell apart route less surely or less evenly?
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,11 @@ class Correlation(NamedTuple):
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> Correlation | None:
-    """Spearman's rho with the interval tanh(atanh(rho) ± 1.96 sqrt((1 + rho²/2)/(n − 3))) of Bonett and Wright; None under 5 layers or of a constant.
+    """Spearman's rho with the interval tanh(atanh(rho) ± 1.96 sqrt((1 + rho²/2)/(n − 3))) of Bonett and
+    Wright; None under 5 layers or of a constant.
 
-    At ±1 that interval has no width, which is no certainty: it is then taken at the next value n layers can have, 1 − 12/(n (n² − 1)), and its far
+    At ±1 that interval has no width, which is no certainty: it is then taken at the next value n layers can
+    have, 1 − 12/(n (n² − 1)), and its far
     end at ±1. It takes layers for independent; neighbours are not, so it is rather too narrow.
     """
     both = np.isfinite(x) & np.isfinite(y)
@@ -57,7 +62,9 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> Correlation | None:
 def paired(tables: Tables, metric: str) -> pd.DataFrame:
     """One row a layer that both runs have: the ambiguity score, the metric, and the metric's references."""
     ambiguity = tables["ambiguity"][["layer", "ambiguity_score"]]
-    found: pd.DataFrame = values_of(tables, metric).merge(ambiguity, on="layer").dropna(subset=["ambiguity_score"])
+    found: pd.DataFrame = (
+        values_of(tables, metric).merge(ambiguity, on="layer").dropna(subset=["ambiguity_score"])
+    )
     return found
 
 
@@ -83,8 +90,11 @@ def answer(metric: str, found: Correlation | None, layers: int) -> str:
             if layers < FEWEST_LAYERS
             else "one of the two is the same in every layer"
         )
-        return f"Ambiguity against {name}: not available ({why})"  # fmt: skip
-    numbers = f"rank correlation of ambiguity with {name} {number(found.value)} ({number(found.low)} to {number(found.high)}, {found.layers} layers); chance is 0"
+        return f"Ambiguity against {name}: not available ({why})"
+    numbers = (
+        f"rank correlation of ambiguity with {name} {number(found.value)} ({number(found.low)} to "
+        f"{number(found.high)}, {found.layers} layers); chance is 0"
+    )
     if not found.shown:
         return f"Not shown that ambiguous layers differ in {name}: {numbers}"
     return f"More ambiguous layers route {QUESTIONS[metric][0 if found.value > 0 else 1]}: {numbers}"
@@ -120,8 +130,12 @@ def against(metric: str) -> FigureSpec:
         return Figure(
             f"ambiguity_against_{metric}",
             answer(metric, correlation_of(tables, metric), len(rows)),
-            "One point a layer, named by its number. Spearman's rank correlation; its interval (Bonett and Wright) takes layers for independent, and "
-            "neighbouring layers are not, so it is rather too narrow. A correlation over layers of one model says nothing of causes.",
+            (
+                "One point a layer, named by its number. Spearman's rank correlation; its interval "
+                "(Bonett and Wright) takes layers for independent, and "
+                "neighbouring layers are not, so it is rather too narrow. A correlation over layers "
+                "of one model says nothing of causes."
+            ),
             ("ambiguity_score", metric, "floor"),
             data,
             base_layout("ambiguity score (weights)", f"{metric_name(metric)} (text)"),

@@ -1,4 +1,7 @@
-"""Figures and tables as compact JSON: large matrices as uint16, long lines as float32, both in base64; the page unpacks them."""
+"""Figures and tables as compact JSON: large matrices as uint16, long lines as float32, both in base64.
+
+The page unpacks them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ MISSING = 65535
 
 
 def pack_array(array: np.ndarray) -> Any:
-    """Lists for small arrays; matrices quantised to 65,535 levels between their ends (65535 = missing); lines as float32."""
+    """Lists for small arrays; matrices quantised to 65,535 levels between their ends (65535 = missing).
+
+    Lines as float32.
+    """
     if array.dtype.kind in "iub":
         return array.tolist()
     if array.size <= SMALL:
@@ -29,8 +35,15 @@ def pack_array(array: np.ndarray) -> Any:
         finite = array[np.isfinite(array)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
         scale = (high - low) or 1.0
-        levels = np.where(np.isfinite(array), np.round((np.nan_to_num(array) - low) / scale * (MISSING - 1)), MISSING)
-        return {"u16": encode(levels.astype("<u2")), "low": low, "high": low + scale, "shape": list(array.shape)}
+        levels = np.where(
+            np.isfinite(array), np.round((np.nan_to_num(array) - low) / scale * (MISSING - 1)), MISSING
+        )
+        return {
+            "u16": encode(levels.astype("<u2")),
+            "low": low,
+            "high": low + scale,
+            "shape": list(array.shape),
+        }
     return {"f32": encode(array.astype("<f4"))}
 
 
@@ -91,11 +104,15 @@ def table_payload(name: str, frame: pd.DataFrame, columns: list[str], title: str
                 "name": column,
                 "title": spec.column(column).title or column.replace("_", " "),
                 "kind": spec.column(column).kind,
-                **({"entry": f"{name}.{column}"} if f"{name}.{column}" in COLUMNS else {}),  # where the glossary has it
+                **(
+                    {"entry": f"{name}.{column}"} if f"{name}.{column}" in COLUMNS else {}
+                ),  # where the glossary has it
             }
             for column in columns
         ],
-        "rows": [[plain(value) for value in row] for row in frame[columns].itertuples(index=False, name=None)],
+        "rows": [
+            [plain(value) for value in row] for row in frame[columns].itertuples(index=False, name=None)
+        ],
     }
 
 

@@ -45,7 +45,10 @@ KEY_COLUMNS = {"step", "layer_name", *READING}
 
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
-    """Everything the template needs. Payloads are strings of JSON, drawn by the page when they come into view."""
+    """Everything the template needs.
+
+    Payloads are strings of JSON, drawn by the page when they come into view.
+    """
     others = [(run, kind) for run in runs if (kind := kind_of(run)) is not None]
     given = {run.path.resolve() for run in runs}
     parts = [part for run, kind in others for part in kind.parts(run)]
@@ -63,9 +66,13 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     across, layers, glance = [], [], []
     for index, reading in enumerate(found):
         drawable = reading.drawable(ACROSS_LAYERS)
-        figures = [keep(f"r{index}-{spec.name}", drawn(spec, reading.tables, reading.label)) for spec in drawable]
+        figures = [
+            keep(f"r{index}-{spec.name}", drawn(spec, reading.tables, reading.label)) for spec in drawable
+        ]
         whole = {name: title for name, title in WHOLE_TABLES.items() if name in reading.tables}
-        tables = [keep(f"r{index}-t-{name}", whole_table(reading, name, title)) for name, title in whole.items()]
+        tables = [
+            keep(f"r{index}-t-{name}", whole_table(reading, name, title)) for name, title in whole.items()
+        ]
         across.append({"figures": figures, "tables": tables})
         at_a_glance = glance_table(reading) if reading.has_rows else experts_glance(reading)
         glance.append(keep(f"r{index}-glance", at_a_glance))
@@ -74,8 +81,13 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
             layers.append({"reading": index, **entry, "payload": keep(f"r{index}-l{layer}", payload)})
     entries = [view_entry(view, index, keep) for index, view in enumerate(views)]
     together = joint_entries(found, views, keep)
-    told = [entry for index, (run, kind) in enumerate(others) for entry in section_entries(run, kind, index, keep)]
-    told += [section_entry(part, "all runs", part.anchor, keep) for part in charts_together([run for run, _ in others])]
+    told = [
+        entry for index, (run, kind) in enumerate(others) for entry in section_entries(run, kind, index, keep)
+    ]
+    told += [
+        section_entry(part, "all runs", part.anchor, keep)
+        for part in charts_together([run for run, _ in others])
+    ]
     return {
         "title": page_title(runs),
         "text_notice": text_notice(traces, [entry["excerpt"] for entry in entries]),
@@ -107,7 +119,9 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "layers": layers,
         "views": entries,
         "first_view": first_shown(views) if views else 0,
-        "routing_sections": [{"name": name, "title": title, "words": words} for name, title, _, words, _ in SECTIONS],
+        "routing_sections": [
+            {"name": name, "title": title, "words": words} for name, title, _, words, _ in SECTIONS
+        ],
         "over_steps": step_sections(traces, names, keep),
         "together": together,
         "together_missing": "" if together else joint_missing(found, views),
@@ -120,7 +134,9 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
                 *(ROUTING_TABLES if traces else ()),
             ]
         ),
-        "glossary_json": script_json({name: asdict(column) for name, column in (COLUMNS | METRICS | NOTES).items()}),
+        "glossary_json": script_json(
+            {name: asdict(column) for name, column in (COLUMNS | METRICS | NOTES).items()}
+        ),
         "payloads": payloads,
     }
 
@@ -132,7 +148,9 @@ def by_verb(runs: list[Run]) -> tuple[list[Run], list[Run]]:
             raise BadInput(
                 f"{run.path}: a run of {run.info['verb']!r}, of which there is no report; give another folder"
             )
-    return [run for run in runs if run.info["verb"] == "scan"], [run for run in runs if run.info["verb"] == "trace"]
+    return [run for run in runs if run.info["verb"] == "scan"], [
+        run for run in runs if run.info["verb"] == "trace"
+    ]
 
 
 def scan_headlines(scans: list[Run], found: list[Reading], names: dict[Any, str]) -> list[dict[str, Any]]:
@@ -160,7 +178,9 @@ def page_title(runs: list[Run]) -> str:
     told = [kind.title(run) for run in runs if (kind := kind_of(run)) is not None and kind.title is not None]
     if told:
         return listed(told)
-    names = list(dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info.get("checkpoints", [])))
+    names = list(
+        dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info.get("checkpoints", []))
+    )
     names = names or [run.name for run in runs]  # a trace may be imported without its model
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
 
@@ -169,7 +189,10 @@ def stacked(found: list[Reading], spec: FigureSpec) -> Tables:
     """The tables a comparison needs, all readings in one frame with a `reading` column."""
     return {
         name: pd.concat(
-            [reading.tables[name].assign(reading=reading.label, run=str(reading.run.path)) for reading in found],
+            [
+                reading.tables[name].assign(reading=reading.label, run=str(reading.run.path))
+                for reading in found
+            ],
             ignore_index=True,
         )
         for name in spec.needs
@@ -293,7 +316,9 @@ def trace_entry(trace: TraceTables) -> dict[str, Any]:
 
 def section_entries(run: Run, kind: RunKind, index: int, keep: Any) -> list[dict[str, Any]]:
     """A run's own sections, drawn."""
-    return [section_entry(section, run.name, f"o{index}-{section.anchor}", keep) for section in kind.sections(run)]
+    return [
+        section_entry(section, run.name, f"o{index}-{section.anchor}", keep) for section in kind.sections(run)
+    ]
 
 
 def section_entry(section: Section, run: str, prefix: str, keep: Any) -> dict[str, Any]:
@@ -302,7 +327,14 @@ def section_entry(section: Section, run: str, prefix: str, keep: Any) -> dict[st
         for number_, (spec, tables) in enumerate(section.figures)
     ]
     tables = [keep(f"{prefix}-t{number_}", payload) for number_, payload in enumerate(section.tables)]
-    return {"anchor": prefix, "run": run, "title": section.title, "words": section.words, "figures": figures, "tables": tables}  # fmt: skip
+    return {
+        "anchor": prefix,
+        "run": run,
+        "title": section.title,
+        "words": section.words,
+        "figures": figures,
+        "tables": tables,
+    }
 
 
 def kind_entry(run: Run, kind: RunKind) -> dict[str, Any]:
@@ -317,7 +349,10 @@ def kind_entry(run: Run, kind: RunKind) -> dict[str, Any]:
 
 
 def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
-    """The glossary by table, each entry once, where it first appears; routing metrics after the table that holds them."""
+    """The glossary by table, each entry once, where it first appears.
+
+    Routing metrics after the table that holds them.
+    """
     seen: set[str] = set()
     sections = []
     for name in dict.fromkeys(names):
@@ -330,10 +365,16 @@ def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
                 entries.append({"key": key, "name": column, **asdict(spec.column(column))})
         sections.append({"table": name, "meaning": spec.meaning, "entries": entries})
         if name == "routing_layers":
-            metrics = [{"key": metric, "name": metric, **asdict(column)} for metric, column in METRICS.items()]
-            sections.append({"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics})
+            metrics = [
+                {"key": metric, "name": metric, **asdict(column)} for metric, column in METRICS.items()
+            ]
+            sections.append(
+                {"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics}
+            )
             if "steps" in names:  # of a training
                 noted = [{"key": note, "name": note, **asdict(column)} for note, column in NOTES.items()]
                 meaning = "What single routers of the lab say of themselves in training."
-                sections.append({"table": "routing_layers.metric, of one router", "meaning": meaning, "entries": noted})
+                sections.append(
+                    {"table": "routing_layers.metric, of one router", "meaning": meaning, "entries": noted}
+                )
     return sections

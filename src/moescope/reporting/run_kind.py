@@ -1,4 +1,7 @@
-"""What a verb's run adds to the report, and to the terminal's summary: one `RunKind` a verb, beside scans and traces."""
+"""What a verb's run adds to the report, and to the terminal's summary.
+
+One `RunKind` a verb, beside scans and traces.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,12 @@ class RunKind:
     command: Callable[[Run], str]  # that makes the run again
     coverage: Callable[[Run], list[str]]  # what was looked at
     reading: str = ""  # a paragraph on how to read it
-    title: Callable[[Run], str] | None = None  # the page's, where its checkpoints' names do not say what it is about
-    parts: Callable[[Run], list[Run]] = lambda run: []  # scans and traces it holds, shown as such in the same page
+    title: Callable[[Run], str] | None = (
+        None  # the page's, where its checkpoints' names do not say what it is about
+    )
+    parts: Callable[[Run], list[Run]] = (
+        lambda run: []
+    )  # scans and traces it holds, shown as such in the same page
 
 
 def kind_summary(run: Run, kind: RunKind) -> dict[str, Any]:

@@ -19,7 +19,8 @@ def report(
     format: str = "svg",
     quiet: bool = False,
 ) -> Path:
-    """Build the report and return its path: `out`, or report.html (of several runs: compared.html) in the first run's folder.
+    """Build the report and return its path: `out`, or report.html (of several runs: compared.html) in the
+    first run's folder.
 
     Reads tables only, needs no torch.
     """
@@ -31,7 +32,11 @@ def report(
     loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
     if not loaded:
         raise BadInput("no run given; give a folder that moescope scan or trace has written")
-    target = Path(out) if out is not None else loaded[0].path / ("report.html" if len(loaded) == 1 else "compared.html")
+    target = (
+        Path(out)
+        if out is not None
+        else loaded[0].path / ("report.html" if len(loaded) == 1 else "compared.html")
+    )
     check_target(target)
     if figures is not None:
         from moescope.reporting.export import check_export

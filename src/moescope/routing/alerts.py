@@ -14,7 +14,9 @@ from moescope.routing.decision import DECISION
 from moescope.routing.load import max_over_mean, unused
 from moescope.routing.step_tally import Window
 
-FEWEST_LOAD = 10  # tokens an expert must have had by chance before loads are judged: below, some are unused by luck
+FEWEST_LOAD = (
+    10  # tokens an expert must have had by chance before loads are judged: below, some are unused by luck
+)
 ENTROPY = [metric.name for metric in DECISION].index("routing_entropy")
 Key = tuple[int, int | None, str]  # layer, expert, kind
 
@@ -51,7 +53,12 @@ class Watch:
 
     @classmethod
     def begin(
-        cls, thresholds: Thresholds, layers: list[int], n_experts: list[int], step: int, sure: Iterable[int] = ()
+        cls,
+        thresholds: Thresholds,
+        layers: list[int],
+        n_experts: list[int],
+        step: int,
+        sure: Iterable[int] = (),
     ) -> Watch:
         return cls(thresholds, layers, n_experts, np.full((len(layers), max(n_experts)), step), set(sure))
 
@@ -64,7 +71,10 @@ class Watch:
         self.standing = {(layer, expert, kind) for layer, expert, kind in state["standing"]}
 
     def judge(self, window: Window, step: int, k_L: list[int]) -> list[dict[str, Any]]:
-        """The alerts that begin with these steps. One that stands is not repeated until it has been gone for a window."""
+        """The alerts that begin with these steps.
+
+        One that stands is not repeated until it has been gone for a window.
+        """
         self.last_used_LE[window.counts_LE > 0] = step
         found = {
             (layer, expert, kind): (value, threshold)
@@ -107,10 +117,19 @@ def alert(
         "dead": f"no token has chosen expert {expert} for {value or 0:.0f} steps",
         "max_load": f"the busiest expert has {value or 0:.3g} times the mean load (limit {threshold})",
         "unused": f"{value or 0:.0%} of its experts have no token (limit {threshold or 0:.0%})",
-        "entropy": f"routing entropy is {value or 0:.3g} nats (limit {threshold}): the router is all but certain of every token",
+        "entropy": (
+            f"routing entropy is {value or 0:.3g} nats (limit {threshold}): the router is all but "
+            "certain of every token"
+        ),
         "nan": "gates or logits are not numbers",
     }
     message = f"step {step}, layer {layer}: {sentences[kind]}"
     return {
-        "step": step, "layer": layer, "expert": expert, "kind": kind, "value": value, "threshold": threshold, "message": message
-    }  # fmt: skip
+        "step": step,
+        "layer": layer,
+        "expert": expert,
+        "kind": kind,
+        "value": value,
+        "threshold": threshold,
+        "message": message,
+    }

@@ -1,4 +1,5 @@
-"""What ideal random balanced routing gives: every token chooses k of n experts, all subsets alike, independently.
+"""What ideal random balanced routing gives: every token chooses k of n experts, all subsets alike,
+independently.
 
 Tokens of real text are correlated, so even a balanced router lies above these floors on text.
 """
@@ -17,7 +18,8 @@ DRAWS = 200
 
 @dataclass(frozen=True)
 class Setting:
-    """What a floor depends on: N tokens, n experts, k chosen a token, and for gate mass how uneven the gates are.
+    """What a floor depends on: N tokens, n experts, k chosen a token, and for gate mass how uneven the gates
+    are.
 
     `relative_std` is the standard deviation of one expert's load under random routing, over the mean load.
     """
@@ -31,7 +33,11 @@ class Setting:
     def relative_std(self) -> float:
         if self.gate_std is not None:
             return self.gate_std
-        return float(np.sqrt(max(self.n_experts - self.k, 0) / (self.tokens * self.k))) if self.tokens else np.nan
+        return (
+            float(np.sqrt(max(self.n_experts - self.k, 0) / (self.tokens * self.k)))
+            if self.tokens
+            else np.nan
+        )
 
     @cached_property
     def draws(self) -> Array:
@@ -44,7 +50,8 @@ class Setting:
 def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_sums_squared: float) -> float:
     """Relative std of an expert's gate mass when each token hands its gates to experts at random.
 
-    With s the sum of a token's gates and q the sum of their squares: sqrt(sum(q/n - s^2/n^2)) / (sum(s)/n). Equal gates give
+    With s the sum of a token's gates and q the sum of their squares: sqrt(sum(q/n - s^2/n^2)) / (sum(s)/n).
+    Equal gates give
     sqrt((n - k)/(N k)), the floor of counts.
     """
     variance = max(gates_squared / n_experts - token_sums_squared / n_experts**2, 0.0)
@@ -55,7 +62,8 @@ def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_
 def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: int = 0) -> Array:
     """Counts [draws, n] of N tokens that each choose k of n experts at random.
 
-    Exact at any N, in n k steps: experts are visited in turn, and of the tokens with r choices left each takes the expert
+    Exact at any N, in n k steps: experts are visited in turn, and of the tokens with r choices left each
+    takes the expert
     with probability r over the experts left.
     """
     generator = np.random.default_rng(seed)
@@ -74,7 +82,10 @@ def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: 
 
 @lru_cache(maxsize=256)
 def normal_loads(n_experts: int, relative_std: float, draws: int = DRAWS, seed: int = 0) -> Array:
-    """Loads of mean 1 that vary by that much and sum to n: what gate mass does once an expert has some dozens of tokens."""
+    """Loads of mean 1 that vary by that much and sum to n.
+
+    What gate mass does once an expert has some dozens of tokens.
+    """
     noise = np.random.default_rng(seed).standard_normal((draws, n_experts))
     noise -= noise.mean(-1, keepdims=True)
     return np.maximum(1 + relative_std * noise * np.sqrt(n_experts / max(n_experts - 1, 1)), 0.0)

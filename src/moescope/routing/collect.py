@@ -39,7 +39,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-TABLES_OF_A_STEP = ("load", "routing_layers", "coactivation", "domains", "vocabulary", "contexts", "expert_cosines")
+TABLES_OF_A_STEP = (
+    "load",
+    "routing_layers",
+    "coactivation",
+    "domains",
+    "vocabulary",
+    "contexts",
+    "expert_cosines",
+)
 
 
 @dataclass
@@ -98,7 +106,11 @@ class Traced:
             if counts.k > 1:
                 keep("coactivation", counts, coactivation_columns(counts))
             if self.probe is not None:
-                keep("routing_layers", counts, vocabulary_metric_rows(self.probe, counts.layer, counts.n_experts, counts.phase, seed))  # fmt: skip
+                keep(
+                    "routing_layers",
+                    counts,
+                    vocabulary_metric_rows(self.probe, counts.layer, counts.n_experts, counts.phase, seed),
+                )
                 keep(
                     "vocabulary",
                     counts,
@@ -111,10 +123,17 @@ class Traced:
         return frames
 
     def unfilled(self, main: list[LayerCounts]) -> dict[str, float]:
-        """`mean_k`, experts a token on average, where tokens have fewer than k: experts choose, or capacity turns some away."""
+        """`mean_k`, experts a token on average, where tokens have fewer than k.
+
+        Experts choose, or capacity turns some away.
+        """
         chosen = sum(int(counts.counts_MBE.sum()) for counts in main)
         tokens = sum(int(counts.sums("tokens").sum()) for counts in main)
-        return {"mean_k": chosen / tokens} if chosen < tokens * min((counts.k for counts in main), default=0) else {}
+        return (
+            {"mean_k": chosen / tokens}
+            if chosen < tokens * min((counts.k for counts in main), default=0)
+            else {}
+        )
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this step."""
@@ -152,12 +171,20 @@ class Traced:
         if documents < FEWEST_DOCUMENTS:
             found.append(f"no intervals: {FEWEST_DOCUMENTS} documents are needed, {documents} given")
         if len(self.corpus.domains) > 1 and self.corpus.one_a_domain:
-            found.append("domain_information and purity not available: one document a domain cannot tell the two apart")
+            found.append(
+                "domain_information and purity not available: one document a domain cannot tell the two apart"
+            )
         unknown = [layer for layer, words in (self.scoring or {}).items() if "not reproduced" in words]
         if unknown:
-            found.append(f"selection_margin not available in layers {', '.join(map(str, unknown))}: the way of choosing was not recognised")  # fmt: skip
+            found.append(
+                f"selection_margin not available in layers {', '.join(map(str, unknown))}: the "
+                "way of choosing was not recognised"
+            )
         if self.probe is not None and self.probe.share < 1:
-            found.append(f"vocabulary and stability are of a sample: {len(self.probe.ids_T):,} tokens, {self.probe.share:.1%} of the text's windows")  # fmt: skip
+            found.append(
+                f"vocabulary and stability are of a sample: {len(self.probe.ids_T):,} tokens, "
+                f"{self.probe.share:.1%} of the text's windows"
+            )
         return found
 
 
@@ -166,7 +193,9 @@ def joined(table: str, frames: list[pd.DataFrame]) -> pd.DataFrame:
 
     from moescope.tables import TABLES
 
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(TABLES[table].columns))
+    return (
+        pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(TABLES[table].columns))
+    )
 
 
 def trace_model(
@@ -180,7 +209,10 @@ def trace_model(
     token_file: Path | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Traced:
-    """Run the model over the documents in each phase, counting; every token goes to `token_file` too, where one is given."""
+    """Run the model over the documents in each phase, counting.
+
+    Every token goes to `token_file` too, where one is given.
+    """
     tally, recorder = Tally(len(domains)), Recorder(full=token_file is not None)
     outputs = OutputMeans(len(domains))
 
@@ -213,7 +245,9 @@ def trace_model(
                     keeper = recorder if phase == main else None
                     if keeper is None:
                         recorder.at = largest.at = outputs.at = None
-                    run_phase(traced, capture, batch, phase, keeper, sample, (largest, contexts), outputs, table)
+                    run_phase(
+                        traced, capture, batch, phase, keeper, sample, (largest, contexts), outputs, table
+                    )
                     advance(int(batch.real_BL.sum()))
         router_rows = {block.layer: block.rows_ED for block in capture.blocks}
         routers = {
@@ -221,11 +255,24 @@ def trace_model(
             for layer, rows_ED in router_rows.items()
             if rows_ED is not None
         }
-        scoring = {block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None}
+        scoring = {
+            block.layer: block.scoring.words() for block in capture.blocks if block.scoring is not None
+        }
     return Traced(
-        corpus, tally.moved(), main, names, sample.probe(), routers, scoring, Words(traced.tokenizer), contexts, outputs,
-        table.seen() if table.wanted else None, str(traced.config.model_type), traced.window,
-    )  # fmt: skip
+        corpus,
+        tally.moved(),
+        main,
+        names,
+        sample.probe(),
+        routers,
+        scoring,
+        Words(traced.tokenizer),
+        contexts,
+        outputs,
+        table.seen() if table.wanted else None,
+        str(traced.config.model_type),
+        traced.window,
+    )
 
 
 def run_phase(
@@ -269,7 +316,9 @@ def run_phase(
             largest.collect(start)
             if not kept:
                 kept = [
-                    np.full((len(part), *shape, *part.shape[2:]), -1 if index == 0 else np.nan, dtype=part.dtype)
+                    np.full(
+                        (len(part), *shape, *part.shape[2:]), -1 if index == 0 else np.nan, dtype=part.dtype
+                    )
                     for index, part in enumerate(moved)
                 ]
             row, column = at // width, at % width + start

@@ -32,7 +32,10 @@ def stability_table(
     array: Callable[[int, str], Any],
     layer_names: dict[int, str],
 ) -> pd.DataFrame:
-    """Every pair of steps in every layer; empty for one step. `array(step, name)` reads what a step kept of its sample."""
+    """Every pair of steps in every layer; empty for one step.
+
+    `array(step, name)` reads what a step kept of its sample.
+    """
     import pandas as pd
 
     rows = []
@@ -42,7 +45,8 @@ def stability_table(
             chosen = {step: np.asarray(array(step, "chosen")[index], dtype=np.int64) for step in steps}
             n_experts = setups[0]["n_experts"][index]
             rows += [
-                {"layer": layer, "layer_name": layer_names[layer], **row} for row in layer_stability(chosen, n_experts)
+                {"layer": layer, "layer_name": layer_names[layer], **row}
+                for row in layer_stability(chosen, n_experts)
             ]
     return pd.DataFrame(rows, columns=list(TABLES["stability"].columns))
 
@@ -51,7 +55,9 @@ def check_same_tokens(steps: list[int], array: Callable[[int, str], Any]) -> Non
     first = array(steps[0], "ids")
     for step in steps[1:]:
         if not np.array_equal(first, array(step, "ids")):
-            raise BadInput(f"step {step} reads the text as other tokens than step {steps[0]}; trace each alone")
+            raise BadInput(
+                f"step {step} reads the text as other tokens than step {steps[0]}; trace each alone"
+            )
 
 
 def layer_stability(chosen: dict[int, Integers], n_experts: int) -> list[dict[str, Any]]:

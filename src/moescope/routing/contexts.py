@@ -1,4 +1,7 @@
-"""Where each expert's gates are largest: a few places of the text an expert and layer, kept in bounded memory as the text is read."""
+"""Where each expert's gates are largest.
+
+A few places of the text an expert and layer, kept in bounded memory as the text is read.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ class Places(NamedTuple):
         )
 
     def best(self, most: int = MOST) -> Places:
-        """The largest gates of each, a phrase once; equal ones by the window's draw, so that nothing hangs on the order of reading."""
+        """The largest gates of each, a phrase once.
+
+        Equal ones by the window's draw, so that nothing hangs on the order of reading.
+        """
         rows = np.arange(len(self.gate))[:, None]
         order = np.lexsort((self.draw, -self.gate), axis=1)
         core = self.ids[rows, order][..., CORE]
@@ -62,7 +68,10 @@ class Places(NamedTuple):
 
 @dataclass
 class LargestGates:
-    """The largest gate of every expert in every row of a batch, and where it is: found on the device, pass by pass, so that little is moved."""
+    """The largest gate of every expert in every row of a batch, and where it is.
+
+    Found on the device, pass by pass, so that little is moved.
+    """
 
     widest: int  # experts of a layer, at most
     at: Tensor | None = None  # which of the pass's tokens are looked at; None: none
@@ -83,8 +92,12 @@ class LargestGates:
         cell_TK = (self.at // self.width)[:, None] * self.widest + chosen_TK
         cell = torch.where(chosen_TK >= 0, cell_TK, nowhere).view(-1)
         place = (self.at % self.width)[:, None].expand_as(chosen_TK).reshape(-1)
-        gate_C = gates_TK.new_full((nowhere + 1,), -torch.inf).scatter_reduce_(0, cell, gates_TK.reshape(-1), "amax")
-        place = torch.where(gates_TK.reshape(-1) == gate_C[cell], place, self.width)  # of equal ones the first
+        gate_C = gates_TK.new_full((nowhere + 1,), -torch.inf).scatter_reduce_(
+            0, cell, gates_TK.reshape(-1), "amax"
+        )
+        place = torch.where(
+            gates_TK.reshape(-1) == gate_C[cell], place, self.width
+        )  # of equal ones the first
         place_C = place.new_full((nowhere + 1,), self.width).scatter_reduce_(0, cell, place, "amin")
         self.kept[routing.layer] = (gate_C[:-1].view(self.rows, -1), place_C[:-1].view(self.rows, -1))
 
@@ -111,10 +124,13 @@ class LargestGates:
 
 @dataclass
 class Contexts:
-    """The places of a text where every expert's gate is largest, one a window and one a phrase: five times the same tell no more than once.
+    """The places of a text where every expert's gate is largest, one a window and one a phrase: five times
+    the same tell no more than once.
 
-    They are of the sample's windows. Its threshold may be halved later, so places are kept apart by the octave of their window's draw, and
-    at the end those of the octaves below the threshold are put together: the same places in whatever order the text is read.
+    They are of the sample's windows. Its threshold may be halved later, so places are kept apart by the
+    octave of their window's draw, and
+    at the end those of the octaves below the threshold are put together: the same places in whatever order
+    the text is read.
     """
 
     layers: list[int]
@@ -142,16 +158,23 @@ class Contexts:
             np.full((len(owner), 1), window.domain, np.int32),
             around(window.ids, position)[:, None],
         )
-        for part, better in zip(kept, Places(*(part[owner] for part in kept)).joined(offered).best(), strict=True):
+        for part, better in zip(
+            kept, Places(*(part[owner] for part in kept)).joined(offered).best(), strict=True
+        ):
             part[owner] = better
         self.octaves[octave(window.draw)] = kept
 
     def keep_below(self, threshold: float) -> None:
         """Drop what lies in windows the sample has let go."""
-        self.octaves = {number: places for number, places in self.octaves.items() if 2.0**-number <= threshold}
+        self.octaves = {
+            number: places for number, places in self.octaves.items() if 2.0**-number <= threshold
+        }
 
     def rows(self, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(layer, its row of the contexts table) with token ids in place of words, of windows below the threshold."""
+        """(layer, its row of the contexts table) with token ids in place of words.
+
+        Of windows below the threshold.
+        """
         self.keep_below(threshold)
         places = Places.empty(len(self.layers) * self.widest)
         for found in self.octaves.values():

@@ -1,4 +1,7 @@
-"""How sure the router is of each token. Functions give one value a token; a layer's metric is their mean over real tokens."""
+"""How sure the router is of each token.
+
+Functions give one value a token; a layer's metric is their mean over real tokens.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def top_gap(routing: Routing) -> Tensor:
 
 
 def selection_margin(routing: Routing) -> Tensor:
-    """The k-th largest selection score less the next, bias included: how near the choice was to being another."""
+    """The k-th largest selection score less the next, bias included.
+
+    How near the choice was to being another.
+    """
     k = routing.chosen_TK.shape[1]
     if routing.selection_TE is None or k >= routing.n_experts:
         return torch.full(routing.chosen_TK.shape[:1], float("nan"), device=routing.chosen_TK.device)

@@ -1,4 +1,7 @@
-"""Which experts serve which domains. Shares are balanced: every domain counts the same, however much text it brought."""
+"""Which experts serve which domains.
+
+Shares are balanced: every domain counts the same, however much text it brought.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def domain_shares(counts_ME: Array) -> Array:
 
 
 def purity(counts_ME: Array) -> Array:
-    """Mean over used experts of their largest domain's share, max over d of P(d | i); NaN where a domain has no token."""
+    """Mean over used experts of their largest domain's share, max over d of P(d | i).
+
+    NaN where a domain has no token.
+    """
     largest_E = domain_shares(counts_ME).max(-2)
     used_E = ~np.isnan(largest_E)
     return divide(np.where(used_E, largest_E, 0.0).sum(-1), used_E.sum(-1))
@@ -61,7 +67,8 @@ def by_domain(counts_CE: Array, labels_C: Integers, n_domains: int) -> Array:
 def domain_information(counts_CE: Array, labels_C: Integers, n_domains: int, seed: int = 0) -> float:
     """I(expert; domain) in nats: the plug-in value less its mean over permutations of the documents' labels.
 
-    Tokens of one document are alike, so shuffling tokens would call any text specialised; documents are shuffled instead.
+    Tokens of one document are alike, so shuffling tokens would call any text specialised; documents are
+    shuffled instead.
     """
     observed = information(by_domain(counts_CE, labels_C, n_domains))
     return float(observed - information(permuted_tables(counts_CE, labels_C, n_domains, seed)).mean())

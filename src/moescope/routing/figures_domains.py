@@ -48,7 +48,8 @@ def affinity_heatmap(tables: Tables) -> Figure:
             d, e = np.unravel_index(np.nanargmax(named), values.shape)
             strongest.append(float(named[d, e]))
             titles.append(
-                f"Layer {layer}: expert {grid.columns[e]} is used {number(strongest[-1])} times as much by {grid.index[d]} as by "
+                f"Layer {layer}: expert {grid.columns[e]} is used {number(strongest[-1])} times "
+                f"as much by {grid.index[d]} as by "
                 f"domains on average; chance is 1, the most possible {len(grid)}"
             )
         else:
@@ -59,14 +60,19 @@ def affinity_heatmap(tables: Tables) -> Figure:
     return Figure(
         "affinity_heatmap",
         titles[start],
-        "Affinity P(i | d)/P(i) of every domain and expert, every domain counted alike, in doublings; white is 1. Slide to change the layer. "
-        "Few documents make it stray by themselves: read it beside I(expert; domain).",
+        (
+            "Affinity P(i | d)/P(i) of every domain and expert, every domain counted alike, in "
+            "doublings; white is 1. Slide to change the layer. "
+            "Few documents make it stray by themselves: read it beside I(expert; domain)."
+        ),
         ("affinity", "share", "domain_information"),
         data,
-        base_layout("expert", "domain", xaxis=CATEGORIES, yaxis={"type": "category", "autorange": "reversed"}),
+        base_layout(
+            "expert", "domain", xaxis=CATEGORIES, yaxis={"type": "category", "autorange": "reversed"}
+        ),
         Slider("layer", layers, start, titles=titles),
         min(200 + 34 * n_domains, 620),
-    )  # fmt: skip
+    )
 
 
 def purity_bars(tables: Tables) -> Figure:
@@ -99,7 +105,10 @@ def purity_bars(tables: Tables) -> Figure:
     return Figure(
         "purity_bars",
         f"Purity {span(rows)}; {references(rows, 'labels dealt anew')}",
-        f"Mean over experts of their main domain's share, every domain counted alike. Grey: the same with documents' labels dealt anew. {interval_words(rows)}",
+        (
+            "Mean over experts of their main domain's share, every domain counted alike. Grey: the "
+            f"same with documents' labels dealt anew. {interval_words(rows)}"
+        ),
         ("purity", "share", "share_chance"),
         [bars, floor],
         base_layout("layer", "purity", xaxis=layer_axis(rows["layer"]), yaxis={"range": [0, 1]}),
@@ -109,5 +118,11 @@ def purity_bars(tables: Tables) -> Figure:
 DOMAINS = [
     FigureSpec("affinity_heatmap", ("domains",), affinity_heatmap, wide=True),
     FigureSpec("purity_bars", ("routing_layers",), purity_bars, metrics=("purity",)),
-    by_layer("domain_information_by_layer", ["domain_information"], "nats", floor_name="labels dealt anew", draw_collapse=False),
-]  # fmt: skip
+    by_layer(
+        "domain_information_by_layer",
+        ["domain_information"],
+        "nats",
+        floor_name="labels dealt anew",
+        draw_collapse=False,
+    ),
+]

@@ -35,7 +35,10 @@ FOLD = 8.0  # how far a colour scale of ratios reaches, either way
 
 
 class Usage(NamedTuple):
-    """One layer's load: counts by expert, what an even share is, and how far chance strays from it (2 standard deviations)."""
+    """One layer's load.
+
+    Counts by expert, what an even share is, and how far chance strays from it (2 standard deviations).
+    """
 
     layer: int
     experts: np.ndarray
@@ -85,7 +88,8 @@ def usage_title(usage: Usage) -> str:
     if not usage.even:
         return f"Layer {usage.layer}: no token was routed"
     return (
-        f"Layer {usage.layer}: expert {usage.experts[most]} gets {number(usage.counts[most] / usage.even)} times an even share, "
+        f"Layer {usage.layer}: expert {usage.experts[most]} gets "
+        f"{number(usage.counts[most] / usage.even)} times an even share, "
         f"expert {usage.experts[least]} {number(usage.counts[least] / usage.even)}; {chance}"
     )
 
@@ -130,12 +134,17 @@ def usage_by_expert(tables: Tables) -> Figure:
 
 
 def usage_by_expert_log(tables: Tables) -> Figure:
-    """The same on a logarithmic axis, where rarely used experts can be seen; an expert without tokens has no mark."""
+    """The same on a logarithmic axis, where rarely used experts can be seen.
+
+    An expert without tokens has no mark.
+    """
     found = usages(tables)
     data: list[Trace] = []
     for usage in found:
         marks = bars(usage, np.where(usage.counts > 0, usage.counts, np.nan), "tokens", CATEGORICAL[0])
-        data.append({**marks, "type": "scatter", "mode": "markers", "marker": {"color": CATEGORICAL[0], "size": 8}})
+        data.append(
+            {**marks, "type": "scatter", "mode": "markers", "marker": {"color": CATEGORICAL[0], "size": 8}}
+        )
         data += band(usage, (usage.experts[0] - 0.5, usage.experts[-1] + 0.5))
     by_chance = values_of(tables, "min_max_ratio").set_index("layer")["floor"]
     titles = [spread_title(usage, float(by_chance.get(usage.layer, np.nan))) for usage in found]
@@ -148,7 +157,10 @@ def spread_title(usage: Usage, ratio_by_chance: float) -> str:
     if idle or not usage.even:
         return f"Layer {usage.layer}: {idle} of {len(usage.counts)} experts got no token, and have no mark"
     chance = f"; about {number(1 / ratio_by_chance)} for {RANDOM}" if ratio_by_chance > 0 else ""
-    return f"Layer {usage.layer}: the busiest expert has {number(usage.counts.max() / usage.counts.min())} times the load of the idlest{chance}"
+    return (
+        f"Layer {usage.layer}: the busiest expert has "
+        f"{number(usage.counts.max() / usage.counts.min())} times the load of the idlest{chance}"
+    )
 
 
 def bars(usage: Usage, counts: np.ndarray, name: str, color: str) -> Trace:
@@ -160,7 +172,9 @@ def bars(usage: Usage, counts: np.ndarray, name: str, color: str) -> Trace:
         "y": counts,
         "customdata": times,
         "marker": {"color": color},
-        "hovertemplate": f"expert %{{x}}<br>{name} %{{y:,}}<br>%{{customdata:.3g}} of an even share<extra></extra>",
+        "hovertemplate": (
+            f"expert %{{x}}<br>{name} %{{y:,}}<br>%{{customdata:.3g}} of an even share<extra></extra>"
+        ),
     }
 
 
@@ -178,8 +192,11 @@ def usage_figure(
     return Figure(
         name,
         titles[start],
-        f"How many tokens chose each expert of a layer{scale}. Dashed: an even share; dotted: two standard deviations of random "
-        "balanced routing about it. Slide to change the layer; the most uneven is shown first.",
+        (
+            f"How many tokens chose each expert of a layer{scale}. Dashed: an even share; dotted: "
+            "two standard deviations of random "
+            "balanced routing about it. Slide to change the layer; the most uneven is shown first."
+        ),
         ("tokens", "max_over_mean", "floor"),
         data,
         base_layout("expert", f"tokens{scale}", yaxis=yaxis, barmode=mode, bargap=0.15),
@@ -206,12 +223,19 @@ def usage_by_rank(tables: Tables) -> Figure:
     frame = pd.concat(rows)
     idle = {usage.layer: int((usage.counts == 0).sum()) for usage in found}
     unused = sum(idle.values())
-    half = [int(np.searchsorted(np.cumsum(np.sort(usage.counts)[::-1]), usage.counts.sum() / 2) + 1) for usage in found]
+    half = [
+        int(np.searchsorted(np.cumsum(np.sort(usage.counts)[::-1]), usage.counts.sum() / 2) + 1)
+        for usage in found
+    ]
     few, many = int(np.argmin(half)), int(np.argmax(half))
     sizes = [len(usage.experts) for usage in found]
     title = (
         f"Half of the load goes to {half[few]} of {sizes[few]} experts (layer {found[few].layer})"
-        + (f" to {half[many]} of {sizes[many]} (layer {found[many].layer})" if half[few] != half[many] else " at least")
+        + (
+            f" to {half[many]} of {sizes[many]} (layer {found[many].layer})"
+            if half[few] != half[many]
+            else " at least"
+        )
         + f"; even loads would need {-(-sizes[few] // 2)}"
         + (f". {counted(unused, 'expert')} got no token" if unused else "")
     )
@@ -223,7 +247,10 @@ def usage_by_rank(tables: Tables) -> Figure:
     return Figure(
         "usage_by_rank",
         title,
-        "Loads of each layer from the busiest to the idlest expert, as multiples of an even share; logarithmic. Experts without tokens have no point.",
+        (
+            "Loads of each layer from the busiest to the idlest expert, as multiples of an even "
+            "share; logarithmic. Experts without tokens have no point."
+        ),
         ("tokens", "cv", "unused"),
         data,
         base_layout(
@@ -236,7 +263,10 @@ def usage_by_rank(tables: Tables) -> Figure:
 
 
 def fold_of(matrices: Sequence[np.ndarray]) -> float:
-    """How far the scale of some heatmaps reaches: 2, 4 or 8, the least that holds all but one cell in fifty."""
+    """How far the scale of some heatmaps reaches.
+
+    2, 4 or 8, the least that holds all but one cell in fifty.
+    """
     ratios = np.concatenate([matrix.ravel() for matrix in matrices])
     ratios = np.maximum(ratios, 1 / np.where(ratios > 0, ratios, np.nan))
     reach = np.nanquantile(ratios, 0.98) if np.isfinite(ratios).any() else FOLD
@@ -252,7 +282,10 @@ def ratio_heatmap(
     label: str,
     fold: float = FOLD,
 ) -> Trace:
-    """Ratios on a diverging scale of doublings, white at 1, ends at 1/fold and fold; nothing (0) is at the low end."""
+    """Ratios on a diverging scale of doublings, white at 1, ends at 1/fold and fold.
+
+    Nothing (0) is at the low end.
+    """
     end = int(np.log2(fold))
     names = {-3: "⅛", -2: "¼", -1: "½", -0.5: "0.7", 0: "1", 0.5: "1.4", 1: "2", 2: "4", 3: "8"}
     ticks = [-1, -0.5, 0, 0.5, 1] if end == 1 else list(range(-end, end + 1))
@@ -276,7 +309,9 @@ def ratio_heatmap(
             "thickness": 12,
             "outlinewidth": 0,
             "tickvals": ticks,
-            "ticktext": [("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks],
+            "ticktext": [
+                ("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks
+            ],
         },
         "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{value} {what}<extra></extra>",
     }
@@ -292,11 +327,17 @@ def load_heatmap(tables: Tables) -> Figure:
     layers = np.array([usage.layer for usage in found])
     loud, silent = (times >= 2).any(axis=1), (times == 0).any(axis=1)
     title = (
-        f"{capital(named_layers(layers[loud]))} {'has an expert' if loud.sum() == 1 else 'have experts'} with twice an even share or more"
+        (
+            f"{capital(named_layers(layers[loud]))} "
+            f"{'has an expert' if loud.sum() == 1 else 'have experts'} with twice an even share or "
+            "more"
+        )
         if loud.any()
         else f"No expert gets twice an even share: at most {number(np.nanmax(times))} times"
     )
-    title += f"; unused experts in {named_layers(layers[silent])}" if silent.any() else "; every expert is used"
+    title += (
+        f"; unused experts in {named_layers(layers[silent])}" if silent.any() else "; every expert is used"
+    )
     trace = ratio_heatmap(
         times,
         [str(expert) for expert in range(widest)],
@@ -310,7 +351,10 @@ def load_heatmap(tables: Tables) -> Figure:
     return Figure(
         "load_heatmap",
         title,
-        "Load of every expert of every layer over an even share, in doublings; white is even, as random balanced routing gives.",
+        (
+            "Load of every expert of every layer over an even share, in doublings; white is even, as "
+            "random balanced routing gives."
+        ),
         ("tokens", "cv"),
         [trace],
         layout,
@@ -324,7 +368,9 @@ LOAD = [
     FigureSpec("usage_by_expert_log", ("load", "routing_layers"), usage_by_expert_log),
     FigureSpec("usage_by_rank", ("load", "routing_layers"), usage_by_rank),
     by_layer("cv_by_layer", ["cv", "gate_mass_cv"], "coefficient of variation", log=True),
-    by_layer("max_violation_by_layer", ["max_violation", "gate_mass_max_violation"], "max violation", log=True),
+    by_layer(
+        "max_violation_by_layer", ["max_violation", "gate_mass_max_violation"], "max violation", log=True
+    ),
     by_layer(
         "load_entropy_by_layer",
         ["load_entropy_share", "gate_mass_load_entropy_share"],

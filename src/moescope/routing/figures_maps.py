@@ -1,4 +1,7 @@
-"""Maps of a layer's experts: near means alike, by the company they keep, by router rows, by what they give on average."""
+"""Maps of a layer's experts.
+
+Near means alike, by the company they keep, by router rows, by what they give on average.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,26 @@ from functools import lru_cache, partial
 import numpy as np
 import pandas as pd
 
-from moescope.plotting.maps import FEWEST, LAYOUTS, Cloud, Layout, kept_neighbours, plane_of_directions, principal_plane
-from moescope.plotting.style import CATEGORICAL, GREY, Figure, FigureSpec, Slider, Tables, Trace, base_layout, number
+from moescope.plotting.maps import (
+    FEWEST,
+    LAYOUTS,
+    Cloud,
+    Layout,
+    kept_neighbours,
+    plane_of_directions,
+    principal_plane,
+)
+from moescope.plotting.style import (
+    CATEGORICAL,
+    GREY,
+    Figure,
+    FigureSpec,
+    Slider,
+    Tables,
+    Trace,
+    base_layout,
+    number,
+)
 from moescope.routing.figures_load import FOLD, total_load
 from moescope.routing.figures_metrics import can_draw
 from moescope.routing.figures_separation import lift_over_chance
@@ -21,7 +42,10 @@ LAYERS_LAID_OUT = 8  # so many layers are laid out by UMAP and t-SNE, which take
 
 @dataclass(frozen=True)
 class Subject:
-    """What of experts is mapped: how their points come from the tables, and what chance leaves on two axes."""
+    """What of experts is mapped.
+
+    How their points come from the tables, and what chance leaves on two axes.
+    """
 
     name: str
     title: str
@@ -40,7 +64,10 @@ class Subject:
 
 
 def company(over: np.ndarray) -> np.ndarray:
-    """Each expert's profile: doublings of lift over chance with every other; pairs that cannot be compared count as chance."""
+    """Each expert's profile: doublings of lift over chance with every other.
+
+    Pairs that cannot be compared count as chance.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         profile = np.clip(np.log2(over), -np.log2(FOLD), np.log2(FOLD))
     profile[np.isnan(profile)] = 0.0
@@ -48,7 +75,10 @@ def company(over: np.ndarray) -> np.ndarray:
 
 
 def with_own_company(profile: np.ndarray) -> np.ndarray:
-    """An expert keeps company with itself as with its best partner; without that two twins would look different."""
+    """An expert keeps company with itself as with its best partner.
+
+    Without that two twins would look different.
+    """
     kept = profile.copy()
     np.fill_diagonal(kept, -np.inf)
     np.fill_diagonal(kept, kept.max(axis=1, initial=0.0))
@@ -57,7 +87,10 @@ def with_own_company(profile: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def plane_by_chance(n: int) -> float:
-    """The share of variance that two axes hold of n profiles without any structure: mean of 20 seeded symmetric normal matrices."""
+    """The share of variance that two axes hold of n profiles without any structure.
+
+    Mean of 20 seeded symmetric normal matrices.
+    """
     generator = np.random.default_rng(0)
     shares = []
     for _ in range(20):
@@ -69,7 +102,11 @@ def plane_by_chance(n: int) -> float:
 def company_points(tables: Tables, layer: int) -> tuple[np.ndarray, Cloud, float]:
     rows = tables["coactivation"]
     matrix = lift_over_chance(rows[rows["layer"] == layer])
-    return matrix.index.to_numpy(), Cloud.of_rows(company(matrix.to_numpy(float))), plane_by_chance(len(matrix))
+    return (
+        matrix.index.to_numpy(),
+        Cloud.of_rows(company(matrix.to_numpy(float))),
+        plane_by_chance(len(matrix)),
+    )
 
 
 # --- directions
@@ -91,21 +128,46 @@ def direction_points(of: str, tables: Tables, layer: int) -> tuple[np.ndarray, C
 
 SUBJECTS = [
     Subject(
-        "router", "router rows", "expert_cosines", partial(direction_points, "router"), "random directions",
-        "Directions of router rows: near means that the router asks for nearly the same of a token.", ("expert_cosines.cosine", "of"),
-        "no router rows are known: of a router without rows, an imported trace, or one made by an older version",
+        "router",
+        "router rows",
+        "expert_cosines",
+        partial(direction_points, "router"),
+        "random directions",
+        "Directions of router rows: near means that the router asks for nearly the same of a token.",
+        ("expert_cosines.cosine", "of"),
+        (
+            "no router rows are known: of a router without rows, an imported trace, or one made by "
+            "an older version"
+        ),
     ),
     Subject(
-        "coactivation", "co-activation profiles", "coactivation", company_points, "profiles of noise",
-        "Each expert's profile: log₂(lift / chance lift) with every other expert. Near means the same company.", ("lift", "chance_lift"),
-        "each token chooses one expert", ("expert_overlap",),
+        "coactivation",
+        "co-activation profiles",
+        "coactivation",
+        company_points,
+        "profiles of noise",
+        (
+            "Each expert's profile: log₂(lift / chance lift) with every other expert. Near means the "
+            "same company."
+        ),
+        ("lift", "chance_lift"),
+        "each token chooses one expert",
+        ("expert_overlap",),
     ),
     Subject(
-        "outputs", "mean outputs", "expert_cosines", partial(direction_points, "outputs"), "random directions",
-        "Directions of what experts gave on average, each over its own tokens among up to 1,024: near means that they push the residual stream the same way.",
-        ("expert_cosines.cosine", "of"), "no outputs are known: of a model of the lab, an imported trace, or one made by an older version",
+        "outputs",
+        "mean outputs",
+        "expert_cosines",
+        partial(direction_points, "outputs"),
+        "random directions",
+        (
+            "Directions of what experts gave on average, each over its own tokens among up to 1,024: "
+            "near means that they push the residual stream the same way."
+        ),
+        ("expert_cosines.cosine", "of"),
+        "no outputs are known: of a model of the lab, an imported trace, or one made by an older version",
     ),
-]  # fmt: skip
+]
 
 
 # --- drawing
@@ -161,9 +223,15 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
         title = f"Layer {layer}, {subject.title} by {layout.title}{layout.setting(len(experts))}: "
         share = float(principal_plane(cloud)[1].sum())
         if layout.name == "pca":
-            title += f"two axes hold {number(100 * share)} % of the variance, {number(100 * by_chance)} % for {subject.chance}; "
+            title += (
+                f"two axes hold {number(100 * share)} % of the variance, {number(100 * by_chance)} % "
+                f"for {subject.chance}; "
+            )
         title += (
-            f"{number(100 * kept)} % of each expert’s {nearest} nearest stay nearest, {number(100 * by_luck)} % by luck"
+            (
+                f"{number(100 * kept)} % of each expert’s {nearest} nearest stay nearest, "
+                f"{number(100 * by_luck)} % by luck"
+            )
             if np.isfinite(kept)
             else "too few experts to tell who is near"
         )
@@ -209,14 +277,19 @@ def points(experts: np.ndarray, at: np.ndarray, times: np.ndarray, group: str, c
 
 def map_spec(subject: Subject, layout: Layout) -> FigureSpec:
     name = f"expert_map_{subject.name}_{layout.name}"
-    return FigureSpec(name, (subject.needs, "load"), partial(expert_map, subject, layout), metrics=subject.metrics)
+    return FigureSpec(
+        name, (subject.needs, "load"), partial(expert_map, subject, layout), metrics=subject.metrics
+    )
 
 
 MAPS = [map_spec(subject, layout) for subject in SUBJECTS for layout in LAYOUTS]
 
 
 def drawable_maps(tables: Tables, every_layout: bool = True) -> tuple[list[FigureSpec], list[str]]:
-    """(the maps that can be drawn, what is missing and how to get it). UMAP and t-SNE need the extra, and eight experts a layer."""
+    """(the maps that can be drawn, what is missing and how to get it).
+
+    UMAP and t-SNE need the extra, and eight experts a layer.
+    """
     specs, notes = [], []
     subjects = []
     for subject in SUBJECTS:
@@ -231,7 +304,8 @@ def drawable_maps(tables: Tables, every_layout: bool = True) -> tuple[list[Figur
         notes.append(f"UMAP and t-SNE are drawn from {FEWEST} experts a layer on; PCA for fewer.")
     elif subjects and absent:
         notes.append(
-            f"Drawn by PCA; {' and '.join(absent)} would need pip install 'moescope[maps]', then the report made anew."
+            f"Drawn by PCA; {' and '.join(absent)} would need pip install 'moescope[maps]', then "
+            "the report made anew."
         )
     elif subjects and not every_layout:
         notes.append("Drawn by PCA here; UMAP and t-SNE are drawn of the last step.")

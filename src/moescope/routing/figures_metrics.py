@@ -1,4 +1,7 @@
-"""Routing metrics against the layer: the value with its interval, random routing and collapse drawn beside it."""
+"""Routing metrics against the layer.
+
+The value with its interval, random routing and collapse drawn beside it.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,20 @@ OPENING = {
 
 
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether the run holds what the figure needs: imported traces have no logits, a single domain no affinities."""
+    """Whether the run holds what the figure needs.
+
+    Imported traces have no logits, a single domain no affinities.
+    """
     if any(name not in tables or tables[name].empty for name in spec.needs):
         return False
     return all(len(values_of(tables, metric)) for metric in spec.metrics)
 
 
 def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
-    """A metric's rows, one a layer: all domains together unless one is named; layers where it cannot be said are left out."""
+    """A metric's rows, one a layer: all domains together unless one is named.
+
+    Layers where it cannot be said are left out.
+    """
     rows = tables["routing_layers"]
     found = rows[(rows["metric"] == metric) & (rows["domain"] == domain) & rows["value"].notna()]
     return found.sort_values("layer")
@@ -118,7 +127,9 @@ def reference_lines(rows: pd.DataFrame, floor_name: str, collapse: bool = True, 
     lines = []
     layers = rows["layer"].to_numpy()
     if rows["floor"].notna().any():
-        lines.append(grey_line(layers, rows["floor"].to_numpy(float), IN_LEGENDS.get(floor_name, floor_name) + of))
+        lines.append(
+            grey_line(layers, rows["floor"].to_numpy(float), IN_LEGENDS.get(floor_name, floor_name) + of)
+        )
     if collapse and rows["collapse"].notna().any():
         lines.append(grey_line(layers, rows["collapse"].to_numpy(float), "collapse" + of, "dot"))
     return lines
@@ -142,13 +153,18 @@ def by_layer(
     draw_collapse: bool = True,
     from_zero: bool = True,
 ) -> FigureSpec:
-    """Figure of one metric over layers, or of several that share a scale; the title is about the first, which must be there."""
+    """Figure of one metric over layers, or of several that share a scale.
+
+    The title is about the first, which must be there.
+    """
 
     def draw(tables: Tables) -> Figure:
         found = {metric: rows for metric in metrics if len(rows := values_of(tables, metric))}
         first = found[metrics[0]]
         title = f"{subject(metrics[0])} {span(first)}; {references(first, floor_name)}"
-        data = [value_line(rows, line_name(metric), index) for index, (metric, rows) in enumerate(found.items())]
+        data = [
+            value_line(rows, line_name(metric), index) for index, (metric, rows) in enumerate(found.items())
+        ]
         drawn: list[np.ndarray] = []  # floors; those that are the same are drawn once, and named once
         for metric, rows in found.items():
             floor = rows["floor"].to_numpy(float)
@@ -161,7 +177,8 @@ def by_layer(
         stated = "" if draw_collapse else f" At collapse: {between(first['collapse'])}."
         data, cut = cut_whiskers(data) if log else (data, None)
         caption = (
-            f"{METRICS[metrics[0]].meaning} Dashed: {floor_name}{'; dotted: collapse' if draw_collapse else ''}.{stated} "
+            f"{METRICS[metrics[0]].meaning} Dashed: {floor_name}"
+            f"{'; dotted: collapse' if draw_collapse else ''}.{stated} "
             f"{interval_words(first)}{cut_words(cut)}"
         )
         yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
@@ -171,21 +188,33 @@ def by_layer(
     return FigureSpec(name, ("routing_layers",), draw, metrics=(metrics[0],))
 
 
-def by_domain(name: str, metric: str, axis: str, *, floor_name: str = RANDOM, log: bool = False) -> FigureSpec:
-    """The metric of each domain alone, one line a domain. Floors differ with the domains' lengths: the largest is drawn."""
+def by_domain(
+    name: str, metric: str, axis: str, *, floor_name: str = RANDOM, log: bool = False
+) -> FigureSpec:
+    """The metric of each domain alone, one line a domain.
+
+    Floors differ with the domains' lengths: the largest is drawn.
+    """
 
     def draw(tables: Tables) -> Figure:
         rows = tables["routing_layers"]
-        rows = rows[(rows["metric"] == metric) & (rows["domain"] != "") & rows["value"].notna()].sort_values("layer")
+        rows = rows[(rows["metric"] == metric) & (rows["domain"] != "") & rows["value"].notna()].sort_values(
+            "layer"
+        )
         data = [
             value_line(mine, str(domain), index)
             for index, (domain, mine) in enumerate(rows.groupby("domain", sort=True))
         ]
         means = rows.groupby("domain")["value"].mean()
-        floors = rows.groupby("layer", as_index=False).agg(floor=("floor", "max"), collapse=("collapse", "max"))
-        data += reference_lines(floors, f"{floor_name} (largest)" if floors["floor"].nunique() else floor_name, log)
+        floors = rows.groupby("layer", as_index=False).agg(
+            floor=("floor", "max"), collapse=("collapse", "max")
+        )
+        data += reference_lines(
+            floors, f"{floor_name} (largest)" if floors["floor"].nunique() else floor_name, log
+        )
         title = (
-            f"{subject(metric)}, mean over layers, {from_to(means.min(), str(means.idxmin()), means.max(), str(means.idxmax()))}; "
+            f"{subject(metric)}, mean over layers, "
+            f"{from_to(means.min(), str(means.idxmin()), means.max(), str(means.idxmax()))}; "
             f"{references(rows, floor_name)}"
         )
         data, cut = cut_whiskers(data) if log else (data, None)
@@ -205,18 +234,31 @@ DECISIONS = [
         floor_name=KNOWS_NOTHING,
         draw_collapse=False,
     ),
-    by_layer("confidence_by_layer", ["confidence", "top_gap"], "probability", floor_name=KNOWS_NOTHING, log=False),
+    by_layer(
+        "confidence_by_layer", ["confidence", "top_gap"], "probability", floor_name=KNOWS_NOTHING, log=False
+    ),
     by_layer("selection_margin_by_layer", ["selection_margin"], "selection score", floor_name=KNOWS_NOTHING),
     by_layer("z_loss_by_layer", ["z_loss"], "squared log-sum-exp", floor_name=KNOWS_NOTHING),
-    by_layer("sequence_by_layer", ["sequential_consistency", "adjacent_jaccard"], "shared with the token before"),
+    by_layer(
+        "sequence_by_layer", ["sequential_consistency", "adjacent_jaccard"], "shared with the token before"
+    ),
     by_domain("routing_entropy_by_domain", "routing_entropy", "entropy (nats)", floor_name=KNOWS_NOTHING),
-]  # fmt: skip
+]
 VOCABULARY = [
-    by_layer("token_information_by_layer", ["token_information"], "nats", floor_name="tokens shuffled within documents"),
+    by_layer(
+        "token_information_by_layer",
+        ["token_information"],
+        "nats",
+        floor_name="tokens shuffled within documents",
+    ),
     by_layer(
         "specialisation_by_layer",
-        ["vocabulary_specialisation_input", "vocabulary_specialisation_next", "vocabulary_specialisation_predicted"],
+        [
+            "vocabulary_specialisation_input",
+            "vocabulary_specialisation_next",
+            "vocabulary_specialisation_predicted",
+        ],
         "share at its favourite expert",
         floor_name="tokens shuffled",
     ),
-]  # fmt: skip
+]

@@ -27,7 +27,10 @@ DRAWN_FROM = 1.0  # and drawn where it would give it one: less is noise
 
 
 class Pair(NamedTuple):
-    """The pair of a layer most often chosen together, over chance, and what the largest of so many pairs reaches by luck."""
+    """The pair of a layer most often chosen together, over chance.
+
+    And what the largest of so many pairs reaches by luck.
+    """
 
     a: int
     b: int
@@ -36,14 +39,20 @@ class Pair(NamedTuple):
 
 
 def expected_together(pairs: pd.DataFrame) -> pd.Series:
-    """How many tokens random routing would give each pair of one layer, at the experts' own loads: c_a c_b/N times chance_lift."""
+    """How many tokens random routing would give each pair of one layer, at the experts' own loads.
+
+    C_a c_b/N times chance_lift.
+    """
     f_a, f_b, tokens = loads_of(pairs)
     found: pd.Series = f_a * f_b * tokens * pairs["chance_lift"]
     return found
 
 
 def loads_of(pairs: pd.DataFrame) -> tuple[pd.Series, pd.Series, float]:
-    """(share of the tokens that chose a, the same of b, N), read back from share_of_a = c_ab/c_a and lift = N c_ab/(c_a c_b)."""
+    """(share of the tokens that chose a, the same of b, N).
+
+    Read back from share_of_a = c_ab/c_a and lift = N c_ab/(c_a c_b).
+    """
     seen = pairs[pairs["tokens"] > 0]
     loads = (seen["tokens"] / seen["share_of_a"]).groupby(seen["expert_a"]).max()
     c_a, c_b = (pairs[name].map(loads).astype(float) for name in ("expert_a", "expert_b"))
@@ -52,9 +61,11 @@ def loads_of(pairs: pd.DataFrame) -> tuple[pd.Series, pd.Series, float]:
 
 
 def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
-    """The largest lift over chance of one layer, among pairs that chance would give 5 tokens or more; None without such pairs.
+    """The largest lift over chance of one layer, among pairs that chance would give 5 tokens or more; None
+    without such pairs.
 
-    A pair's count strays by sqrt(expected (1 - f_a) (1 - f_b)) by luck, f the shares of tokens that chose either; the largest of P pairs
+    A pair's count strays by sqrt(expected (1 - f_a) (1 - f_b)) by luck, f the shares of tokens that chose
+    either; the largest of P pairs
     lies where half of all sets of P normals have none beyond.
     """
     expected = expected_together(pairs)
@@ -69,7 +80,10 @@ def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
 
 
 def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """One layer's matrix lift/chance_lift, expert a by expert b; empty on the diagonal, and where chance would give less than one token."""
+    """One layer's matrix lift/chance_lift, expert a by expert b.
+
+    Empty on the diagonal, and where chance would give less than one token.
+    """
     enough = expected_together(pairs) >= DRAWN_FROM
     over = pairs.assign(over=(pairs["lift"] / pairs["chance_lift"]).where(enough))
     found: pd.DataFrame = (
@@ -100,7 +114,13 @@ def coactivation_heatmap(tables: Tables) -> Figure:
         names = [str(expert) for expert in experts]
         data.append(
             ratio_heatmap(
-                over, names, names, ("expert", "with expert"), "of the chance lift", "lift / chance lift", fold
+                over,
+                names,
+                names,
+                ("expert", "with expert"),
+                "of the chance lift",
+                "lift / chance lift",
+                fold,
             )
         )
         orders.append([names[place] for place in company_order(over)])
@@ -108,18 +128,28 @@ def coactivation_heatmap(tables: Tables) -> Figure:
         top = strongest_pair(pairs)
         strongest.append(top.over if top else 0.0)
         titles.append(
-            f"Layer {layer}: experts {top.a} and {top.b} are chosen together {number(top.over)} times as often as by chance; the largest of "
-            f"{len(pairs) // 2:,} such pairs would reach about {number(top.by_chance)}"
+            (
+                f"Layer {layer}: experts {top.a} and {top.b} are chosen together {number(top.over)} "
+                "times as often as by chance; the largest of "
+                f"{len(pairs) // 2:,} such pairs would reach about {number(top.by_chance)}"
+            )
             if top
-            else f"Layer {layer}: too few tokens to compare pairs (none is expected {NAMED_FROM:.0f} times by chance)"
+            else (
+                f"Layer {layer}: too few tokens to compare pairs (none is expected {NAMED_FROM:.0f} "
+                "times by chance)"
+            )
         )
     start = int(np.argmax(strongest))
     layout = base_layout("expert", "expert", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
     return Figure(
         "coactivation_heatmap",
         titles[start],
-        "Lift of every pair of experts over the lift of random routing, in doublings; white is chance. Pairs that chance would give less than one token are empty. Slide to change the layer; order experts by "
-        "number or by company (average linkage).",
+        (
+            "Lift of every pair of experts over the lift of random routing, in doublings; white is "
+            "chance. Pairs that chance would give less than one token are empty. Slide to change the "
+            "layer; order experts by "
+            "number or by company (average linkage)."
+        ),
         ("lift", "chance_lift"),
         data,
         layout,
@@ -130,7 +160,16 @@ def coactivation_heatmap(tables: Tables) -> Figure:
 
 SEPARATION = [
     FigureSpec("coactivation_heatmap", ("coactivation",), coactivation_heatmap, metrics=("expert_overlap",)),
-    by_layer("expert_overlap_by_layer", ["expert_overlap"], "mean Jaccard index", floor_name="random routing"),
-    by_layer("gram_orthogonality_by_layer", ["gram_orthogonality"], "Gram orthogonality", floor_name="random rows"),
-    by_layer("router_similarity_by_layer", ["router_similarity_abs", "router_similarity_max"], "cosine of router rows", floor_name="random rows"),
-]  # fmt: skip
+    by_layer(
+        "expert_overlap_by_layer", ["expert_overlap"], "mean Jaccard index", floor_name="random routing"
+    ),
+    by_layer(
+        "gram_orthogonality_by_layer", ["gram_orthogonality"], "Gram orthogonality", floor_name="random rows"
+    ),
+    by_layer(
+        "router_similarity_by_layer",
+        ["router_similarity_abs", "router_similarity_max"],
+        "cosine of router rows",
+        floor_name="random rows",
+    ),
+]

@@ -1,4 +1,7 @@
-"""Routing over checkpoints: how even, how decided, which experts, and how much of the final routing is already there."""
+"""Routing over checkpoints.
+
+How even, how decided, which experts, and how much of the final routing is already there.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,14 @@ def metric_by_step(
         means = rows.groupby("step")["value"].mean()
         collapse = rows["collapse"].dropna()
         title = (
-            f"{subject(metric)}, mean over layers, goes from {number(means.iloc[0])} (step {means.index[0]}) to "
-            f"{number(means.iloc[-1])} (step {means.index[-1]}); {between(rows['floor'])} for {floor_name}"
-            + (f", {between(collapse)} at collapse" if len(collapse) else "")
-        )
-        shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
+            f"{subject(metric)}, mean over layers, goes from {number(means.iloc[0])} (step "
+            f"{means.index[0]}) to "
+            f"{number(means.iloc[-1])} (step {means.index[-1]}); {between(rows['floor'])} for "
+            f"{floor_name}"
+        ) + (f", {between(collapse)} at collapse" if len(collapse) else "")
+        shown = [
+            trace for trace in data if trace["x"][0] is not None
+        ]  # a colour bar is a trace without points
         yaxis = (plain_log(shown) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
         caption = f"{METRICS[metric].meaning} One line a layer; dashed: {floor_name}."
         layout = base_layout("step", axis, xaxis=step_axis(means.index), yaxis=yaxis)
@@ -67,7 +73,9 @@ def step_axis(steps: pd.Index) -> dict[str, object]:
 def shares_by_step(tables: Tables, layer: int) -> pd.DataFrame:
     """One layer's shares of the load: expert by step."""
     load = tables["load"]
-    counts = load[load["layer"] == layer].groupby(["expert", "step"])["tokens"].sum().unstack("step", fill_value=0)
+    counts = (
+        load[load["layer"] == layer].groupby(["expert", "step"])["tokens"].sum().unstack("step", fill_value=0)
+    )
     found: pd.DataFrame = counts / counts.sum().clip(lower=1)
     return found
 
@@ -87,8 +95,10 @@ def step_titles(tables: Tables) -> tuple[list[str], list[str], list[pd.DataFrame
     for layer, frame in zip(layers, shares, strict=True):
         expert, _ = moved(frame)
         titles.append(
-            f"Layer {layer}: expert {expert} moves most, from {number(100 * frame.loc[expert].iloc[0])} % to "
-            f"{number(100 * frame.loc[expert].iloc[-1])} % of the load; an even share is {number(100 / len(frame))} %"
+            f"Layer {layer}: expert {expert} moves most, from "
+            f"{number(100 * frame.loc[expert].iloc[0])} % to "
+            f"{number(100 * frame.loc[expert].iloc[-1])} % of the load; an even share is "
+            f"{number(100 / len(frame))} %"
         )
     start = int(np.argmax([abs(moved(frame)[1]) for frame in shares]))
     return [str(layer) for layer in layers], titles, shares, start
@@ -113,12 +123,18 @@ def expert_by_step(tables: Tables) -> Figure:
     steps = [str(step) for step in shares[start].columns]
     named = steps[:: -(-len(steps) // STEPS_NAMED)]  # all of them would run into each other
     layout = base_layout(
-        "step", "expert", xaxis={**CATEGORIES, "tickvals": named}, yaxis={**CATEGORIES, "autorange": "reversed"}
+        "step",
+        "expert",
+        xaxis={**CATEGORIES, "tickvals": named},
+        yaxis={**CATEGORIES, "autorange": "reversed"},
     )
     return Figure(
         "expert_by_step",
         titles[start],
-        "Load of every expert of a layer at every step over an even share, in doublings; white is even. Slide to change the layer.",
+        (
+            "Load of every expert of a layer at every step over an even share, in doublings; white "
+            "is even. Slide to change the layer."
+        ),
         ("tokens", "usage_sigma"),
         data,
         layout,
@@ -128,7 +144,10 @@ def expert_by_step(tables: Tables) -> Figure:
 
 
 def usage_area(tables: Tables) -> Figure:
-    """Shares of the load stacked over steps, one area an expert; beyond twelve the smaller ones share an area."""
+    """Shares of the load stacked over steps, one area an expert.
+
+    Beyond twelve the smaller ones share an area.
+    """
     layers, titles, shares, start = step_titles(tables)
     widest = max(min(len(frame), AREAS + 1) for frame in shares)
     data: list[Trace] = []
@@ -161,7 +180,10 @@ def usage_area(tables: Tables) -> Figure:
     return Figure(
         "usage_area",
         titles[start],
-        f"Shares of a layer's load, stacked; up to {AREAS} experts have an area of their own. Even areas are an even load. Slide to change the layer.",
+        (
+            f"Shares of a layer's load, stacked; up to {AREAS} experts have an area of their own. "
+            "Even areas are an even load. Slide to change the layer."
+        ),
         ("tokens", "usage_sigma"),
         data,
         layout,
@@ -195,7 +217,10 @@ def saturation_curves(tables: Tables) -> Figure:
         grey_line(means.index.to_numpy(), means["chance"].to_numpy(float), "usages alone"),
         {
             **grey_line(
-                means.index.to_numpy(), means["saturation_top1"].to_numpy(float), "first choices, mean", "solid"
+                means.index.to_numpy(),
+                means["saturation_top1"].to_numpy(float),
+                "first choices, mean",
+                "solid",
             ),
             "mode": "lines+markers",
             "line": {"color": CATEGORICAL[0], "width": 1.5},
@@ -211,14 +236,24 @@ def saturation_curves(tables: Tables) -> Figure:
     )
     return Figure(
         "saturation_curves",
-        f"At step {rows['step_a'].min()}, the share of the final routing (step {last}) that is already there {words}; usages alone "
-        f"give {number(first['chance'].mean())}, and first choices agree for {number(100 * first['saturation_top1'].mean())} %, "
-        f"{number(100 * first['chance_top1'].mean())} % by their usages alone",
-        f"Of the experts a token has at step {last}, the share it has at an earlier step already, on the same tokens. Dashed: what the experts' usages "
-        "alone would share, mean over layers. First choices: the share of tokens whose first choice is the final one, mean over layers; dotted: by usages alone.",
+        (
+            f"At step {rows['step_a'].min()}, the share of the final routing (step {last}) that is "
+            f"already there {words}; usages alone "
+            f"give {number(first['chance'].mean())}, and first choices agree for "
+            f"{number(100 * first['saturation_top1'].mean())} %, "
+            f"{number(100 * first['chance_top1'].mean())} % by their usages alone"
+        ),
+        (
+            f"Of the experts a token has at step {last}, the share it has at an earlier step "
+            "already, on the same tokens. Dashed: what the experts' usages "
+            "alone would share, mean over layers. First choices: the share of tokens whose first "
+            "choice is the final one, mean over layers; dotted: by usages alone."
+        ),
         ("saturation_topk", "saturation_top1", "routing_consistency_corrected", "top1_corrected"),
         data,
-        base_layout("step", f"shared with step {last}", xaxis=step_axis(means.index), yaxis={"range": [0, 1.02]}),
+        base_layout(
+            "step", f"shared with step {last}", xaxis=step_axis(means.index), yaxis={"range": [0, 1.02]}
+        ),
     )
 
 
@@ -233,14 +268,26 @@ def consistency_matrix(tables: Tables) -> Figure:
     titles = []
     for name, rows in parts:
         matrix = np.eye(len(steps))
-        for a, b, value in rows[["step_a", "step_b", "routing_consistency_corrected"]].itertuples(index=False):
+        for a, b, value in rows[["step_a", "step_b", "routing_consistency_corrected"]].itertuples(
+            index=False
+        ):
             matrix[steps.index(a), steps.index(b)] = matrix[steps.index(b), steps.index(a)] = value
         data.append(
-            heatmap(matrix, steps, steps, low=0.0, high=1.0, label="beyond chance", axes=("step", "step"), text=True)
+            heatmap(
+                matrix,
+                steps,
+                steps,
+                low=0.0,
+                high=1.0,
+                label="beyond chance",
+                axes=("step", "step"),
+                text=True,
+            )
         )
         where = "Mean over layers" if name == "mean" else f"Layer {name}"
         titles.append(
-            f"{where}: steps {steps[0]} and {steps[-1]} share {number(matrix[0, -1])} of their routing beyond chance (0), "
+            f"{where}: steps {steps[0]} and {steps[-1]} share {number(matrix[0, -1])} of their "
+            "routing beyond chance (0), "
             f"the last two {number(matrix[-2, -1])}; 1 is the same routing"
         )
     layout = base_layout(
@@ -249,8 +296,11 @@ def consistency_matrix(tables: Tables) -> Figure:
     return Figure(
         "consistency_matrix",
         titles[0],
-        "Corrected consistency (o − e)/(1 − e) of every two checkpoints on the same tokens; 0 is what the experts' usages alone would share. "
-        "Slide from the mean to single layers.",
+        (
+            "Corrected consistency (o − e)/(1 − e) of every two checkpoints on the same tokens; 0 is "
+            "what the experts' usages alone would share. "
+            "Slide from the mean to single layers."
+        ),
         ("routing_consistency_corrected", "routing_consistency", "top1_corrected"),
         data,
         layout,

@@ -1,4 +1,7 @@
-"""An imported trace counted: the same tally, sample and tables as of a model that ran here, as far as the trace tells."""
+"""An imported trace counted.
+
+The same tally, sample and tables as of a model that ran here, as far as the trace tells.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class Counting:
         return index
 
     def settle_layers(self, stretch: Stretch) -> Integers:
-        """Which of the trace's layers are MoE layers, as indices; their numbers are kept for all that follows."""
+        """Which of the trace's layers are MoE layers, as indices.
+
+        Their numbers are kept for all that follows.
+        """
         given = stretch.chosen_TLK.shape[1]
         kept = np.flatnonzero((stretch.chosen_TLK >= 0).any((0, 2)))
         if stretch.layers:
@@ -50,12 +56,17 @@ class Counting:
         else:
             numbers = tuple(range(given))
         self.layers = tuple(numbers[index] for index in kept)
-        self.names = tuple((stretch.layer_names or [f"layer {number}" for number in numbers])[index] for index in kept)
+        self.names = tuple(
+            (stretch.layer_names or [f"layer {number}" for number in numbers])[index] for index in kept
+        )
         return kept
 
 
 def count_trace(stretches: Iterable[Stretch], shape: Shape) -> Traced:
-    """Counts and sample of a trace. Without gates the first slot counts as the first choice, as servers write it."""
+    """Counts and sample of a trace.
+
+    Without gates the first slot counts as the first choice, as servers write it.
+    """
     counting, gates_known = Counting(shape), True
     stretches = list(stretches)
     names = list(dict.fromkeys(stretch.domain for stretch in stretches))
@@ -70,29 +81,45 @@ def count_trace(stretches: Iterable[Stretch], shape: Shape) -> Traced:
             sample = Sample(list(counting.layers))
             width = stretch.chosen_TLK.shape
         if stretch.chosen_TLK.shape[1:] != width[1:]:
-            raise BadInput(f"document {stretch.document} has [layers, k] = {list(stretch.chosen_TLK.shape[1:])}, the first has {list(width[1:])}; import traces of one model")  # fmt: skip
+            raise BadInput(
+                f"document {stretch.document} has [layers, k] = "
+                f"{list(stretch.chosen_TLK.shape[1:])}, the first has {list(width[1:])}; import "
+                "traces of one model"
+            )
         gates_known &= stretch.gates_TLK is not None
         add_stretch(tally, stretch, kept, counting)
         if sample is not None and stretch.phase == main and stretch.ids_T is not None:
             after = np.append(stretch.ids_T[1:], -1)
             sample.add(
-                window_of(stretch, counting), stretch.chosen_TLK[:, kept].transpose(1, 0, 2).astype(np.int16), after,
+                window_of(stretch, counting),
+                stretch.chosen_TLK[:, kept].transpose(1, 0, 2).astype(np.int16),
+                after,
                 np.full(len(after), -1),
-            )  # fmt: skip
+            )
     documents = [list(counting.seen.values()).count(index) for index in range(len(names))]
     probe = sample.probe() if sample is not None and sample.windows else None
     return Traced(
-        Corpus(names, documents), tally.moved(), main, dict(zip(counting.layers, counting.names, strict=True)), probe,
-        gates=gates_known, decisions=False,
-    )  # fmt: skip
+        Corpus(names, documents),
+        tally.moved(),
+        main,
+        dict(zip(counting.layers, counting.names, strict=True)),
+        probe,
+        gates=gates_known,
+        decisions=False,
+    )
 
 
 def window_of(stretch: Stretch, counting: Counting) -> Window:
     ids = stretch.ids_T if stretch.ids_T is not None else stretch.chosen_TLK.reshape(-1)
     return Window(
-        stretch.document, counting.domain(stretch), stretch.start, ids, -1, content_of(stretch, counting),
+        stretch.document,
+        counting.domain(stretch),
+        stretch.start,
+        ids,
+        -1,
+        content_of(stretch, counting),
         fingerprint(ids, stretch.start) / 2**64,
-    )  # fmt: skip
+    )
 
 
 def content_of(stretch: Stretch, counting: Counting) -> int:
@@ -109,9 +136,15 @@ def add_stretch(tally: Tally, stretch: Stretch, kept: Integers, counting: Counti
     if not n:
         return
     tokens = Tokens(
-        1, torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool), torch.full((n,), stretch.document),
-        torch.arange(stretch.start, stretch.start + n), torch.full((n,), window.domain), torch.full((n,), window.bucket), stretch.phase,
-    )  # fmt: skip
+        1,
+        torch.zeros(n, dtype=torch.int64),
+        torch.ones(n, dtype=torch.bool),
+        torch.full((n,), stretch.document),
+        torch.arange(stretch.start, stretch.start + n),
+        torch.full((n,), window.domain),
+        torch.full((n,), window.bucket),
+        stretch.phase,
+    )
     k = stretch.chosen_TLK.shape[2]
     for index, layer, name in zip(kept, counting.layers, counting.names, strict=True):
         chosen_TK = torch.from_numpy(stretch.chosen_TLK[:, index].copy())

@@ -1,4 +1,7 @@
-"""How evenly experts are used. Each function takes loads over the last axis: tokens an expert got, or gate mass."""
+"""How evenly experts are used.
+
+Each function takes loads over the last axis: tokens an expert got, or gate mass.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ def load_entropy_share(load_E: Array) -> Array:
 
 def divide(top: Array, bottom: Array) -> Array:
     """top / bottom, NaN where the bottom is 0: without tokens nothing can be said."""
-    return np.asarray(np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom > 0))
+    return np.asarray(
+        np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom > 0)
+    )
 
 
 def entropy_floor(n: int, relative_std: float) -> float:
@@ -80,7 +85,9 @@ LOAD = [
         lambda s: 1 - s.k / s.n_experts,
     ),
     Metric(unused, lambda s: (1 - s.k / s.n_experts) ** s.tokens, lambda s: 1 - s.k / s.n_experts),
-    Metric(min_max_ratio, lambda s: float(min_max_ratio(s.draws).mean()), lambda s: float(s.k >= s.n_experts)),
+    Metric(
+        min_max_ratio, lambda s: float(min_max_ratio(s.draws).mean()), lambda s: float(s.k >= s.n_experts)
+    ),
     Metric(load_entropy, lambda s: entropy_floor(s.n_experts, s.relative_std), lambda s: float(np.log(s.k))),
     Metric(
         load_entropy_bits,
@@ -89,7 +96,11 @@ LOAD = [
     ),
     Metric(
         load_entropy_share,
-        lambda s: entropy_floor(s.n_experts, s.relative_std) / float(np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
+        lambda s: (
+            entropy_floor(s.n_experts, s.relative_std) / float(np.log(s.n_experts))
+            if s.n_experts > 1
+            else 1.0
+        ),
         lambda s: float(np.log(s.k) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
     ),
-]  # fmt: skip
+]

@@ -1,4 +1,7 @@
-"""What a metric is: a plain function named after the quantity, and what it gives by chance and at the worst."""
+"""What a metric is.
+
+A plain function named after the quantity, and what it gives by chance and at the worst.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ def unknown(setting: Setting) -> float:
 
 
 class Metric(NamedTuple):
-    """`floor` is the value under ideal random balanced routing, `collapse` the value when all tokens take the same k experts."""
+    """`floor` is the value under ideal random balanced routing.
+
+    `collapse` the value when all tokens take the same k experts.
+    """
 
     function: Callable[..., Any]
     floor: Callable[[Setting], float] = unknown

@@ -31,9 +31,12 @@ class Monitor(TrainerMonitor):
         monitor = moescope.Monitor().watch(model)            # or any loop
         monitor.step()                                       # after each optimiser step
 
-    `out` is the run folder (by default moescope-1 in the Trainer's output folder, or runs/monitor-...). Tables are made and alerts
-    judged every `every` steps; logits are looked at every `decisions_every`, gradients into routers every `gradients_every` (0:
-    never), and every `scan_every` steps the weights are scanned as `moescope scan` does, on the first rank while the others wait.
+    `out` is the run folder (by default moescope-1 in the Trainer's output folder, or runs/monitor-...).
+    Tables are made and alerts
+    judged every `every` steps; logits are looked at every `decisions_every`, gradients into routers every
+    `gradients_every` (0:
+    never), and every `scan_every` steps the weights are scanned as `moescope scan` does, on the first rank
+    while the others wait.
     """
 
     def __init__(
@@ -54,13 +57,23 @@ class Monitor(TrainerMonitor):
     ):
         settings = ScanSettings(names("matrix", scan_matrix, MATRICES), names("router", scan_router, ROUTERS))
         super().__init__(
-            out, every, decisions_every, gradients_every, scan_every, lambda model, step: scan_model(model, step, settings),
-            coactivation, Thresholds(dead_steps, max_load, max_unused, min_entropy), overwrite,
-        )  # fmt: skip
+            out,
+            every,
+            decisions_every,
+            gradients_every,
+            scan_every,
+            lambda model, step: scan_model(model, step, settings),
+            coactivation,
+            Thresholds(dead_steps, max_load, max_unused, min_entropy),
+            overwrite,
+        )
 
 
 def scan_model(model: nn.Module, step: int, settings: ScanSettings) -> dict[str, pd.DataFrame]:
-    """Alignment, identification, orthogonality and ambiguity of every layer of a running model, as `scan` tables of that step."""
+    """Alignment, identification, orthogonality and ambiguity of every layer of a running model.
+
+    As `scan` tables of that step.
+    """
     import pandas as pd
 
     moe = read_moe(in_memory(model, IN_TRAINING))
@@ -71,8 +84,12 @@ def scan_model(model: nn.Module, step: int, settings: ScanSettings) -> dict[str,
             weights, settings, str(device) if device.type == "cuda" else "cpu", keep_going=True
         ).frames
         for name, kept in parts.items():
-            kept += [frames[name]] if name in frames else []  # a router without rows leaves those of experts alone
-    joined = {name: pd.concat(kept, ignore_index=True).assign(step=step) for name, kept in parts.items() if kept}
+            kept += (
+                [frames[name]] if name in frames else []
+            )  # a router without rows leaves those of experts alone
+    joined = {
+        name: pd.concat(kept, ignore_index=True).assign(step=step) for name, kept in parts.items() if kept
+    }
     if "alignment_tests" in joined:
         joined["alignment_tests"]["q_value"] = q_values(joined["alignment_tests"])
         joined["ambiguity"] = rank_layers(joined["alignment_layers"], settings)

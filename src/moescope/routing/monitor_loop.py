@@ -1,4 +1,7 @@
-"""Routing while a model is trained: the same object for a plain PyTorch loop and for transformers' Trainer."""
+"""Routing while a model is trained.
+
+The same object for a plain PyTorch loop and for transformers' Trainer.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,12 @@ class LoopMonitor:
         ...
         monitor.step()            # after each optimiser step
 
-    Every `every` steps the tables of those steps are written and judged, and `step` returns at most twelve numbers for a tracker.
-    Passes in evaluation mode are not counted. Logits are looked at every `decisions_every` steps, gradients every
-    `gradients_every` (0: never), weights every `scan_every`. `close` joins the tables; without it they stay in pieces, which can be
+    Every `every` steps the tables of those steps are written and judged, and `step` returns at most twelve
+    numbers for a tracker.
+    Passes in evaluation mode are not counted. Logits are looked at every `decisions_every` steps, gradients
+    every
+    `gradients_every` (0: never), weights every `scan_every`. `close` joins the tables; without it they stay
+    in pieces, which can be
     read all the same.
     """
 
@@ -55,11 +61,18 @@ class LoopMonitor:
         thresholds: Thresholds | None = None,
         overwrite: bool = False,
     ):
-        for name, value, least in (("every", every, 1), ("decisions_every", decisions_every, 1), ("gradients_every", gradients_every, 0), ("scan_every", scan_every, 0)):  # fmt: skip
+        for name, value, least in (
+            ("every", every, 1),
+            ("decisions_every", decisions_every, 1),
+            ("gradients_every", gradients_every, 0),
+            ("scan_every", scan_every, 0),
+        ):
             if not isinstance(value, int) or value < least:
                 raise BadInput(f"{name} {value}: must be a whole number from {least}")
         if scan_every and scan is None:
-            raise BadInput(f"scan_every {scan_every}: no scan function given; use moescope.Monitor, which brings one")
+            raise BadInput(
+                f"scan_every {scan_every}: no scan function given; use moescope.Monitor, which brings one"
+            )
         self.out, self.overwrite = out, overwrite
         self.every, self.decisions_every = every, decisions_every
         self.gradients_every, self.scan_every, self.scan = gradients_every, scan_every, scan
@@ -82,13 +95,16 @@ class LoopMonitor:
         verb: str = "monitor",
         identity: dict[str, Any] | None = None,
     ) -> LoopMonitor:
-        """Begin to count. `step` is how many steps the model has been trained already: those before it are kept in the folder.
+        """Begin to count. `step` is how many steps the model has been trained already: those before it are
+        kept in the folder.
 
         A verb that trains says in `identity` what its run is, and may be told apart from another by.
         """
         if self.capture is not None:
             raise BadInput("this Monitor already watches a model; close() it first, or make another")
-        model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+        model = (
+            getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+        )
         capture = TrainingCapture(model, lambda blocks: StepTally(blocks, self.coactivation))
         self.blocks, self.tally, self.model = capture.blocks, capture.tally, model
         shape = {
@@ -102,21 +118,36 @@ class LoopMonitor:
         self.watcher = Watch.begin(self.thresholds, shape["layers"], shape["n_experts"], step, sure)
         if first_rank():
             kind = self.blocks[0].model_type
-            settings = {name: getattr(self, name) for name in ("every", "decisions_every", "gradients_every", "scan_every", "coactivation")}  # fmt: skip
-            own: dict[str, Any] = {"arguments": {**settings, **asdict(self.thresholds)}, "model_type": kind, **shape}
+            settings = {
+                name: getattr(self, name)
+                for name in ("every", "decisions_every", "gradients_every", "scan_every", "coactivation")
+            }
+            own: dict[str, Any] = {
+                "arguments": {**settings, **asdict(self.thresholds)},
+                "model_type": kind,
+                **shape,
+            }
             self.folder = choose_folder(self.out, base, stem or f"monitor-{kind}", step, self.overwrite)
             self.run = TrainingRun(self.folder, identity or own, step, self.overwrite, verb)
             self.abandon = weakref.finalize(self, self.run.abandon)
             if self.run.state:
                 self.tokens, self.alerts = self.run.state["tokens"], self.run.state["alerts"]
                 self.watcher.restore(self.run.state)
-            warnings = [f"layers {capture.unchecked}: not checked, for dropout makes experts random"] if capture.unchecked else []  # fmt: skip
+            warnings = (
+                [f"layers {capture.unchecked}: not checked, for dropout makes experts random"]
+                if capture.unchecked
+                else []
+            )
             if step and not self.run.state:
-                warnings.append(f"nothing is known of the steps up to {step}: no tables of them in {self.folder}")
+                warnings.append(
+                    f"nothing is known of the steps up to {step}: no tables of them in {self.folder}"
+                )
             self.run.writer.save_info(warnings=warnings, sure_by_design=sure)
         self.since_tables, self.since_log = self.window(), self.window()
         self.buffer: dict[str, list[Any]] = {}
-        self.unmade: list[Callable[[], dict[str, list[Any]]]] = []  # tables that the writing thread is to make
+        self.unmade: list[
+            Callable[[], dict[str, list[Any]]]
+        ] = []  # tables that the writing thread is to make
         self.recent_gradients: list[dict[str, Any]] = []
         self.losses_add_up = False  # whether the passes of a step each return their share of its loss
         self.since = time.perf_counter()
@@ -150,8 +181,11 @@ class LoopMonitor:
         if losses is not None and torch.is_grad_enabled():
             self.measure_gradients(*losses, already_scaled=self.losses_add_up)
 
-    def measure_gradients(self, lm_loss: Tensor, aux_loss: Tensor | None = None, already_scaled: bool = False) -> None:
-        """Take both losses' gradients into the routers, if this is a step for it. Done by itself where the model returns its loss;
+    def measure_gradients(
+        self, lm_loss: Tensor, aux_loss: Tensor | None = None, already_scaled: bool = False
+    ) -> None:
+        """Take both losses' gradients into the routers, if this is a step for it. Done by itself where the
+        model returns its loss;
         a loop that makes its own calls this before `backward`, `aux_loss` times its coefficient."""
         if self.gradients is None:
             return
@@ -161,12 +195,15 @@ class LoopMonitor:
         except (
             RuntimeError
         ) as error:  # reentrant checkpointing and sharded weights do not allow it; training must go on
-            logger.warning("moescope: gradients into routers cannot be taken here: %s", str(error).splitlines()[0])
+            logger.warning(
+                "moescope: gradients into routers cannot be taken here: %s", str(error).splitlines()[0]
+            )
             self.gradients, self.gradients_every = None, 0
         self.took("gradients", start)
 
     def step(self, **facts: float | None) -> dict[str, float]:
-        """To be called after each optimiser step; returns new numbers for a tracker every `every` steps, else nothing.
+        """To be called after each optimiser step; returns new numbers for a tracker every `every` steps, else
+        nothing.
 
         `facts` may be columns of the steps table: learning_rate, gradient_norm, validation_loss ...
         """
@@ -220,9 +257,16 @@ class LoopMonitor:
         self.tokens += int(moved.tokens_L[0])
 
     def numbers(self, **facts: Any) -> dict[str, float]:
-        """The numbers since the last call, and a row of the steps table with them. Every rank must call it."""
+        """The numbers since the last call, and a row of the steps table with them.
+
+        Every rank must call it.
+        """
         self.pull()
-        window, seconds, steps = self.since_log, time.perf_counter() - self.since, max(self.now - self.logged, 1)
+        window, seconds, steps = (
+            self.since_log,
+            time.perf_counter() - self.since,
+            max(self.now - self.logged, 1),
+        )
         world = torch.distributed.get_world_size() if distributed() else 1
         passes, loss, aux = window.losses
         row: dict[str, Any] = {"step": self.now, "tokens": self.tokens, "step_seconds": seconds / steps}
@@ -248,7 +292,10 @@ class LoopMonitor:
         return found
 
     def close_window(self) -> None:
-        """Judge the steps since the last tables, and leave their tables to be made beside training. Every rank must call it."""
+        """Judge the steps since the last tables, and leave their tables to be made beside training.
+
+        Every rank must call it.
+        """
         if self.now == self.flushed:
             return
         start = time.perf_counter()
@@ -263,7 +310,9 @@ class LoopMonitor:
             logger.warning("moescope: %s", alert["message"])
             self.keep("alerts", [{**alert, "layer_name": names[alert["layer"]]}])
         # Routers as they are now, not when the thread comes to it.
-        routers = [None if (rows_ED := block.rows_ED) is None else rows_ED.detach().clone() for block in self.blocks]
+        routers = [
+            None if (rows_ED := block.rows_ED) is None else rows_ED.detach().clone() for block in self.blocks
+        ]
         places = [Place(block.layer, block.name, block.n_experts) for block in self.blocks]
         self.unmade.append(
             partial(window_tables, window, places, routers, list(self.tally.k_L), self.now, self.coactivation)
@@ -278,7 +327,10 @@ class LoopMonitor:
         start = time.perf_counter()
         assert self.capture is not None
         if self.capture.misfits:
-            note = f"layers {sorted(self.capture.misfits)}: the attention mask does not fit their tokens, so padding may be counted"
+            note = (
+                f"layers {sorted(self.capture.misfits)}: the attention mask does not fit their "
+                "tokens, so padding may be counted"
+            )
             self.run.writer.info["warnings"] = sorted({*self.run.writer.info["warnings"], note})
         state = {"tokens": self.tokens, "alerts": self.alerts, **self.watcher.state()}
         self.run.flush(self.flushed, self.buffer, state, self.unmade)
@@ -286,7 +338,10 @@ class LoopMonitor:
         self.took("write", start)
 
     def flush(self) -> None:
-        """Write the tables up to this step now, for instance when a checkpoint is saved: a training resumed there loses none."""
+        """Write the tables up to this step now, for instance when a checkpoint is saved.
+
+        A training resumed there loses none.
+        """
         if self.logged < self.now:
             self.numbers()
         self.settle(closing=True)
@@ -310,7 +365,10 @@ class LoopMonitor:
         return finished
 
     def stop(self, error: str | None = None) -> None:
-        """Take the hooks off and leave the run unfinished; with an error, what was counted is written first and the run has failed."""
+        """Take the hooks off and leave the run unfinished.
+
+        With an error, what was counted is written first and the run has failed.
+        """
         if self.capture is None:
             return
         if error is not None:

@@ -20,7 +20,10 @@ PARTS = len(Note._fields)
 
 @dataclass
 class NoteSums:
-    """Notes over some steps, off the device: cell -> passes, then sums over passes and ranks of value, floor and collapse."""
+    """Notes over some steps, off the device.
+
+    Cell -> passes, then sums over passes and ranks of value, floor and collapse.
+    """
 
     sums: dict[Cell, Array] = field(default_factory=dict)
 
@@ -37,12 +40,17 @@ class NoteSums:
 
 
 class NoteTally:
-    """The notes of all layers since they were last moved, on their device: two kernels a pass, whatever there is to note."""
+    """The notes of all layers since they were last moved, on their device.
+
+    Two kernels a pass, whatever there is to note.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[tuple[Slot, ...], Tensor] = {}
         self.passes: dict[tuple[Slot, ...], int] = {}
-        self.fixed: dict[Slot, float] = {}  # references that are the same in every pass never go to the device
+        self.fixed: dict[
+            Slot, float
+        ] = {}  # references that are the same in every pass never go to the device
 
     def add(self, noted: list[tuple[int, dict[str, Note]]]) -> None:
         """Add what the layers of one pass noted: (a layer's row, its notes)."""
@@ -61,14 +69,21 @@ class NoteTally:
             return
         key = tuple(slots)
         if key not in self.sums:
-            self.sums[key], self.passes[key] = torch.zeros(len(key), dtype=torch.float64, device=numbers[0].device), 0
+            self.sums[key], self.passes[key] = (
+                torch.zeros(len(key), dtype=torch.float64, device=numbers[0].device),
+                0,
+            )
         self.sums[key] += torch.stack(numbers)
         self.passes[key] += 1
 
     def flat(self, device: torch.device) -> Tensor:
         """Passes and sums in one row, to be added up over ranks: all of them note the same."""
-        parts = [torch.full((1,), float(self.passes[key]), dtype=torch.float64, device=device) for key in self.sums]
-        return torch.cat([*parts, *(sums.to(device) for sums in self.sums.values()), torch.zeros(0, device=device)])
+        parts = [
+            torch.full((1,), float(self.passes[key]), dtype=torch.float64, device=device) for key in self.sums
+        ]
+        return torch.cat(
+            [*parts, *(sums.to(device) for sums in self.sums.values()), torch.zeros(0, device=device)]
+        )
 
     def moved(self, flat: Array) -> NoteSums:
         """What `flat` gave, added up, with names to it; the device starts again at 0."""
@@ -79,7 +94,8 @@ class NoteTally:
             told = dict(zip(key, mine.tolist(), strict=True))
             for cell in dict.fromkeys(slot[:2] for slot in key):
                 parts = [
-                    told.get((*cell, part), count * self.fixed.get((*cell, part), np.nan)) for part in range(PARTS)
+                    told.get((*cell, part), count * self.fixed.get((*cell, part), np.nan))
+                    for part in range(PARTS)
                 ]
                 found += NoteSums({cell: np.array([count, *parts])})
         self.sums, self.passes = {}, {}

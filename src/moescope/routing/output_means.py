@@ -1,4 +1,7 @@
-"""What each expert gives on average, from a few tokens of every domain: run once more through the experts' own code, slot by slot."""
+"""What each expert gives on average, from a few tokens of every domain.
+
+Run once more through the experts' own code, slot by slot.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ TOKENS_EACH = 64  # from their beginning: a text of 20,000 tokens then takes som
 class OutputMeans:
     """Means over tokens of every expert's output before its gate, of the first documents of each domain.
 
-    A layer hands on gates times outputs, summed; single outputs are not seen anywhere. So a few tokens (1,024 at most) go through
+    A layer hands on gates times outputs, summed; single outputs are not seen anywhere. So a few tokens (1,024
+    at most) go through
     the experts once more. Which they are hangs on the order of reading, not on batches.
     """
 
@@ -45,7 +49,9 @@ class OutputMeans:
         ours = np.array([row.number in self.wanted for row in batch.rows])
         first = np.array([row.start for row in batch.rows])
         places_BL = first[:, None] + np.arange(start, stop)
-        at: Integers = np.flatnonzero(batch.real_BL[:, start:stop] & ours[:, None] & (places_BL < TOKENS_EACH))
+        at: Integers = np.flatnonzero(
+            batch.real_BL[:, start:stop] & ours[:, None] & (places_BL < TOKENS_EACH)
+        )
         self.at = torch.from_numpy(at).to(device) if len(at) else None
 
     def add(self, routing: Routing, capture: Capture) -> None:

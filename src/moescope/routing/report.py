@@ -24,42 +24,75 @@ from moescope.weights.report_layer import drawn
 
 Keep = Callable[[str, Any], str]
 
-# name, heading, figures, what a reader should know first, what the trace lacks when the first figure cannot be drawn
+# name, heading, figures, what a reader should know first, what the trace lacks when the first figure cannot
+# be drawn
 SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
     (
-        "load", "Load", LOAD,
-        "How many tokens each expert gets. The floor is ideal random balanced routing of the same number of tokens; text lies above it even where a "
-        "router is balanced, since neighbouring tokens are alike. Collapse is every token at the same k experts.",
+        "load",
+        "Load",
+        LOAD,
+        (
+            "How many tokens each expert gets. The floor is ideal random balanced routing of the "
+            "same number of tokens; text lies above it even where a "
+            "router is balanced, since neighbouring tokens are alike. Collapse is every token at the "
+            "same k experts."
+        ),
         "",
     ),
     (
-        "decisions", "Decisions", DECISIONS,
-        "How sure the router is, token by token. Neither end is good in itself: a router that knows nothing spreads its probability evenly, "
-        "one that has collapsed gives one answer to everything.",
+        "decisions",
+        "Decisions",
+        DECISIONS,
+        (
+            "How sure the router is, token by token. Neither end is good in itself: a router that "
+            "knows nothing spreads its probability evenly, "
+            "one that has collapsed gives one answer to everything."
+        ),
         "this trace holds no logits",
     ),
     (
-        "separation", "Separation", SEPARATION,
-        "Whether experts are used together, and whether their router rows point apart. Chance for a pair is below 1, since the experts of one token differ.",
+        "separation",
+        "Separation",
+        SEPARATION,
+        (
+            "Whether experts are used together, and whether their router rows point apart. Chance "
+            "for a pair is below 1, since the experts of one token differ."
+        ),
         "each token chooses one expert, and no router rows are known",
     ),
     (
-        "maps", "Maps", MAPS,
-        "Experts of a layer on a plane, by router rows, company and mean outputs; sized by load, coloured by domain. Each map says how many of an expert's nearest stay "
-        "nearest on it, beside luck. A plane cannot hold it all: PCA keeps large distances, UMAP and t-SNE neighbourhoods, and the gaps between their groups mean little.",
+        "maps",
+        "Maps",
+        MAPS,
+        (
+            "Experts of a layer on a plane, by router rows, company and mean outputs; sized by load, "
+            "coloured by domain. Each map says how many of an expert's nearest stay "
+            "nearest on it, beside luck. A plane cannot hold it all: PCA keeps large distances, UMAP "
+            "and t-SNE neighbourhoods, and the gaps between their groups mean little."
+        ),
         "",
     ),
     (
-        "domains", "Domains", DOMAINS,
-        "Whether experts serve kinds of text. Chance is what documents' labels dealt anew give, not zero: few documents look special by themselves.",
+        "domains",
+        "Domains",
+        DOMAINS,
+        (
+            "Whether experts serve kinds of text. Chance is what documents' labels dealt anew give, "
+            "not zero: few documents look special by themselves."
+        ),
         "the text was read as one domain; name several with --domain NAME=PATH",
     ),
     (
-        "vocabulary", "Vocabulary", VOCABULARY,
-        "Whether the token itself decides. Held-out information, beside the same with tokens shuffled within their documents.",
+        "vocabulary",
+        "Vocabulary",
+        VOCABULARY,
+        (
+            "Whether the token itself decides. Held-out information, beside the same with tokens "
+            "shuffled within their documents."
+        ),
         "this trace holds no token ids",
     ),
-]  # fmt: skip
+]
 ROWS_SHOWN = 2000  # of a folded table; the run folder has them all
 # section -> (table, its title, the column whose largest values come first)
 FOLDED = {
@@ -95,7 +128,9 @@ def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
             usable, notes = drawable_maps(view.tables, view.last)
             words = " ".join(notes)
         sections[name] = {
-            "figures": [keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable],
+            "figures": [
+                keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable
+            ],
             "missing": words,
             "tables": folded_tables(name, view.tables, f"v{index}", keep) if usable else [],
         }
@@ -136,7 +171,10 @@ def text_missing(view: View) -> str:
 
 
 def glance_table(view: View, index: int) -> dict[str, Any]:
-    """One row a layer: load, decisions, domains and tokens, each with its chance level beside it; columns without a value are left out."""
+    """One row a layer: load, decisions, domains and tokens, each with its chance level beside it.
+
+    Columns without a value are left out.
+    """
     columns = [{"name": "layer", "title": "layer", "kind": "int"}]
     values: list[pd.Series] = []
     for metric, column, title in GLANCE:
@@ -173,14 +211,25 @@ def step_sections(traces: list[TraceTables], names: dict[Any, str], keep: Keep) 
 def text_notice(traces: list[TraceTables], excerpts: list[Excerpt | None]) -> str:
     """What the report holds of the user's text, to be said at its top; empty where it holds none."""
     if any(excerpt is not None for excerpt in excerpts):
-        return "This report holds passages of the text that was read, word for word. Pass it on only where you would pass on the text."
+        return (
+            "This report holds passages of the text that was read, word for word. Pass it on only "
+            "where you would pass on the text."
+        )
     if any(trace.tables["contexts"]["before"].notna().any() for trace in traces):
         return (
-            "This report holds short passages of the text that was read, word for word (five at most for each expert). "
+            "This report holds short passages of the text that was read, word for word (five at "
+            "most for each expert). "
             "Pass it on only where you would pass on the text."
         )
-    if any(trace.tables["vocabulary"]["token"].notna().any() for trace in traces if len(trace.tables["vocabulary"])):
-        return "This report holds single tokens of the text that was read (no passages). Names or numbers in the text may be among them."
+    if any(
+        trace.tables["vocabulary"]["token"].notna().any()
+        for trace in traces
+        if len(trace.tables["vocabulary"])
+    ):
+        return (
+            "This report holds single tokens of the text that was read (no passages). Names or "
+            "numbers in the text may be among them."
+        )
     return ""
 
 
@@ -201,19 +250,29 @@ def coverage_line(item: dict[str, Any]) -> str:
     by_domain = ", ".join(f"{name} {count:,}" for name, count in item["tokens"].items())
     chosen = f"up to {k} a token, {number(item['mean_k'])} on average" if "mean_k" in item else f"{k} a token"
     return (
-        f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen}; {tokens:,} tokens in {documents:,} documents"
-        + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")
-    )
+        f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen}; "
+        f"{tokens:,} tokens in {documents:,} documents"
+    ) + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")
 
 
 def trace_command(trace: TraceTables) -> str:
     """The command that made the run, from what run.json holds."""
     info = trace.run.info
     arguments = info["arguments"]
-    models = [item["path"] + (f"@{item['revision']}" if item.get("revision") else "") for item in info["checkpoints"]]
+    models = [
+        item["path"] + (f"@{item['revision']}" if item.get("revision") else "")
+        for item in info["checkpoints"]
+    ]
     command = ["moescope", "trace", *models]
     if "import" in arguments:
-        command += ["--import", arguments["import"][0], "--format", arguments["format"], "--experts", str(arguments["experts"])]  # fmt: skip
+        command += [
+            "--import",
+            arguments["import"][0],
+            "--format",
+            arguments["format"],
+            "--experts",
+            str(arguments["experts"]),
+        ]
         return shlex.join(command)
     without_words = trace.tables["vocabulary"]["token"].isna().all()
     for domain, files in arguments["text"]:
@@ -222,7 +281,15 @@ def trace_command(trace: TraceTables) -> str:
                 command += ["--domain", f"{domain}={path}"]
             else:
                 command += ["--token-ids" if without_words else "--text", path]
-    defaults = {"max_tokens": None, "phase": "prefill", "save_tokens": False, "dtype": "auto", "batch_size": 8, "chat_template": False, "seed": 0}  # fmt: skip
+    defaults = {
+        "max_tokens": None,
+        "phase": "prefill",
+        "save_tokens": False,
+        "dtype": "auto",
+        "batch_size": 8,
+        "chat_template": False,
+        "seed": 0,
+    }
     for word, default in defaults.items():
         if arguments[word] != default:
             flag = f"--{word.replace('_', '-')}"
@@ -231,7 +298,10 @@ def trace_command(trace: TraceTables) -> str:
 
 
 def paths_of(files: list[Any]) -> list[str]:
-    """What was read, as it can be given again: files, - for standard input, the folder they share where they are many."""
+    """What was read, as it can be given again.
+
+    Files, - for standard input, the folder they share where they are many.
+    """
     given = [file[0] for file in files if isinstance(file, list)]
     piped = ["-"] if len(given) < len(files) else []
     hub = [path for path in given if path.startswith("hf://")]

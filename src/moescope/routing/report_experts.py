@@ -1,4 +1,7 @@
-"""What does this expert do: its load, its domains, its company, its tokens and where they stood. One layer at a time."""
+"""What does this expert do: its load, its domains, its company, its tokens and where they stood.
+
+One layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,37 @@ def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(what a layer's closed line says, what is shown when it is opened), layer by layer."""
     cv = values_of(view.tables, "cv").set_index("layer")
     entropy = values_of(view.tables, "routing_entropy").set_index("layer")
-    grouped = {name: dict(tuple(frame.groupby("layer"))) for name, frame in view.tables.items() if "layer" in frame}
+    grouped = {
+        name: dict(tuple(frame.groupby("layer"))) for name, frame in view.tables.items() if "layer" in frame
+    }
     found = []
-    most = CONTEXTS_OF_MANY if len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE else CONTEXTS
+    most = (
+        CONTEXTS_OF_MANY
+        if len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE
+        else CONTEXTS
+    )
     for usage in usages(view.tables):
         rows = {name: groups.get(usage.layer, view.tables[name].iloc[:0]) for name, groups in grouped.items()}
         line = []
         if usage.layer in cv.index:
             line.append(
-                f"cv {number(cv.loc[usage.layer, 'value'])} ({number(cv.loc[usage.layer, 'floor'])} for random routing)"
+                f"cv {number(cv.loc[usage.layer, 'value'])} "
+                f"({number(cv.loc[usage.layer, 'floor'])} for random routing)"
             )
         if usage.layer in entropy.index:
             line.append(
-                f"routing entropy {number(entropy.loc[usage.layer, 'value'])} ({number(entropy.loc[usage.layer, 'floor'])} knowing nothing)"
+                f"routing entropy {number(entropy.loc[usage.layer, 'value'])} "
+                f"({number(entropy.loc[usage.layer, 'floor'])} knowing nothing)"
             )
         entry = {"layer": usage.layer, "line": ", ".join(line), "experts": len(usage.experts)}
         metrics = rows["routing_layers"]
         metrics = metrics[metrics["domain"] == ""]
         payload = {
             "experts": expert_cards(rows, usage.counts / (usage.even or 1.0), most),
-            "table": table_payload("routing_layers", metrics, METRIC_TABLE, f"Every metric of layer {usage.layer}"),
-        }  # fmt: skip
+            "table": table_payload(
+                "routing_layers", metrics, METRIC_TABLE, f"Every metric of layer {usage.layer}"
+            ),
+        }
         found.append((entry, payload))
     return found
 
@@ -98,7 +111,10 @@ def ranked(
 
 
 def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[list[Any]]]:
-    """(expert, role) -> [token, count, lift] of the tokens that set it apart most: by count times log lift, as the table chose them."""
+    """(expert, role) -> [token, count, lift] of the tokens that set it apart most.
+
+    By count times log lift, as the table chose them.
+    """
     if frame is None or frame.empty:
         return {}
     weight = frame["count"] * np.log(frame["lift"].clip(lower=1e-12))
@@ -113,12 +129,17 @@ def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[l
 
 
 def contexts_by_expert(frame: pd.DataFrame | None, most: int) -> dict[int, list[list[Any]]]:
-    """expert -> [before, token, after, gate, document, position, domain] where its gates are largest; words made fit to be shown."""
+    """expert -> [before, token, after, gate, document, position, domain] where its gates are largest.
+
+    Words made fit to be shown.
+    """
     found: dict[int, list[list[Any]]] = {}
     if frame is None or frame.empty:
         return found
     for row in frame[frame["rank"] <= most].sort_values(["expert", "rank"]).to_dict("records"):
-        before, after = (visible(row[side]) if isinstance(row[side], str) else "" for side in ("before", "after"))
+        before, after = (
+            visible(row[side]) if isinstance(row[side], str) else "" for side in ("before", "after")
+        )
         words = [before, token_words(row["token"], int(row["token_id"])), after]
         place = [plain(float(row["gate"])), int(row["document"]), int(row["position"]), row["domain"]]
         found.setdefault(int(row["expert"]), []).append(words + place)

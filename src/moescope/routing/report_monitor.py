@@ -20,7 +20,10 @@ from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.run import Run
 
-READING = "Load and decisions are of the training's own passes, each point a stretch of steps; floors are those of random routing."
+READING = (
+    "Load and decisions are of the training's own passes, each point a stretch of steps; floors are "
+    "those of random routing."
+)
 
 
 def rows_of(run: Run, table: str) -> pd.DataFrame:
@@ -30,7 +33,10 @@ def rows_of(run: Run, table: str) -> pd.DataFrame:
 def sections(run: Run) -> list[Section]:
     """Did experts share the work, and what taught the routers."""
     if not len(rows_of(run, "load")):
-        raise BadInput(f"{run.path}: no table of this training is on disk yet; wait for its first {run.info['arguments']['every']} steps")  # fmt: skip
+        raise BadInput(
+            f"{run.path}: no table of this training is on disk yet; wait for its first "
+            f"{run.info['arguments']['every']} steps"
+        )
     watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
     alerts, steps, gradients = (rows_of(run, name) for name in ("alerts", "steps", "router_gradients"))
     told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
@@ -41,7 +47,9 @@ def sections(run: Run) -> list[Section]:
     ]
     if len(gradients) and gradients["lm_gradient_norm"].notna().any():
         words = "A router learns from the text through its gates alone; here is how strongly."
-        found.append(Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})]))
+        found.append(
+            Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})])
+        )
     return found
 
 
@@ -50,7 +58,9 @@ def findings(run: Run) -> list[str]:
     alerts = rows_of(run, "alerts")
     if len(alerts):
         first = alerts.sort_values("step").iloc[0]
-        found.append(f"{counted(len(alerts), 'alert')}, the first at step {first['step']}: {first['message']}")
+        found.append(
+            f"{counted(len(alerts), 'alert')}, the first at step {first['step']}: {first['message']}"
+        )
     if run.info["status"] != "done":
         found.append(f"this training is {run.info['status']}: what was written so far is shown")
     return found
@@ -60,7 +70,12 @@ def coverage(run: Run) -> list[str]:
     steps = rows_of(run, "load")
     upto = f", up to step {int(steps['step'].max()):,}" if len(steps) else ""
     experts = sorted(set(run.info["n_experts"]))
-    return [f"{run.info['model_type']}: {counted(len(run.info['layers']), 'MoE layer')} of {' or '.join(map(str, experts))} experts, watched in training{upto}"]  # fmt: skip
+    return [
+        (
+            f"{run.info['model_type']}: {counted(len(run.info['layers']), 'MoE layer')} of "
+            f"{' or '.join(map(str, experts))} experts, watched in training{upto}"
+        )
+    ]
 
 
 def command(run: Run) -> str:
@@ -68,5 +83,12 @@ def command(run: Run) -> str:
 
 
 WATCHED = RunKind(
-    "monitor", TABLES, findings, sections, command, coverage, READING, lambda run: f"{run.name}: a training watched"
+    "monitor",
+    TABLES,
+    findings,
+    sections,
+    command,
+    coverage,
+    READING,
+    lambda run: f"{run.name}: a training watched",
 )

@@ -21,7 +21,10 @@ def trace_findings(trace: TraceTables) -> list[str]:
 
 
 def which_findings(trace: TraceTables) -> str:
-    """ "step 200, the last of 0, 100 and 200; prefill", where there is more than one of either; empty else."""
+    """ "step 200, the last of 0, 100 and 200; prefill", where there is more than one of either.
+
+    Empty else.
+    """
     steps, words = trace.steps, []
     if len(steps) > 1:
         some = steps if len(steps) <= STEPS_NAMED else [*steps[: STEPS_NAMED - 2], "…", steps[-1]]

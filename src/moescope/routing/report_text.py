@@ -1,4 +1,7 @@
-"""A piece of the text that was read, token by token with the experts each one chose; from traces that kept their tokens."""
+"""A piece of the text that was read, token by token with the experts each one chose.
+
+From traces that kept their tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ COLUMNS = ["document", "position", "layer", "token_id", "domain", "phase", "expe
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Tokens of some documents in reading order, and every layer's choices for them; -1 and NaN where there is none."""
+    """Tokens of some documents in reading order, and every layer's choices for them.
+
+    -1 and NaN where there is none.
+    """
 
     words: list[str]
     document: np.ndarray  # of each token
@@ -30,7 +36,10 @@ class Excerpt:
 
 
 def chosen_documents(documents: dict[str, int]) -> list[int]:
-    """Numbers of the documents to show: documents are numbered domain after domain, and each domain gets its share."""
+    """Numbers of the documents to show.
+
+    Documents are numbered domain after domain, and each domain gets its share.
+    """
     each = max(1, DOCUMENTS // max(len(documents), 1))
     chosen, start = [], 0
     for count in documents.values():
@@ -40,7 +49,10 @@ def chosen_documents(documents: dict[str, int]) -> list[int]:
 
 
 def read_excerpt(view: View) -> Excerpt | None:
-    """The first tokens of some documents of every domain; None where the trace kept none. Reads only the parts of the file it needs."""
+    """The first tokens of some documents of every domain; None where the trace kept none.
+
+    Reads only the parts of the file it needs.
+    """
     if "tokens" not in view.run.tables or not view.main:
         return None
     import pyarrow.parquet as pq
@@ -48,7 +60,11 @@ def read_excerpt(view: View) -> Excerpt | None:
     coverage = view.setup["coverage"]
     wanted = chosen_documents(coverage["domains"])
     most = max(int(CHOICES / (len(view.layers) * max(coverage["k"]) * max(len(wanted), 1))), 20)
-    filters = [("step", "=", view.step), ("document", "in", wanted), ("position", "<", min(TOKENS_EACH, most))]
+    filters = [
+        ("step", "=", view.step),
+        ("document", "in", wanted),
+        ("position", "<", min(TOKENS_EACH, most)),
+    ]
     frame = pq.read_table(view.run.path / "tokens.parquet", columns=COLUMNS, filters=filters).to_pandas()
     frame = frame[frame["phase"] == view.phase].sort_values(["document", "position", "layer"])
     if frame.empty:
@@ -70,7 +86,10 @@ def read_excerpt(view: View) -> Excerpt | None:
 
 
 def known_words(view: View) -> dict[int, str]:
-    """token id -> its text: the tokens table holds ids alone. Traces without pieces know the vocabulary table's tokens only."""
+    """token id -> its text: the tokens table holds ids alone.
+
+    Traces without pieces know the vocabulary table's tokens only.
+    """
     listed = view.run.table("pieces") if "pieces" in view.run.tables else view.tables["vocabulary"]
     rows = listed.dropna(subset=["token"]).drop_duplicates("token_id")
     return dict(zip(rows["token_id"].tolist(), rows["token"].tolist(), strict=True))

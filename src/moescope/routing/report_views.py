@@ -1,4 +1,7 @@
-"""A view: one step and phase of one trace. A report shows one view at a time, and all steps against each other."""
+"""A view: one step and phase of one trace.
+
+A report shows one view at a time, and all steps against each other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ LARGE = 2000  # experts in all layers, from which on only the first and the last
 
 @dataclass(frozen=True)
 class View:
-    """The tables of one step and phase, domain names made safe for figures, and the words that tell it from other views."""
+    """The tables of one step and phase, domain names made safe for figures.
+
+    And the words that tell it from other views.
+    """
 
     run: Run
     step: int
@@ -76,7 +82,8 @@ class TraceTables:
         """All steps, of the phase that everything was kept of."""
         phase = self.phases[0]
         return {
-            name: frame[frame["phase"] == phase] if "phase" in frame else frame for name, frame in self.tables.items()
+            name: frame[frame["phase"] == phase] if "phase" in frame else frame
+            for name, frame in self.tables.items()
         }
 
 
@@ -85,7 +92,9 @@ def load_trace(run: Run) -> TraceTables:
         raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; trace again with --overwrite")
     tables = {name: run.table(name) for name in NEEDED}
     for name in ADDED:
-        tables[name] = run.table(name) if name in run.tables else pd.DataFrame(columns=list(TABLES[name].columns))
+        tables[name] = (
+            run.table(name) if name in run.tables else pd.DataFrame(columns=list(TABLES[name].columns))
+        )
     for name, frame in tables.items():
         if "domain" in frame:
             tables[name] = frame.assign(domain=frame["domain"].map(plot_words))
@@ -123,7 +132,9 @@ def routing_views(traces: list[TraceTables], names: dict[Any, str]) -> list[View
                 main = phase == trace.phases[0]
                 tables = {name: select(frame, step, phase) for name, frame in trace.tables.items()}
                 if not main:
-                    tables = {name: frame for name, frame in tables.items() if name in ("load", "routing_layers")}
+                    tables = {
+                        name: frame for name, frame in tables.items() if name in ("load", "routing_layers")
+                    }
                 found.append(View(trace.run, step, phase, main, " · ".join(parts) or "routing", tables))
     return found
 

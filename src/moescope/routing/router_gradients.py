@@ -1,7 +1,9 @@
 """How strongly the language-model loss pulls on each router, apart from the auxiliary loss.
 
-A router learns from the text only through its gates. Where gates are divided by their sum and one expert is chosen, the gate is 1
-whatever the router says, and nothing reaches it; the auxiliary loss still does, so the whole gradient does not show it.
+A router learns from the text only through its gates. Where gates are divided by their sum and one expert is
+chosen, the gate is 1
+whatever the router says, and nothing reaches it; the auxiliary loss still does, so the whole gradient does
+not show it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from moescope.routing.step_tally import distributed
 
 
 class RouterGradients:
-    """Gradients of one step's losses into every router, summed over its micro-batches and averaged over ranks.
+    """Gradients of one step's losses into every router, summed over its micro-batches and averaged over
+    ranks.
 
     Each loss costs one more backward pass, so this is for sampled steps.
     """
@@ -37,11 +40,19 @@ class RouterGradients:
             pairs = [(row, weight) for row, block in enumerate(self.blocks) for weight in block.trained]
             if loss is None or not loss.requires_grad or not pairs:
                 continue
-            found = torch.autograd.grad(loss, [weight for _, weight in pairs], retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                loss, [weight for _, weight in pairs], retain_graph=True, allow_unused=True
+            )
             if all(gradient is None for gradient in found):
-                raise RuntimeError(f"no way leads from the {name} loss to a router (reentrant checkpointing hides it)")
+                raise RuntimeError(
+                    f"no way leads from the {name} loss to a router (reentrant checkpointing hides it)"
+                )
             for row in dict.fromkeys(row for row, _ in pairs):
-                parts = [g.detach().float().flatten() for (own, _), g in zip(pairs, found, strict=True) if own == row and g is not None]  # fmt: skip
+                parts = [
+                    g.detach().float().flatten()
+                    for (own, _), g in zip(pairs, found, strict=True)
+                    if own == row and g is not None
+                ]
                 before = self.sums[name][row]
                 if parts:  # nothing is "no way there", which is not the same as a gradient of 0
                     whole = torch.cat(parts)
@@ -60,15 +71,22 @@ class RouterGradients:
                     torch.distributed.all_reduce(gradient)
                 norms[name].append(None if gradient is None else float(gradient.norm()) * scale / over)
         return [
-            {"step": step, "layer": block.layer, "layer_name": block.name, "lm_gradient_norm": lm, "aux_gradient_norm": aux}
+            {
+                "step": step,
+                "layer": block.layer,
+                "layer_name": block.name,
+                "lm_gradient_norm": lm,
+                "aux_gradient_norm": aux,
+            }
             for block, lm, aux in zip(self.blocks, norms["lm"], norms["aux"], strict=True)
-        ]  # fmt: skip
+        ]
 
 
 def losses_of(output: Any, config: Any) -> tuple[Tensor, Tensor | None] | None:
     """The language-model loss and the auxiliary loss times its coefficient, from what a model returns.
 
-    A model of the lab returns both apart; one of transformers their sum, and the auxiliary loss without its coefficient.
+    A model of the lab returns both apart; one of transformers their sum, and the auxiliary loss without its
+    coefficient.
     """
     loss, aux = getattr(output, "loss", None), getattr(output, "aux_loss", None)
     if isinstance(lm_loss := getattr(output, "lm_loss", None), Tensor):

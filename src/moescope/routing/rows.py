@@ -1,4 +1,7 @@
-"""Counts of one layer -> rows of the tables: every metric with its floor, its collapse value and its interval."""
+"""Counts of one layer -> rows of the tables.
+
+Every metric with its floor, its collapse value and its interval.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +66,22 @@ class Corpus:
 
 
 def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterator[Row]:
-    """The load table: tokens and gate mass of every expert, by domain. Domains without a token have no rows."""
+    """The load table: tokens and gate mass of every expert, by domain.
+
+    Domains without a token have no rows.
+    """
     for index, domain in enumerate(corpus.domains):
         if counts.sums("tokens")[index].sum():
             tokens_E, mass_E = counts.counts_MBE[index].sum(0), counts.mass_MBE[index].sum(0)
             for expert in range(counts.n_experts):
                 mass = float(mass_E[expert]) if gates else None
-                yield {"phase": counts.phase, "domain": domain, "expert": expert, "tokens": int(tokens_E[expert]), "gate_mass": mass}  # fmt: skip
+                yield {
+                    "phase": counts.phase,
+                    "domain": domain,
+                    "expert": expert,
+                    "tokens": int(tokens_E[expert]),
+                    "gate_mass": mass,
+                }
 
 
 def metric_rows(
@@ -82,7 +94,8 @@ def metric_rows(
     scopes = [("", slice(None), sum(corpus.documents))]
     if len(corpus.domains) > 1:
         scopes += [
-            (name, slice(index, index + 1), corpus.documents[index]) for index, name in enumerate(corpus.domains)
+            (name, slice(index, index + 1), corpus.documents[index])
+            for index, name in enumerate(corpus.domains)
         ]
     for domain, where, documents in scopes:
         sums_BS = counts.sums_MBS[where].sum(0)
@@ -135,7 +148,10 @@ class Scope:
             return
         plain = self.setting
         std = gate_relative_std(
-            plain.n_experts, self.total("gates"), self.total("gates_squared"), self.total("token_gates_squared")
+            plain.n_experts,
+            self.total("gates"),
+            self.total("gates_squared"),
+            self.total("token_gates_squared"),
         )
         setting = Setting(plain.tokens, plain.n_experts, plain.k, std)
         for metric in LOAD:
@@ -143,12 +159,16 @@ class Scope:
                 continue
             value = float(metric.function(self.mass_BE.sum(0)))
             ends = interval(self.mass_BE, metric.function, self.documents)
-            yield row(f"gate_mass_{metric.name}", value, metric.floor(setting), metric.collapse(setting), ends)
+            yield row(
+                f"gate_mass_{metric.name}", value, metric.floor(setting), metric.collapse(setting), ends
+            )
 
     def decision(self) -> Iterator[Row]:
         setting = self.setting
         for metric in DECISION:
-            yield self.mean(metric.name, metric.name, "tokens", metric.floor(setting), metric.collapse(setting))
+            yield self.mean(
+                metric.name, metric.name, "tokens", metric.floor(setting), metric.collapse(setting)
+            )
 
     def dropped(self) -> Iterator[Row]:
         if self.counts.k == self.counts.n_experts and self.total("dropped"):
@@ -171,8 +191,17 @@ def ratio(parts: Array) -> Any:
     return divide(parts[..., 0], parts[..., 1])[()]
 
 
-def row(metric: str, value: float, floor: float, collapse: float, ends: tuple[float, float] = NOT_AVAILABLE) -> Row:
-    return {"metric": metric, "value": value, "floor": floor, "collapse": collapse, "low": ends[0], "high": ends[1]}
+def row(
+    metric: str, value: float, floor: float, collapse: float, ends: tuple[float, float] = NOT_AVAILABLE
+) -> Row:
+    return {
+        "metric": metric,
+        "value": value,
+        "floor": floor,
+        "collapse": collapse,
+        "low": ends[0],
+        "high": ends[1],
+    }
 
 
 # --- separation
@@ -185,7 +214,15 @@ def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Ro
     if tokens and counts.k > 1:
         setting = Setting(int(tokens), counts.n_experts, assigned / tokens)
         for metric in SEPARATION:
-            yield {**common, **row(metric.name, metric.function(counts.pairs_EE), metric.floor(setting), metric.collapse(setting))}  # fmt: skip
+            yield {
+                **common,
+                **row(
+                    metric.name,
+                    metric.function(counts.pairs_EE),
+                    metric.floor(setting),
+                    metric.collapse(setting),
+                ),
+            }
     if router_ED is not None and len(router_ED) > 1:
         n, d = router_ED.shape
         yield {
@@ -204,16 +241,23 @@ def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
     a, b = np.nonzero(~np.eye(n, dtype=bool))
     share_EE, lift_EE = coactivation(counts.pairs_EE, tokens)
     return {
-        "expert_a": a, "expert_b": b, "tokens": counts.pairs_EE[a, b].astype(np.int64), "share_of_a": share_EE[a, b],
-        "lift": lift_EE[a, b], "chance_lift": chance_lift(n, assigned / tokens if tokens and assigned else np.nan),
-    }  # fmt: skip
+        "expert_a": a,
+        "expert_b": b,
+        "tokens": counts.pairs_EE[a, b].astype(np.int64),
+        "share_of_a": share_EE[a, b],
+        "lift": lift_EE[a, b],
+        "chance_lift": chance_lift(n, assigned / tokens if tokens and assigned else np.nan),
+    }
 
 
 # --- domains
 
 
 def domain_cells(counts: LayerCounts) -> tuple[Array, Integers]:
-    """Counts of every cell that holds tokens, with its domain: groups of documents that stay together when labels are dealt."""
+    """Counts of every cell that holds tokens, with its domain.
+
+    Groups of documents that stay together when labels are dealt.
+    """
     filled_MB = counts.sums("tokens") > 0
     return counts.counts_MBE[filled_MB].astype(float), np.nonzero(filled_MB)[0]
 
@@ -247,9 +291,13 @@ def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:
     for expert in range(counts.n_experts):
         for index, domain in enumerate(corpus.domains):
             yield {
-                "expert": expert, "domain": domain, "tokens": int(table_ME[index, expert]), "affinity": affinity_ME[index, expert],
-                "share": shares_ME[index, expert], "share_chance": 1 / len(corpus.domains),
-            }  # fmt: skip
+                "expert": expert,
+                "domain": domain,
+                "tokens": int(table_ME[index, expert]),
+                "affinity": affinity_ME[index, expert],
+                "share": shares_ME[index, expert],
+                "share_chance": 1 / len(corpus.domains),
+            }
 
 
 # --- vocabulary
@@ -272,7 +320,10 @@ def vocabulary_metric_rows(probe: Probe, layer: int, n_experts: int, phase: str,
 
 
 def roles(probe: Probe) -> dict[str, Integers]:
-    """Which token ids are looked at: the input, the one that follows, the one predicted; those that are not known are left out."""
+    """Which token ids are looked at: the input, the one that follows, the one predicted.
+
+    Those that are not known are left out.
+    """
     every = dict(zip(ROLES, (probe.ids_T, probe.next_T, probe.predicted_T), strict=True))
     return {role: ids_T for role, ids_T in every.items() if (ids_T >= 0).any()}
 
@@ -298,7 +349,9 @@ def vocabulary_columns(
     return columns
 
 
-def context_rows(contexts: Contexts | None, probe: Probe | None, corpus: Corpus, words: Words) -> dict[int, list[Row]]:
+def context_rows(
+    contexts: Contexts | None, probe: Probe | None, corpus: Corpus, words: Words
+) -> dict[int, list[Row]]:
     """layer -> its rows of the contexts table, in words."""
     found: dict[int, list[Row]] = {}
     if contexts is None or probe is None:
@@ -311,11 +364,17 @@ def context_rows(contexts: Contexts | None, probe: Probe | None, corpus: Corpus,
 
 
 def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
-    """The expert_cosines table's columns: cosines of every two experts' vectors, and the mean |cos| of random directions, sqrt(2/(pi D))."""
+    """The expert_cosines table's columns.
+
+    Cosines of every two experts' vectors, and the mean |cos| of random directions, sqrt(2/(pi D)).
+    """
     a, b = np.triu_indices(len(rows_ED), 1)
     lengths_E = np.linalg.norm(rows_ED, axis=1)
     unit_ED = divide(rows_ED, lengths_E[:, None])
     return {
-        "of": of, "expert_a": a, "expert_b": b, "cosine": (unit_ED @ unit_ED.T)[a, b],
+        "of": of,
+        "expert_a": a,
+        "expert_b": b,
+        "cosine": (unit_ED @ unit_ED.T)[a, b],
         "chance": np.full(len(a), np.sqrt(2 / (np.pi * rows_ED.shape[1]))),
-    }  # fmt: skip
+    }

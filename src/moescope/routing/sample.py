@@ -1,4 +1,7 @@
-"""Tokens kept one by one: a sample bounded in size for vocabulary and stability, or every token where asked for."""
+"""Tokens kept one by one.
+
+A sample bounded in size for vocabulary and stability, or every token where asked for.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,17 @@ class Recorder:
         more: tuple[Tensor, ...] = ()
         if self.full:
             known = routing.scores_TE is not None
-            entropy = routing_entropy(routing)[self.at] if known else torch.full_like(gates_TK[:, 0], float("nan"))
+            entropy = (
+                routing_entropy(routing)[self.at] if known else torch.full_like(gates_TK[:, 0], float("nan"))
+            )
             more = (gates_TK.gather(1, order), entropy.float())
         self.kept[routing.layer] = (chosen_TK, *more)
 
     def moved(self) -> tuple[Array, ...]:
-        """Layers stacked in their order: expert numbers [L, T, K] by falling gate, and with `full` gates and entropies."""
+        """Layers stacked in their order.
+
+        Expert numbers [L, T, K] by falling gate, and with `full` gates and entropies.
+        """
         parts = [self.kept[layer] for layer in sorted(self.kept)]
         self.kept = {}
         return tuple(torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))
@@ -67,7 +75,10 @@ class Probe:
 
 @dataclass
 class Sample:
-    """Windows whose draw lies below a threshold that is halved whenever they become too many: a fixed choice in any order."""
+    """Windows whose draw lies below a threshold that is halved whenever they become too many.
+
+    A fixed choice in any order.
+    """
 
     layers: list[int]
     k: int = 1  # as the first window has it

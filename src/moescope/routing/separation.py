@@ -12,7 +12,8 @@ from moescope.routing.metric import Metric
 def pair_counts(chosen_TK: Integers, n_experts: int, adjacent: bool = False) -> Array:
     """How many tokens chose both a and b, for all pairs; the diagonal holds how many chose a.
 
-    `adjacent=True` counts only pairs that stand next to each other in rank (first with second, second with third), as one
+    `adjacent=True` counts only pairs that stand next to each other in rank (first with second, second with
+    third), as one
     published tool does. It needs slots sorted by gate, and misses k (k - 1)/2 - (k - 1) of a token's pairs.
     """
     pairs_EE = np.zeros((n_experts, n_experts))
@@ -27,7 +28,8 @@ def pair_counts(chosen_TK: Integers, n_experts: int, adjacent: bool = False) -> 
 
 
 def coactivation(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:
-    """For every pair: the share of a's tokens that also chose b, and lift: that share over b's own share of tokens.
+    """For every pair: the share of a's tokens that also chose b, and lift: that share over b's own share of
+    tokens.
 
     lift = P(a, b) / (P(a) P(b)).
     """
@@ -42,7 +44,8 @@ def chance_lift(n_experts: int, k: float) -> float:
 
 
 def expert_overlap(pairs_EE: Array) -> float:
-    """Mean over pairs of experts of the Jaccard index of their token sets; pairs of which neither has a token are left out.
+    """Mean over pairs of experts of the Jaccard index of their token sets; pairs of which neither has a token
+    are left out.
 
     Undefined (NaN) where no token chose two experts by design, k = 1.
     """
@@ -62,7 +65,10 @@ def overlap_floor(n_experts: int, k: float) -> float:
 
 
 def overlap_collapse(n_experts: int, k: float) -> float:
-    """The k used experts share all tokens; pairs with one unused expert share none; pairs of unused ones do not count."""
+    """The k used experts share all tokens; pairs with one unused expert share none.
+
+    Pairs of unused ones do not count.
+    """
     if n_experts < 2 or k <= 1:
         return np.nan
     used, mixed = k * (k - 1) / 2, k * (n_experts - k)
@@ -76,7 +82,8 @@ def normalised(rows_ED: Array) -> Array:
 def gram_orthogonality(rows_ED: Array) -> float:
     """1 - ||G - I||_F / (n sqrt 2), G the Gram matrix of normalised rows.
 
-    Random rows already score 1 - sqrt((n - 1)/(2 n D)), 0.94 at D = 128; n > D rows cannot exceed 1 - sqrt((n - D)/(2 n D))
+    Random rows already score 1 - sqrt((n - 1)/(2 n D)), 0.94 at D = 128; n > D rows cannot exceed 1 - sqrt((n
+    - D)/(2 n D))
     (Welch); n equal rows score 1 - sqrt((n - 1)/(2 n)), 0.29 to 0.5 and not 0.
     """
     n = len(rows_ED)
@@ -89,7 +96,10 @@ def gram_chance(n: int, d: int) -> float:
 
 
 def gram_best(n: int, d: int) -> float:
-    """1 where the rows can all be orthogonal, the Welch bound where there are more of them than dimensions."""
+    """1 where the rows can all be orthogonal.
+
+    The Welch bound where there are more of them than dimensions.
+    """
     return float(1 - np.sqrt(max(n - d, 0) / (2 * n * d)))
 
 
@@ -121,5 +131,9 @@ def similarity_floors(n: int, d: int) -> dict[str, float]:
 
 
 SEPARATION = [
-    Metric(expert_overlap, lambda s: overlap_floor(s.n_experts, s.k), lambda s: overlap_collapse(s.n_experts, s.k)),
+    Metric(
+        expert_overlap,
+        lambda s: overlap_floor(s.n_experts, s.k),
+        lambda s: overlap_collapse(s.n_experts, s.k),
+    ),
 ]

@@ -34,7 +34,10 @@ def usage(chosen_TK: Integers, n_experts: int) -> Integers:
 
 
 def expected_consistency(chosen_TK: Integers, other_TK: Integers, n_experts: int) -> float:
-    """What two routers with these usages would share if they knew nothing of each other: sum f f' / k, f = c/N."""
+    """What two routers with these usages would share if they knew nothing of each other.
+
+    Sum f f' / k, f = c/N.
+    """
     tokens = len(chosen_TK)
     k = ((chosen_TK >= 0).sum() + (other_TK >= 0).sum()) / 2 / tokens if tokens else 0
     f_E, other_E = usage(chosen_TK, n_experts) / tokens, usage(other_TK, n_experts) / tokens
@@ -74,6 +77,9 @@ def tau_is_noise(load_E: Array, tokens: int, k: float) -> bool:
 
 
 def jaccard_chance(n_experts: int, k: int) -> float:
-    """Expected Jaccard index of two random k-subsets of n: sum over j of P(j shared) j/(2k - j), hypergeometric."""
+    """Expected Jaccard index of two random k-subsets of n.
+
+    Sum over j of P(j shared) j/(2k - j), hypergeometric.
+    """
     shared_by = np.arange(0, k + 1)
     return float((stats.hypergeom.pmf(shared_by, n_experts, k, k) * shared_by / (2 * k - shared_by)).sum())

@@ -1,4 +1,5 @@
-"""Counts of every layer's routing in training: all layers in one tensor on the device, moved only when somebody looks.
+"""Counts of every layer's routing in training: all layers in one tensor on the device, moved only when
+somebody looks.
 
 Counts are integers and are summed over micro-batches, steps and ranks before any ratio is made of them.
 """
@@ -44,7 +45,10 @@ class Held(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A block without its modules: what tables say of where it is. A thread may hold it and keep no model alive."""
+    """A block without its modules: what tables say of where it is.
+
+    A thread may hold it and keep no model alive.
+    """
 
     layer: int
     name: str
@@ -53,7 +57,10 @@ class Place(NamedTuple):
 
 @dataclass
 class Window:
-    """Counts over some steps, off the device. L layers, E the most experts a layer has, M decision metrics."""
+    """Counts over some steps, off the device.
+
+    L layers, E the most experts a layer has, M decision metrics.
+    """
 
     counts_LE: Integers
     mass_LE: Array
@@ -71,9 +78,15 @@ class Window:
             return np.zeros(sides, dtype=np.int64)
 
         return cls(
-            zeros(n_layers, n_experts), np.zeros((n_layers, n_experts)), zeros(n_layers), np.zeros((n_layers, len(SQUARES))),
-            zeros(n_layers), np.zeros((n_layers, len(DECISION))), np.zeros(3), zeros(n_layers, n_experts, n_experts) if pairs else None,
-        )  # fmt: skip
+            zeros(n_layers, n_experts),
+            np.zeros((n_layers, n_experts)),
+            zeros(n_layers),
+            np.zeros((n_layers, len(SQUARES))),
+            zeros(n_layers),
+            np.zeros((n_layers, len(DECISION))),
+            np.zeros(3),
+            zeros(n_layers, n_experts, n_experts) if pairs else None,
+        )
 
     def add(self, other: Window) -> None:
         for one in fields(self):
@@ -84,7 +97,8 @@ class Window:
     def layer(self, row: int, block: Block | Place, k: int) -> LayerCounts:
         """One layer in the shape that rows of tables are made from: one domain, one bucket.
 
-        Decision sums are of some steps only, so they are scaled to all tokens: what is made of them is their mean.
+        Decision sums are of some steps only, so they are scaled to all tokens: what is made of them is their
+        mean.
         """
         n, tokens = block.n_experts, int(self.tokens_L[row])
         assigned, gates = self.counts_LE[row, :n].sum(), self.mass_LE[row, :n].sum()
@@ -96,9 +110,15 @@ class Window:
         sums_S = np.array([float(values.get(name, 0.0)) for name in SUMS])
         pairs_EE = np.zeros((n, n)) if self.pairs_LEE is None else self.pairs_LEE[row, :n, :n].astype(float)
         return LayerCounts(
-            block.layer, block.name, "prefill", k, self.counts_LE[None, None, row, :n], self.mass_LE[None, None, row, :n],
-            sums_S[None, None], pairs_EE,
-        )  # fmt: skip
+            block.layer,
+            block.name,
+            "prefill",
+            k,
+            self.counts_LE[None, None, row, :n],
+            self.mass_LE[None, None, row, :n],
+            sums_S[None, None],
+            pairs_EE,
+        )
 
 
 class StepTally:
@@ -116,7 +136,10 @@ class StepTally:
         self.notes = NoteTally()
 
     def start(self, device: torch.device) -> None:
-        """Zeros on the device. The column past the last expert takes padding and empty slots, and is thrown away."""
+        """Zeros on the device.
+
+        The column past the last expert takes padding and empty slots, and is thrown away.
+        """
         self.device = device
         wide = self.n_experts + 1
 
@@ -130,8 +153,13 @@ class StepTally:
         self.pairs_LEE = zeros(wide, wide) if self.pairs else None
 
     def add(self, handed: list[Handed]) -> None:
-        """Take copies of what was handed out in a pass, layers that are alike in one; counted when enough of them are there."""
-        for _, group in groupby(handed, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))):  # fmt: skip
+        """Take copies of what was handed out in a pass, layers that are alike in one.
+
+        Counted when enough of them are there.
+        """
+        for _, group in groupby(
+            handed, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))
+        ):
             alike = list(group)
             first = alike[0]
             if self.device is None:
@@ -186,8 +214,12 @@ class StepTally:
 
     def add_pairs(self, row: int, chosen_TK: Tensor) -> None:
         assert self.pairs_LEE is not None
-        member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=self.device).scatter_(1, chosen_TK, 1.0)
-        self.pairs_LEE[row] += (member_TE.T @ member_TE).long()  # of zeros and ones: exact up to 2^24 tokens a pass
+        member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=self.device).scatter_(
+            1, chosen_TK, 1.0
+        )
+        self.pairs_LEE[row] += (
+            member_TE.T @ member_TE
+        ).long()  # of zeros and ones: exact up to 2^24 tokens a pass
 
     def decide(self, rows: tuple[int, ...], values_MLT: Tensor, real_T: Tensor | None) -> None:
         """Add decision metrics of the pass's tokens, for layers that share them."""
@@ -229,13 +261,26 @@ class StepTally:
             self.losses = []
         exact = torch.cat(parts)
         sums = torch.cat(
-            [self.mass_LE[:, :e].reshape(-1), self.squares_LS.view(-1), self.decisions_LM.view(-1), losses, self.notes.flat(self.device)]
-        )  # fmt: skip
+            [
+                self.mass_LE[:, :e].reshape(-1),
+                self.squares_LS.view(-1),
+                self.decisions_LM.view(-1),
+                losses,
+                self.notes.flat(self.device),
+            ]
+        )
         if distributed():
             torch.distributed.all_reduce(exact)
             torch.distributed.all_reduce(sums)
         whole, real = exact.cpu().numpy(), sums.cpu().numpy()
-        for tensor in (self.counts_LE, self.mass_LE, self.tokens_L, self.decided_L, self.squares_LS, self.decisions_LM):
+        for tensor in (
+            self.counts_LE,
+            self.mass_LE,
+            self.tokens_L,
+            self.decided_L,
+            self.squares_LS,
+            self.decisions_LM,
+        ):
             tensor.zero_()
         if self.pairs_LEE is not None:
             self.pairs_LEE.zero_()
@@ -243,9 +288,16 @@ class StepTally:
         ends = np.cumsum([n * e, n * len(SQUARES), n * len(DECISION), 3])
         mass, squares, decisions, passes, noted = np.split(real, ends)
         return Window(
-            counts.reshape(n, e), mass.reshape(n, e), tokens, squares.reshape(n, -1), decided, decisions.reshape(n, -1),
-            passes, pairs.reshape(n, e, e) if self.pairs else None, self.notes.moved(noted),
-        )  # fmt: skip
+            counts.reshape(n, e),
+            mass.reshape(n, e),
+            tokens,
+            squares.reshape(n, -1),
+            decided,
+            decisions.reshape(n, -1),
+            passes,
+            pairs.reshape(n, e, e) if self.pairs else None,
+            self.notes.moved(noted),
+        )
 
 
 def distributed() -> bool:

@@ -1,7 +1,9 @@
 """Counts of every layer's routing, kept on the device while the model runs and moved once at the end.
 
-A cell is a domain's share of one of the jackknife's 256 groups of documents. Everything a run says of load, decisions and domains
-is made from sums over cells, so memory does not grow with the text, and ratios are made from counts at the very end.
+A cell is a domain's share of one of the jackknife's 256 groups of documents. Everything a run says of load,
+decisions and domains
+is made from sums over cells, so memory does not grow with the text, and ratios are made from counts at the
+very end.
 """
 
 from __future__ import annotations
@@ -17,11 +19,21 @@ from moescope.routing.decision import DECISION, first_choice
 from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 
-MOST_WAITING = 2**23  # numbers of logits held for counting together: 32 MB, and a few times that while they are
+MOST_WAITING = (
+    2**23
+)  # numbers of logits held for counting together: 32 MB, and a few times that while they are
 SUMS = (
-    "tokens", "assigned", "dropped", "gates", "gates_squared", "token_gates_squared",
-    *(metric.name for metric in DECISION), "neighbours", "same_first", "jaccard",
-)  # fmt: skip
+    "tokens",
+    "assigned",
+    "dropped",
+    "gates",
+    "gates_squared",
+    "token_gates_squared",
+    *(metric.name for metric in DECISION),
+    "neighbours",
+    "same_first",
+    "jaccard",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,8 @@ class LayerCounts:
 class Accumulated:
     """The counts of layers with equally many experts and choices, in one phase, on the device.
 
-    Layers are counted many at a time: a GPU spends longer on starting the kernels of one layer than on running those of all.
+    Layers are counted many at a time: a GPU spends longer on starting the kernels of one layer than on
+    running those of all.
     """
 
     def __init__(self, routing: Routing, n_domains: int):
@@ -67,17 +80,24 @@ class Accumulated:
         return torch.zeros(layers, *sides, dtype=dtype, device=self.device)
 
     def rows_of(self, routings: list[Routing]) -> Tensor:
-        """Where these layers' counts are; those that are new get theirs. Kept, since making it would wait for the device."""
+        """Where these layers' counts are; those that are new get theirs.
+
+        Kept, since making it would wait for the device.
+        """
         layers = tuple(routing.layer for routing in routings)
         if layers not in self.row_indices:
-            new = {routing.layer: routing.layer_name for routing in routings if routing.layer not in self.names}
+            new = {
+                routing.layer: routing.layer_name for routing in routings if routing.layer not in self.names
+            }
             self.names |= new
             for name in ("counts_LCE", "mass_LCE", "sums_LCS", "pairs_LEE"):
                 held = getattr(self, name)
                 more = self.zeros(*held.shape[1:], layers=len(new), dtype=held.dtype)
                 setattr(self, name, torch.cat([held, more]))
             places = list(self.names)
-            self.row_indices[layers] = torch.tensor([places.index(layer) for layer in layers], device=self.device)
+            self.row_indices[layers] = torch.tensor(
+                [places.index(layer) for layer in layers], device=self.device
+            )
         return self.row_indices[layers]
 
     def add(self, routings: list[Routing]) -> None:
@@ -91,19 +111,31 @@ class Accumulated:
         gates_LTK = torch.where(there_LTK, several.gates_TK.view(shape), 0).double()
         cell_LT = rows_L[:, None] * (self.nowhere + 1) + cell_T
         nowhere_L11 = rows_L[:, None, None] * (self.nowhere + 1) + self.nowhere
-        flat = (torch.where(there_LTK, cell_LT[..., None], nowhere_L11) * self.n_experts + chosen_LTK.clamp(min=0)).view(-1)  # fmt: skip
+        flat = (
+            torch.where(there_LTK, cell_LT[..., None], nowhere_L11) * self.n_experts + chosen_LTK.clamp(min=0)
+        ).view(-1)
         self.counts_LCE.view(-1).index_add_(0, flat, there_LTK.view(-1).long())
         self.mass_LCE.view(-1).index_add_(0, flat, gates_LTK.view(-1))
         member_LTE = torch.zeros(*shape[:2], self.n_experts + 1, device=self.device)
         member_LTE.scatter_(2, torch.where(there_LTK, chosen_LTK, self.n_experts), 1.0)
-        pairs_LEE = (member_LTE.mT @ member_LTE)[:, :-1, :-1]  # of zeros and ones: exact up to 2^24 tokens a pass
+        pairs_LEE = (member_LTE.mT @ member_LTE)[
+            :, :-1, :-1
+        ]  # of zeros and ones: exact up to 2^24 tokens a pass
         self.pairs_LEE.index_add_(0, rows_L, pairs_LEE.double())
         assigned_LT, gate_LT = there_LTK.sum(-1).double(), gates_LTK.sum(-1)
-        neighbours = self.neighbours(routings, first_choice(several).view(shape[:2]), chosen_LTK, real_T, tokens)
+        neighbours = self.neighbours(
+            routings, first_choice(several).view(shape[:2]), chosen_LTK, real_T, tokens
+        )
         values = [
-            torch.ones_like(gate_LT), assigned_LT, self.k - assigned_LT, gate_LT, gates_LTK.square().sum(-1), gate_LT.square(),
-            *decisions(several), *neighbours,
-        ]  # fmt: skip
+            torch.ones_like(gate_LT),
+            assigned_LT,
+            self.k - assigned_LT,
+            gate_LT,
+            gates_LTK.square().sum(-1),
+            gate_LT.square(),
+            *decisions(several),
+            *neighbours,
+        ]
         sums = torch.stack([value.reshape(-1).double() for value in values], -1)
         self.sums_LCS.view(-1, len(SUMS)).index_add_(0, cell_LT.view(-1), sums)
 
@@ -117,15 +149,27 @@ class Accumulated:
         return tokens.real_T, torch.where(tokens.real_T, cell_T, self.nowhere)
 
     def neighbours(
-        self, routings: list[Routing], first_LT: Tensor, chosen_LTK: Tensor, real_T: Tensor, tokens: Tokens | None
+        self,
+        routings: list[Routing],
+        first_LT: Tensor,
+        chosen_LTK: Tensor,
+        real_T: Tensor,
+        tokens: Tokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """For each token whether there is one before it in its row, whether both have the same first choice, and their Jaccard index."""
+        """For each token whether there is one before it in its row, whether both have the same first choice.
+
+        And their Jaccard index.
+        """
         # R: the rows of all layers
         rows = len(routings) * (tokens.rows if tokens else 1)
         first_RL = torch.where(real_T, first_LT, -1).view(rows, -1)  # -1 for padding too
         chosen_RLK = chosen_LTK.view(rows, -1, self.k)
         previous = torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1)
-        if tokens is not None and tokens.continues and all(routing.layer in self.before for routing in routings):
+        if (
+            tokens is not None
+            and tokens.continues
+            and all(routing.layer in self.before for routing in routings)
+        ):
             of_first, of_chosen = zip(*(self.before[routing.layer] for routing in routings), strict=True)
             previous = torch.cat(of_first), torch.cat(of_chosen)
         last = first_RL[:, -1:].chunk(len(routings)), chosen_RLK[:, -1:].chunk(len(routings))
@@ -152,7 +196,10 @@ class Accumulated:
 
 
 def together(routings: list[Routing]) -> Routing:
-    """Layers that decided alike about equally many tokens, as if they were one layer with the tokens of all, layer after layer."""
+    """Layers that decided alike about equally many tokens, as if they were one layer with the tokens of all.
+
+    Layer after layer.
+    """
     if len(routings) == 1:
         return routings[0]
 
@@ -168,8 +215,10 @@ def together(routings: list[Routing]) -> Routing:
         logits_TE=joined(*(routing.logits_TE for routing in routings)),
         scores_TE=scores_TE,
         selection_TE=scores_TE if same else joined(*(routing.selection_TE for routing in routings)),
-        tokens=None, dropped_T=None, x_TD=None,
-    )  # fmt: skip
+        tokens=None,
+        dropped_T=None,
+        x_TD=None,
+    )
 
 
 def alike(routing: Routing) -> tuple[Any, ...]:
@@ -198,9 +247,13 @@ class Tally:
 
     def add(self, routing: Routing) -> None:
         before = self.waiting
-        if before and (routing.tokens is not before[0].tokens or routing.layer in [one.layer for one in before]):
+        if before and (
+            routing.tokens is not before[0].tokens or routing.layer in [one.layer for one in before]
+        ):
             self.count()  # another pass
-        self.waiting.append(replace(routing, x_TD=None, dropped_T=None))  # what is not counted is not to be held
+        self.waiting.append(
+            replace(routing, x_TD=None, dropped_T=None)
+        )  # what is not counted is not to be held
         self.numbers += (routing.chosen_TK if routing.logits_TE is None else routing.logits_TE).numel()
         if self.numbers > MOST_WAITING:
             self.count()
@@ -212,7 +265,12 @@ class Tally:
             groups.setdefault(alike(routing), []).append(routing)
         for routings in groups.values():
             first = routings[0]
-            key = (first.tokens.phase if first.tokens else "prefill", first.n_experts, first.chosen_TK.shape[1], first.chosen_TK.device)  # fmt: skip
+            key = (
+                first.tokens.phase if first.tokens else "prefill",
+                first.n_experts,
+                first.chosen_TK.shape[1],
+                first.chosen_TK.device,
+            )
             if key not in self.accumulated:
                 self.accumulated[key] = Accumulated(first, self.n_domains)
             self.accumulated[key].add(routings)

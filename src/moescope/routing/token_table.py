@@ -27,7 +27,10 @@ class Part(NamedTuple):
 
 
 class TokenTable:
-    """Rows of single tokens into a parquet file, some 200,000 at a time; nothing at all where no file is given."""
+    """Rows of single tokens into a parquet file, some 200,000 at a time.
+
+    Nothing at all where no file is given.
+    """
 
     def __init__(self, path: Path | None, step: int, layer_names: dict[int, str], domains: list[str]):
         self.path, self.step, self.layer_names, self.domains = path, step, layer_names, domains
@@ -60,7 +63,9 @@ class TokenTable:
                 self.flush()
             self.writer.close()
 
-    def add(self, window: Window, phase: str, chosen_LTK: Integers, gates_LTK: Array, entropy_LT: Array) -> None:
+    def add(
+        self, window: Window, phase: str, chosen_LTK: Integers, gates_LTK: Array, entropy_LT: Array
+    ) -> None:
         self.waiting.append(Part(window, phase, chosen_LTK.copy(), gates_LTK.copy(), entropy_LT.copy()))
         self.ids.update(np.unique(window.ids).tolist())
         self.rows += entropy_LT.size
@@ -91,15 +96,19 @@ class TokenTable:
         def by_layer(values: Any) -> Any:
             return np.concatenate([np.repeat(values, len(part.window.ids)) for part in self.waiting])
 
-        chosen_RK = np.concatenate([part.chosen_LTK.reshape(-1, part.chosen_LTK.shape[-1]) for part in self.waiting])
-        gates_RK = np.concatenate([part.gates_LTK.reshape(-1, chosen_RK.shape[1]) for part in self.waiting])  # fmt: skip
+        chosen_RK = np.concatenate(
+            [part.chosen_LTK.reshape(-1, part.chosen_LTK.shape[-1]) for part in self.waiting]
+        )
+        gates_RK = np.concatenate([part.gates_LTK.reshape(-1, chosen_RK.shape[1]) for part in self.waiting])
         entropy_R = np.concatenate([part.entropy_LT.reshape(-1) for part in self.waiting]).astype(float)
         there_RK = chosen_RK >= 0
         offsets = np.concatenate([[0], np.cumsum(there_RK.sum(1))]).astype(np.int32)
         columns = {
             "step": np.full(len(chosen_RK), self.step),
             "document": each([part.window.number for part in self.waiting]).astype(np.int64),
-            "position": by_token([part.window.start + np.arange(len(part.window.ids)) for part in self.waiting]),
+            "position": by_token(
+                [part.window.start + np.arange(len(part.window.ids)) for part in self.waiting]
+            ),
             "layer": by_layer(layers),
             "layer_name": by_layer(names),
             "token_id": by_token([part.window.ids for part in self.waiting]),
@@ -110,4 +119,10 @@ class TokenTable:
             "entropy": pa.array(entropy_R, from_pandas=True),  # NaN is null
         }
         schema = arrow_schema("tokens")
-        return pa.table([pa.array(columns[name]) if isinstance(columns[name], np.ndarray) else columns[name] for name in schema.names], names=schema.names).cast(schema)  # fmt: skip
+        return pa.table(
+            [
+                pa.array(columns[name]) if isinstance(columns[name], np.ndarray) else columns[name]
+                for name in schema.names
+            ],
+            names=schema.names,
+        ).cast(schema)

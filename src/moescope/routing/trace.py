@@ -62,13 +62,21 @@ def trace(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Trace one model's routing on text, or several models' as the steps of one run; or read a trace another tool wrote.
+    """Trace one model's routing on text, or several models' as the steps of one run; or read a trace another
+    tool wrote.
 
-    `text`, `domain` ("name=path") and `token_ids` say what to read; `import_` with `format` and `experts` takes a trace instead.
+    `text`, `domain` ("name=path") and `token_ids` say what to read; `import_` with `format` and `experts`
+    takes a trace instead.
     """
     settings = TraceSettings(
-        max_tokens, one_of("phase", phase, PHASES), save_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template, seed
-    )  # fmt: skip
+        max_tokens,
+        one_of("phase", phase, PHASES),
+        save_tokens,
+        one_of("dtype", dtype, DTYPES),
+        batch_size,
+        chat_template,
+        seed,
+    )
     for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise BadInput(f"{name} {value}: must be at least 1")
@@ -86,7 +94,9 @@ def trace(
     for name in named:
         check_routed(name)
     reading = sources(
-        [text] if isinstance(text, str | Path) else text, [domain] if isinstance(domain, str) else domain, token_ids
+        [text] if isinstance(text, str | Path) else text,
+        [domain] if isinstance(domain, str) else domain,
+        token_ids,
     )
     place = choose_device(device)
     steps = sorted(zip(step_numbers([short_name(name) for name in named]), named, strict=True))
@@ -100,7 +110,12 @@ def trace(
     with open_run(folder, "trace", identity, overwrite) as writer:
         writer.save_info(device=place)
         finished = writer.done_pieces()
-        with progress(settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases), 0, "tokens", quiet) as advance:  # fmt: skip
+        with progress(
+            settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases),
+            0,
+            "tokens",
+            quiet,
+        ) as advance:
             for number, name in steps:
                 if piece_name(number) not in finished:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
@@ -133,20 +148,34 @@ def trace_step(
         raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
     domains = [source.domain for source in reading]
     blocks = find_blocks(traced.model)
-    check_shape(writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks])
+    check_shape(
+        writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks]
+    )
     names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
     stream = writer.path / "parts" / f"{piece_name(number)}-tokens.tmp" if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
-            traced, domains, lambda: documents(traced, reading, settings), settings.phases, settings.batch_size, names, number, stream, advance
-        )  # fmt: skip
+            traced,
+            domains,
+            lambda: documents(traced, reading, settings),
+            settings.phases,
+            settings.batch_size,
+            names,
+            number,
+            stream,
+            advance,
+        )
     if not sum(result.corpus.documents):
         raise BadInput("the text holds no token; give a longer one")
     with writer.timed("tables"):
         frames = result.tables(number, settings.seed)
     setup = {"step": number, **result.facts(), "warnings": result.warnings()}
     writer.flush_piece(
-        piece_name(number), frames, setup, result.arrays(), {"tokens.parquet": stream} if stream is not None else None
+        piece_name(number),
+        frames,
+        setup,
+        result.arrays(),
+        {"tokens.parquet": stream} if stream is not None else None,
     )
     writer.save_info()
 
@@ -155,7 +184,9 @@ def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_
     """Refuse a step of another shape before it runs."""
     for setup in setups:
         if (setup["layers"], setup["n_experts"]) != (layers, n_experts):
-            raise BadInput(f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone")
+            raise BadInput(
+                f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
+            )
 
 
 def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
@@ -167,13 +198,18 @@ def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_devi
         frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
         setups = sorted(writer.setups(), key=lambda setup: setup["step"])
         frames["stability"] = stability_table(
-            steps, setups, lambda step, array: writer.array(piece_name(step), array), layer_names_in(frames["load"])
+            steps,
+            setups,
+            lambda step, array: writer.array(piece_name(step), array),
+            layer_names_in(frames["load"]),
         )
         if settings.save_tokens:
             writer.join_streamed("tokens")
             frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
     warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
-    writer.save_info(setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups])
+    writer.save_info(
+        setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups]
+    )
     return writer.finish(frames)
 
 
@@ -223,14 +259,19 @@ def token_ids_of(traced: TracedModel, content: Content, settings: TraceSettings)
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         return list(traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
     if isinstance(content, list):
-        content = "\n".join(str(message.get("content", "")) for message in content if isinstance(message, dict))
+        content = "\n".join(
+            str(message.get("content", "")) for message in content if isinstance(message, dict)
+        )
     return list(traced.tokenizer(content, verbose=False)["input_ids"])
 
 
 def check_ids(ids: Any, traced: TracedModel) -> None:
     if ids.min() < 0 or ids.max() >= traced.vocabulary:
         worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
-        raise BadInput(f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; give ids of its own tokenizer")  # fmt: skip
+        raise BadInput(
+            f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; "
+            "give ids of its own tokenizer"
+        )
 
 
 # --- models and what is known of them before they are loaded
@@ -246,7 +287,8 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
             raise BadInput("--revisions are of one model; give one")
         if Path(given[0]).exists() or "@" in given[0]:
             raise BadInput(
-                f"{given[0]}: --revisions are of a hub id such as owner/name; give folders one by one as steps instead"
+                f"{given[0]}: --revisions are of a hub id such as owner/name; give folders one "
+                "by one as steps instead"
             )
         given = [f"{given[0]}@{revision}" for revision in wanted]
     resolved = [str(Path(name).resolve()) if Path(name).exists() else name for name in given]
@@ -255,7 +297,8 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
             raise BadInput(f"{name}: given twice; give each step once")
         if "://" in name:
             raise BadInput(
-                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it and give its folder"
+                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it "
+                "and give its folder"
             )
         if not Path(name).is_dir():
             find_place(name)  # refuses in a second what transformers would look for for half a minute
@@ -272,7 +315,8 @@ def check_routed(name: str) -> None:
     config = load_config(Path(name))
     if router_class(config.router).expert_shape(config)[0] == 1:
         raise BadInput(
-            f"{name}: nothing is routed in it (router {config.router}, one block a layer), so there is nothing to trace; "
+            f"{name}: nothing is routed in it (router {config.router}, one block a layer), so "
+            "there is nothing to trace; "
             "moescope scan shows its spectra"
         )
 
@@ -297,7 +341,10 @@ def checkpoint_identity(name: str) -> dict[str, Any]:
 
 
 def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:
-    """The blocks' names in the checkpoint, as scan has them; as they are in memory where the checkpoint cannot tell."""
+    """The blocks' names in the checkpoint, as scan has them.
+
+    As they are in memory where the checkpoint cannot tell.
+    """
     from moescope.checkpoint import open_checkpoint
     from moescope.families import read_moe
 

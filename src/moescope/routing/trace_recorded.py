@@ -29,7 +29,10 @@ def trace_import(
     out: str | Path | None,
     overwrite: bool,
 ) -> Run:
-    """The run of one imported trace. A model's folder, where given, tells layers, their names and k; it is not loaded."""
+    """The run of one imported trace.
+
+    A model's folder, where given, tells layers, their names and k; it is not loaded.
+    """
     if format is None:
         raise BadInput(f"--import {file}: give --format too; known: {', '.join(FORMATS)}")
     one_of("format", format, FORMATS)
@@ -50,7 +53,9 @@ def trace_import(
         "checkpoints": [checkpoint(moe)] if moe else [],
     }
     folder = (
-        Path(out) if out is not None else default_folder("trace", moe.checkpoint.name if moe else file.stem, identity)
+        Path(out)
+        if out is not None
+        else default_folder("trace", moe.checkpoint.name if moe else file.stem, identity)
     )
     if not overwrite and (done := finished_run(folder, identity)):
         return done
@@ -71,7 +76,11 @@ def trace_import(
         setup = {"step": 0, **traced.facts()}
         warnings = [*traced.warnings(), *what_is_missing(traced)]
         writer.save_info(
-            device="cpu", setup=[setup], coverage=[setup["coverage"]], warnings=warnings, settings=asdict(settings)
+            device="cpu",
+            setup=[setup],
+            coverage=[setup["coverage"]],
+            warnings=warnings,
+            settings=asdict(settings),
         )
         return writer.finish(frames)
 
@@ -100,7 +109,11 @@ def shape_of(moe: MoeCheckpoint | None, experts: int) -> Any:
         return Shape(experts)
     known = {layer.n_experts for layer in moe.layers.values()}
     if experts not in known:
-        raise BadInput(f"--experts {experts}: {moe.checkpoint.shown} has {', '.join(map(str, sorted(known)))}")
+        raise BadInput(
+            f"--experts {experts}: {moe.checkpoint.shown} has {', '.join(map(str, sorted(known)))}"
+        )
     config = moe.checkpoint.config or {}
     text = config.get("text_config", config)
-    return Shape(experts, text.get("num_hidden_layers"), next(iter(moe.layers.values())).top_k, tuple(moe.layers))
+    return Shape(
+        experts, text.get("num_hidden_layers"), next(iter(moe.layers.values())).top_k, tuple(moe.layers)
+    )

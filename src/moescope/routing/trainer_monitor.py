@@ -1,4 +1,7 @@
-"""The monitor as a callback of transformers' Trainer: its numbers join the Trainer's own log, its tables the output folder."""
+"""The monitor as a callback of transformers' Trainer.
+
+Its numbers join the Trainer's own log, its tables the output folder.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,26 @@ try:
 except ImportError:  # the plain loop does without
     TrainerCallback = object  # type: ignore[misc,assignment]
 
-LOGGED = {"loss": "train_loss", "grad_norm": "gradient_norm", "learning_rate": "learning_rate"}  # Trainer's word: ours
+LOGGED = {
+    "loss": "train_loss",
+    "grad_norm": "gradient_norm",
+    "learning_rate": "learning_rate",
+}  # Trainer's word: ours
 
 
 class TrainerMonitor(LoopMonitor, TrainerCallback):
-    """`callbacks=[Monitor()]`. Its numbers stand in every training log, so whatever `report_to` names gets them."""
+    """`callbacks=[Monitor()]`.
+
+    Its numbers stand in every training log, so whatever `report_to` names gets them.
+    """
 
     log_numbers: dict[str, float]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
         if getattr(args, "n_gpu", 1) > 1:
             raise BadInput(
-                f"{args.n_gpu} GPUs in one process (DataParallel): Monitor cannot count over its copies of the model; "
+                f"{args.n_gpu} GPUs in one process (DataParallel): Monitor cannot count over its "
+                "copies of the model; "
                 "start with torchrun, or show one GPU with CUDA_VISIBLE_DEVICES"
             )
         self.log_numbers = {}
@@ -47,7 +58,9 @@ class TrainerMonitor(LoopMonitor, TrainerCallback):
         if control.should_log and self.logged < self.now:
             self.log_numbers = self.numbers()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any
+    ) -> None:
         if self.capture is None or logs is None or "loss" not in logs:
             return
         numbers, self.log_numbers = self.log_numbers, {}
@@ -90,7 +103,9 @@ def move_before_trackers(monitor: Any) -> None:
     while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
-        logger.warning("moescope: not called by a Trainer's callback handler; trackers may not get the numbers")
+        logger.warning(
+            "moescope: not called by a Trainer's callback handler; trackers may not get the numbers"
+        )
         return
     handler = frame.f_locals["self"]
     others = [callback for callback in handler.callbacks if callback is not monitor]

@@ -1,4 +1,7 @@
-"""What `capture` sees, in training: evaluation passes left out, padding known, and as little done in each pass as can be."""
+"""What `capture` sees, in training.
+
+Evaluation passes left out, padding known, and as little done in each pass as can be.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ class Undecided(NamedTuple):
     logits_TE: Tensor
 
     def alike(self) -> tuple[Any, ...]:
-        """What layers must share to be looked at together: sizes, and how logits become a choice. A bias is a layer's own."""
+        """What layers must share to be looked at together: sizes, and how logits become a choice.
+
+        A bias is a layer's own.
+        """
         scoring, block = self.block.scoring, self.block
         assert scoring is not None
         way = (scoring.function, scoring.groups, scoring.group_score, scoring.explains)
@@ -42,9 +48,12 @@ class Undecided(NamedTuple):
 class TrainingCapture(Capture):
     """Hooks on every MoE block of a model that is trained; everything lands in `tally`.
 
-    A pass counts when the model is in training mode, so evaluation and generation do not, nor does autograd recomputing
-    activations. What experts are handed is only kept as the pass goes by, and counted for all layers together at its end: a few
-    kernels a pass instead of dozens a layer. `deciding` makes the router's logits count too, which costs more.
+    A pass counts when the model is in training mode, so evaluation and generation do not, nor does autograd
+    recomputing
+    activations. What experts are handed is only kept as the pass goes by, and counted for all layers together
+    at its end: a few
+    kernels a pass instead of dozens a layer. `deciding` makes the router's logits count too, which costs
+    more.
     """
 
     def __init__(self, model: nn.Module, tally: Callable[[list[Block]], StepTally]):
@@ -80,7 +89,11 @@ class TrainingCapture(Capture):
         self.take_off(self.router_hooks)
 
     def hook_router(self, block: Block) -> None:
-        """Not here: what a router was given and gave is wanted in few steps, and in the others a hook would cost for nothing."""
+        """Not here.
+
+        What a router was given and gave is wanted in few steps, and in the others a hook would cost for
+        nothing.
+        """
 
     @property
     def deciding(self) -> bool:
@@ -91,9 +104,13 @@ class TrainingCapture(Capture):
     def deciding(self, wanted: bool) -> None:
         self.decides = wanted
         self.take_off(self.router_hooks)
-        unknown = [block for block in self.blocks if not self.hands_out and (wanted or self.needs_router(block))]
+        unknown = [
+            block for block in self.blocks if not self.hands_out and (wanted or self.needs_router(block))
+        ]
         for block in unknown if self.hooks else ():
-            self.router_hooks.append(block.router.register_forward_hook(self.router_ran(block), with_kwargs=True))
+            self.router_hooks.append(
+                block.router.register_forward_hook(self.router_ran(block), with_kwargs=True)
+            )
 
     def needs_router(self, block: Block) -> bool:
         return block.scoring is None or not block.checked or adapter_of(block) is not CONTRACT
@@ -110,17 +127,24 @@ class TrainingCapture(Capture):
             if self.hands_out:
                 masks["attention_mask"] = given.get("mask_BL")
             self.masks = {
-                name: mask.reshape(-1) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.dim() == 2
+                name: mask.reshape(-1)
+                for name, mask in masks.items()
+                if isinstance(mask, Tensor) and mask.dim() == 2
             }  # masks of more sides say who may look at whom, not what is padding
 
-    def pass_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def pass_ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if not self.unseen():
             self.count()
             self.masks = {}
             self.after_pass(output, kwargs)
 
     def experts_ran(self, block: Block) -> Callable[..., None]:
-        """A hook that keeps what the experts were handed and computes nothing: each kernel would cost as much as all that is here."""
+        """A hook that keeps what the experts were handed and computes nothing.
+
+        Each kernel would cost as much as all that is here.
+        """
         whole_hook = super().experts_ran(block)
         adapter = adapter_of(block)
         contract = adapter is CONTRACT
@@ -159,7 +183,9 @@ class TrainingCapture(Capture):
         if self.hands_out:
             if routing.scores_TE is not None:  # a hash, for one, has none
                 values_MT = torch.stack([value.float() for value in decisions(routing)])
-                self.tally.decide((self.row[block.layer],), values_MT[:, None], self.real(block, values_MT.shape[1]))
+                self.tally.decide(
+                    (self.row[block.layer],), values_MT[:, None], self.real(block, values_MT.shape[1])
+                )
             return
         assert routing.logits_TE is not None
         self.keep_undecided(block, routing.chosen_TK, routing.gates_TK, routing.logits_TE)
@@ -185,15 +211,22 @@ class TrainingCapture(Capture):
             chosen_TK = torch.cat([one.chosen_TK for one in several])
             logits_TE = torch.cat([one.logits_TE for one in several]).float()
             routing = Routing(
-                block.layer, block.name, block.n_experts,
+                block.layer,
+                block.name,
+                block.n_experts,
                 torch.where(chosen_TK < block.n_experts, chosen_TK, -1),  # beyond are experts of other ranks
-                torch.cat([one.gates_TK for one in several]), None, logits_TE, *scoring.judged(logits_TE),
-            )  # fmt: skip
+                torch.cat([one.gates_TK for one in several]),
+                None,
+                logits_TE,
+                *scoring.judged(logits_TE),
+            )
             values = torch.stack([value.float() for value in decisions(routing)])
             assert len(values) == len(DECISION)
             rows = tuple(self.row[one.block.layer] for one in several)
             tokens = len(chosen_TK) // len(several)
-            self.tally.decide(rows, values.view(len(DECISION), len(several), tokens), self.real(block, tokens))
+            self.tally.decide(
+                rows, values.view(len(DECISION), len(several), tokens), self.real(block, tokens)
+            )
 
     def wait(self, block: Block, chosen_TK: Tensor, gates_TK: Tensor) -> None:
         real_T = self.real(block, len(chosen_TK))

@@ -1,4 +1,7 @@
-"""The run folder of a training: pieces as training goes on, taken up again where a checkpoint was, joined at the end."""
+"""The run folder of a training.
+
+Pieces as training goes on, taken up again where a checkpoint was, joined at the end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they 
 
 
 def piece_name(step: int, more: bool = False) -> str:
-    """So that their order by name is that of the steps; `more` for what is known of a step after its tables were written."""
+    """So that their order by name is that of the steps.
+
+    `more` for what is known of a step after its tables were written.
+    """
     return f"step{step:010d}" + ("-more" if more else "")
 
 
@@ -34,13 +40,22 @@ def step_of(piece: str) -> int:
 
 
 def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, overwrite: bool) -> Path:
-    """Where to write: `out`, or the next free number; for a training that goes on from a step, the newest there is."""
+    """Where to write: `out`, or the next free number.
+
+    For a training that goes on from a step, the newest there is.
+    """
     if out is not None:
         folder = Path(out)
         if step == 0 and not overwrite and read_run_json(folder) is not None:
-            raise BadInput(f"{folder}: holds a run already; give another out, or overwrite=True to replace it")
+            raise BadInput(
+                f"{folder}: holds a run already; give another out, or overwrite=True to replace it"
+            )
         return folder
-    numbers = [int(path.name[len(stem) + 1 :]) for path in base.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdigit()]  # fmt: skip
+    numbers = [
+        int(path.name[len(stem) + 1 :])
+        for path in base.glob(f"{stem}-*")
+        if path.name[len(stem) + 1 :].isdigit()
+    ]
     number = max(numbers, default=0)
     return base / f"{stem}-{number if step and number else number + 1}"
 
@@ -48,7 +63,9 @@ def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, over
 class TrainingRun:
     """The one writer of a training's run folder, under its lock."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool, verb: str = "monitor"):
+    def __init__(
+        self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool, verb: str = "monitor"
+    ):
         self.stack = ExitStack()
         self.writer: RunWriter = self.stack.enter_context(open_run(folder, verb, identity, overwrite))
         self.writer.timings = {
@@ -61,7 +78,10 @@ class TrainingRun:
         self.writing: Future[None] | None = None
 
     def take_up(self, step: int) -> dict[str, Any] | None:
-        """What was known at that step; what an earlier attempt wrote of later steps is dropped, for they are trained again."""
+        """What was known at that step.
+
+        What an earlier attempt wrote of later steps is dropped, for they are trained again.
+        """
         path, kept = self.writer.path, None
         whole = {name: path / f"{name}.parquet" for name in TABLES if (path / f"{name}.parquet").exists()}
         frames = {name: upto(name, file, step) for name, file in whole.items()}
@@ -83,8 +103,13 @@ class TrainingRun:
                 file.unlink()
         return dict(setup)
 
-    def flush(self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]] = ()) -> None:
-        """Begin to write all rows gathered since the last flush, which must be on disk by now; `unmade` gives more of them."""
+    def flush(
+        self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]] = ()
+    ) -> None:
+        """Begin to write all rows gathered since the last flush, which must be on disk by now.
+
+        `unmade` gives more of them.
+        """
         self.wait()
         self.writing = self.disk.submit(self.write, step, rows, setup, unmade)
 
@@ -94,13 +119,17 @@ class TrainingRun:
             writing, self.writing = self.writing, None
             try:
                 writing.result()
-            except Exception as error:  # a full disk, or tables that cannot be made: no reason to end a training
+            except (
+                Exception
+            ) as error:  # a full disk, or tables that cannot be made: no reason to end a training
                 kind = "" if isinstance(error, BadInput | OSError) else f"{type(error).__name__}: "
                 lost = f"tables could not be written and are lost: {kind}{error}"
                 logger.warning("moescope: %s", lost)
                 self.writer.info["warnings"] = sorted({*self.writer.info.get("warnings", []), lost})
 
-    def write(self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]]) -> None:
+    def write(
+        self, step: int, rows: Rows, setup: dict[str, Any], unmade: Sequence[Callable[[], Rows]]
+    ) -> None:
         import pandas as pd
 
         with self.writer.timed("tables"):
@@ -118,7 +147,10 @@ class TrainingRun:
         self.writer.save_info()
 
     def finish(self) -> Run:
-        """Join the pieces, long tables in bounded memory; what later training needs of each step stays in parts/."""
+        """Join the pieces, long tables in bounded memory.
+
+        What later training needs of each step stays in parts/.
+        """
         import pandas as pd
 
         self.wait()
@@ -130,7 +162,9 @@ class TrainingRun:
                 self.writer.join_streamed(name)
             else:
                 empty = not any(parts.glob(f"*/{name}.parquet"))
-                frame = pd.DataFrame(columns=list(TABLES[name].columns)) if empty else self.writer.joined(name)
+                frame = (
+                    pd.DataFrame(columns=list(TABLES[name].columns)) if empty else self.writer.joined(name)
+                )
                 write_table(name, frame, self.writer.path / f"{name}.parquet")
         self.writer.save_info(status="done")
         for file in parts.glob("*/*.parquet"):
@@ -148,7 +182,9 @@ class TrainingRun:
             self.wait()
         with suppress(OSError):  # the folder may be gone by now
             if self.writer.info.get("status") == "running":
-                self.writer.save_info(**({"status": "failed", "error": error} if error else {"status": "interrupted"}))
+                self.writer.save_info(
+                    **({"status": "failed", "error": error} if error else {"status": "interrupted"})
+                )
         self.stack.close()
 
 

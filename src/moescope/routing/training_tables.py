@@ -16,7 +16,13 @@ from moescope.routing.rows import Corpus, Row, coactivation_columns, load_rows, 
 from moescope.routing.step_tally import Place, Window
 
 DOMAIN = "train"
-PERCENTILES = {"cv": (50, 90), "max_over_mean": (50, 90), "unused": (50, 90), "load_entropy_share": (10, 50), "routing_entropy": (10, 50)}  # fmt: skip
+PERCENTILES = {
+    "cv": (50, 90),
+    "max_over_mean": (50, 90),
+    "unused": (50, 90),
+    "load_entropy_share": (10, 50),
+    "routing_entropy": (10, 50),
+}
 PREFIX = "moescope/"
 
 
@@ -28,7 +34,9 @@ def window_tables(
     step: int,
     pairs: bool = False,
 ) -> dict[str, list[Row]]:
-    """Rows of load and routing_layers (and coactivation where pairs were counted) of the steps that end with this one."""
+    """Rows of load and routing_layers (and coactivation where pairs were counted) of the steps that end with
+    this one.
+    """
     tables: dict[str, list[Row]] = {"load": [], "routing_layers": []}
     corpus = Corpus([DOMAIN], [0])
     for row, block in enumerate(places):
@@ -42,7 +50,9 @@ def window_tables(
         apart = (
             line for line in separation_rows(counts, router_ED) if pairs or line["metric"] != "expert_overlap"
         )  # which is made of pairs
-        tables["routing_layers"] += [{**place, **line} for line in (*metrics, *apart, *window.notes.rows(row))]
+        tables["routing_layers"] += [
+            {**place, **line} for line in (*metrics, *apart, *window.notes.rows(row))
+        ]
         if pairs and counts.k > 1:
             columns = coactivation_columns(counts)
             tables.setdefault("coactivation", []).extend({**place, **line} for line in as_rows(columns))
@@ -52,11 +62,14 @@ def window_tables(
 def as_rows(columns: dict[str, Any]) -> Iterator[Row]:
     length = max(len(column) for column in columns.values() if isinstance(column, np.ndarray))
     for at in range(length):
-        yield {name: column[at] if isinstance(column, np.ndarray) else column for name, column in columns.items()}
+        yield {
+            name: column[at] if isinstance(column, np.ndarray) else column for name, column in columns.items()
+        }
 
 
 def scalars(window: Window, blocks: list[Block], alerts: int, gradients: list[Row]) -> dict[str, float]:
-    """At most twelve numbers: percentiles over layers, alerts so far, and the weakest pull of the text on a router.
+    """At most twelve numbers: percentiles over layers, alerts so far, and the weakest pull of the text on a
+    router.
 
     What was not measured since the last log is left out.
     """

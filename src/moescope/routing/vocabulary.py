@@ -1,4 +1,7 @@
-"""What experts know of single tokens, from a sample of the text: a token's own identity, the next one, the one predicted."""
+"""What experts know of single tokens, from a sample of the text.
+
+A token's own identity, the next one, the one predicted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 def token_counts(ids_T: Integers, chosen_TK: Integers, n_tokens: int, n_experts: int) -> sparse.csr_array:
-    """How often each token id went to each expert: V x E, sparse. Ids below 0 (no next token) are left out."""
+    """How often each token id went to each expert: V x E, sparse.
+
+    Ids below 0 (no next token) are left out.
+    """
     there = (chosen_TK >= 0) & (ids_T >= 0)[:, None]
     rows = np.broadcast_to(ids_T[:, None], chosen_TK.shape)[there]
     ones = np.ones(len(rows))
@@ -21,9 +27,11 @@ def token_counts(ids_T: Integers, chosen_TK: Integers, n_tokens: int, n_experts:
 
 
 def top_tokens(counts_VE: sparse.csr_array, top: int = TOP) -> list[tuple[Integers, Array, Array, Array]]:
-    """For each expert the tokens that set it apart: ids, counts, share P(token | expert), lift P(token | expert)/P(token).
+    """For each expert the tokens that set it apart: ids, counts, share P(token | expert), lift P(token |
+    expert)/P(token).
 
-    Ranked by count times log lift, the token's part in the expert's information: frequent and unusual, not either alone.
+    Ranked by count times log lift, the token's part in the expert's information: frequent and unusual, not
+    either alone.
     """
     total = counts_VE.sum()
     of_token_V = np.asarray(counts_VE.sum(1)).ravel()
@@ -56,10 +64,13 @@ def vocabulary_specialisation(ids_T: Integers, chosen_TK: Integers, n_experts: i
 
 
 def token_information(ids_T: Integers, chosen_TK: Integers, half_T: Integers, n_experts: int) -> float:
-    """Held-out gain in nats of knowing the token: mean of log p(e | token)/p(e), fitted on one half of the documents.
+    """Held-out gain in nats of knowing the token: mean of log p(e | token)/p(e), fitted on one half of the
+    documents.
 
-    Each half is fitted once and judged on the other. p(e | token) leans on p(e) with a strength chosen by leave-one-out within the
-    fitted half. The plug-in estimate cannot be used: with a vocabulary it is too high by a nat, corrected or not.
+    Each half is fitted once and judged on the other. p(e | token) leans on p(e) with a strength chosen by
+    leave-one-out within the
+    fitted half. The plug-in estimate cannot be used: with a vocabulary it is too high by a nat, corrected or
+    not.
     """
     gains, weights = [], []
     compact = np.unique(ids_T, return_inverse=True)[1]
@@ -69,7 +80,9 @@ def token_information(ids_T: Integers, chosen_TK: Integers, half_T: Integers, n_
         if not tables[fitted].sum() or not tables[judged].sum():
             return np.nan
         prior_E = (np.asarray(tables[fitted].sum(0)).ravel() + 0.5) / (tables[fitted].sum() + 0.5 * n_experts)
-        strength = max(STRENGTHS, key=lambda a: gain(tables[fitted], tables[fitted], prior_E, a, leave_one_out=True))
+        strength = max(
+            STRENGTHS, key=lambda a: gain(tables[fitted], tables[fitted], prior_E, a, leave_one_out=True)
+        )
         gains.append(gain(tables[fitted], tables[judged], prior_E, strength))
         weights.append(tables[judged].sum())
     return float(np.average(gains, weights=weights))

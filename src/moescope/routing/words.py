@@ -33,7 +33,8 @@ class Words:
     ) -> tuple[str | None, str | None, str | None]:
         """(what stands before, the token, what follows) as the text reads when decoded together.
 
-        Where a token is part of a letter, decoding together gives other letters; then each of the three is decoded alone.
+        Where a token is part of a letter, decoding together gives other letters; then each of the three is
+        decoded alone.
         """
         if self.tokenizer is None:
             return None, None, None

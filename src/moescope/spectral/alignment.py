@@ -41,18 +41,24 @@ def cumulate(
 ) -> AlignmentMatrix:
     """align(i, j; k) = sum over a <= k of (v_a(W_j) . r_i)^2, for every k of the ladder at once.
 
-    `energy_per_expert[j]` is [routers, rungs]: the cumulative sum at each rung of the ladder, ended by the total. Rungs above
+    `energy_per_expert[j]` is [routers, rungs]: the cumulative sum at each rung of the ladder, ended by the
+    total. Rungs above
     the layer's largest rank are replaced by that rank: beyond it nothing changes.
     """
     top = max(ranks)
     kept = [index for index, k in enumerate(ladder) if k < top]
     columns = [np.append(energy[:, kept], energy[:, -1:], axis=1) for energy in energy_per_expert]
     align_KEE = np.clip(np.stack(columns, axis=-1).transpose(1, 0, 2), 0.0, 1.0)
-    return AlignmentMatrix([*(ladder[index] for index in kept), top], align_KEE, np.array(ranks, float), d_model)
+    return AlignmentMatrix(
+        [*(ladder[index] for index in kept), top], align_KEE, np.array(ranks, float), d_model
+    )
 
 
 def cumulative_energy(energy_ER: Array | Tensor, ladder: list[int]) -> Array:
-    """[routers, rungs + 1]: the energy below each rung, and in all; a rung above the expert's own rank holds the total."""
+    """[routers, rungs + 1]: the energy below each rung, and in all.
+
+    A rung above the expert's own rank holds the total.
+    """
     sums = energy_ER.cumsum(1)
     rank = sums.shape[1]
     rungs = sums[:, [*(min(k, rank) - 1 for k in ladder), rank - 1]]
@@ -69,12 +75,18 @@ def random_expectation(ks: list[int], rank_E: Array, d_model: int) -> Array:
 
 
 def shuffle_null(M_KEE: Array) -> tuple[Array, Array]:
-    """[K] mean and population standard deviation of all n^2 entries: what infinitely many pooled re-pairings converge to."""
+    """[K] mean and population standard deviation of all n^2 entries.
+
+    What infinitely many pooled re-pairings converge to.
+    """
     return M_KEE.mean(axis=(1, 2)), M_KEE.std(axis=(1, 2))
 
 
 def sampled_shuffle_null(M_KEE: Array, n_shuffles: int, seed: int) -> tuple[Array, Array]:
-    """[K] the same two, from `n_shuffles` drawn re-pairings pooled: for comparison with older results, noisy by design."""
+    """[K] the same two, from `n_shuffles` drawn re-pairings pooled.
+
+    For comparison with older results, noisy by design.
+    """
     generator = np.random.default_rng(seed)
     n = M_KEE.shape[1]
     pairings = np.stack([generator.permutation(n) for _ in range(n_shuffles)])
@@ -91,14 +103,19 @@ def z_scores(delta: Array, std_K: Array) -> Array:
 def z_ceiling(n: int) -> float:
     """sqrt(n - 1): the largest mean z any layer of n experts can reach under the closed-form null.
 
-    With the n^2 entries standardised to mean 0 and variance 1, the diagonal's mean is largest when all n diagonal entries
-    equal x and all others equal y: n x + n (n - 1) y = 0 and n x^2 + n (n - 1) y^2 = n^2 give x = sqrt(n - 1).
+    With the n^2 entries standardised to mean 0 and variance 1, the diagonal's mean is largest when all n
+    diagonal entries
+    equal x and all others equal y: n x + n (n - 1) y = 0 and n x^2 + n (n - 1) y^2 = n^2 give x = sqrt(n -
+    1).
     """
     return float(np.sqrt(n - 1))
 
 
 def hit_shares(M_KEE: Array) -> Array:
-    """[K, E, E]: cell (i, j) holds 1/(number tied) where expert j is among router i's best, else 0; each row sums to 1."""
+    """[K, E, E]: cell (i, j) holds 1/(number tied) where expert j is among router i's best, else 0.
+
+    Each row sums to 1.
+    """
     best = M_KEE.max(axis=2, keepdims=True) - M_KEE <= TIE
     return best / best.sum(axis=2, keepdims=True)
 
@@ -109,9 +126,11 @@ def argmax_accuracy(M_KEE: Array) -> Array:
 
 
 def assignment_accuracy(M_KEE: Array) -> Array:
-    """[K]: diagonal share of the best one-to-one assignment; an expert that attracts every router does not fool it.
+    """[K]: diagonal share of the best one-to-one assignment; an expert that attracts every router does not
+    fool it.
 
-    Where every assignment is as good as any other (all entries equal, all experts alike, all routers alike) the diagonal is
+    Where every assignment is as good as any other (all entries equal, all experts alike, all routers alike)
+    the diagonal is
     worth 1/n, as under chance: the solver would name one of them, often the stored order.
     """
     accuracies = []
@@ -126,7 +145,10 @@ def assignment_accuracy(M_KEE: Array) -> Array:
 
 
 def margins(M_KEE: Array) -> Array:
-    """[K, E]: own alignment less the best other expert's; negative where another expert fits the router better."""
+    """[K, E]: own alignment less the best other expert's.
+
+    Negative where another expert fits the router better.
+    """
     others = M_KEE.copy()
     index = np.arange(M_KEE.shape[1])
     others[:, index, index] = -np.inf

@@ -1,6 +1,7 @@
 """Several experts at once on the CPU, one BLAS thread each, and the next one read meanwhile.
 
-Half of a decomposition does not profit from a second thread, and BLAS threads that wait for each other lose all they won
+Half of a decomposition does not profit from a second thread, and BLAS threads that wait for each other lose
+all they won
 as soon as another program wants a core. Experts are independent, so threads are given to experts instead.
 """
 
@@ -23,8 +24,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def reads(read: Callable[[int], Tensor], experts: list[int], device: str) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """Each expert and how to get its matrix. On a GPU threads have read it by then; on a CPU they have better things to do."""
+def reads(
+    read: Callable[[int], Tensor], experts: list[int], device: str
+) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Each expert and how to get its matrix.
+
+    On a GPU threads have read it by then; on a CPU they have better things to do.
+    """
     if device != "cpu":
         from moescope.spectral.on_gpu import read_ahead
 
@@ -50,7 +56,10 @@ def decompose_each(
     device: str,
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Decomposition]]:
-    """(expert, its decomposition) in the order given: a thread an expert on a CPU, whole batches on a GPU. `count`: how many there may be."""
+    """(expert, its decomposition) in the order given: a thread an expert on a CPU, whole batches on a GPU.
+
+    `count`: how many there may be.
+    """
     if device != "cpu":
         from moescope.spectral.on_gpu import in_batches
 
@@ -63,7 +72,10 @@ def decompose_each(
 
 
 def experts_at_once(device: str) -> int:
-    """As many as BLAS would use threads; 1 where its threads cannot be told apart, or it was told to use one, or on a GPU."""
+    """As many as BLAS would use threads.
+
+    1 where its threads cannot be told apart, or it was told to use one, or on a GPU.
+    """
     controls = thread_controls()
     return min(controls.get(), MOST_AT_ONCE) if device == "cpu" and controls else 1
 
@@ -74,7 +86,10 @@ def in_order(
     at_once: int,
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Result]]:
-    """(expert, work(item)) in the order given. One item more than are worked on is taken from `items`, by this thread."""
+    """(expert, work(item)) in the order given.
+
+    One item more than are worked on is taken from `items`, by this thread.
+    """
     if at_once == 1:
         for expert, item in items:
             with waiting():

@@ -1,9 +1,13 @@
 """Eigenvalues of many symmetric matrices at once, and where given vectors lie in their eigenbases.
 
-cuSOLVER takes the matrices of a batch one after the other, and one matrix of 768 rows keeps a large GPU waiting for most of
-its 8 ms. Here every step is taken for the whole batch: reduction to tridiagonal form, of which only Q' applied to the
-given vectors is kept, then divide and conquer on the tridiagonal matrices, of which only the product with those vectors
-is formed. No eigenvector is computed but the leading ones. Plain torch, so that it runs and is tested on any device.
+cuSOLVER takes the matrices of a batch one after the other, and one matrix of 768 rows keeps a large GPU
+waiting for most of
+its 8 ms. Here every step is taken for the whole batch: reduction to tridiagonal form, of which only Q'
+applied to the
+given vectors is kept, then divide and conquer on the tridiagonal matrices, of which only the product with
+those vectors
+is formed. No eigenvector is computed but the leading ones. Plain torch, so that it runs and is tested on any
+device.
 """
 
 from __future__ import annotations
@@ -19,18 +23,22 @@ if TYPE_CHECKING:
 
 PANEL = 32  # columns reduced before the rest of the matrix is brought up to date
 LEAF = 32  # rows of a tridiagonal matrix that are left to the library's batched solver, at most
-ITERATIONS = 60  # of the secular equation's solver, at most; it mostly needs six, and halves an interval where eigenvalues are tied
+# of the secular equation's solver, at most; it mostly needs six, and halves an interval where eigenvalues are
+# tied
+ITERATIONS = 60
 Update = Callable[["Tensor", "Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
 EPS = torch.finfo(torch.float64).eps
 NEXT_TO_NOTHING = 1e-150  # its square is still a number
-SETTLED = (
-    1e-9  # a step so small against the root itself: the next one would be lost in rounding, convergence being quadratic
-)
+# a step so small against the root itself: the next one would be lost in rounding, convergence being quadratic
+SETTLED = 1e-9
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Q' G Q = T, tridiagonal, for each matrix of a batch. Suffixes: B matrices, N rows, V vectors, P panels."""
+    """Q' G Q = T, tridiagonal, for each matrix of a batch.
+
+    Suffixes: B matrices, N rows, V vectors, P panels.
+    """
 
     diagonal_BN: Tensor
     beside_BN: Tensor  # off the diagonal: N - 1 entries
@@ -52,7 +60,10 @@ class Reduction:
 
 
 def inner(V_BNP: Tensor, factors_BP: Tensor) -> Tensor:
-    """V'V with 1/tau on the diagonal: its upper triangle is the inverse of the factor T in H_1 ... H_p = I - V T V'."""
+    """V'V with 1/tau on the diagonal: its upper triangle is the inverse of the factor T in H_1 ...
+
+    H_p = I - V T V'.
+    """
     products = V_BNP.mT @ V_BNP
     products.diagonal(dim1=1, dim2=2).copy_(1 / factors_BP)
     return products
@@ -61,7 +72,8 @@ def inner(V_BNP: Tensor, factors_BP: Tensor) -> Tensor:
 def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
     """The Householder reduction of each matrix; `matrices_BNN` is overwritten.
 
-    Blocked as LAPACK's sytrd is: within a panel the matrix is left as it was, and each step corrects its product with
+    Blocked as LAPACK's sytrd is: within a panel the matrix is left as it was, and each step corrects its
+    product with
     the panel's own vectors, so that the matrix is read once a step and written once a panel.
     """
     A, Y = matrices_BNN, vectors_BNV.clone()
@@ -90,7 +102,9 @@ def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
             torch.sub(p[..., 0], ((tau * (v.mT @ p)) * v)[..., 0], alpha=0.5, out=W[:, below, column - start])
             factors[:, column] = tau[:, 0, 0]
         rest = slice(end, None)
-        A[:, rest, rest].baddbmm_(V[:, rest], W[:, rest].mT, alpha=-1).baddbmm_(W[:, rest], V[:, rest].mT, alpha=-1)
+        A[:, rest, rest].baddbmm_(V[:, rest], W[:, rest].mT, alpha=-1).baddbmm_(
+            W[:, rest], V[:, rest].mT, alpha=-1
+        )
         tail, panel = Y[:, start + 1 :], V[:, start + 1 :]
         triangle = inner(panel, factors[:, start:end]).tril()
         tail.baddbmm_(panel, torch.linalg.solve_triangular(triangle, panel.mT @ tail, upper=False), alpha=-1)
@@ -149,37 +163,56 @@ class Eigenbasis:
 def divide_and_conquer(
     diagonal_BN: Tensor, beside_BN: Tensor, vectors_BNV: Tensor, update: Update | None = None
 ) -> Eigenbasis:
-    """Eigenvalues of tridiagonal matrices and the vectors' coordinates in their eigenbases (Cuppen; Gu and Eisenstat 1995).
+    """Eigenvalues of tridiagonal matrices and the vectors' coordinates in their eigenbases (Cuppen; Gu and
+    Eisenstat 1995).
 
-    A library deflates: it leaves out eigenvalues that a merge does not move. What is deflated differs from matrix to
-    matrix, so here the problem is moved instead, by no more than rounding: equal eigenvalues are set apart by eps, and no
-    coupling is less than eps. Every matrix then takes the same steps, and stays as accurate as if its entries had been
+    A library deflates: it leaves out eigenvalues that a merge does not move. What is deflated differs from
+    matrix to
+    matrix, so here the problem is moved instead, by no more than rounding: equal eigenvalues are set apart by
+    eps, and no
+    coupling is less than eps. Every matrix then takes the same steps, and stays as accurate as if its entries
+    had been
     rounded once more. `update` takes the place of `rank_one_update`, where there is a quicker one.
     """
     update = update or rank_one_update
     batch, rows = diagonal_BN.shape
-    scale = torch.maximum(diagonal_BN.abs().amax(1), beside_BN.abs().amax(1) if rows > 1 else diagonal_BN.abs().amax(1))
+    scale = torch.maximum(
+        diagonal_BN.abs().amax(1), beside_BN.abs().amax(1) if rows > 1 else diagonal_BN.abs().amax(1)
+    )
     scale = torch.where(scale > 0, scale, 1.0)[:, None]
     levels = max(0, (rows - 1) // LEAF).bit_length()
     leaf = -(-rows // (1 << levels))
     padding = (leaf << levels) - rows
     blocks = 1 << levels
-    # padding goes below all eigenvalues (3 is beyond the norm of a scaled tridiagonal matrix), so that it comes first
-    below = -3.0 - torch.arange(padding, 0, -1, device=diagonal_BN.device, dtype=diagonal_BN.dtype) / max(padding, 1)
+    # padding goes below all eigenvalues (3 is beyond the norm of a scaled tridiagonal matrix), so that it
+    # comes first
+    below = -3.0 - torch.arange(padding, 0, -1, device=diagonal_BN.device, dtype=diagonal_BN.dtype) / max(
+        padding, 1
+    )
     a = torch.cat([below.expand(batch, padding), diagonal_BN / scale], 1)
     b = torch.cat([beside_BN.new_zeros(batch, padding), beside_BN / scale], 1)
     sign = torch.where(b < 0, -1.0, 1.0)
     coupling = b.abs().clamp_min(EPS)
-    cuts = torch.arange(leaf, blocks * leaf, leaf, device=a.device)  # the first row of each block but the first
+    cuts = torch.arange(
+        leaf, blocks * leaf, leaf, device=a.device
+    )  # the first row of each block but the first
     a = a.index_add(1, cuts, -coupling[:, cuts - 1]).index_add(1, cuts - 1, -coupling[:, cuts - 1])
     leaves = torch.diag_embed(a.reshape(batch, blocks, leaf))
     if leaf > 1:
-        ends = torch.cat([b, b.new_zeros(batch, 1)], 1)[:, : blocks * leaf].reshape(batch, blocks, leaf)[..., :-1]
+        ends = torch.cat([b, b.new_zeros(batch, 1)], 1)[:, : blocks * leaf].reshape(batch, blocks, leaf)[
+            ..., :-1
+        ]
         leaves = leaves + torch.diag_embed(ends, 1) + torch.diag_embed(ends, -1)
     values, leaf_vectors = torch.linalg.eigh(leaves)
-    Y = torch.nn.functional.pad(vectors_BNV, (0, 0, padding, 0)).mT.reshape(batch, -1, blocks, leaf).transpose(1, 2)
+    Y = (
+        torch.nn.functional.pad(vectors_BNV, (0, 0, padding, 0))
+        .mT.reshape(batch, -1, blocks, leaf)
+        .transpose(1, 2)
+    )
     edges = torch.stack([leaf_vectors[..., 0, :], leaf_vectors[..., -1, :]], -2)
-    work = torch.cat([edges, Y @ leaf_vectors], -2)  # rows: first and last row of the eigenbasis, then the vectors
+    work = torch.cat(
+        [edges, Y @ leaf_vectors], -2
+    )  # rows: first and last row of the eigenbasis, then the vectors
     merges: list[Merge] = []
     converged = torch.ones(batch, dtype=torch.bool, device=a.device)
     while blocks > 1:
@@ -213,10 +246,13 @@ def divide_and_conquer(
 
 
 def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues and eigenvectors (as rows) of diag(d) + rho z z', d ascending, batched; and whether all roots were found.
+    """Eigenvalues and eigenvectors (as rows) of diag(d) + rho z z', d ascending, batched; and whether all
+    roots were found.
 
-    Each eigenvalue is kept as its distance from the nearer pole, so that d_j - lambda_i is exact to the last digits, and
-    the vectors are made from the z that has these eigenvalues exactly (Gu and Eisenstat 1994): orthogonal to rounding.
+    Each eigenvalue is kept as its distance from the nearer pole, so that d_j - lambda_i is exact to the last
+    digits, and
+    the vectors are made from the z that has these eigenvalues exactly (Gu and Eisenstat 1994): orthogonal to
+    rounding.
     """
     size = poles_M.shape[-1]
     steps = torch.arange(size, device=poles_M.device)
@@ -240,8 +276,10 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
         rest = 1 + rest
         residual = rest - own_weight / root
         low, high = torch.where(residual < 0, root, low), torch.where(residual >= 0, root, high)
-        # c - w / x + t / (other - x): the own pole as it is, the rest by its value and slope (Li's fixed weight method).
-        # Solved for x, not for a step: x is the distance from a pole, and must keep its digits however small it is.
+        # c - w / x + t / (other - x): the own pole as it is, the rest by its value and slope (Li's fixed
+        # weight method).
+        # Solved for x, not for a step: x is the distance from a pole, and must keep its digits however small
+        # it is.
         to_other = torch.where(has_far, other - root, 0.0)
         t = to_other.square() * slope
         c = rest - to_other * slope
@@ -251,11 +289,15 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
         # the last root: rest + slope (x - root) - w / x
         tangent = rest - root * slope
         radical = (tangent.square() + 4 * slope * own_weight).sqrt()
-        one_pole = torch.where(tangent > 0, 2 * own_weight / (tangent + radical), (radical - tangent) / (2 * slope))
+        one_pole = torch.where(
+            tangent > 0, 2 * own_weight / (tangent + radical), (radical - tangent) / (2 * slope)
+        )
         proposed = torch.where(has_far, two_poles, one_pole)
         inside = (proposed > low) & (proposed < high)  # so written, NaN is outside
         close = (proposed - root).abs() <= SETTLED * root.abs()
-        moved = torch.where(close, proposed.clamp(low, high), torch.where(inside, proposed, halfway(low, high)))
+        moved = torch.where(
+            close, proposed.clamp(low, high), torch.where(inside, proposed, halfway(low, high))
+        )
         # a residual within the rounding of its sum says no more which way to go
         size_of_terms = 1 + rest.abs() + (own_weight / root).abs() + slope * root.abs()
         settled |= residual.abs() <= 4 * size**0.5 * EPS * size_of_terms
@@ -264,7 +306,8 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
         if iteration > 3 and bool(settled.all()):
             break
     shifted = distance - root[..., None]
-    # z that makes these the exact eigenvalues: z_j^2 rho = prod_i (lambda_i - d_j) / prod_{i != j} (d_i - d_j)
+    # z that makes these the exact eigenvalues: z_j^2 rho = prod_i (lambda_i - d_j) / prod_{i != j} (d_i -
+    # d_j)
     between = poles[..., None, :] - poles[..., :, None]
     between.diagonal(dim1=-2, dim2=-1).fill_(-1.0)
     exact = (shifted / between).prod(-2).abs().sqrt() * torch.where(z < 0, -1.0, 1.0)
@@ -273,8 +316,13 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
     return origin + root, vectors, settled
 
 
-def interlaced(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(poles set apart, couplings of which none vanishes, rho z^2, the width of the interval above each pole that holds a root)."""
+def interlaced(
+    poles_M: Tensor, coupling_M: Tensor, strength: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(poles set apart, couplings of which none vanishes, rho z^2.
+
+    The width of the interval above each pole that holds a root).
+    """
     steps = torch.arange(poles_M.shape[-1], device=poles_M.device)
     apart = 2 * EPS * torch.maximum(poles_M.abs().amax(-1, keepdim=True), strength[..., None])
     poles = torch.cummax(poles_M - steps * apart, -1).values + steps * apart
@@ -284,8 +332,11 @@ def interlaced(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[T
     return poles, z, weights, above - poles
 
 
-def weighted_sums(distances: Tensor, weights_M: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Sum over poles of w / d and of w / d^2, for each root, one pole left out where asked. `distances` is overwritten.
+def weighted_sums(
+    distances: Tensor, weights_M: Tensor, without: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum over poles of w / d and of w / d^2, for each root, one pole left out where asked. `distances` is
+    overwritten.
 
     As products of a matrix and a vector: a sum of terms would write them to memory first.
     """
@@ -296,7 +347,10 @@ def weighted_sums(distances: Tensor, weights_M: Tensor, without: Tensor | None =
 
 
 def halfway(low: Tensor, high: Tensor) -> Tensor:
-    """Between two bounds of one sign: their geometric mean where the inner one is not zero, for a root may lie very near a pole."""
+    """Between two bounds of one sign.
+
+    Their geometric mean where the inner one is not zero, for a root may lie very near a pole.
+    """
     same = low * high > 0
     geometric = torch.sign(low + high) * (low.abs().sqrt() * high.abs().sqrt())
     return torch.where(same, geometric, (low + high) / 2)

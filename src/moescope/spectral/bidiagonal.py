@@ -1,4 +1,7 @@
-"""The singular value decomposition of an expert without its singular vectors: what the routers' coordinates need, no more."""
+"""The singular value decomposition of an expert without its singular vectors.
+
+What the routers' coordinates need, no more.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ class Solution(NamedTuple):
 class BidiagonalSVD:
     """U S V' of the upper bidiagonal B, with U and V kept as the steps of divide and conquer that make them.
 
-    Applying U' to n vectors then takes O(n d^2), and U and V, which take O(d^3), are never formed. These are the routines
-    of LAPACK's least-squares driver dgelsd (dlasda, dlalsa); Gu and Eisenstat, SIAM J. Matrix Anal. Appl. 16 (1995).
+    Applying U' to n vectors then takes O(n d^2), and U and V, which take O(d^3), are never formed. These are
+    the routines
+    of LAPACK's least-squares driver dgelsd (dlasda, dlalsa); Gu and Eisenstat, SIAM J. Matrix Anal. Appl. 16
+    (1995).
     """
 
     def __init__(self, diagonal_R: Array, above_R: Array) -> None:
@@ -36,23 +41,44 @@ class BidiagonalSVD:
             left, values, right = np.linalg.svd(np.diag(values) + np.diag(above[:-1], 1))
             self.dense, self.order = (left, right.T), np.arange(size)
         else:
-            # As LAPACK's drivers do: a diagonal entry within rounding of zero is put where division by it is safe.
+            # As LAPACK's drivers do: a diagonal entry within rounding of zero is put where division by it is
+            # safe.
             tiny = np.finfo(float).eps / 2
             values = np.where(np.abs(values) < tiny, np.copysign(tiny, values), values)
             levels = int(np.log2(size / (LEAF + 1))) + 1
             reals = {  # in dlasda's own names
-                "u": LEAF, "vt": LEAF + 1, "difl": levels, "difr": 2 * levels, "z": levels,
-                "poles": 2 * levels, "givnum": 2 * levels, "c": 1, "s": 1,
-            }  # fmt: skip
+                "u": LEAF,
+                "vt": LEAF + 1,
+                "difl": levels,
+                "difr": 2 * levels,
+                "z": levels,
+                "poles": 2 * levels,
+                "givnum": 2 * levels,
+                "c": 1,
+                "s": 1,
+            }
             real = {name: np.zeros((columns, size)) for name, columns in reals.items()}
             whole = {
                 name: np.zeros((columns, size), np.int32)
                 for name, columns in {"k": 1, "givptr": 1, "givcol": 2 * levels, "perm": levels}.items()
             }
             self.steps = (
-                real["u"], size, real["vt"], whole["k"], real["difl"], real["difr"], real["z"], real["poles"],
-                whole["givptr"], whole["givcol"], size, whole["perm"], real["givnum"], real["c"], real["s"],
-            )  # fmt: skip
+                real["u"],
+                size,
+                real["vt"],
+                whole["k"],
+                real["difl"],
+                real["difr"],
+                real["z"],
+                real["poles"],
+                whole["givptr"],
+                whole["givcol"],
+                size,
+                whole["perm"],
+                real["givnum"],
+                real["c"],
+                real["s"],
+            )
             self.workspace = np.empty(6 * size + (LEAF + 1) ** 2), np.empty(7 * size, np.int32)
             lapack("dlasda", 1, LEAF, size, 0, values, above, *self.steps, *self.workspace)
             self.order = np.argsort(-values, kind="stable")
@@ -76,16 +102,22 @@ class BidiagonalSVD:
     def applied(self, right: int, rows: Array) -> Array:
         given, result = rows.copy(), np.empty_like(rows)  # dlalsa overwrites what it is given
         size = len(self.order)
-        lapack("dlalsa", right, LEAF, size, len(rows), given, size, result, size, *self.steps, *self.workspace)
+        lapack(
+            "dlalsa", right, LEAF, size, len(rows), given, size, result, size, *self.steps, *self.workspace
+        )
         return result
 
 
 def by_bidiagonal_form(matrix_FD: Array, routers_ED: Array, leading: int) -> Solution:
-    """Singular values, coordinates and leading vectors to the accuracy of an SVD: W itself is reduced, never its square.
+    """Singular values, coordinates and leading vectors to the accuracy of an SVD: W itself is reduced, never
+    its square.
 
-    Formula: with the triangular factor X of W (W' = X Q if tall, W' = Q X if wide), the right singular vectors of W are the
-    left ones of X (times Q, if wide), and X = Q1 B P1' for a bidiagonal B: v_a . r = u_a(B) . Q1' r, or Q1' Q' r.
-    For the leading vectors B is turned about its antidiagonal, which makes its left singular vectors right ones, since
+    Formula: with the triangular factor X of W (W' = X Q if tall, W' = Q X if wide), the right singular
+    vectors of W are the
+    left ones of X (times Q, if wide), and X = Q1 B P1' for a bidiagonal B: v_a . r = u_a(B) . Q1' r, or Q1'
+    Q' r.
+    For the leading vectors B is turned about its antidiagonal, which makes its left singular vectors right
+    ones, since
     those are what the compact form can give one by one.
     """
     hidden, width = matrix_FD.shape
@@ -100,7 +132,9 @@ def by_bidiagonal_form(matrix_FD: Array, routers_ED: Array, leading: int) -> Sol
         lapack_with_workspace("dgeqrf", width, hidden, reduced, width, outer_scales)
         triangle = np.triu(reduced[:, :size].T)
         rows = routers_ED.copy()
-        lapack_with_workspace("dormqr", "L", "T", width, len(rows), size, reduced, width, outer_scales, rows, width)
+        lapack_with_workspace(
+            "dormqr", "L", "T", width, len(rows), size, reduced, width, outer_scales, rows, width
+        )
         rows = rows[:, :size].copy()
     triangle = np.asfortranarray(triangle)
     diagonal, above, left_scales, right_scales = (np.empty(size) for _ in range(4))
@@ -109,7 +143,18 @@ def by_bidiagonal_form(matrix_FD: Array, routers_ED: Array, leading: int) -> Sol
 
     def turned(rows_NR: Array, transposed: str) -> None:
         lapack_with_workspace(
-            "dormbr", "Q", "L", transposed, size, len(rows_NR), size, triangle, size, left_scales, rows_NR, size
+            "dormbr",
+            "Q",
+            "L",
+            transposed,
+            size,
+            len(rows_NR),
+            size,
+            triangle,
+            size,
+            left_scales,
+            rows_NR,
+            size,
         )
 
     turned(rows, "T")

@@ -31,7 +31,9 @@ class Decomposition:
     energy_ER: (
         Array | Tensor
     )  # energy_ER[i, a] = (v_a . r_i)^2 for unit router rows r_i; on the GPU where it was made there
-    leading_DK: Array | Tensor  # the first right singular vectors, oriented so that the mean of W v is positive
+    leading_DK: (
+        Array | Tensor
+    )  # the first right singular vectors, oriented so that the mean of W v is positive
     full_rank: int  # min(F, D): what the rank would be without deficiency
     fallback: bool  # the Gram matrix was not trusted and W itself was decomposed
 
@@ -40,14 +42,19 @@ class Decomposition:
         return len(self.singular_values_R)
 
 
-def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precision: str = "fast") -> Decomposition:
-    """The singular values of W, the routers' squared coordinates in its right singular basis, and its leading vectors.
+def decompose(
+    matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precision: str = "fast"
+) -> Decomposition:
+    """The singular values of W, the routers' squared coordinates in its right singular basis, and its leading
+    vectors.
 
     Formula: with W'W = V S^2 V', energy = (V' r)^2; when F < D the small side is used: W W' = U S^2 U' and
     v_a . r = (u_a . W r) / s_a. All of it in fp64: a fp32 Gram matrix errs by 1e-2 at condition number 1e3.
 
-    Squaring W costs half the digits at the small end of the spectrum, so the result is checked (`gram_suffices`), and
-    the expert is decomposed again without squaring where the check fails: rank-deficient and very ill-conditioned experts.
+    Squaring W costs half the digits at the small end of the spectrum, so the result is checked
+    (`gram_suffices`), and
+    the expert is decomposed again without squaring where the check fails: rank-deficient and very
+    ill-conditioned experts.
     Misleads where k cuts a tie of singular values: the leading subspace is then not defined, by any method.
     """
     if precision not in TOLERANCE:
@@ -56,8 +63,13 @@ def decompose(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], precisio
     return route(matrix_FD, routers_ED, ladder, TOLERANCE[precision])
 
 
-def decompose_on_cpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], tolerance: float) -> Decomposition:
-    """Tridiagonal route, and the bidiagonal one where it is not to be trusted: no route forms all singular vectors."""
+def decompose_on_cpu(
+    matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], tolerance: float
+) -> Decomposition:
+    """Tridiagonal route, and the bidiagonal one where it is not to be trusted.
+
+    No route forms all singular vectors.
+    """
     import torch
 
     hidden, width = matrix_FD.shape
@@ -66,7 +78,9 @@ def decompose_on_cpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
     fallback = True
     try:
         found = by_gram_matrix(W, rows, LEADING_VECTORS)
-        squares, coordinates = (torch.from_numpy(array) for array in (found.values_R**2, found.coordinates_ER))
+        squares, coordinates = (
+            torch.from_numpy(array) for array in (found.values_R**2, found.coordinates_ER)
+        )
         shape = max(hidden, width), hidden >= width
         fallback = not gram_suffices(squares[None], coordinates[None], *shape, ladder, tolerance)
     except np.linalg.LinAlgError:  # no square root of the Gram matrix: rank-deficient
@@ -88,7 +102,8 @@ def decompose_on_cpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
 def unit_scaled(matrix_FD: Tensor) -> tuple[Tensor, float]:
     """(W in fp64, row by row in memory, less a power of two; that power).
 
-    Squares of very large or small weights would leave fp64's range; a power of two is taken out without rounding.
+    Squares of very large or small weights would leave fp64's range; a power of two is taken out without
+    rounding.
     """
     import math
 
@@ -103,12 +118,15 @@ def unit_scaled(matrix_FD: Tensor) -> tuple[Tensor, float]:
     return matrix / scale, scale
 
 
-def decompose_on_gpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], tolerance: float) -> Decomposition:
+def decompose_on_gpu(
+    matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], tolerance: float
+) -> Decomposition:
     """All eigenvectors of the Gram matrix by torch, and torch's SVD where they are not to be trusted."""
     import torch
 
     matrix = matrix_FD.to(torch.float64)
-    # Squares of very large or small weights would leave fp64's range; a power of two is taken out without rounding.
+    # Squares of very large or small weights would leave fp64's range; a power of two is taken out without
+    # rounding.
     scale = torch.exp2(torch.floor(torch.log2(matrix.abs().max())))
     matrix = matrix / scale
     routers = routers_ED.to(matrix)
@@ -118,7 +136,9 @@ def decompose_on_gpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
     squares, basis = eigenvalues.flip(0), basis.flip(1)
     values = squares.clamp_min(0).sqrt()
     coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
-    fallback = not gram_suffices(squares[None], coordinates[None], max(hidden, width), tall, ladder, tolerance)
+    fallback = not gram_suffices(
+        squares[None], coordinates[None], max(hidden, width), tall, ladder, tolerance
+    )
     if fallback:
         _, values, right = torch.linalg.svd(matrix, full_matrices=False)
         rank = int((values > max(hidden, width) * torch.finfo(torch.float64).eps * values[0]).sum())
@@ -139,17 +159,28 @@ def decompose_on_gpu(matrix_FD: Tensor, routers_ED: Tensor, ladder: list[int], t
 
 
 def gram_suffices(
-    squares_BR: Tensor, coordinates_BER: Tensor, long_side: int, tall: bool, ladder: list[int], tolerance: float
+    squares_BR: Tensor,
+    coordinates_BER: Tensor,
+    long_side: int,
+    tall: bool,
+    ladder: list[int],
+    tolerance: float,
 ) -> Tensor:
-    """[B] whether the Gram route may be trusted: the error of align it can have made is within the tolerance at every cut.
+    """[B] whether the Gram route may be trusted: the error of align it can have made is within the tolerance
+    at every cut.
 
     Rounding puts noise of norm e = 8 eps lambda_1 into the Gram matrix. To first order align(k) then moves by
-    2 sum over a <= k < b of E_ab x_a x_b / (lambda_a - lambda_b), x the router's coordinates. The entries of such noise have
-    no common sign and are far smaller than its norm, so the terms are added as squares with E_ab = e; no sum of absolute
-    values, which is five orders too large at 4096 dimensions. For wide W, whose coordinates are divided by s_a, each term
+    2 sum over a <= k < b of E_ab x_a x_b / (lambda_a - lambda_b), x the router's coordinates. The entries of
+    such noise have
+    no common sign and are far smaller than its norm, so the terms are added as squares with E_ab = e; no sum
+    of absolute
+    values, which is five orders too large at 4096 dimensions. For wide W, whose coordinates are divided by
+    s_a, each term
     carries s_b / s_a, and e sum over a <= k of x_a^2 / lambda_a comes on top.
-    Fails where that is too much, where e is not small against the gap at the cut (first order says nothing there), or
-    where an eigenvalue is within rounding of zero, so that the rank cannot be told. Cuts near the top (s_k > s_1 / 8) are
+    Fails where that is too much, where e is not small against the gap at the cut (first order says nothing
+    there), or
+    where an eigenvalue is within rounding of zero, so that the rank cannot be told. Cuts near the top (s_k >
+    s_1 / 8) are
     let pass: an SVD of W does no better there. Of several experts (B) each is judged for itself.
     """
     import torch
@@ -177,6 +208,10 @@ def gram_suffices(
 
 
 def k_ladder(full_rank: int, named: tuple[int, ...] = ()) -> list[int]:
-    """1, 2, 4, ... up to the rank, the rank itself, and the user's own values; nothing beyond the rank, where nothing changes."""
+    """1, 2, 4, ...
+
+    Up to the rank, the rank itself, and the user's own values; nothing beyond the rank, where nothing
+    changes.
+    """
     powers = [2**power for power in range(full_rank.bit_length())]
     return sorted({k for k in (*powers, full_rank, *named) if 1 <= k <= full_rank})

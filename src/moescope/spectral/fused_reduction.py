@@ -1,7 +1,9 @@
 """The reduction to tridiagonal form in two kernels a column, for GPUs where Triton is installed.
 
-`batched_eigen.tridiagonalise` is the same in plain torch: some twenty kernels a column, each of which waits for the one before
-it, and products that read both halves of a symmetric matrix. Here one kernel finishes a column's vectors and begins the next
+`batched_eigen.tridiagonalise` is the same in plain torch: some twenty kernels a column, each of which waits
+for the one before
+it, and products that read both halves of a symmetric matrix. Here one kernel finishes a column's vectors and
+begins the next
 column, the other multiplies the matrix by a vector and reads each pair of mirrored tiles once.
 """
 
@@ -30,14 +32,35 @@ class Sizes(NamedTuple):
     rows: int = 32  # of the vectors, that one program of the other kernel works on
 
 
-@triton.jit(do_not_specialize=["column", "done", "first_tile"])  # else every sixteenth column would be compiled anew
+@triton.jit(
+    do_not_specialize=["column", "done", "first_tile"]
+)  # else every sixteenth column would be compiled anew
 def multiply(
-    A, V, W, X, products, panel_parts, bends, N, column, done, first_tile, n_tiles, n_stretches, n_pairs,
-    T: tl.constexpr, S: tl.constexpr, C: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """A x, one tile on or below the diagonal a program, used on either side; then W'x and V'x, one stretch of rows a program.
+    A,
+    V,
+    W,
+    X,
+    products,
+    panel_parts,
+    bends,
+    N,
+    column,
+    done,
+    first_tile,
+    n_tiles,
+    n_stretches,
+    n_pairs,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A x, one tile on or below the diagonal a program, used on either side; then W'x and V'x, one stretch of
+    rows a program.
 
-    What is left to be summed is stored by tile and by stretch. x is the column below the diagonal, 0 above: not yet scaled to a
+    What is left to be summed is stored by tile and by stretch. x is the column below the diagonal, 0 above:
+    not yet scaled to a
     Householder vector, for which every program would have to wait for the column's norm first.
     """
     matrix = tl.program_id(1).to(tl.int64)
@@ -87,14 +110,42 @@ def multiply(
 
 @triton.jit(do_not_specialize=["column", "done", "first_tile"])
 def finish_and_begin(
-    A, V, W, X, products, panel_parts, bends, N, column, done, first_tile, n_tiles, n_stretches, n_pairs,
-    X_next, squares, squares_next, factors, beside, diagonal, n_blocks,
-    FINISH: tl.constexpr, BEGIN: tl.constexpr, R: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
-    TILES: tl.constexpr, STRETCHES: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """FINISH: v and w of the column before, from the parts of the products. BEGIN: this column, brought up to date with the panel.
+    A,
+    V,
+    W,
+    X,
+    products,
+    panel_parts,
+    bends,
+    N,
+    column,
+    done,
+    first_tile,
+    n_tiles,
+    n_stretches,
+    n_pairs,
+    X_next,
+    squares,
+    squares_next,
+    factors,
+    beside,
+    diagonal,
+    n_blocks,
+    FINISH: tl.constexpr,
+    BEGIN: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TILES: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """FINISH: v and w of the column before, from the parts of the products. BEGIN: this column, brought up to
+    date with the panel.
 
-    With x the column before and s = copysign(norm, x_0): v = (x + s e_0) / (x_0 + s), so that A v, W'v and V'v follow from the
+    With x the column before and s = copysign(norm, x_0): v = (x + s e_0) / (x_0 + s), so that A v, W'v and
+    V'v follow from the
     products with x. `done` columns of the panel have been begun. Rows above `column` are left alone.
     """
     matrix = tl.program_id(1).to(tl.int64)
@@ -104,7 +155,8 @@ def finish_and_begin(
     own_row = A + matrix * N * N + column.to(tl.int64) * N
     head = tl.load(own_row + rows, mask=inside, other=0.0)
     if FINISH:
-        # All that is read, before the first sum: sums make a program's threads wait for each other, and loads with them.
+        # All that is read, before the first sum: sums make a program's threads wait for each other, and loads
+        # with them.
         at = tl.arange(0, BLOCKS)
         known = (at >= (column - 1) // R) & (at < n_blocks)
         squares_B = tl.load(squares + matrix * n_blocks + at, mask=known, other=0.0)
@@ -170,9 +222,11 @@ def finish_and_begin(
 def tridiagonalise_fused(
     matrices_BNN: Tensor, vectors_BNV: Tensor, columns: int | None = None, sizes: Sizes | None = None
 ) -> Reduction:
-    """What `batched_eigen.tridiagonalise` gives, to rounding; `matrices_BNN` is overwritten. `columns`: stop early, for a trial.
+    """What `batched_eigen.tridiagonalise` gives, to rounding; `matrices_BNN` is overwritten. `columns`: stop
+    early, for a trial.
 
-    With p = A v - V (W'v) - W (V'v) and w = tau p - (tau^2 / 2) (v'p) v, v'p is v'Av - 2 (W'v)'(V'v), so that all sums over rows
+    With p = A v - V (W'v) - W (V'v) and w = tau p - (tau^2 / 2) (v'p) v, v'p is v'Av - 2 (W'v)'(V'v), so that
+    all sums over rows
     come from one kernel: nothing has to be waited for between a product and the next column.
     """
     A, Y = matrices_BNN, vectors_BNV.clone()
@@ -187,17 +241,46 @@ def tridiagonalise_fused(
     bends = A.new_empty(batch, pairs)
     diagonal, beside, factors = A.new_zeros(batch, N), A.new_zeros(batch, N), A.new_zeros(batch, N)
     counts: dict[str, Any] = {
-        "TILES": tiles, "STRETCHES": stretches, "PAIRS": min(pairs, FEW_PAIRS), "BLOCKS": blocks
-    }  # fmt: skip
+        "TILES": tiles,
+        "STRETCHES": stretches,
+        "PAIRS": min(pairs, FEW_PAIRS),
+        "BLOCKS": blocks,
+    }
     counts = {name: triton.next_power_of_2(count) for name, count in counts.items()}
 
     def vectors(column: int, done: int, finish: bool, begin: bool) -> None:
         now, then = column % 2, (column + 1) % 2
         finish_and_begin[(blocks - column // R, batch)](
-            A, V, W, X[then], products, panel_parts, bends, N, column, done, column // T, tiles, stretches, pairs,
-            X[now], squares[then], squares[now], factors, beside, diagonal, blocks,
-            FINISH=finish, BEGIN=begin, R=R, S=S, P=PANEL, num_warps=4, maxnreg=128, **counts,
-        )  # fmt: skip
+            A,
+            V,
+            W,
+            X[then],
+            products,
+            panel_parts,
+            bends,
+            N,
+            column,
+            done,
+            column // T,
+            tiles,
+            stretches,
+            pairs,
+            X[now],
+            squares[then],
+            squares[now],
+            factors,
+            beside,
+            diagonal,
+            blocks,
+            FINISH=finish,
+            BEGIN=begin,
+            R=R,
+            S=S,
+            P=PANEL,
+            num_warps=4,
+            maxnreg=128,
+            **counts,
+        )
 
     last = N - 1 if columns is None else min(columns, N - 1)
     for start in range(0, last, PANEL):
@@ -206,9 +289,27 @@ def tridiagonalise_fused(
             vectors(column, column - start, column > start, True)
             left = tiles - (column + 1) // T
             multiply[(left * (left + 1) // 2 + stretches - (column + 1) // S, batch)](
-                A, V, W, X[column % 2], products, panel_parts, bends, N, column, column - start, (column + 1) // T, tiles, stretches, pairs,
-                T=T, S=S, C=min(S, CHUNK), P=PANEL, EVEN=N % T == 0, num_warps=warps,
-            )  # fmt: skip
+                A,
+                V,
+                W,
+                X[column % 2],
+                products,
+                panel_parts,
+                bends,
+                N,
+                column,
+                column - start,
+                (column + 1) // T,
+                tiles,
+                stretches,
+                pairs,
+                T=T,
+                S=S,
+                C=min(S, CHUNK),
+                P=PANEL,
+                EVEN=N % T == 0,
+                num_warps=warps,
+            )
         vectors(end, end - start, True, False)
         v, w = V[:, end:, start:end], W[:, end:, : end - start]
         A[:, end:, end:].baddbmm_(torch.cat([v, w], 2), torch.cat([w, v], 2).mT, alpha=-1)

@@ -1,7 +1,9 @@
 """The rank-one update of divide and conquer in three kernels, for GPUs where Triton is installed.
 
-`batched_eigen.rank_one_update` is the same in plain torch: each step of its iteration writes and reads a matrix of all roots
-and poles, a gigabyte for eight matrices of 4096 rows. Here nothing of that size exists but the eigenvectors at the end.
+`batched_eigen.rank_one_update` is the same in plain torch: each step of its iteration writes and reads a
+matrix of all roots
+and poles, a gigabyte for eight matrices of 4096 rows. Here nothing of that size exists but the eigenvectors
+at the end.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -21,9 +23,22 @@ CLOSE = tl.constexpr(SETTLED)
 
 @triton.jit
 def find_roots(
-    poles, weights, gaps, origins, roots, found, M, rounding, MOST: tl.constexpr, R: tl.constexpr, P: tl.constexpr
+    poles,
+    weights,
+    gaps,
+    origins,
+    roots,
+    found,
+    M,
+    rounding,
+    MOST: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
 ):
-    """Roots of 1 + sum of w / (d - x), each as its distance from the nearer pole: see `rank_one_update`, line by line."""
+    """Roots of 1 + sum of w / (d - x), each as its distance from the nearer pole.
+
+    See `rank_one_update`, line by line.
+    """
     base = tl.program_id(1).to(tl.int64) * M
     i = tl.program_id(0) * R + tl.arange(0, R)
     live = i < M
@@ -72,7 +87,9 @@ def find_roots(
         two_poles = tl.where(linear > 0, 2 * constant / (linear + radical), (linear - radical) / (2 * c))
         tangent = rest - root * slope
         radical = tl.sqrt(tangent * tangent + 4 * slope * own_weight)
-        one_pole = tl.where(tangent > 0, 2 * own_weight / (tangent + radical), (radical - tangent) / (2 * slope))
+        one_pole = tl.where(
+            tangent > 0, 2 * own_weight / (tangent + radical), (radical - tangent) / (2 * slope)
+        )
         proposed = tl.where(has_far, two_poles, one_pole)
         inside = (proposed > low) & (proposed < high)
         close = tl.abs(proposed - root) <= CLOSE * tl.abs(root)
@@ -141,7 +158,9 @@ def make_vectors(poles, exact, origins, roots, vectors, M, R: tl.constexpr, P: t
         tl.store(rows + j[None, :], entry / length[:, None], mask=live[:, None] & (j < M)[None, :])
 
 
-def rank_one_update_fused(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rank_one_update_fused(
+    poles_M: Tensor, coupling_M: Tensor, strength: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `batched_eigen.rank_one_update` gives, to rounding."""
     poles, z, weights, gap = (part.contiguous() for part in interlaced(poles_M, coupling_M, strength))
     size = poles.shape[-1]
@@ -150,7 +169,9 @@ def rank_one_update_fused(poles_M: Tensor, coupling_M: Tensor, strength: Tensor)
     vectors = poles.new_empty(*poles.shape, size)
     grid = (triton.cdiv(size, ROOTS), poles.numel() // size)
     blocks = {"R": ROOTS, "P": POLES, "num_warps": 4}
-    find_roots[grid](poles, weights, gap, origin, root, found, size, 4 * size**0.5 * EPS, MOST=ITERATIONS, **blocks)
+    find_roots[grid](
+        poles, weights, gap, origin, root, found, size, 4 * size**0.5 * EPS, MOST=ITERATIONS, **blocks
+    )
     fit_coupling[grid](poles, z, origin, root, exact, size, **blocks)
     make_vectors[grid](poles, exact, origin, root, vectors, size, **blocks)
     return origin + root, vectors, found

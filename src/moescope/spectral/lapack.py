@@ -1,8 +1,11 @@
 """LAPACK's routines as scipy carries them, for those that scipy has no function for.
 
-scipy publishes the addresses of all of BLAS and LAPACK to compiled code (`scipy.linalg.cython_blas`, `cython_lapack`); here
-they are called through ctypes, which also lets other Python threads run meanwhile. Arrays are overwritten in place, lie in
-memory column by column (a C-ordered [rows, columns] array is its own transpose to LAPACK), and must be fp64 or int32.
+scipy publishes the addresses of all of BLAS and LAPACK to compiled code (`scipy.linalg.cython_blas`,
+`cython_lapack`); here
+they are called through ctypes, which also lets other Python threads run meanwhile. Arrays are overwritten in
+place, lie in
+memory column by column (a C-ordered [rows, columns] array is its own transpose to LAPACK), and must be fp64
+or int32.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ def blas(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> Non
 
 
 def product(left_NK: Array, right: Array, transposed: bool = False) -> Array:
-    """left @ right, or left @ right.T. By the same BLAS as all else here: a second one's idle threads would be in the way."""
+    """left @ right, or left @ right.T.
+
+    By the same BLAS as all else here: a second one's idle threads would be in the way.
+    """
     left, right = np.ascontiguousarray(left_NK), np.ascontiguousarray(right)
     inner, columns = right.shape[::-1] if transposed else right.shape
     result = np.empty((len(left), columns))
@@ -87,7 +93,10 @@ class ThreadControls(NamedTuple):
 
 @cache
 def thread_controls() -> ThreadControls | None:
-    """Of the OpenBLAS that scipy's wheels carry; None where scipy came with another BLAS, which is then left alone."""
+    """Of the OpenBLAS that scipy's wheels carry.
+
+    None where scipy came with another BLAS, which is then left alone.
+    """
     import scipy
 
     package = Path(scipy.__file__).parent
@@ -97,7 +106,8 @@ def thread_controls() -> ThreadControls | None:
             for prefix in ("scipy_openblas", "openblas"):
                 if hasattr(library, f"{prefix}_set_num_threads"):
                     return ThreadControls(
-                        getattr(library, f"{prefix}_get_num_threads"), getattr(library, f"{prefix}_set_num_threads")
+                        getattr(library, f"{prefix}_get_num_threads"),
+                        getattr(library, f"{prefix}_set_num_threads"),
                     )
     return None
 

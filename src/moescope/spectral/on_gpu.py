@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from moescope.spectral.batched_eigen import PANEL, Reduction, Update, divide_and_conquer, tridiagonalise
-from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decomposition, decompose_on_gpu, gram_suffices
+from moescope.spectral.decompose import (
+    LEADING_VECTORS,
+    TOLERANCE,
+    Decomposition,
+    decompose_on_gpu,
+    gram_suffices,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +37,9 @@ AHEAD = 10
 CONSERVED = 1e-12  # a row of the matrix: how far lengths may stray in the eigenbasis; seen are 1e-14
 ROWS_AT_ONCE = (
     2**21
-)  # of the experts' leading vectors, gathered for pairs of them: 2 GB for both sides of 1024 pairs of d = 2048
+    # of the experts' leading vectors, gathered for pairs of them: 2 GB for both sides of 1024 pairs of d =
+    # 2048
+)
 SQUARINGS = 32  # of a matrix whose largest eigenvalue is wanted; see largest_eigenvalue
 
 
@@ -39,7 +47,8 @@ SQUARINGS = 32  # of a matrix whose largest eigenvalue is wanted; see largest_ei
 class Replayed:
     """The reduction, whose thousands of small kernels are recorded once for a shape and then replayed as one.
 
-    Started one by one they take longer than they run. What comes out is overwritten by the next call of the same shape.
+    Started one by one they take longer than they run. What comes out is overwritten by the next call of the
+    same shape.
     """
 
     recorded: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Reduction]] = field(
@@ -51,7 +60,8 @@ class Replayed:
             return tridiagonalise(*tensors)
         count, key = len(tensors[0]), tuple(tensor.shape[1:] for tensor in tensors)
         if key not in self.recorded or len(self.recorded[key][1][0]) < count:
-            self.recorded.clear()  # a recording holds its memory; a checkpoint mostly has experts of one shape
+            # a recording holds its memory; a checkpoint mostly has experts of one shape
+            self.recorded.clear()
             self.recorded[key] = self.record(tensors)
         graph, inputs, output = self.recorded[key]
         for kept, tensor in zip(inputs, tensors, strict=True):
@@ -73,9 +83,11 @@ class Replayed:
 
 
 def ready_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[..., Reduction]:
-    """The reduction in two kernels a column where Triton can compile it, the one in plain torch elsewhere; both give the same.
+    """The reduction in two kernels a column where Triton can compile it, the one in plain torch elsewhere;
+    both give the same.
 
-    Has been run for a few columns: libraries and compilers set themselves up at their first call, which cannot be recorded.
+    Has been run for a few columns: libraries and compilers set themselves up at their first call, which
+    cannot be recorded.
     """
     try:
         from moescope.spectral.fused_reduction import tridiagonalise_fused
@@ -92,14 +104,19 @@ def ready_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[..., 
 
 @cache
 def ready_update() -> Update | None:
-    """Divide and conquer's step in three kernels where Triton can compile them, tried once; None elsewhere."""
+    """Divide and conquer's step in three kernels where Triton can compile them, tried once.
+
+    None elsewhere.
+    """
     try:
         from moescope.spectral.fused_roots import rank_one_update_fused
 
         poles = torch.linspace(0, 1, 32, dtype=torch.float64, device="cuda")[None]
         rank_one_update_fused(poles, torch.ones_like(poles), torch.ones_like(poles[:, 0]))
     except Exception as error:  # as above
-        logger.info("moescope: the plain rank-one update is used, for the fused one cannot be compiled: %s", error)
+        logger.info(
+            "moescope: the plain rank-one update is used, for the fused one cannot be compiled: %s", error
+        )
         return None
     return rank_one_update_fused
 
@@ -112,7 +129,8 @@ of_thread = threading.local()
 
 
 def own_stream(device: str) -> AbstractContextManager[None]:
-    """A stream of this thread's own on the device: what it computes there does not queue behind another layer's decomposition.
+    """A stream of this thread's own on the device: what it computes there does not queue behind another
+    layer's decomposition.
 
     Decompositions themselves share one stream, and with it one pool of memory.
     """
@@ -126,10 +144,14 @@ def solver_stream() -> torch.cuda.Stream | None:
     return torch.cuda.default_stream() if torch.cuda.is_available() else None
 
 
-def read_ahead(read: Callable[[int], Tensor], experts: list[int]) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """Each expert and how to get what `read` gives for it, or raises; threads read on while earlier ones are worked on.
+def read_ahead(
+    read: Callable[[int], Tensor], experts: list[int]
+) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Each expert and how to get what `read` gives for it, or raises; threads read on while earlier ones are
+    worked on.
 
-    Reading goes through streams of its own, so that looking at a tensor does not wait for the decompositions under way.
+    Reading goes through streams of its own, so that looking at a tensor does not wait for the decompositions
+    under way.
     """
     here = torch.cuda.default_stream()  # where experts are decomposed
 
@@ -186,7 +208,10 @@ def in_batches(
 
 @cache  # free memory changes, and another size would have to be recorded anew
 def batch_size(count: int, side: int, long_side: int) -> int:
-    """How many matrices are solved at once: batches of one size, the largest that half of the free memory holds."""
+    """How many matrices are solved at once.
+
+    Batches of one size, the largest that half of the free memory holds.
+    """
     free, _ = torch.cuda.mem_get_info()
     each = 8 * (ARRAYS_HELD * side * side + 3 * side * long_side)
     room = max(1, min(MOST_AT_ONCE, int(free / 2 / each)))
@@ -197,11 +222,15 @@ def batch_size(count: int, side: int, long_side: int) -> int:
 def decompose_batch(
     matrices_FD: list[Tensor], routers_ED: Tensor, ladder: list[int], tolerance: float
 ) -> list[Decomposition]:
-    """What `decompose` gives, for matrices of one shape together. Those whose result is not to be trusted go through an SVD, one by one."""
+    """What `decompose` gives, for matrices of one shape together.
+
+    Those whose result is not to be trusted go through an SVD, one by one.
+    """
     hidden, width = matrices_FD[0].shape
     tall, side = hidden >= width, min(hidden, width)
     W = torch.stack(matrices_FD).to(torch.float64)
-    # Squares of very large or small weights would leave fp64's range; a power of two is taken out without rounding.
+    # Squares of very large or small weights would leave fp64's range; a power of two is taken out without
+    # rounding.
     scale = torch.exp2(torch.floor(torch.log2(W.abs().amax((1, 2)))))
     W /= scale[:, None, None]
     rows = routers_ED.to(W).T.expand(len(W), -1, -1)
@@ -215,7 +244,9 @@ def decompose_batch(
     # An eigenbasis keeps lengths, and y'Gy = sum of lambda c^2: two things that no wrong one does.
     length, energy = Y.square().sum(1), coordinates.square()
     kept = (energy.sum(2) - length).abs() <= CONSERVED * side * length
-    felt = ((energy @ squares[..., None])[..., 0] - moments).abs() <= CONSERVED * side * squares[:, :1] * length
+    felt = ((energy @ squares[..., None])[..., 0] - moments).abs() <= CONSERVED * side * squares[
+        :, :1
+    ] * length
     values = squares.clamp_min(0).sqrt()
     if not tall:
         coordinates = coordinates / values[:, None]
@@ -236,7 +267,10 @@ def decompose_batch(
 
 
 def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tuple[Array, ...]]:
-    """What `subspaces.row_similarities` gives, for all pairs of experts: a few thousand at a time, all would fill a small GPU."""
+    """What `subspaces.row_similarities` gives, for all pairs of experts.
+
+    A few thousand at a time, all would fill a small GPU.
+    """
     stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
     first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
     at_once = max(1, ROWS_AT_ONCE // stacked.shape[1])
@@ -244,7 +278,10 @@ def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tupl
         block_similarities(stacked[some].mT @ stacked[others], ks)
         for some, others in zip(first.split(at_once), second.split(at_once), strict=True)
     ]
-    return [tuple(np.concatenate(parts) for parts in zip(*of_k, strict=True)) for of_k in zip(*blocks, strict=True)]
+    return [
+        tuple(np.concatenate(parts) for parts in zip(*of_k, strict=True))
+        for of_k in zip(*blocks, strict=True)
+    ]
 
 
 def block_similarities(products_PKK: Tensor, ks: list[int]) -> list[tuple[Array, ...]]:
@@ -261,7 +298,8 @@ def block_similarities(products_PKK: Tensor, ks: list[int]) -> list[tuple[Array,
 def largest_eigenvalue(matrices_PKK: Tensor) -> Tensor:
     """[P] of symmetric positive matrices, by squaring: tr(M^q M) / tr(M^q) with q = 2^32.
 
-    With eigenvalues a >= b the error is below (a - b) (b/a)^q <= a / q, so 2e-10 whatever the gap; no iteration to watch, only products of
+    With eigenvalues a >= b the error is below (a - b) (b/a)^q <= a / q, so 2e-10 whatever the gap; no
+    iteration to watch, only products of
     matrices, which the GPU does a thousand times faster than its solver does 64 x 64 eigenvalue problems.
     """
     power = matrices_PKK

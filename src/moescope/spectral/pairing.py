@@ -1,4 +1,7 @@
-"""Is the pairing of routers and experts better than chance? Permutation tests over all k at once, and the verdict."""
+"""Is the pairing of routers and experts better than chance? Permutation tests over all k at once.
+
+And the verdict.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ IDENTIFYING, PERMUTED, NON_RANDOM, CHANCE = "identifying", "permuted", "non_rand
 
 @dataclass(frozen=True)
 class OtherOrder:
-    """Routers and experts that fit one to one, but not as stored: router i fits expert experts[i], -1 where none does."""
+    """Routers and experts that fit one to one, but not as stored.
+
+    Router i fits expert experts[i], -1 where none does.
+    """
 
     k: int
     experts: list[int]
@@ -46,9 +52,8 @@ class PairingTest:
     exact: bool
     best_k: int | None  # None where every k is degenerate
     best_accuracy: float
-    chance_accuracy: (
-        float  # the mean over pairings of their own best accuracy: what the best of several ks gives by chance
-    )
+    # the mean over pairings of their own best accuracy: what the best of several ks gives by chance
+    chance_accuracy: float
     verdict: str
     other_order: OtherOrder | None
     null_means_KP: Array  # the mean diagonal under every pairing, for the density figure
@@ -56,7 +61,8 @@ class PairingTest:
 
 @functools.lru_cache(maxsize=2)
 def pairings(n: int, seed: int) -> tuple[Indices, bool]:
-    """[E, P]: column p says which expert each router gets under pairing p; and whether these are all there are.
+    """[E, P]: column p says which expert each router gets under pairing p; and whether these are all there
+    are.
 
     Every pairing for n <= 8, else 20,000 drawn ones.
     """
@@ -69,7 +75,9 @@ def pairings(n: int, seed: int) -> tuple[Indices, bool]:
 
 def paired_means(M_KEE: Array, pairings_EP: Indices) -> Array:
     """[K, P]: mean over i of M[k, i, pairing(i)], for every k and pairing."""
-    by_expert_EEK = np.ascontiguousarray(M_KEE.transpose(1, 2, 0))  # one gather brings all ks, which lie side by side
+    by_expert_EEK = np.ascontiguousarray(
+        M_KEE.transpose(1, 2, 0)
+    )  # one gather brings all ks, which lie side by side
     total_PK = np.zeros((pairings_EP.shape[1], len(M_KEE)))
     for row_EK, experts_P in zip(by_expert_EEK, pairings_EP, strict=True):
         total_PK += row_EK.take(experts_P, axis=0)
@@ -91,8 +99,10 @@ def null_moments(M_KEE: Array) -> tuple[Array, Array]:
 def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
     """The layer's pairing tested against all others (n <= 8) or 20,000 drawn ones, the choice of k paid for.
 
-    p_value = share of pairings whose max over k of Z reaches the observed max; the same pairings serve every k, so the
-    dependence between ks is kept and no correction for the number of ks is needed. Degenerate ks take no part.
+    p_value = share of pairings whose max over k of Z reaches the observed max; the same pairings serve every
+    k, so the
+    dependence between ks is kept and no correction for the number of ks is needed. Degenerate ks take no
+    part.
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     pairings_EP, exact = pairings(n, seed)
@@ -155,9 +165,12 @@ def best_index(accuracy_K: Array, degenerate_K: np.ndarray[tuple[int], np.dtype[
 def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accuracy: float) -> str:
     """What may be said of a layer's pairing.
 
-    identifying: at the best k at least 0.9 of the experts are told from the weights alone, with positive mean margin;
-    non_random: accuracy (its best k chosen) beats the permutation null, short of that; permuted: routers and experts fit
-    one to one, under another order than the stored one; chance: none of these. The claims also need p <= 0.05 (0.01), so
+    identifying: at the best k at least 0.9 of the experts are told from the weights alone, with positive mean
+    margin;
+    non_random: accuracy (its best k chosen) beats the permutation null, short of that; permuted: routers and
+    experts fit
+    one to one, under another order than the stored one; chance: none of these. The claims also need p <= 0.05
+    (0.01), so
     that two or three experts, which chance pairs correctly every few layers, are never said to be identified.
     """
     if best is None:
@@ -171,8 +184,10 @@ def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accu
 def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
     """The order in which routers and experts are each other's best match, where that is not the stored one.
 
-    Looked for at every k that is not degenerate; taken where at least 0.9 of the routers are in mutual-best pairs and
-    chance, all ks looked at, would do that with p <= 0.01 (`mutual_best_bound`). Routers without a mutual best get -1.
+    Looked for at every k that is not degenerate; taken where at least 0.9 of the routers are in mutual-best
+    pairs and
+    chance, all ks looked at, would do that with p <= 0.01 (`mutual_best_bound`). Routers without a mutual
+    best get -1.
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     rungs = np.flatnonzero(~matrix.degenerate_K)
@@ -188,17 +203,22 @@ def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
         chance = len(rungs) * mutual_best_bound(n, pairs)
         if pairs > most and pairs >= IDENTIFYING_ACCURACY * n and chance <= ORDER_ALPHA:
             most = pairs
-            found = OtherOrder(matrix.ks[rung], [int(best_expert[i]) if mutual[i] else -1 for i in range(n)], chance)
+            found = OtherOrder(
+                matrix.ks[rung], [int(best_expert[i]) if mutual[i] else -1 for i in range(n)], chance
+            )
     if found is None or all(expert in (-1, router) for router, expert in enumerate(found.experts)):
         return None
     return found
 
 
 def mutual_best_bound(n: int, pairs: int) -> float:
-    """Upper bound on the chance that a random n x n matrix of exchangeable entries holds that many mutual-best pairs.
+    """Upper bound on the chance that a random n x n matrix of exchangeable entries holds that many
+    mutual-best pairs.
 
-    A given set of r cells, no two in a line, is all mutual-best with probability r! / prod_{j<=r} (n^2 - (n-j)^2): sorted
-    upwards, the j-th must top a nested set of that many cells. Times the number of such sets, C(n,r)^2 r! (Markov).
+    A given set of r cells, no two in a line, is all mutual-best with probability r! / prod_{j<=r} (n^2 -
+    (n-j)^2): sorted
+    upwards, the j-th must top a nested set of that many cells. Times the number of such sets, C(n,r)^2 r!
+    (Markov).
     For r = n it is exact: 1/3 for n = 2, 1.6e-4 for n = 8.
     """
     if pairs == 0:
@@ -210,7 +230,10 @@ def mutual_best_bound(n: int, pairs: int) -> float:
 
 
 def benjamini_hochberg(p_values: Array) -> Array:
-    """q-values: the smallest false-discovery rate at which each layer would be called (Benjamini and Hochberg 1995)."""
+    """q-values.
+
+    The smallest false-discovery rate at which each layer would be called (Benjamini and Hochberg 1995).
+    """
     order = np.argsort(p_values)
     scaled = p_values[order] * len(p_values) / np.arange(1, len(p_values) + 1)
     q = np.empty_like(scaled)

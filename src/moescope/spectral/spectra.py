@@ -10,7 +10,8 @@ from moescope.spectral.arrays import Array
 def spectrum_statistics(singular_values_R: Array) -> dict[str, float | int]:
     """Norms and ranks of one matrix from its singular values (falling, all above the rank tolerance).
 
-    stable_rank = ||W||_F^2 / s_1^2; effective_rank = exp of the entropy of s / sum(s) (Roy and Vetterli 2007);
+    stable_rank = ||W||_F^2 / s_1^2; effective_rank = exp of the entropy of s / sum(s) (Roy and Vetterli
+    2007);
     condition = s_1 / s_rank, over the nonzero singular values.
     """
     s = singular_values_R

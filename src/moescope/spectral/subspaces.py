@@ -33,19 +33,25 @@ def subspace_ladder(n_experts: int, smallest_rank: int, d_model: int) -> list[in
     return [k for k in rungs if k <= min(smallest_rank, LEADING_VECTORS, d_model - 1)]
 
 
-def expert_pairs(n: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], np.ndarray[tuple[int], np.dtype[np.intp]]]:
+def expert_pairs(
+    n: int,
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], np.ndarray[tuple[int], np.dtype[np.intp]]]:
     first, second = np.triu_indices(n, k=1)
     return first, second
 
 
 def similarities(leading_EDK: Sequence[Any], ks: list[int]) -> list[Similarity]:
-    """Of numpy arrays, or of tensors on a GPU. Per k: overlap ||V_a' V_b||_F^2 / k (chance k/d), and the largest principal cosine, sigma_max(V_a' V_b)."""
+    """Of numpy arrays, or of tensors on a GPU.
+
+    Per k: overlap ||V_a' V_b||_F^2 / k (chance k/d), and the largest principal cosine, sigma_max(V_a' V_b).
+    """
     found: list[Any]
     if isinstance(leading_EDK[0], np.ndarray):
         stacked = np.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
         # one row of pairs at a time: n = 256 experts would need gigabytes at once
         rows = [
-            row_similarities(stacked[expert].T[None] @ stacked[expert + 1 :], ks) for expert in range(len(stacked) - 1)
+            row_similarities(stacked[expert].T[None] @ stacked[expert + 1 :], ks)
+            for expert in range(len(stacked) - 1)
         ]
         found = [tuple(map(np.concatenate, zip(*of_k, strict=True))) for of_k in zip(*rows, strict=True)]
     else:
@@ -64,7 +70,11 @@ def similarities(leading_EDK: Sequence[Any], ks: list[int]) -> list[Similarity]:
 
 
 def row_similarities(products_PKK: Array, ks: list[int]) -> list[tuple[Any, Any, Any]]:
-    """Per k: the cosine of the first vectors, the overlap, and the largest singular value of the products' leading blocks."""
+    """Per k.
+
+    The cosine of the first vectors, the overlap, and the largest singular value of the products' leading
+    blocks.
+    """
     found = []
     for k in ks:
         block = products_PKK[:, :k, :k]
@@ -77,10 +87,13 @@ def row_similarities(products_PKK: Array, ks: list[int]) -> list[tuple[Any, Any,
 def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int | None]:
     """Statistics over expert pairs: of the signed cosine at k = 1, of the subspace overlap beyond.
 
-    The counts above 0.3 and 0.7 are of |cos|, so they exist at k = 1 only: overlaps grow with k by themselves.
+    The counts above 0.3 and 0.7 are of |cos|, so they exist at k = 1 only: overlaps grow with k by
+    themselves.
 
-    Chance: E|cos| = sqrt(2 / (pi d)) at k = 1, k / d beyond. The sign of a cosine rests on how singular vectors were
-    oriented, so the headline is the mean of |cos|; `mean`, `max` and `min` are signed for comparison with older results.
+    Chance: E|cos| = sqrt(2 / (pi d)) at k = 1, k / d beyond. The sign of a cosine rests on how singular
+    vectors were
+    oriented, so the headline is the mean of |cos|; `mean`, `max` and `min` are signed for comparison with
+    older results.
     """
     values = similarity.cosine_P if similarity.cosine_P is not None else similarity.overlap_P
     sizes = np.abs(values)

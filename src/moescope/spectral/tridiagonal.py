@@ -1,4 +1,7 @@
-"""The quick route: the smaller Gram matrix of an expert, made tridiagonal, and only what is asked of its eigenvectors."""
+"""The quick route.
+
+The smaller Gram matrix of an expert, made tridiagonal, and only what is asked of its eigenvectors.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,23 @@ from moescope.spectral.bidiagonal import BidiagonalSVD, Solution
 from moescope.spectral.lapack import blas, lapack, lapack_with_workspace, product
 
 ALL_VECTORS_UP_TO = 64  # dimensions; below, forming all eigenvectors costs nothing
-ROUTERS_PER_DIMENSION = 1 / 16  # beyond, all eigenvectors at once are quicker than the compact form (measured: 0.07)
+ROUTERS_PER_DIMENSION = (
+    1 / 16
+)  # beyond, all eigenvectors at once are quicker than the compact form (measured: 0.07)
 
 
 def by_gram_matrix(matrix_FD: Array, routers_ED: Array, leading: int) -> Solution:
-    """Singular values, coordinates and leading vectors from the eigenvalues of W'W, or of WW' where that is smaller.
+    """Singular values, coordinates and leading vectors from the eigenvalues of W'W, or of WW' where that is
+    smaller.
 
-    Formula: W'W = Q T Q' with T tridiagonal, T = Z S^2 Z'; then v_a . r = z_a . Q' r. Of the d vectors Q z_a only the leading
-    ones are formed: what the others are needed for is n numbers each. When F < D, WW' is taken, v_a . r = (z_a . Q' W r) / s_a
+    Formula: W'W = Q T Q' with T tridiagonal, T = Z S^2 Z'; then v_a . r = z_a . Q' r. Of the d vectors Q z_a
+    only the leading
+    ones are formed: what the others are needed for is n numbers each. When F < D, WW' is taken, v_a . r =
+    (z_a . Q' W r) / s_a
     and v_a = W' Q z_a / s_a.
 
-    Squaring costs half the digits at the small end of the spectrum; raises LinAlgError where W'W is not positive definite to
+    Squaring costs half the digits at the small end of the spectrum; raises LinAlgError where W'W is not
+    positive definite to
     rounding, and is otherwise to be checked by who asks.
     """
     hidden, width = matrix_FD.shape
@@ -57,7 +66,10 @@ def by_gram_matrix(matrix_FD: Array, routers_ED: Array, leading: int) -> Solutio
 
 
 def bidiagonal_root(diagonal_R: Array, beside_R: Array) -> tuple[Array, Array]:
-    """(diagonal, above it) of the upper bidiagonal B with BB' = T, whose left singular vectors are T's eigenvectors."""
+    """(diagonal, above it) of the upper bidiagonal B with BB' = T.
+
+    Whose left singular vectors are T's eigenvectors.
+    """
     from scipy.linalg.lapack import dpttrf
 
     # Cholesky gives a lower factor; from the last row upwards, it gives the upper one.
@@ -96,8 +108,26 @@ def leading_eigenvectors(diagonal_R: Array, beside_R: Array, count: int) -> Arra
     found, eigenvalues, vectors = np.zeros(1, np.int32), np.empty(size), np.empty((count, size))
     support, with_accuracy = np.empty(2 * count, np.int32), np.ones(1, np.int32)
     lapack(
-        "dstemr", "V", "I", size, diagonal_R.copy(), np.append(beside_R, 0.0), 0.0, 0.0, size - count + 1, size,
-        found, eigenvalues, vectors, size, count, support, with_accuracy,
-        np.empty(18 * size), 18 * size, np.empty(10 * size, np.int32), 10 * size,
-    )  # fmt: skip
+        "dstemr",
+        "V",
+        "I",
+        size,
+        diagonal_R.copy(),
+        np.append(beside_R, 0.0),
+        0.0,
+        0.0,
+        size - count + 1,
+        size,
+        found,
+        eigenvalues,
+        vectors,
+        size,
+        count,
+        support,
+        with_accuracy,
+        np.empty(18 * size),
+        18 * size,
+        np.empty(10 * size, np.int32),
+        10 * size,
+    )
     return np.ascontiguousarray(vectors[::-1])

@@ -14,15 +14,20 @@ FIXED_K_STAR = (128, 256, 512)
 
 def check_settings(k_star: str | int, weights: tuple[float, float, float]) -> None:
     if k_star != "max_margin" and k_star not in FIXED_K_STAR:
-        raise BadInput(f"k_star {k_star!r} is not a rule; known: max_margin, {', '.join(map(str, FIXED_K_STAR))}")
+        raise BadInput(
+            f"k_star {k_star!r} is not a rule; known: max_margin, {', '.join(map(str, FIXED_K_STAR))}"
+        )
     if len(weights) != 3 or min(weights) < 0 or not abs(sum(weights) - 1) <= 1e-9:  # NaN fails too
         raise BadInput(f"ambiguity weights {tuple(weights)} must be three numbers >= 0 that sum to 1")
 
 
-def choose_k_star(rungs: pd.DataFrame, rule: str | int = "max_margin", allow_full_rank: bool = False) -> int | None:
+def choose_k_star(
+    rungs: pd.DataFrame, rule: str | int = "max_margin", allow_full_rank: bool = False
+) -> int | None:
     """The k at which a layer is judged, from its rows of alignment_layers; None where no k qualifies.
 
-    max_margin: the k of the largest alignment margin, degenerate ks left out (`allow_full_rank` lets them in, the older
+    max_margin: the k of the largest alignment margin, degenerate ks left out (`allow_full_rank` lets them in,
+    the older
     rule); a number: that k, or the largest usable one below it.
     """
     usable = rungs if allow_full_rank else rungs[~rungs["degenerate"]]
@@ -40,11 +45,14 @@ def ambiguity_ranking(
     allow_full_rank: bool = False,
     weights: tuple[float, float, float] = DEFAULT_WEIGHTS,
 ) -> pd.DataFrame:
-    """Rank, score and its parts for each layer of one reading (one step, matrix and router), most ambiguous first.
+    """Rank, score and its parts for each layer of one reading (one step, matrix and router), most ambiguous
+    first.
 
-    score = a (1 - accuracy) + b (1 - margin') + g (1 - z'), margin and z min-maxed over the layers given, so it is relative
+    score = a (1 - accuracy) + b (1 - margin') + g (1 - z'), margin and z min-maxed over the layers given, so
+    it is relative
     to them: with one layer, or where all margins or all z are equal, it is undefined and left null.
-    absolute = a (1 - accuracy) + b (1 - clip(margin/align, 0, 1)) + g (1 - clip(z/sqrt(n-1), 0, 1)) needs no other layer.
+    absolute = a (1 - accuracy) + b (1 - clip(margin/align, 0, 1)) + g (1 - clip(z/sqrt(n-1), 0, 1)) needs no
+    other layer.
     """
     check_settings(k_star, weights)
     a, b, g = weights

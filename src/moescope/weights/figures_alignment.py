@@ -46,7 +46,9 @@ def align_by_k(tables: Tables) -> Figure:
     here = frame[frame["k"] == at]
     low, high = here.loc[here["align"].idxmin()], peak(here, "align")
     span = from_to(low["align"], f"layer {low['layer']:.0f}", high["align"], f"layer {high['layer']:.0f}")
-    title = f"At k = {at}, alignment {span}; a random direction gives {number(here['random_expectation'].mean())}"
+    title = (
+        f"At k = {at}, alignment {span}; a random direction gives {number(here['random_expectation'].mean())}"
+    )
     chance = frame.groupby("k")["random_expectation"].mean()
     data = [
         *layer_lines(frame, "k", "align"),
@@ -91,11 +93,15 @@ def z_by_k(tables: Tables) -> Figure:
 def effect_by_k(tables: Tables) -> Figure:
     frame, top = tables["alignment_layers"], peak(usable(tables), "effect_over_random")
     title = (
-        f"Effect over a random direction is largest in layer {top['layer']:.0f}: {number(top['effect_over_random'])} at k = {top['k']:.0f}, "
+        f"Effect over a random direction is largest in layer {top['layer']:.0f}: "
+        f"{number(top['effect_over_random'])} at k = {top['k']:.0f}, "
         f"where random routers would stray by ±{number(2 * stray_of_mean(top))}"
     )
     ks = np.sort(frame["k"].unique())
-    data = [*layer_lines(frame, "k", "effect_over_random"), grey_line(ks, np.zeros(len(ks)), "random direction")]
+    data = [
+        *layer_lines(frame, "k", "effect_over_random"),
+        grey_line(ks, np.zeros(len(ks)), "random direction"),
+    ]
     return Figure(
         "effect_by_k",
         title,
@@ -119,7 +125,10 @@ def stray_of_mean(row: pd.Series) -> float:
 
 
 def discoveries(p_values: pd.Series, rate: float = 0.05) -> list[int]:
-    """Layers called at that false-discovery rate: all up to the largest rank i of m with p_(i) <= rate i / m."""
+    """Layers called at that false-discovery rate.
+
+    All up to the largest rank i of m with p_(i) <= rate i / m.
+    """
     ordered = p_values.sort_values()
     passed = np.flatnonzero(ordered.to_numpy() <= rate * np.arange(1, len(ordered) + 1) / len(ordered))
     return [int(layer) for layer in ordered.index[: passed[-1] + 1]] if len(passed) else []
@@ -133,16 +142,25 @@ def delta_by_k(tables: Tables) -> Figure:
     top = peak(beyond if len(beyond) else kept, "delta_vs_shuffle")
     largest = f"{number(top['delta_vs_shuffle'])} (layer {top['layer']:.0f}, k = {top['k']:.0f})"
     title = (
-        f"Own experts beat the layer's average beyond chance in {named_layers(beyond['layer'])}, by up to {largest}"
+        (
+            f"Own experts beat the layer's average beyond chance in {named_layers(beyond['layer'])}, "
+            f"by up to {largest}"
+        )
         if len(beyond)
-        else f"In no layer do own experts beat the layer's average beyond chance; the largest delta is {largest}"
+        else (
+            "In no layer do own experts beat the layer's average beyond chance; the largest delta "
+            f"is {largest}"
+        )
     )
     ks = np.sort(frame["k"].unique())
     data = [*layer_lines(frame, "k", "delta_vs_shuffle"), grey_line(ks, np.zeros(len(ks)), "chance")]
     return Figure(
         "delta_by_k",
         title,
-        "Alignment with the own expert less the mean over all experts of the layer. Beyond chance: q ≤ 0.05 over ks and layers.",
+        (
+            "Alignment with the own expert less the mean over all experts of the layer. Beyond "
+            "chance: q ≤ 0.05 over ks and layers."
+        ),
         ("delta_vs_shuffle", "shuffle_mean"),
         data,
         base_layout("k", "delta vs shuffle", xaxis=k_axis(frame["k"])),
@@ -180,10 +198,9 @@ def cos_squared_by_layer(tables: Tables) -> Figure:
     stray = 2 * np.sqrt(
         2 / experts.groupby("layer").size().min()
     )  # cos² of a random direction is about chi-squared over d
-    title = (
-        f"Mean cos² in units of chance {from_to(means.min() / chance, f'layer {means.idxmin()}', means.max() / chance, f'layer {means.idxmax()}')}; "
-        f"random routers would stray by ±{number(stray)} around 1"
-    )
+    first, last = f"layer {means.idxmin()}", f"layer {means.idxmax()}"
+    span = from_to(means.min() / chance, first, means.max() / chance, last)
+    title = f"Mean cos² in units of chance {span}; random routers would stray by ±{number(stray)} around 1"
     return Figure(
         "cos_squared_by_layer",
         title,
@@ -211,7 +228,10 @@ def experts_at_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], li
 def align_by_expert(tables: Tables) -> Figure:
     z, experts, layers, at = experts_at_k(tables, "align")
     spread = np.nanmax(z, axis=1) - np.nanmin(z, axis=1)
-    title = f"At k = {at}, experts differ most in layer {layers[int(spread.argmax())]}: alignments from {number(np.nanmin(z[spread.argmax()]))} to {number(np.nanmax(z[spread.argmax()]))}"
+    title = (
+        f"At k = {at}, experts differ most in layer {layers[int(spread.argmax())]}: alignments from "
+        f"{number(np.nanmin(z[spread.argmax()]))} to {number(np.nanmax(z[spread.argmax()]))}"
+    )
     data = [heatmap(z, experts, layers, low=0.0, label="align", axes=("expert", "layer"))]
     return Figure(
         "align_by_expert",
@@ -219,7 +239,9 @@ def align_by_expert(tables: Tables) -> Figure:
         f"Alignment of every router with its own expert at k = {at}.",
         ("align",),
         data,
-        base_layout("expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}),
+        base_layout(
+            "expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}
+        ),
         height=max(300, 90 + 18 * len(layers)),
     )
 
@@ -227,7 +249,10 @@ def align_by_expert(tables: Tables) -> Figure:
 def delta_by_expert(tables: Tables) -> Figure:
     z, experts, layers, at = experts_at_k(tables, "delta_vs_shuffle")
     negative = int((z < 0).sum())
-    title = f"At k = {at}, {negative} of {np.isfinite(z).sum()} routers fit their own expert worse than the layer's average; by chance about half would"
+    title = (
+        f"At k = {at}, {negative} of {np.isfinite(z).sum()} routers fit their own expert worse than "
+        "the layer's average; by chance about half would"
+    )
     data = [heatmap(z, experts, layers, diverging=True, label="delta", axes=("expert", "layer"))]
     return Figure(
         "delta_by_expert",
@@ -235,7 +260,9 @@ def delta_by_expert(tables: Tables) -> Figure:
         f"Delta vs shuffle of every expert at k = {at}; white is chance.",
         ("delta_vs_shuffle",),
         data,
-        base_layout("expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}),
+        base_layout(
+            "expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}
+        ),
         height=max(300, 90 + 18 * len(layers)),
     )
 
@@ -247,7 +274,10 @@ def align_against_delta(tables: Tables) -> Figure:
     colors = layer_colors(sorted(here["layer"].unique()))
     better = here[here["align"] > here["align"].median()]
     below = int((better["delta_vs_shuffle"] <= 0).sum())
-    title = f"Of the {counted(len(better), 'expert')} aligned best at k = {at}, {below if below else 'none'} fit no better than their layer's average"
+    title = (
+        f"Of the {counted(len(better), 'expert')} aligned best at k = {at}, "
+        f"{below if below else 'none'} fit no better than their layer's average"
+    )
     data: list[Trace] = [
         {
             "type": "scatter",
@@ -258,7 +288,10 @@ def align_against_delta(tables: Tables) -> Figure:
             "showlegend": len(colors) <= LEGEND_UP_TO,
             "marker": {"color": colors[layer], "size": 7, "opacity": 0.8},
             "customdata": rows[["layer", "expert"]].to_numpy().tolist(),
-            "hovertemplate": "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta %{y:.4g}<extra></extra>",
+            "hovertemplate": (
+                "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta "
+                "%{y:.4g}<extra></extra>"
+            ),
         }
         for layer, rows in here.groupby("layer", sort=True)
     ]

@@ -49,7 +49,10 @@ def verdict_sentence(tables: Tables) -> str:
 
 
 def told_verdict(verdict: str, experts: int) -> str:
-    """The verdict as it is told: where no test could have found anything, that nothing was found is not told."""
+    """The verdict as it is told.
+
+    Where no test could have found anything, that nothing was found is not told.
+    """
     return "untested" if verdict == "chance" and experts < FEWEST_TESTED else verdict
 
 
@@ -69,7 +72,9 @@ def accuracy_by_k(tables: Tables) -> Figure:
     data = layer_lines(frame, "k", "argmax_accuracy")
     for n in expert_counts(frame):
         data.append(grey_line(ks, np.full(len(ks), 1 / n), f"chance 1/{n}"))
-    caption = "Share of routers whose own expert is their best match. At k = d all are tied, which counts 1/n."
+    caption = (
+        "Share of routers whose own expert is their best match. At k = d all are tied, which counts 1/n."
+    )
     return Figure(
         "accuracy_by_k",
         verdict_sentence(tables),
@@ -94,7 +99,8 @@ def margin_by_k(tables: Tables) -> Figure:
     ks = np.sort(frame["k"].unique())
     data = [*layer_lines(frame, "k", "alignment_margin"), grey_line(ks, np.zeros(len(ks)), "no preference")]
     caption = (
-        "Alignment with the own expert less that with the best other one, mean over routers. Chance lies below zero."
+        "Alignment with the own expert less that with the best other one, mean over routers. Chance "
+        "lies below zero."
     )
     return Figure(
         "margin_by_k",
@@ -107,9 +113,11 @@ def margin_by_k(tables: Tables) -> Figure:
 
 
 def score_at_chance(ambiguity: pd.DataFrame, layers: pd.DataFrame) -> pd.Series:
-    """Layer -> a (1 - 1/n) + b + g, the absolute score at a given k of a layer that tells nothing; a + b + g = 1.
+    """Layer -> a (1 - 1/n) + b + g, the absolute score at a given k of a layer that tells nothing; a + b + g
+    = 1.
 
-    a is read off the scores themselves, so that a run's own weights count; where every layer is right they cannot tell.
+    a is read off the scores themselves, so that a run's own weights count; where every layer is right they
+    cannot tell.
     """
     wrong = 1 - ambiguity["argmax_accuracy"]
     told = (ambiguity["accuracy_term"] / wrong)[wrong > 1e-9]
@@ -121,7 +129,9 @@ def ambiguity_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     data: list[Trace] = []
-    for index, (column, name) in enumerate([("accuracy_term", "accuracy"), ("margin_term", "margin"), ("z_term", "z")]):
+    for index, (column, name) in enumerate(
+        [("accuracy_term", "accuracy"), ("margin_term", "margin"), ("z_term", "z")]
+    ):
         data.append(
             {
                 "type": "bar",
@@ -144,7 +154,9 @@ def ambiguity_by_layer(tables: Tables) -> Figure:
             if high
             else "No layer is highly ambiguous"
         )
-        title += f"; layer {top['layer']:.0f} most ({number(top['ambiguity_score'])}), among {len(frame)} compared"
+        title += (
+            f"; layer {top['layer']:.0f} most ({number(top['ambiguity_score'])}), among {len(frame)} compared"
+        )
     caption = "Score and its three parts at each layer's k*, relative to the layers of this scan."
     layout = base_layout(
         "layer",
@@ -154,7 +166,9 @@ def ambiguity_by_layer(tables: Tables) -> Figure:
         xaxis=layer_axis(frame["layer"]),
         yaxis={"range": [0, 1.02]},
     )
-    return Figure("ambiguity_by_layer", title, caption, ("ambiguity_score", "absolute_score", "k_star"), data, layout)
+    return Figure(
+        "ambiguity_by_layer", title, caption, ("ambiguity_score", "absolute_score", "k_star"), data, layout
+    )
 
 
 def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
@@ -162,8 +176,13 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
     layers = frame["layer"].to_numpy()
     top = frame.loc[frame["absolute_score"].fillna(-1).idxmax()]
     low = frame.loc[frame["absolute_score"].fillna(2).idxmin()]
-    title = f"Without comparison, layer {top['layer']:.0f} is the most ambiguous ({number(top['absolute_score'])})"
-    title += f", layer {low['layer']:.0f} the least ({number(low['absolute_score'])})" if len(frame) > 1 else ""
+    title = (
+        f"Without comparison, layer {top['layer']:.0f} is the most ambiguous "
+        f"({number(top['absolute_score'])})"
+    )
+    title += (
+        f", layer {low['layer']:.0f} the least ({number(low['absolute_score'])})" if len(frame) > 1 else ""
+    )
     data: list[Trace] = [
         {
             "type": "scatter",
@@ -187,7 +206,8 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
     chance = score_at_chance(frame, tables["alignment_layers"])
     data.append(grey_line(chance.index.to_numpy(), chance.to_numpy(), "a layer at chance, at one k"))
     caption = (
-        "The absolute score needs no other layer; the relative one min-maxes margin and z over the layers scanned."
+        "The absolute score needs no other layer; the relative one min-maxes margin and z over the "
+        "layers scanned."
     )
     return Figure(
         "absolute_ambiguity_by_layer",

@@ -29,7 +29,9 @@ from moescope.weights.figures_nulls import random_spread
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks
 
 PANEL_HEIGHT = 260
-TEN_TIMES_CHANCE = math.erfc(math.sqrt(5))  # P(cos² > 10/d) of a random direction: chi-squared of one degree beyond 10
+TEN_TIMES_CHANCE = math.erfc(
+    math.sqrt(5)
+)  # P(cos² > 10/d) of a random direction: chi-squared of one degree beyond 10
 
 
 def experts_by_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int]]:
@@ -52,12 +54,16 @@ def pair_matrix(tables: Tables) -> Figure:
         grid = pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align")
         M = grid.to_numpy(float)
         data.append(
-            heatmap(M, list(grid.columns), list(grid.index), label="align", axes=("expert", "router"), text=True)
+            heatmap(
+                M, list(grid.columns), list(grid.index), label="align", axes=("expert", "router"), text=True
+            )
         )
         places = np.arange(len(M))
         hits = int((M.argmax(axis=1) == places).sum())
         mutual.append(int((M.argmax(axis=0)[M.argmax(axis=1)] == places).sum()))
-        titles.append(f"At k = {k}, {hits} of {len(M)} routers fit their own expert best; by chance one would")
+        titles.append(
+            f"At k = {k}, {hits} of {len(M)} routers fit their own expert best; by chance one would"
+        )
     start = ks.index(best_k(tables)) if best_k(tables) in ks else 0
     if tables["alignment_tests"]["verdict"].iloc[0] == "permuted":
         start = int(np.argmax(mutual))  # where the other order is seen best
@@ -67,7 +73,10 @@ def pair_matrix(tables: Tables) -> Figure:
     return Figure(
         "pair_matrix",
         titles[start],
-        "M(k): alignment of every router with every expert. The diagonal is the stored pairing. Slide to change k.",
+        (
+            "M(k): alignment of every router with every expert. The diagonal is the stored pairing. "
+            "Slide to change k."
+        ),
         ("align", "argmax_accuracy"),
         data,
         layout,
@@ -93,7 +102,10 @@ def expert_cos_squared(tables: Tables) -> Figure:
         },
         grey_line([float(experts.min()) - 0.5, float(experts.max()) + 0.5], [chance, chance], "chance 1/d"),
     ]
-    title = f"{above} of {len(rows)} routers exceed ten times chance along their expert's top direction; by chance {number(TEN_TIMES_CHANCE * len(rows))} would"
+    title = (
+        f"{above} of {len(rows)} routers exceed ten times chance along their expert's top direction; "
+        f"by chance {number(TEN_TIMES_CHANCE * len(rows))} would"
+    )
     return Figure(
         "expert_cos_squared",
         title,
@@ -109,7 +121,8 @@ def margin_histogram(tables: Tables) -> Figure:
     margins = tables["alignment"].loc[lambda f: (f["k"] == at) & f["margin"].notna(), ["expert", "margin"]]
     negative = margins[margins["margin"] <= 0]["expert"]
     title = (
-        f"At k = {at}, {len(negative)} of {len(margins)} margins are negative; by chance {len(margins) - 1} would be"
+        f"At k = {at}, {len(negative)} of {len(margins)} margins are negative; by chance "
+        f"{len(margins) - 1} would be"
     )
     counts, edges = np.histogram(margins["margin"], bins=max(8, min(40, len(margins) // 3)))
     every = max(1, -(-int(counts.max()) // 5))
@@ -187,7 +200,10 @@ def overlap_over_k(tables: Tables) -> Figure:
         grey_line(ks, frame["chance"].to_numpy(), "chance k/d"),
     ]
     last = frame.iloc[-1]
-    title = f"At k = {last['k']:.0f}, two experts share {number(100 * last['mean'])} % of their leading subspace on average; chance is {number(100 * last['chance'])} %"
+    title = (
+        f"At k = {last['k']:.0f}, two experts share {number(100 * last['mean'])} % of their leading "
+        f"subspace on average; chance is {number(100 * last['chance'])} %"
+    )
     return Figure(
         "overlap_over_k",
         title,
@@ -205,8 +221,12 @@ def expert_spectra(tables: Tables) -> Figure:
     places = sampled_ranks(length)
     values = np.stack([np.asarray(row[:length], float)[places - 1] for row in rows["singular_values"]])
     low, high = rows.loc[rows["spectral_norm"].idxmin()], rows.loc[rows["spectral_norm"].idxmax()]
-    title = f"The largest singular value {from_to(low['spectral_norm'], f'expert {low.expert}', high['spectral_norm'], f'expert {high.expert}')}"
-    layout = base_layout("place", "singular value", xaxis=log_axis(places) or {}, yaxis=log_axis(values.ravel()) or {})
+    first, last = f"expert {low.expert}", f"expert {high.expert}"
+    span = from_to(low["spectral_norm"], first, high["spectral_norm"], last)
+    title = f"The largest singular value {span}"
+    layout = base_layout(
+        "place", "singular value", xaxis=log_axis(places) or {}, yaxis=log_axis(values.ravel()) or {}
+    )
     traces = [
         {**trace, "mode": "lines"}
         for trace in expert_lines(list(places), values, [int(e) for e in rows["expert"]], "place")
@@ -228,7 +248,10 @@ def mean_panel(
     references: dict[str, str] | None = None,
     chance: Callable[[pd.DataFrame], Trace] | None = None,
 ) -> FigureSpec:
-    """A panel of the complete view: one column of alignment_layers against k, with its reference lines: columns, or made by `chance`."""
+    """A panel of the complete view: one column of alignment_layers against k, with its reference lines.
+
+    Columns, or made by `chance`.
+    """
 
     def draw(tables: Tables) -> Figure:
         frame = tables["alignment_layers"].sort_values("k")
@@ -246,7 +269,9 @@ def mean_panel(
             }
         ]
         for source, name in (references or {}).items():
-            data.append(grey_line(ks, frame[source].to_numpy() if source in frame else np.zeros(len(ks)), name))
+            data.append(
+                grey_line(ks, frame[source].to_numpy() if source in frame else np.zeros(len(ks)), name)
+            )
         if chance is not None:
             data.append(chance(frame))
         kept = usable(tables)
@@ -270,12 +295,19 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
 
     def draw(tables: Tables) -> Figure:
         z, experts, ks = experts_by_k(tables, column)
-        data = [heatmap(z, [f"{k:,}" for k in ks], experts, diverging=diverging, label=label, axes=("k", "expert"))]
+        data = [
+            heatmap(
+                z, [f"{k:,}" for k in ks], experts, diverging=diverging, label=label, axes=("k", "expert")
+            )
+        ]
         layers = tables["alignment_layers"]
         degenerate = set(layers.loc[layers["degenerate"].astype(bool), "k"])  # where every alignment is 1
         told = np.where([k in degenerate for k in ks], -np.inf, z)
         place = np.unravel_index(np.nanargmax(told), told.shape)
-        title = f"{label[:1].upper() + label[1:]} of each expert at each k: highest for expert {experts[place[0]]} at k = {ks[place[1]]}"
+        title = (
+            f"{label[:1].upper() + label[1:]} of each expert at each k: highest for expert "
+            f"{experts[place[0]]} at k = {ks[place[1]]}"
+        )
         layout = base_layout(
             "k", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
         )
@@ -298,7 +330,9 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
     def draw(tables: Tables) -> Figure:
         y, experts, ks = experts_by_k(tables, column)
         finite = np.isfinite(y).all(axis=1)
-        data = expert_lines(ks, y[finite], [expert for expert, kept in zip(experts, finite, strict=True) if kept], "k")
+        data = expert_lines(
+            ks, y[finite], [expert for expert, kept in zip(experts, finite, strict=True) if kept], "k"
+        )
         if zero:
             data.append(grey_line(ks, np.zeros(len(ks)), zero))
         else:
@@ -306,7 +340,10 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
             data.append(grey_line(ks, np.nanmean(chance, axis=0), "random direction"))
         at = ks.index(best_k(tables)) if best_k(tables) in ks else 0
         low, high = int(np.nanargmin(y[:, at])), int(np.nanargmax(y[:, at]))
-        title = f"{label.capitalize()} by expert: at k = {ks[at]} from {number(y[low, at])} (expert {experts[low]}) to {number(y[high, at])} (expert {experts[high]})"
+        title = (
+            f"{label.capitalize()} by expert: at k = {ks[at]} from {number(y[low, at])} (expert "
+            f"{experts[low]}) to {number(y[high, at])} (expert {experts[high]})"
+        )
         return Figure(
             f"panel_expert_{column}",
             title,

@@ -27,7 +27,10 @@ def shuffle_mean_by_k(tables: Tables) -> Figure:
     frame = tables["alignment_layers"]
     gap = usable(tables).assign(over=lambda f: f["shuffle_mean"] / f["random_expectation"])
     top = peak(gap, "over")
-    title = f"Over all pairs, alignment is at most {number(top['over'])} times that of a random direction (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    title = (
+        f"Over all pairs, alignment is at most {number(top['over'])} times that of a random "
+        f"direction (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    )
     chance = frame.groupby("k")["random_expectation"].mean()
     data = [
         *layer_lines(frame, "k", "shuffle_mean"),
@@ -45,7 +48,10 @@ def shuffle_mean_by_k(tables: Tables) -> Figure:
 
 def shuffle_std_by_k(tables: Tables) -> Figure:
     frame, top = tables["alignment_layers"], peak(usable(tables), "shuffle_std")
-    title = f"The null is widest in layer {top['layer']:.0f}: standard deviation {number(top['shuffle_std'])} at k = {top['k']:.0f}"
+    title = (
+        f"The null is widest in layer {top['layer']:.0f}: standard deviation "
+        f"{number(top['shuffle_std'])} at k = {top['k']:.0f}"
+    )
     return Figure(
         "shuffle_std_by_k",
         title,
@@ -60,12 +66,22 @@ def shuffle_log_std_by_k(tables: Tables) -> Figure:
     frame = usable(tables)
     frame = frame[frame["shuffle_std"] > 0]
     spread = frame.groupby("k")["shuffle_std"].agg(lambda values: values.max() / values.min())
-    title = f"At one k the null's width differs between layers by up to {number(spread.max())} times (k = {spread.idxmax()})"
+    title = (
+        f"At one k the null's width differs between layers by up to {number(spread.max())} times (k "
+        f"= {spread.idxmax()})"
+    )
     if frame["layer"].nunique() == 1:
-        title = f"The null's width grows {number(frame['shuffle_std'].max() / frame['shuffle_std'].min())}-fold over k"
+        title = (
+            "The null's width grows "
+            f"{number(frame['shuffle_std'].max() / frame['shuffle_std'].min())}-fold over k"
+        )
     lines, chance = layer_lines(frame, "k", "shuffle_std"), random_spread(frame)
-    shown = [trace for trace in [*lines, chance] if trace["x"][0] is not None]  # a colour bar is a trace without points
-    layout = base_layout("k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(shown) or {})
+    shown = [
+        trace for trace in [*lines, chance] if trace["x"][0] is not None
+    ]  # a colour bar is a trace without points
+    layout = base_layout(
+        "k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(shown) or {}
+    )
     return Figure(
         "shuffle_log_std_by_k",
         title,
@@ -80,12 +96,17 @@ DASHED = "Dashed: the spread of directions drawn at random."
 
 
 def random_spread(frame: pd.DataFrame) -> Trace:
-    """Standard deviation over random directions: align is Beta(k/2, (d - k)/2), of variance 2 m (1 - m)/(d + 2) about its mean m = k/d."""
+    """Standard deviation over random directions.
+
+    Align is Beta(k/2, (d - k)/2), of variance 2 m (1 - m)/(d + 2) about its mean m = k/d.
+    """
     mean = frame.groupby("k")["random_expectation"].mean()
     ks = mean.index.to_numpy(float)
     m = mean.to_numpy(float)
     d = np.min(ks / m)  # above a rank k/m is more than d
-    return grey_line(mean.index.to_numpy(), np.sqrt(2 * m * np.maximum(1 - m, 0) / (d + 2)), "random directions")
+    return grey_line(
+        mean.index.to_numpy(), np.sqrt(2 * m * np.maximum(1 - m, 0) / (d + 2)), "random directions"
+    )
 
 
 def z_decomposed(tables: Tables) -> Figure:
@@ -103,10 +124,14 @@ def z_decomposed(tables: Tables) -> Figure:
         data.append(grey_line([0.0, widest], [0.0, slope * widest], name, dash))
     top = peak(frame, "z_vs_shuffle")
     title = (
-        f"z peaks in layer {top['layer']:.0f} at k = {top['k']:.0f}: a delta of {number(top['delta_vs_shuffle'])} "
+        f"z peaks in layer {top['layer']:.0f} at k = {top['k']:.0f}: a delta of "
+        f"{number(top['delta_vs_shuffle'])} "
         f"over a spread of {number(top['shuffle_std'])}"
     )
-    caption = "z is the slope from the origin: height is delta, width the null's spread. A large z may come from a small spread. Dots are ks."
+    caption = (
+        "z is the slope from the origin: height is delta, width the null's spread. A large z may "
+        "come from a small spread. Dots are ks."
+    )
     return Figure(
         "z_decomposed",
         title,
@@ -121,11 +146,17 @@ TAIL = 0.01
 
 
 def density_title(k: int, above: list[int], below: list[int], layers: int) -> str:
-    """Which layers' pairings are better, or worse, than 99 % of random ones, and how many would be by chance."""
+    """Which layers' pairings are better, or worse, than 99 % of random ones.
+
+    And how many would be by chance.
+    """
     parts = [f"better than 99 % of random ones in {named_layers(above)}"] if above else []
     parts += [f"worse than 99 % in {named_layers(below)}"] if below else []
     words = " and ".join(parts) or "within the middle 98 % of random ones in every layer"
-    return f"At k = {k}, the stored pairing is {words}; by chance {number(2 * TAIL * layers)} of {layers} layers would stand outside"
+    return (
+        f"At k = {k}, the stored pairing is {words}; by chance {number(2 * TAIL * layers)} of "
+        f"{layers} layers would stand outside"
+    )
 
 
 def null_density(tables: Tables) -> Figure:
@@ -194,7 +225,8 @@ def null_density(tables: Tables) -> Figure:
         },
     )
     caption = (
-        "Grey: mean alignment under every pairing of the layer's routers and experts (all n! up to 8 experts, else 20,000 drawn), "
+        "Grey: mean alignment under every pairing of the layer's routers and experts (all n! up "
+        "to 8 experts, else 20,000 drawn), "
         "not a normal approximation. Diamond: the stored pairing. Slide to change k."
     )
     return Figure(

@@ -74,21 +74,33 @@ def cosine_heatmap(tables: Tables) -> Figure:
         orders.append([str(experts[place]) for place in similarity_order(matrix)])
         data.append(
             heatmap(
-                matrix, experts, experts, diverging=True, bound=1.0, label="cos", axes=("expert", "expert"), text=True
+                matrix,
+                experts,
+                experts,
+                diverging=True,
+                bound=1.0,
+                label="cos",
+                axes=("expert", "expert"),
+                text=True,
             )
         )
         off = np.abs(matrix - np.eye(len(matrix)))
         highest.append(float(off.max()))
         pair = sorted(np.unravel_index(off.argmax(), off.shape))
         titles.append(
-            f"The closest pair of layer {layer}: experts {experts[pair[0]]} and {experts[pair[1]]}, |cos| {number(highest[-1])}; "
-            f"by chance the closest of {len(pairs) // pairs['k'].nunique():,} pairs has about {number(chance_of_closest(tables, layer))}"
+            f"The closest pair of layer {layer}: experts {experts[pair[0]]} and "
+            f"{experts[pair[1]]}, |cos| {number(highest[-1])}; "
+            f"by chance the closest of {len(pairs) // pairs['k'].nunique():,} pairs has about "
+            f"{number(chance_of_closest(tables, layer))}"
         )
     start = int(np.argmax(highest))
     layout = base_layout(
         "expert", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
     )
-    caption = "Cosines of the experts' top singular vectors. Slide to change the layer; order experts by number or by similarity (average linkage)."
+    caption = (
+        "Cosines of the experts' top singular vectors. Slide to change the layer; order experts by "
+        "number or by similarity (average linkage)."
+    )
     return Figure(
         "cosine_heatmap",
         titles[start],
@@ -157,9 +169,14 @@ def overlap_by_k(tables: Tables) -> Figure:
     data = layer_lines(frame, "k", "over", hover="%{y:.3g} times chance")
     data.append(grey_line(ks, np.ones(len(ks)), "chance k/d"))
     top = frame.loc[frame["over"].idxmax()]
-    title = f"Mean overlap is at most {number(top['over'])} times chance (layer {top['layer']:.0f}, k = {top['k']:.0f})"
+    title = (
+        f"Mean overlap is at most {number(top['over'])} times chance (layer {top['layer']:.0f}, k = "
+        f"{top['k']:.0f})"
+    )
     layout = base_layout(
-        "k", "mean overlap / chance", xaxis={"type": "log", "tickvals": ks.tolist(), "ticktext": [str(k) for k in ks]}
+        "k",
+        "mean overlap / chance",
+        xaxis={"type": "log", "tickvals": ks.tolist(), "ticktext": [str(k) for k in ks]},
     )
     return Figure(
         "overlap_by_k",
@@ -183,16 +200,25 @@ def spectra_by_layer(tables: Tables) -> Figure:
     for layer, rows in spectra.groupby("layer", sort=True):
         length = int(rows["rank"].min())
         places = sampled_ranks(length)
-        normalised = np.stack([np.asarray(values[:length], float) / values[0] for values in rows["singular_values"]])
+        normalised = np.stack(
+            [np.asarray(values[:length], float) / values[0] for values in rows["singular_values"]]
+        )
         medians.append(
-            pd.DataFrame({"layer": layer, "place": places, "share": np.median(normalised, axis=0)[places - 1]})
+            pd.DataFrame(
+                {"layer": layer, "place": places, "share": np.median(normalised, axis=0)[places - 1]}
+            )
         )
     drawn = pd.concat(medians)
     data = layer_lines(drawn, "place", "share", hover="%{y:.3g} of the largest", mode="lines")
     half = (
-        spectra.assign(share=spectra["stable_rank"] / spectra["rank"].astype(float)).groupby("layer")["share"].median()
+        spectra.assign(share=spectra["stable_rank"] / spectra["rank"].astype(float))
+        .groupby("layer")["share"]
+        .median()
     )
-    title = f"Stable rank, in % of full rank, {from_to(100 * half.min(), f'layer {half.idxmin()}', 100 * half.max(), f'layer {half.idxmax()}')}"
+    title = (
+        "Stable rank, in % of full rank, "
+        f"{from_to(100 * half.min(), f'layer {half.idxmin()}', 100 * half.max(), f'layer {half.idxmax()}')}"
+    )
     layout = base_layout(
         "place of the singular value",
         "share of the largest",
@@ -213,7 +239,9 @@ def ranks_by_layer(tables: Tables) -> Figure:
     spectra = tables["spectra"]
     spectra = spectra[spectra["rank"].notna()]
     data: list[Trace] = []
-    for index, (column, name) in enumerate([("effective_rank", "effective rank"), ("stable_rank", "stable rank")]):
+    for index, (column, name) in enumerate(
+        [("effective_rank", "effective rank"), ("stable_rank", "stable rank")]
+    ):
         grouped = spectra.groupby("layer")[column]
         middle, low, high = grouped.median(), grouped.min(), grouped.max()
         data.append(
@@ -237,7 +265,11 @@ def ranks_by_layer(tables: Tables) -> Figure:
     full = spectra.groupby("layer")["rank"].max().astype(float)
     data.append(grey_line(full.index.to_numpy(), full.to_numpy(), "rank"))
     middle = spectra.groupby("layer")["effective_rank"].median()
-    title = f"Median effective rank {from_to(middle.min(), f'layer {middle.idxmin()}', middle.max(), f'layer {middle.idxmax()}')}; full rank is {number(full.max())}"
+    title = (
+        "Median effective rank "
+        f"{from_to(middle.min(), f'layer {middle.idxmin()}', middle.max(), f'layer {middle.idxmax()}')}; "
+        f"full rank is {number(full.max())}"
+    )
     layout = base_layout("layer", "rank", xaxis=layer_axis(full.index), yaxis={"rangemode": "tozero"})
     return Figure(
         "ranks_by_layer",

@@ -1,4 +1,7 @@
-"""Several readings side by side: runs, steps, matrices or router readings, one line each. Tables carry a `reading` column."""
+"""Several readings side by side: runs, steps, matrices or router readings, one line each.
+
+Tables carry a `reading` column.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,13 @@ def reading_lines(frame: pd.DataFrame, column: str) -> list[Trace]:
 
 
 def without_router(frame: pd.DataFrame) -> pd.DataFrame:
-    """Readings that differ in the router alone share these numbers: keep the first of them, without the router in its name."""
-    kept = frame.drop_duplicates([key for key in ("run", "step", "layer", "matrix", "k", "expert") if key in frame])
+    """Readings that differ in the router alone share these numbers.
+
+    Keep the first of them, without the router in its name.
+    """
+    kept = frame.drop_duplicates(
+        [key for key in ("run", "step", "layer", "matrix", "k", "expert") if key in frame]
+    )
     return kept.assign(reading=kept["reading"].str.replace(r", (raw|centered) router", "", regex=True))
 
 
@@ -80,7 +88,10 @@ def nothing_told(tables: Tables) -> pd.Series:
 
 @dataclass(frozen=True)
 class Compared:
-    """A number that is compared over layers or steps: where it stands, what it is called, and its reference."""
+    """A number that is compared over layers or steps.
+
+    Where it stands, what it is called, and its reference.
+    """
 
     name: str
     needs: tuple[str, ...]  # the first holds the column
@@ -96,7 +107,9 @@ def rows_of(compared: Compared, tables: Tables) -> pd.DataFrame:
     if compared.needs[0] == "orthogonality":
         return without_router(frame[frame["k"] == 1])
     if compared.needs[0] == "spectra":
-        grouped = without_router(frame).groupby(["reading", "step", "layer"], sort=False)[compared.column].median()
+        grouped = (
+            without_router(frame).groupby(["reading", "step", "layer"], sort=False)[compared.column].median()
+        )
         return grouped.reset_index()
     return frame
 
@@ -129,7 +142,8 @@ def by_layer(compared: Compared) -> FigureSpec:
             lines.append(grey_line(reference.index.to_numpy(), reference.to_numpy(), name))
         more = f" and {len(notes) - 3} more" if len(notes) > 3 else ""
         title = (
-            f"{compared.what}, mean over layers: {', '.join(notes[:3])}{more}; in brackets {compared.reference_name}"
+            f"{compared.what}, mean over layers: {', '.join(notes[:3])}{more}; in brackets "
+            f"{compared.reference_name}"
         )
         return Figure(
             f"compare_{compared.name}",
@@ -149,19 +163,25 @@ def by_layer(compared: Compared) -> FigureSpec:
 
 
 def by_step(compared: Compared) -> FigureSpec:
-    """The number against the training step, one line a layer, the reference in grey; for runs of several checkpoints."""
+    """The number against the training step, one line a layer, the reference in grey.
+
+    For runs of several checkpoints.
+    """
 
     def draw(tables: Tables) -> Figure:
         frame = rows_of(compared, tables)
         data = layer_lines(frame, "step", compared.column)
         level = float(compared.reference(tables).mean())
         data.append(
-            grey_line([int(frame["step"].min()), int(frame["step"].max())], [level, level], compared.reference_name)
+            grey_line(
+                [int(frame["step"].min()), int(frame["step"].max())], [level, level], compared.reference_name
+            )
         )
         ends = frame.sort_values("step").groupby("layer")[compared.column].agg(["first", "last"])
         rising, falling = int((ends["last"] > ends["first"]).sum()), int((ends["last"] < ends["first"]).sum())
         title = (
-            f"{compared.what} rises from first to last step in {rising} of {len(ends)} layers, falls in {falling}; "
+            f"{compared.what} rises from first to last step in {rising} of {len(ends)} layers, "
+            f"falls in {falling}; "
             f"{compared.reference_name} is {number(level)}"
         )
         return Figure(
@@ -202,9 +222,16 @@ AMBIGUITY = Compared(
 )
 Z = Compared("z", ("ambiguity", "alignment_layers"), "z_score", "Mean z at k*", zero, "chance")
 ORTHOGONALITY = Compared(
-    "orthogonality", ("orthogonality",), "mean_abs", "Mean |cos| between experts", stated_chance, "chance √(2/(πd))"
+    "orthogonality",
+    ("orthogonality",),
+    "mean_abs",
+    "Mean |cos| between experts",
+    stated_chance,
+    "chance √(2/(πd))",
 )
-RANK = Compared("effective_rank", ("spectra",), "effective_rank", "Median effective rank", full_rank, "full rank")
+RANK = Compared(
+    "effective_rank", ("spectra",), "effective_rank", "Median effective rank", full_rank, "full rank"
+)
 
 ACROSS_READINGS = [by_layer(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, Z, ORTHOGONALITY, RANK)]
 ACROSS_STEPS = [by_step(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, ORTHOGONALITY)]

@@ -35,7 +35,10 @@ NULL_BINS = 60
 
 @dataclass(frozen=True)
 class ScanSettings:
-    """What is computed of each layer; every field changes some number, so all of them are written to run.json."""
+    """What is computed of each layer.
+
+    Every field changes some number, so all of them are written to run.json.
+    """
 
     matrix: tuple[str, ...] = ("gate",)
     router: tuple[str, ...] = ("raw",)
@@ -52,7 +55,10 @@ class ScanSettings:
 
 @dataclass(frozen=True)
 class DecomposedLayer:
-    """What is kept of a layer's experts once each has been decomposed: enough for every analysis, far less than the weights."""
+    """What is kept of a layer's experts once each has been decomposed.
+
+    Enough for every analysis, far less than the weights.
+    """
 
     experts: list[int]  # those that could be used, by their numbers in the layer
     matrices: dict[str, AlignmentMatrix]  # router reading -> M(k)
@@ -78,14 +84,17 @@ def analyse_layer(
 ) -> LayerResult:
     """Every scan table's rows for one layer, and the setup they were made under.
 
-    A router without a row for each expert leaves the tables that are of experts alone; one expert alone leaves its spectrum.
+    A router without a row for each expert leaves the tables that are of experts alone; one expert alone
+    leaves its spectrum.
     """
     from contextlib import nullcontext
 
     timed = timed or (lambda stage: nullcontext())
     if (weights.n_experts < 2 and weights.router_ED is not None) or weights.d_model < 2:
         small = "one expert only" if weights.n_experts < 2 else "d_model is 1"
-        raise BadInput(f"{weights.layer_name}: {small}; there is nothing to pair or compare, scan other layers")
+        raise BadInput(
+            f"{weights.layer_name}: {small}; there is nothing to pair or compare, scan other layers"
+        )
     with timed("read"):
         rows_ED = readings.router_rows(weights, settings.fold_norm)
     marked = {} if rows_ED is None else readings.unusable_rows(weights, rows_ED)
@@ -138,7 +147,10 @@ def analyse_layer(
 
 
 def reading_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
-    """What the report says of one reading beyond the tables: chance of the best accuracy, and another order if one was found."""
+    """What the report says of one reading beyond the tables.
+
+    Chance of the best accuracy, and another order if one was found.
+    """
     found = test.other_order
     named = [experts[place] if place >= 0 else None for place in found.experts] if found else []
     order = {"k": found.k, "p": found.p, "routers": experts, "experts": named} if found else None
@@ -156,7 +168,10 @@ def decompose_layer(
     timed: Callable[[str], AbstractContextManager[None]],
     on_expert: Callable[[], None],
 ) -> tuple[DecomposedLayer, dict[int, UnusableExpert]]:
-    """Read and decompose the layer's experts one by one. All router rows, in all readings, are projected in one go."""
+    """Read and decompose the layer's experts one by one.
+
+    All router rows, in all readings, are projected in one go.
+    """
     import torch
 
     unusable = dict(marked)
@@ -191,7 +206,13 @@ def decompose_layer(
             yield expert, W_FD
 
     for expert, result in decompose_each(
-        readable(), len(usable_rows), unit_rows, ladder, settings.precision, device, lambda: timed("decompose")
+        readable(),
+        len(usable_rows),
+        unit_rows,
+        ladder,
+        settings.precision,
+        device,
+        lambda: timed("decompose"),
     ):
         energies[expert] = alignment.cumulative_energy(result.energy_ER, ladder)
         ranks.append(result.rank)
@@ -201,7 +222,8 @@ def decompose_layer(
         on_expert()
     if len(energies) < (1 if rows_ED is None else 2):
         raise BadInput(
-            f"{weights.layer_name}: fewer than two experts can be used ({len(unusable)} are marked); mend the checkpoint"
+            f"{weights.layer_name}: fewer than two experts can be used ({len(unusable)} are "
+            "marked); mend the checkpoint"
         )
     experts = list(energies)
     matrices = {}
@@ -253,7 +275,10 @@ def alignment_frames(
     unusable: dict[int, UnusableExpert],
     settings: ScanSettings,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(one row an expert and k, one row a k). Experts left out get rows without values: they are marked, not forgotten."""
+    """(one row an expert and k, one row a k).
+
+    Experts left out get rows without values: they are marked, not forgotten.
+    """
     align_KEE, ks, n = M.align_KEE, M.ks, M.n_experts
     align_KE, margin_KE = alignment.diagonal(align_KEE), alignment.margins(align_KEE)
     chance_KE = alignment.random_expectation(ks, M.rank_E, M.d_model)
@@ -278,7 +303,9 @@ def alignment_frames(
     per_expert["shuffle_mean"], per_expert["shuffle_std"] = np.repeat(mean_K, n), np.repeat(std_K, n)
     per_expert["identified"] = pd.array(margin_KE.ravel() > alignment.TIE, dtype="boolean")
     if unusable:
-        left_out = pd.DataFrame({"k": np.repeat(ks, len(unusable)), "expert": np.tile(sorted(unusable), len(ks))})
+        left_out = pd.DataFrame(
+            {"k": np.repeat(ks, len(unusable)), "expert": np.tile(sorted(unusable), len(ks))}
+        )
         per_expert = pd.concat([per_expert, left_out], ignore_index=True)
 
     per_layer = pd.DataFrame(
@@ -300,7 +327,9 @@ def test_frame(test: PairingTest) -> pd.DataFrame:
     return pd.DataFrame([{name: getattr(test, name) for name in names}]).astype({"best_k": "Int64"})
 
 
-def pairs_frame(M: AlignmentMatrix, experts: list[int], best_k: int | None, k_star: int | None) -> pd.DataFrame:
+def pairs_frame(
+    M: AlignmentMatrix, experts: list[int], best_k: int | None, k_star: int | None
+) -> pd.DataFrame:
     n = M.n_experts
     wanted = M.ks if n <= EVERY_PAIR_UP_TO else [k for k in M.ks if k in {*FEW_KS, best_k, k_star}]
     rungs = [M.ks.index(k) for k in wanted]
@@ -315,7 +344,10 @@ def pairs_frame(M: AlignmentMatrix, experts: list[int], best_k: int | None, k_st
 
 
 def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
-    """The exact (or drawn) null of the mean diagonal, at the density figure's ks, or the largest usable k where none exists."""
+    """The exact (or drawn) null of the mean diagonal, at the density figure's ks.
+
+    Or the largest usable k where none exists.
+    """
     usable = [k for k, degenerate in zip(M.ks, M.degenerate_K, strict=True) if not degenerate]
     frames = []
     for k in [k for k in usable if k in DENSITY_KS] or usable[-1:]:
@@ -343,7 +375,9 @@ def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else empty
 
 
-def similarity_frames(layer: DecomposedLayer, ks: list[int], d_model: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+def similarity_frames(
+    layer: DecomposedLayer, ks: list[int], d_model: int
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     first, second = expert_pairs(len(layer.experts))
     experts = np.array(layer.experts)
     pairs, statistics = [], []

@@ -1,4 +1,7 @@
-"""What a run says, in sentences made from its tables; the same for the terminal, --json and the report's first page."""
+"""What a run says, in sentences made from its tables.
+
+The same for the terminal, --json and the report's first page.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,9 @@ def headline(found: list[Reading]) -> list[str]:
         who = f"{len(agreeing)} other readings" if len(agreeing) > 1 else agreeing[0]
         sentences.append(f"Read from {who}: the same verdicts as from {found[0].label}.")
     if len(others) > NAMED_AT_MOST:
-        sentences.append(f"{len(others) - NAMED_AT_MOST} more readings come to other verdicts; see Side by side.")
+        sentences.append(
+            f"{len(others) - NAMED_AT_MOST} more readings come to other verdicts; see Side by side."
+        )
     return sentences
 
 
@@ -94,7 +99,10 @@ def verdict_layers(reading: Reading) -> dict[str, list[int]]:
     if not reading.has_rows:
         return {}
     tests = reading.tables["alignment_tests"]
-    return {str(verdict): sorted(int(layer) for layer in rows["layer"]) for verdict, rows in tests.groupby("verdict")}
+    return {
+        str(verdict): sorted(int(layer) for layer in rows["layer"])
+        for verdict, rows in tests.groupby("verdict")
+    }
 
 
 def findings(reading: Reading) -> list[str]:
@@ -122,11 +130,16 @@ def verdict_finding(reading: Reading) -> str:
     start = f"{verdict_sentence(reading.tables)}. Chance accuracy at one k is {chance}; "
     if not tested:
         return f"{start}3 experts have 6 pairings only, so no p can be below 1/6."
-    return f"{start}if every layer were random, up to {number(ALPHA * tested)} of {tested} would still be called something else."
+    return (
+        f"{start}if every layer were random, up to {number(ALPHA * tested)} of {tested} would still "
+        "be called something else."
+    )
 
 
 def quiet_pairing_findings(reading: Reading) -> list[str]:
-    """Layers whose mean alignment beats random pairings though no router can tell its expert by its best match."""
+    """Layers whose mean alignment beats random pairings though no router can tell its expert by its best
+    match.
+    """
     tests = reading.tables["alignment_tests"]
     sentences = []
     quiet = tests[(tests["verdict"] == "chance") & (tests["q_value"] <= ALPHA)]
@@ -134,8 +147,10 @@ def quiet_pairing_findings(reading: Reading) -> list[str]:
         layers = reading.tables["alignment_layers"]
         best = layers[layers["layer"].isin(quiet["layer"])].groupby("layer")["assignment_accuracy"].max()
         sentences.append(
-            f"In {named_layers(quiet['layer'])} the pairing is not random all the same: mean alignment beats other pairings "
-            f"(largest q {number(quiet['q_value'].max())}; best one-to-one assignment right for up to {number(100 * best.max())} % of the routers), "
+            f"In {named_layers(quiet['layer'])} the pairing is not random all the same: mean "
+            "alignment beats other pairings "
+            f"(largest q {number(quiet['q_value'].max())}; best one-to-one assignment right for "
+            f"up to {number(100 * best.max())} % of the routers), "
             "but a router's best match is not its own expert."
         )
     return sentences
@@ -146,14 +161,19 @@ def other_order_findings(reading: Reading) -> list[str]:
     for layer in verdict_layers(reading).get("permuted", []):
         order = reading.facts(layer)["other_order"]
         pairs = zip(order["routers"], order["experts"], strict=True)
-        moved = [f"router {router} fits expert {expert}" for router, expert in pairs if expert not in (None, router)]
+        moved = [
+            f"router {router} fits expert {expert}"
+            for router, expert in pairs
+            if expert not in (None, router)
+        ]
         shown = (
             listed(moved)
             if len(moved) <= 8
             else f"{', '.join(moved[:NAMED_AT_MOST])} and {len(moved) - NAMED_AT_MOST} more"
         )
         sentences.append(
-            f"In layer {layer} routers and experts fit one to one, but not in the stored order: at k = {order['k']}, {shown} "
+            f"In layer {layer} routers and experts fit one to one, but not in the stored order: "
+            f"at k = {order['k']}, {shown} "
             f"(p ≤ {number(order['p'])})."
         )
     return sentences
@@ -184,8 +204,10 @@ def avoidance_findings(reading: Reading) -> list[str]:
         rungs = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)]
         lowest = rungs.loc[rungs["perm_z"].idxmin()]
         sentences.append(
-            f"In layer {layer} routers avoid their own experts at k = {lowest['k']:.0f}: alignment {number(lowest['align'])} "
-            f"against {number(lowest['shuffle_mean'])} for an average pair (lower-tail p = {number(p)})."
+            f"In layer {layer} routers avoid their own experts at k = {lowest['k']:.0f}: "
+            f"alignment {number(lowest['align'])} "
+            f"against {number(lowest['shuffle_mean'])} for an average pair (lower-tail p = "
+            f"{number(p)})."
         )
     return sentences
 
@@ -193,7 +215,8 @@ def avoidance_findings(reading: Reading) -> list[str]:
 def hub_findings(reading: Reading) -> list[str]:
     """Experts that are the best match of more routers than chance allows, at the layer's best k.
 
-    Chance: n routers choosing among n experts at random; the likeliest expert's count, all experts, ks and layers paid for.
+    Chance: n routers choosing among n experts at random; the likeliest expert's count, all experts, ks and
+    layers paid for.
     """
     found = []
     best = reading.tables["alignment_tests"].set_index("layer")["best_k"]
@@ -204,12 +227,18 @@ def hub_findings(reading: Reading) -> list[str]:
         second, first = np.partition(M, -2, axis=1)[:, -2:].T
         wins = np.bincount(M.argmax(axis=1)[first - second > TIE], minlength=n)
         if looked_at * n * bdtrc(wins.max() - 1, n, 1 / n) <= ALPHA:
-            found.append(f"expert {grid.columns[wins.argmax()]} of layer {layer} ({wins.max()} of {n} routers)")
+            found.append(
+                f"expert {grid.columns[wins.argmax()]} of layer {layer} ({wins.max()} of {n} routers)"
+            )
     if not found:
         return []
     return [
-        f"Experts that attract more routers than independent router rows would: {', '.join(found[:NAMED_AT_MOST])}{more(found)}; "
-        "one each is expected. A direction common to all rows does this too; the centered reading leaves it out."
+        (
+            "Experts that attract more routers than independent router rows would: "
+            f"{', '.join(found[:NAMED_AT_MOST])}{more(found)}; "
+            "one each is expected. A direction common to all rows does this too; the centered "
+            "reading leaves it out."
+        )
     ]
 
 
@@ -240,14 +269,20 @@ def redundancy_finding(reading: Reading) -> str:
     collapsed = collapsed_pairs(reading)
     redundant = int(statistics["n_pairs_above_0_3"].sum())
     pairs = reading.tables["similarity"].query("k == 1").groupby("layer").size()
-    by_chance = sum(count * share_above(REDUNDANT, width_of(reading.tables, layer)) for layer, count in pairs.items())
+    by_chance = sum(
+        count * share_above(REDUNDANT, width_of(reading.tables, layer)) for layer, count in pairs.items()
+    )
     if collapsed:
         named = [
-            f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})"
+            (
+                f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} "
+                f"({number(abs(pair['cosine']))})"
+            )
             for pair in collapsed[:NAMED_AT_MOST]
         ]
         start = (
-            f"Collapsed experts (|cos| of their top directions above {COLLAPSED}): {', '.join(named)}{more(collapsed)}"
+            f"Collapsed experts (|cos| of their top directions above {COLLAPSED}): "
+            f"{', '.join(named)}{more(collapsed)}"
         )
     else:
         start = f"No two experts have collapsed (none above {COLLAPSED})"
@@ -287,19 +322,26 @@ def ambiguity_finding(reading: Reading) -> list[str]:
     accuracy, rest = weights[0], weights[1] + weights[2]
     at_chance = accuracy * (1 - 1 / reading.n_experts(int(ranked["layer"].iloc[0]))) + rest
     named = [
-        f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute {number(row['absolute_score'])})"
+        (
+            f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute "
+            f"{number(row['absolute_score'])})"
+        )
         for _, row in ranked.iterrows()
     ]
     return [
-        f"Most ambiguous among {named_layers(table['layer'])}: {', '.join(named)}. The score is relative to these layers; "
-        f"at a given k, a layer at chance has an absolute score of {number(at_chance)}."
+        (
+            f"Most ambiguous among {named_layers(table['layer'])}: {', '.join(named)}. The score is "
+            "relative to these layers; "
+            f"at a given k, a layer at chance has an absolute score of {number(at_chance)}."
+        )
     ]
 
 
 def rank_findings(reading: Reading) -> list[str]:
     spectra = reading.tables["spectra"]
     full = [
-        min(reading.setup(int(layer))["d_model"], stacked_height(reading, int(layer))) for layer in spectra["layer"]
+        min(reading.setup(int(layer))["d_model"], stacked_height(reading, int(layer)))
+        for layer in spectra["layer"]
     ]
     deficient = spectra[spectra["rank"].notna() & (spectra["rank"].astype(float) < np.array(full))]
     if deficient.empty:
@@ -308,7 +350,9 @@ def rank_findings(reading: Reading) -> list[str]:
         f"expert {row['expert']} of layer {row['layer']} (rank {row['rank']:.0f})"
         for _, row in deficient.head(NAMED_AT_MOST).iterrows()
     ]
-    return [capital(f"{len(deficient)} rank-deficient matrices: {', '.join(named)}{more(list(deficient.index))}.")]
+    return [
+        capital(f"{len(deficient)} rank-deficient matrices: {', '.join(named)}{more(list(deficient.index))}.")
+    ]
 
 
 def stacked_height(reading: Reading, layer: int) -> int:

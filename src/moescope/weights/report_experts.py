@@ -1,4 +1,7 @@
-"""What a scan says of experts whose router has no row for each of them: how alike they are and how full their ranks, without a word on pairing."""
+"""What a scan says of experts whose router has no row for each of them.
+
+How alike they are and how full their ranks, without a word on pairing.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def rank_sentence(reading: Reading) -> str:
     middle = by_layer["effective_rank"]
     span = from_to(middle.min(), f"layer {middle.idxmin()}", middle.max(), f"layer {middle.idxmax()}")
     of = ", median of a layer," if (by_layer["expert"] > 1).any() else ""
-    return f"Effective rank of the {reading.keys['matrix']} matrices{of} {span}; full rank is {number(by_layer['rank'].max())}."
+    return (
+        f"Effective rank of the {reading.keys['matrix']} matrices{of} {span}; full rank is "
+        f"{number(by_layer['rank'].max())}."
+    )
 
 
 def layer_ranks(reading: Reading) -> pd.DataFrame:
@@ -66,12 +72,18 @@ def experts_glance(reading: Reading) -> dict[str, Any]:
     heads = [head for head in HEADS if len(cosines) or head[0] not in PAIRED]
     rows = []
     for layer in reading.layers:
-        told = {"layer": layer, **ranks.loc[layer].to_dict(), **(cosines.loc[layer].to_dict() if len(cosines) else {})}
+        told = {
+            "layer": layer,
+            **ranks.loc[layer].to_dict(),
+            **(cosines.loc[layer].to_dict() if len(cosines) else {}),
+        }
         rows.append([told[name] for name, _, _ in heads])
     return glance_payload(heads, rows)
 
 
-def alone_entry(reading: Reading, layer: int, tables: dict[str, pd.DataFrame]) -> tuple[dict[str, Any], dict[str, Any]]:
+def alone_entry(
+    reading: Reading, layer: int, tables: dict[str, pd.DataFrame]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what the layer's closed line says, its words and table); figures and setup are those of any layer."""
     ranks = layer_ranks(reading).loc[layer]
     cosines = first_cosines(tables)
@@ -79,10 +91,17 @@ def alone_entry(reading: Reading, layer: int, tables: dict[str, pd.DataFrame]) -
     if len(cosines):
         first = cosines.loc[layer]
         collapsed = counted(int(first["n_pairs_above_0_7"]), "collapsed pair")
-        line = f"mean |cos| {number(first['mean_abs'])} ({number(first['chance'])} by chance), {collapsed}, {of_rank}"
+        line = (
+            f"mean |cos| {number(first['mean_abs'])} ({number(first['chance'])} by chance), "
+            f"{collapsed}, {of_rank}"
+        )
         words = [
-            f"The top directions of two experts of layer {layer} have |cos| {number(first['mean_abs'])} on average, {number(first['max_abs'])} at the most; random "
-            f"directions {number(first['chance'])} on average."
+            (
+                f"The top directions of two experts of layer {layer} have |cos| "
+                f"{number(first['mean_abs'])} on average, {number(first['max_abs'])} at the most; "
+                "random "
+                f"directions {number(first['chance'])} on average."
+            )
         ]
         close = close_pairs(tables)
         words += [f"Collapsed pairs, by |cos| of their top directions: {listed(close)}."] if close else []
@@ -101,4 +120,6 @@ def close_pairs(tables: dict[str, pd.DataFrame]) -> list[str]:
     """Collapsed pairs of one layer in words, eight at the most."""
     pairs = tables["similarity"]
     close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)]
-    return [f"{row.expert_a} and {row.expert_b} ({number(abs(row.cosine))})" for row in close.head(8).itertuples()]
+    return [
+        f"{row.expert_a} and {row.expert_b} ({number(abs(row.cosine))})" for row in close.head(8).itertuples()
+    ]

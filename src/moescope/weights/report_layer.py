@@ -14,9 +14,23 @@ from moescope.weights.report_experts import alone_entry, close_pairs
 from moescope.weights.report_views import Reading
 
 K_TABLE = [
-    "k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std", "delta_vs_shuffle", "z_vs_shuffle",
-    "z_ceiling", "argmax_accuracy", "assignment_accuracy", "alignment_margin", "positive_margin_share", "perm_z", "p_adjusted", "degenerate",
-]  # fmt: skip
+    "k",
+    "align",
+    "random_expectation",
+    "effect_over_random",
+    "shuffle_mean",
+    "shuffle_std",
+    "delta_vs_shuffle",
+    "z_vs_shuffle",
+    "z_ceiling",
+    "argmax_accuracy",
+    "assignment_accuracy",
+    "alignment_margin",
+    "positive_margin_share",
+    "perm_z",
+    "p_adjusted",
+    "degenerate",
+]
 EXPERT_TABLE = [
     "expert",
     "align",
@@ -41,15 +55,24 @@ def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
     try:
         return figure_payload(spec.draw(tables), spec.wide)
     except Exception as error:
-        raise RuntimeError(f"figure {spec.name} of {where} cannot be drawn: {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"figure {spec.name} of {where} cannot be drawn: {type(error).__name__}: {error}"
+        ) from error
 
 
 def layer_entry(reading: Reading, layer: int, tables: Tables) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what the closed line says, the payload drawn when it is opened)."""
     if not reading.has_rows:
         entry, payload = alone_entry(reading, layer, tables)
-        figures = [drawn(spec, tables, f"layer {layer}, {reading.label}") for spec in reading.drawable(ONE_LAYER)]
-        return entry, {**payload, "setup": setup_rows(reading, layer, tables), "figures": figures, "complete": []}
+        figures = [
+            drawn(spec, tables, f"layer {layer}, {reading.label}") for spec in reading.drawable(ONE_LAYER)
+        ]
+        return entry, {
+            **payload,
+            "setup": setup_rows(reading, layer, tables),
+            "figures": figures,
+            "complete": [],
+        }
     test = tables["alignment_tests"].iloc[0].to_dict()
     best = tables["alignment"][tables["alignment"]["k"] == test["best_k"]]
     where = f"layer {layer}, {reading.label}"
@@ -57,7 +80,9 @@ def layer_entry(reading: Reading, layer: int, tables: Tables) -> tuple[dict[str,
         "verdict": verdict_words(reading, layer, test, tables),
         "setup": setup_rows(reading, layer, tables),
         "tables": [
-            table_payload("alignment_layers", tables["alignment_layers"], K_TABLE, "Every k (means over experts)"),
+            table_payload(
+                "alignment_layers", tables["alignment_layers"], K_TABLE, "Every k (means over experts)"
+            ),
             table_payload("alignment", best, EXPERT_TABLE, f"Every expert at k = {test['best_k']}"),
         ],
         "figures": [drawn(spec, tables, where) for spec in ONE_LAYER],
@@ -68,7 +93,10 @@ def layer_entry(reading: Reading, layer: int, tables: Tables) -> tuple[dict[str,
     line = (
         f"fits in another order at k = {order['k']}, p ≤ {number(order['p'])}"
         if order
-        else f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} ({by_chance} by chance), p = {number(test['p_accuracy'])}"
+        else (
+            f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} ({by_chance} by "
+            f"chance), p = {number(test['p_accuracy'])}"
+        )
     )
     entry = {
         "layer": layer,
@@ -86,11 +114,17 @@ def verdict_name(reading: Reading, layer: int, verdict: str) -> str:
 def verdict_words(reading: Reading, layer: int, test: dict[str, Any], tables: Tables) -> list[str]:
     """The identification verdict of one layer in words, with chance beside every number."""
     n, facts = reading.n_experts(layer), reading.facts(layer)
-    against = f"all {test['n_pairings']:,} pairings" if test["exact"] else f"{test['n_pairings']:,} drawn pairings"
+    against = (
+        f"all {test['n_pairings']:,} pairings" if test["exact"] else f"{test['n_pairings']:,} drawn pairings"
+    )
     words = [
-        f"Layer {layer} {VERDICT_WORDS[told_verdict(test['verdict'], n)][0]}. Its best argmax accuracy is {number(test['best_accuracy'])}, at k = {test['best_k']}; "
-        f"chance is 1/{n} at a given k, and {number(facts['chance_accuracy'])} for a random pairing at its own best k. "
-        f"A random pairing does as well with p = {number(test['p_accuracy'])}.",
+        (
+            f"Layer {layer} {VERDICT_WORDS[told_verdict(test['verdict'], n)][0]}. Its best argmax "
+            f"accuracy is {number(test['best_accuracy'])}, at k = {test['best_k']}; "
+            f"chance is 1/{n} at a given k, and {number(facts['chance_accuracy'])} for a random "
+            "pairing at its own best k. "
+            f"A random pairing does as well with p = {number(test['p_accuracy'])}."
+        ),
         f"Mean alignment over all k: p = {number(test['p_value'])} against {against} "
         f"(q = {number(test['q_value'])} over the layers scanned); lower tail p = {number(test['p_lower'])}.",
     ]
@@ -98,7 +132,8 @@ def verdict_words(reading: Reading, layer: int, test: dict[str, Any], tables: Ta
         fitting = zip(order["routers"], order["experts"], strict=True)
         mapped = ", ".join(f"{router} → {'?' if expert is None else expert}" for router, expert in fitting)
         words.append(
-            f"They do fit in another order, at k = {order['k']} (router → expert, p ≤ {number(order['p'])}): {mapped}."
+            f"They do fit in another order, at k = {order['k']} (router → expert, p ≤ "
+            f"{number(order['p'])}): {mapped}."
         )
     if named := close_pairs(tables):
         words.append(f"Collapsed pairs, by |cos| of their top directions: {listed(named)}.")
@@ -126,7 +161,10 @@ def setup_rows(reading: Reading, layer: int, tables: Tables) -> list[list[str]]:
         "top_k, scoring": f"{setup['top_k'] or 'not stated'}, {setup['scoring']}",
         **routed,
         "seed": setup["seed"],
-        "precision": f"{info['arguments']['precision']}; {of_matrix['fallbacks']} of {setup['n_experts']} experts fell back to SVD",
+        "precision": (
+            f"{info['arguments']['precision']}; {of_matrix['fallbacks']} of {setup['n_experts']} "
+            "experts fell back to SVD"
+        ),
         "experts left out": ", ".join(map(str, of_matrix["experts_left_out"])) or "none",
         "time": f"{number(setup['seconds'])} s on {info['device']}",
     }
@@ -139,7 +177,9 @@ def pairing_rows(reading: Reading, layer: int, tables: Tables) -> dict[str, str]
     own = pd.Series(setup["centered_share"], dtype=float)
     return {
         "k ladder": ", ".join(map(str, setup["matrices"][reading.keys["matrix"]]["k"])),
-        "shuffle null": "closed form" if setup["null"] == "closed" else f"{setup['n_shuffles']} sampled shuffles",
+        "shuffle null": "closed form"
+        if setup["null"] == "closed"
+        else f"{setup['n_shuffles']} sampled shuffles",
         "pairing null": f"{test['n_pairings']:,} pairings, {'all there are' if test['exact'] else 'drawn'}",
-        "row share not common to all routers": f"{number(own.min())} to {number(own.max())} (‖rᵢ − mean‖/‖rᵢ‖)",
+        "row share not common to all": f"{number(own.min())} to {number(own.max())} (‖rᵢ − mean‖/‖rᵢ‖)",
     }

@@ -1,4 +1,7 @@
-"""A reading: one step, matrix and router of one run. A report shows one reading at a time, or several side by side."""
+"""A reading: one step, matrix and router of one run.
+
+A report shows one reading at a time, or several side by side.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ class Reading:
         for setup in self.run.info["setup"]:
             if setup["step"] == self.keys["step"] and setup["layer"] == layer:
                 return dict(setup)
-        raise BadInput(f"{self.run.path}: run.json has no setup of layer {layer}; scan again with --overwrite")
+        raise BadInput(
+            f"{self.run.path}: run.json has no setup of layer {layer}; scan again with --overwrite"
+        )
 
     def n_experts(self, layer: int) -> int:
         """How many experts of the layer took part: all but those marked as unusable."""
@@ -39,8 +44,13 @@ class Reading:
         return int(setup["n_experts"]) - len(setup["matrices"][self.keys["matrix"]]["experts_left_out"])
 
     def facts(self, layer: int) -> dict[str, Any]:
-        """What the scan noted of this reading of a layer beside the tables: chance accuracy, another order if one was found."""
-        found: dict[str, Any] = self.setup(layer)["matrices"][self.keys["matrix"]]["readings"][self.keys["router"]]
+        """What the scan noted of this reading of a layer beside the tables.
+
+        Chance accuracy, another order if one was found.
+        """
+        found: dict[str, Any] = self.setup(layer)["matrices"][self.keys["matrix"]]["readings"][
+            self.keys["router"]
+        ]
         return found
 
     @property
@@ -60,7 +70,10 @@ class Reading:
         return {name: frame[frame["layer"] == layer] for name, frame in self.tables.items()}
 
     def by_layer(self) -> Iterator[tuple[int, dict[str, pd.DataFrame]]]:
-        """Each layer with its rows of every table; grouped once, since filtering 48 times is slow on large runs."""
+        """Each layer with its rows of every table.
+
+        Grouped once, since filtering 48 times is slow on large runs.
+        """
         groups = {name: dict(tuple(frame.groupby("layer"))) for name, frame in self.tables.items()}
         for layer in self.layers:
             yield layer, {name: rows.get(layer, self.tables[name].iloc[:0]) for name, rows in groups.items()}
@@ -82,7 +95,13 @@ def readings(runs: list[Run], named: bool | None = None) -> list[Reading]:
         order = run.info["arguments"]
         if "alignment_tests" in tables:
             keys = tables["alignment_tests"][list(KEYS)].drop_duplicates().to_dict("records")
-            keys.sort(key=lambda k: (k["step"], order["matrix"].index(k["matrix"]), order["router"].index(k["router"])))
+            keys.sort(
+                key=lambda k: (
+                    k["step"],
+                    order["matrix"].index(k["matrix"]),
+                    order["router"].index(k["router"]),
+                )
+            )
         else:
             keys = tables["spectra"][["step", "matrix"]].drop_duplicates().to_dict("records")
             keys = [{**key, "router": None, "fold_norm": order["fold_norm"]} for key in keys]
@@ -91,12 +110,16 @@ def readings(runs: list[Run], named: bool | None = None) -> list[Reading]:
     names = run_names(runs)
     several_steps = len({(run.path, keys["step"]) for run, keys, _ in found}) > len(runs)
     return [
-        Reading(run, keys, label(names[run.path], keys, several, several_steps), tables) for run, keys, tables in found
+        Reading(run, keys, label(names[run.path], keys, several, several_steps), tables)
+        for run, keys, tables in found
     ]
 
 
 def expected_tables(run: Run) -> list[str]:
-    """What a scan must have: less where routers have no rows, and of one expert a layer its spectrum alone."""
+    """What a scan must have.
+
+    Less where routers have no rows, and of one expert a layer its spectrum alone.
+    """
     coverage = run.info.get("coverage", [])
     if not any(item.get("rowless_router") for item in coverage):
         return list(SCAN_TABLES)

@@ -1,4 +1,7 @@
-"""One layer of a scan as a piece of work: described by values alone, so that any process that sees the checkpoint can do it."""
+"""One layer of a scan as a piece of work.
+
+Described by values alone, so that any process that sees the checkpoint can do it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ def analyse_here(
     stages = functools.partial(timed, timings)
     try:
         with beside_others(device):
-            result = analyse_layer(moe.layers[piece.layer], piece.settings, device, piece.keep_going, stages, tick)
+            result = analyse_layer(
+                moe.layers[piece.layer], piece.settings, device, piece.keep_going, stages, tick
+            )
     finally:
         moe.checkpoint.release()
     seconds = round(time.perf_counter() - start, 4)
@@ -64,21 +69,30 @@ def analyse_here(
 
 
 def analyse_elsewhere(device: str, piece: LayerPiece, tick: Callable[[], None]) -> AnalysedLayer:
-    """The piece done in a process that has only its description; it may lack the device that its machine is said to have."""
+    """The piece done in a process that has only its description.
+
+    It may lack the device that its machine is said to have.
+    """
     opened = {piece.step: opened_once(piece.location, piece.header_hash)}
     return analyse_here(opened, choose_device(device), piece, tick)
 
 
 @functools.lru_cache(maxsize=4)
 def opened_once(location: str, header_hash: str) -> MoeCheckpoint:
-    """The checkpoint, opened by the first piece that needs it and kept for the next; refused if it is not the one the scan began with."""
+    """The checkpoint, opened by the first piece that needs it and kept for the next.
+
+    Refused if it is not the one the scan began with.
+    """
     machine = f"as the worker on {platform.node()} sees it"
     try:
         moe = read_moe(open_checkpoint(location))
     except BadInput as error:
-        raise BadInput(f"{error} ({machine}; all machines must find the checkpoint under this path)") from None
+        raise BadInput(
+            f"{error} ({machine}; all machines must find the checkpoint under this path)"
+        ) from None
     if moe.checkpoint.header_hash() != header_hash:
         raise BadInput(
-            f"{location}: another checkpoint, {machine}, than where the scan was begun; give a path that all machines share"
+            f"{location}: another checkpoint, {machine}, than where the scan was begun; give a "
+            "path that all machines share"
         )
     return moe

@@ -32,7 +32,14 @@ from moescope.tables import READING, SCAN_TABLES, SCHEMA_VERSION
 from moescope.weights.ambiguity import ambiguity_ranking, check_settings
 from moescope.weights.layer import ScanSettings
 from moescope.weights.task import LayerPiece, analyse_elsewhere, analyse_here
-from moescope.weights.views import MATRICES, ROUTERS, check_matrix, normalised_rows, router_rows, unusable_rows
+from moescope.weights.views import (
+    MATRICES,
+    ROUTERS,
+    check_matrix,
+    normalised_rows,
+    router_rows,
+    unusable_rows,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,7 +100,8 @@ def scan(
         seed=seed,
         k_star=int(k_star) if str(k_star).isdecimal() else k_star,
         allow_full_rank=allow_full_rank,
-        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]  # its length is checked on the next line
+        # its length is checked on the next line
+        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]
     )
     check_settings(settings.k_star, settings.ambiguity_weights)
     if n_shuffles < 1 or seed < 0:
@@ -106,7 +114,10 @@ def scan(
     check_layers(steps, settings, keep_going)
 
     identity = {
-        "arguments": {"layers": None if layers is None else [step.layers for step in steps], **asdict(settings)},
+        "arguments": {
+            "layers": None if layers is None else [step.layers for step in steps],
+            **asdict(settings),
+        },
         "checkpoints": [
             {
                 "step": step.number,
@@ -148,7 +159,10 @@ def scan_layers(
     keep_going: bool,
     quiet: bool,
 ) -> None:
-    """Analyse every layer that no earlier attempt finished; each is on disk as soon as it is done, written by this process alone."""
+    """Analyse every layer that no earlier attempt finished.
+
+    Each is on disk as soon as it is done, written by this process alone.
+    """
     hashes = {step.number: step.moe.checkpoint.header_hash() for step in steps}
     pieces = [
         LayerPiece(step.number, layer, step.location, hashes[step.number], settings, keep_going)
@@ -156,7 +170,9 @@ def scan_layers(
         for layer in step.layers
     ]
     opened = {step.number: step.moe for step in steps}
-    experts = {piece: opened[piece.step].layers[piece.layer].n_experts * len(settings.matrix) for piece in pieces}
+    experts = {
+        piece: opened[piece.step].layers[piece.layer].n_experts * len(settings.matrix) for piece in pieces
+    }
     finished = writer.done_pieces()
     left = [piece for piece in pieces if piece.name not in finished]
     if not left:
@@ -187,7 +203,9 @@ def rank_layers(layers: pd.DataFrame, settings: ScanSettings) -> pd.DataFrame:
 
     ranked = []
     for keys, rows in layers.groupby(["step", *READING], sort=True):
-        ranking = ambiguity_ranking(rows, settings.k_star, settings.allow_full_rank, settings.ambiguity_weights)
+        ranking = ambiguity_ranking(
+            rows, settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
+        )
         ranked.append(ranking.assign(**dict(zip(["step", *READING], keys, strict=True))))
     return pd.concat(ranked, ignore_index=True)
 
@@ -200,7 +218,11 @@ def q_values(tests: pd.DataFrame) -> pd.Series:
 def unused_ks(setups: list[dict[str, Any]], settings: ScanSettings) -> list[str]:
     largest = max(max(of["k"]) for setup in setups for of in setup["matrices"].values())
     beyond = [k for k in settings.k if k > largest]
-    return [f"k = {', '.join(map(str, beyond))} left out: no matrix has a rank above {largest}"] if beyond else []
+    return (
+        [f"k = {', '.join(map(str, beyond))} left out: no matrix has a rank above {largest}"]
+        if beyond
+        else []
+    )
 
 
 def unreached_k_star(ambiguity: pd.DataFrame, settings: ScanSettings) -> list[str]:
@@ -208,7 +230,10 @@ def unreached_k_star(ambiguity: pd.DataFrame, settings: ScanSettings) -> list[st
     if settings.k_star == "max_margin" or not others:
         return []
     return [
-        f"k* = {settings.k_star} is not on every ladder: the largest k below it was taken, {', '.join(map(str, others))}"
+        (
+            f"k* = {settings.k_star} is not on every ladder: the largest k below it was taken, "
+            f"{', '.join(map(str, others))}"
+        )
     ]
 
 
@@ -236,7 +261,8 @@ def open_steps(
             raise BadInput(f"{moe.checkpoint.shown}: given twice; give each step once")
         if shape(moe) != shape(opened[0]):
             raise BadInput(
-                f"{moe.checkpoint.shown}: another family, shape or number of experts than {opened[0].checkpoint.shown}, so not a step of "
+                f"{moe.checkpoint.shown}: another family, shape or number of experts than "
+                f"{opened[0].checkpoint.shown}, so not a step of "
                 "the same run; scan each alone, then `moescope report RUN RUN` compares them"
             )
     found = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
@@ -252,7 +278,10 @@ def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
 
 
 def step_numbers(model_names: list[str]) -> list[int]:
-    """The training steps that the names tell (step1000-tokens4B), or end in if that is all they differ in (checkpoint-500); else 0, 1, 2, ..."""
+    """The training steps that the names tell (step1000-tokens4B).
+
+    Or end in if that is all they differ in (checkpoint-500); else 0, 1, 2, ...
+    """
     told = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
     endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
     if all(told):
@@ -271,12 +300,17 @@ def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) 
     wanted = sorted(set(number_ranges(layers)))
     absent = [layer for layer in wanted if layer not in moe.layers]
     if absent or not wanted:
-        raise BadInput(f"{moe.checkpoint.shown}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}")
+        raise BadInput(
+            f"{moe.checkpoint.shown}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}"
+        )
     return wanted
 
 
 def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) -> None:
-    """Look for matrices not there and at every router before any long work: a bad one should not be found an hour in."""
+    """Look for matrices not there and at every router before any long work.
+
+    A bad one should not be found an hour in.
+    """
     for step in steps:
         for layer in step.layers:
             weights = step.moe.layers[layer]
@@ -285,7 +319,10 @@ def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) ->
             rows = router_rows(weights, settings.fold_norm)
             if rows is None:
                 if settings.router != ("raw",):
-                    raise BadInput(f"{weights.layer_name}: its router has no row for each expert, so none can be centered; leave --router out")  # fmt: skip
+                    raise BadInput(
+                        f"{weights.layer_name}: its router has no row for each expert, so none "
+                        "can be centered; leave --router out"
+                    )
                 continue
             bad = unusable_rows(weights, rows)
             if bad and not keep_going:

@@ -1,4 +1,7 @@
-"""The choices that change an answer: which matrix of an expert, which reading of the router, norm folded in or not."""
+"""The choices that change an answer.
+
+Which matrix of an expert, which reading of the router, norm folded in or not.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,17 @@ def norm_scale(weights: LayerWeights) -> Tensor:
 
     if weights.norm_D is None:
         raise BadInput(
-            f"{weights.layer_name}: no norm in front of this block in the checkpoint; scan without --fold-norm"
+            f"{weights.layer_name}: no norm in front of this block in the checkpoint; scan "
+            "without --fold-norm"
         )
     return weights.norm_D.read().to(torch.float64) + weights.norm_offset
 
 
 def router_rows(weights: LayerWeights, fold_norm: bool) -> Tensor | None:
-    """[E, D] the router's rows in fp64, the norm's weight multiplied in where asked; None where the router has none."""
+    """[E, D] the router's rows in fp64, the norm's weight multiplied in where asked.
+
+    None where the router has none.
+    """
     import torch
 
     scale_D = norm_scale(weights) if fold_norm else None
@@ -41,7 +48,8 @@ def router_rows(weights: LayerWeights, fold_norm: bool) -> Tensor | None:
 def stand_in_rows(weights: LayerWeights) -> Tensor:
     """[E, D] random directions, always the same, for a layer whose router has no rows.
 
-    A decomposition is trusted by how exactly it places directions, and does its work on as many of them as there are experts; of these
+    A decomposition is trusted by how exactly it places directions, and does its work on as many of them as
+    there are experts; of these
     nothing is kept.
     """
     import torch
@@ -57,7 +65,11 @@ def unusable_rows(weights: LayerWeights, rows_ED: Tensor) -> dict[int, UnusableE
     found = {}
     for expert, row in enumerate(rows_ED):
         reason = (
-            "holds NaN or Inf" if not bool(row.isfinite().all()) else "is all zeros" if not bool(row.any()) else None
+            "holds NaN or Inf"
+            if not bool(row.isfinite().all())
+            else "is all zeros"
+            if not bool(row.any())
+            else None
         )
         if reason:
             message = f"{weights.router_ED.file}: row {expert} of router {weights.router_ED.name} {reason}"
@@ -68,22 +80,28 @@ def unusable_rows(weights: LayerWeights, rows_ED: Tensor) -> dict[int, UnusableE
 
 
 def normalised_rows(weights: LayerWeights, rows_ED: Tensor, reading: str) -> Tensor:
-    """[E, D] unit rows: as stored (raw), or less their mean (centered: the reading a softmax cannot tell from raw)."""
+    """[E, D] unit rows: as stored (raw), or less their mean (centered.
+
+    The reading a softmax cannot tell from raw).
+    """
     if reading not in ROUTERS:
         raise unknown_name("router reading", reading, list(ROUTERS))
     if reading == "centered":
         if weights.scoring != "softmax":
             raise BadInput(
-                f"{weights.layer_name}: centering assumes a softmax router, this one's scoring is {weights.scoring}; use --router raw"
+                f"{weights.layer_name}: centering assumes a softmax router, this one's scoring "
+                f"is {weights.scoring}; use --router raw"
             )
         if len(rows_ED) < 3:
             raise BadInput(
-                f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are each other's opposite; use --router raw"
+                f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are each other's "
+                "opposite; use --router raw"
             )
         centered = rows_ED - rows_ED.mean(0)
         if bool((centered.norm(dim=1) <= 1e-12 * rows_ED.norm(dim=1)).any()):
             raise BadInput(
-                f"{weights.layer_name}: a centered router row is zero (it equals the mean row); use --router raw"
+                f"{weights.layer_name}: a centered router row is zero (it equals the mean row); "
+                "use --router raw"
             )
         rows_ED = centered
     return rows_ED / rows_ED.norm(dim=1, keepdim=True)
@@ -108,9 +126,11 @@ def check_matrix(weights: LayerWeights, matrix: str) -> None:
 def expert_matrix(
     weights: LayerWeights, matrix: str, expert: int, scale_D: Tensor | None, device: str = "cpu"
 ) -> Tensor:
-    """[F, D] the expert's matrix with d_model along its rows, in the checkpoint's precision unless something is multiplied in.
+    """[F, D] the expert's matrix with d_model along its rows, in the checkpoint's precision unless something
+    is multiplied in.
 
-    down is transposed, so that its left singular vectors come out as right ones; the norm is not folded into it, since
+    down is transposed, so that its left singular vectors come out as right ones; the norm is not folded into
+    it, since
     its vectors live on the output side. gate_up stacks both halves, each of unit Frobenius norm.
     """
     import torch
@@ -142,5 +162,7 @@ def read_expert(stack: ExpertStack, expert: int, device: str = "cpu") -> Tensor:
     )
     if reason:
         message = f"{stack.files[expert]}: tensor {stack.names[expert]} {reason}"
-        raise UnusableExpert(f"{message}; mend the checkpoint, or mark this expert and go on: --keep-going", expert)
+        raise UnusableExpert(
+            f"{message}; mend the checkpoint, or mark this expert and go on: --keep-going", expert
+        )
     return read

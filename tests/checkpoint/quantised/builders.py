@@ -1,4 +1,7 @@
-"""Tiny quantised checkpoints: transformers' models, packed by transformers and compressed-tensors themselves."""
+"""Tiny quantised checkpoints.
+
+Transformers' models, packed by transformers and compressed-tensors themselves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 32}
 def repack(
     folder: Path, change: Callable[[str, Tensor], Tensors], quantization_config: dict[str, Any] | None
 ) -> Tensors:
-    """Put `change(name, tensor)` in the place of each expert tensor and say so in the config; returns what is stored."""
+    """Put `change(name, tensor)` in the place of each expert tensor and say so in the config.
+
+    Returns what is stored.
+    """
     file = folder / "model.safetensors"
     stored: Tensors = {}
     for name, tensor in load_file(file).items():
@@ -77,9 +83,16 @@ def gpt_oss_checkpoint(folder: Path, d_model: int = 64, d_ff: int = 64, experts:
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = GptOssConfig(
-        hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, num_local_experts=experts, num_experts_per_tok=2, vocab_size=64,
-    )  # fmt: skip
+        hidden_size=d_model,
+        intermediate_size=d_ff,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        vocab_size=64,
+    )
     GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
     def packed(name: str, tensor: Tensor) -> Tensors:
@@ -97,9 +110,14 @@ def gpt_oss_checkpoint(folder: Path, d_model: int = 64, d_ff: int = 64, experts:
 
 
 def scheme_of(
-    bits: int = 4, group_size: int | None = 32, symmetric: bool = True, kind: str = "int", form: str = "pack-quantized",
-    strategy: str | None = None, **more: Any,
-) -> Any:  # fmt: skip
+    bits: int = 4,
+    group_size: int | None = 32,
+    symmetric: bool = True,
+    kind: str = "int",
+    form: str = "pack-quantized",
+    strategy: str | None = None,
+    **more: Any,
+) -> Any:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     strategy = strategy or ("group" if group_size else "channel")
@@ -145,9 +163,13 @@ def compressed_config(*schemes: Any) -> dict[str, Any]:
         "format": schemes[0].format,
         "quantization_status": "compressed",
         "ignore": ["lm_head", "re:.*self_attn.*"],
-        "config_groups": {f"group_{n}": json.loads(scheme.model_dump_json()) for n, scheme in enumerate(schemes)},
+        "config_groups": {
+            f"group_{n}": json.loads(scheme.model_dump_json()) for n, scheme in enumerate(schemes)
+        },
     }
 
 
 def compressed_checkpoint(folder: Path, scheme: Any, dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    return repack(qwen(folder, dtype), lambda name, tensor: compress(name, tensor, scheme), compressed_config(scheme))
+    return repack(
+        qwen(folder, dtype), lambda name, tensor: compress(name, tensor, scheme), compressed_config(scheme)
+    )

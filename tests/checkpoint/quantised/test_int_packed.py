@@ -36,7 +36,9 @@ def stored(folder, tensors, **weights):
 
 def words(*rows):
     """Rows of hexadecimal words as int32, the sign bit included."""
-    return torch.tensor([[word - 2**32 if word >= 2**31 else word for word in row] for row in rows], dtype=torch.int32)
+    return torch.tensor(
+        [[word - 2**32 if word >= 2**31 else word for word in row] for row in rows], dtype=torch.int32
+    )
 
 
 # --- by hand
@@ -102,7 +104,8 @@ def test_every_expert_is_what_compressed_tensors_makes_of_it(tmp_path, scheme, d
             for expert in range(4):
                 theirs = decompress(expert_name(number, expert, part, "qwen3_moe"), tensors, scheme)
                 assert theirs.dtype == dtype
-                # the library multiplies in the scale's dtype; the product in float32 is exact, and rounds to the same
+                # the library multiplies in the scale's dtype; the product in float32 is exact, and rounds to
+                # the same
                 assert torch.equal(stack.read(expert).to(dtype), theirs), (number, part, expert)
                 assert theirs.unique().numel() > 3
 
@@ -187,20 +190,34 @@ def refusal(folder):
         ("scale", None, f"is INT4, but {NAME}_scale is missing; download"),
         ("shape", None, f"is INT4, but {NAME}_shape is missing; download"),
         ("zero_point", None, f"is INT4, but {NAME}_zero_point is missing; download"),
-        ("scale", torch.ones(32, 3), f"{NAME}_scale has shape [32, 3], expected [32, 4] of floats, one for 16 columns"),
+        (
+            "scale",
+            torch.ones(32, 3),
+            f"{NAME}_scale has shape [32, 3], expected [32, 4] of floats, one for 16 columns",
+        ),
         ("scale", torch.ones(4, 32), f"{NAME}_scale has shape [4, 32], expected [32, 4]"),
         ("scale", torch.ones(1), f"{NAME}_scale has shape [1], expected [32, 4]"),
         ("scale", torch.ones(32, 4, dtype=torch.int8), "expected [32, 4] of floats"),
-        ("zero_point", torch.ones(32, 4, dtype=torch.int32), f"{NAME}_zero_point has shape [32, 4], expected [4, 4] of int32"),
-        ("g_idx", torch.arange(64), "has its columns grouped by activation (weight_g_idx), which cannot be read yet; give"),
+        (
+            "zero_point",
+            torch.ones(32, 4, dtype=torch.int32),
+            f"{NAME}_zero_point has shape [32, 4], expected [4, 4] of int32",
+        ),
+        (
+            "g_idx",
+            torch.arange(64),
+            "has its columns grouped by activation (weight_g_idx), which cannot be read yet; give",
+        ),
         ("shape", torch.tensor([32, 60]), "says [32, 60], but"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_not_whole_is_refused_by_name(tmp_path, part, tensor, said):
     tensors = compressed_checkpoint(tmp_path, scheme_of(4, 16, symmetric=False))
     tensors[f"{NAME}_{part}"] = tensor
-    save_file({name: kept for name, kept in tensors.items() if kept is not None}, tmp_path / "model.safetensors")
+    save_file(
+        {name: kept for name, kept in tensors.items() if kept is not None}, tmp_path / "model.safetensors"
+    )
     assert said in refusal(tmp_path)
 
 
@@ -220,12 +237,22 @@ def test_bits_that_straddle_words_are_refused_by_their_number(tmp_path):
         read_moe(open_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("groups", [None, {}, [], {"group_0": None}, {"group_0": {"weights": None}}, {"g": {"weights": {"num_bits": "4"}}}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "groups",
+    [None, {}, [], {"group_0": None}, {"group_0": {"weights": None}}, {"g": {"weights": {"num_bits": "4"}}}],
+    ids=str,
+)
 def test_without_a_config_that_tells_the_bits_packed_words_are_refused(tmp_path, groups):
     compressed_checkpoint(tmp_path, scheme_of())
     said = {"quant_method": "compressed-tensors", "config_groups": groups}
     edit_json(tmp_path / "config.json", quantization_config=said)
-    with pytest.raises(BadInput, match=r"weight_packed is packed by compressed-tensors, .* put the checkpoint's own config\.json beside it"):  # fmt: skip
+    with pytest.raises(
+        BadInput,
+        match=(
+            r"weight_packed is packed by compressed-tensors, .* put the checkpoint's own config\.json "
+            r"beside it"
+        ),
+    ):
         open_checkpoint(tmp_path)
 
 

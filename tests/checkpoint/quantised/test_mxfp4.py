@@ -1,4 +1,7 @@
-"""MXFP4: each code, each exponent and each place by hand, and whole models as transformers dequantises them."""
+"""MXFP4.
+
+Each code, each exponent and each place by hand, and whole models as transformers dequantises them.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,9 @@ def test_the_whole_tensor_is_what_transformers_own_function_gives_but_for_its_tu
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored = gpt_oss_checkpoint(tmp_path, d_ff=96)
-    theirs = convert_moe_packed_tensors(stored[f"{GATE_UP}_blocks"], stored[f"{GATE_UP}_scales"], dtype=torch.float32)
+    theirs = convert_moe_packed_tensors(
+        stored[f"{GATE_UP}_blocks"], stored[f"{GATE_UP}_scales"], dtype=torch.float32
+    )
     assert torch.equal(open_checkpoint(tmp_path).read(GATE_UP), theirs.transpose(1, 2))
 
 
@@ -145,14 +150,23 @@ def changed(folder, **changes):
     ("changes", "said"),
     [
         ({"scales": None}, f"tensor {GATE_UP} is MXFP4, but {GATE_UP}_scales is missing; download"),
-        ({"scales": torch.ones(3, 128, 1, dtype=torch.uint8)}, f"{GATE_UP}_scales has shape [3, 128, 1], expected [3, 128, 2]"),
-        ({"scales": torch.ones(2, 128, 2, dtype=torch.uint8)}, f"{GATE_UP}_scales has shape [2, 128, 2], expected [3, 128, 2]"),
+        (
+            {"scales": torch.ones(3, 128, 1, dtype=torch.uint8)},
+            f"{GATE_UP}_scales has shape [3, 128, 1], expected [3, 128, 2]",
+        ),
+        (
+            {"scales": torch.ones(2, 128, 2, dtype=torch.uint8)},
+            f"{GATE_UP}_scales has shape [2, 128, 2], expected [3, 128, 2]",
+        ),
         ({"scales": torch.ones(3, 128, 2)}, "expected [3, 128, 2] of bytes"),
-        ({"blocks": torch.ones(3, 128, 2, 15, dtype=torch.uint8)}, f"{GATE_UP}_blocks has shape [3, 128, 2, 15], expected [..., 16]"),
+        (
+            {"blocks": torch.ones(3, 128, 2, 15, dtype=torch.uint8)},
+            f"{GATE_UP}_blocks has shape [3, 128, 2, 15], expected [..., 16]",
+        ),
         ({"blocks": None}, f"tensor {GATE_UP} is missing; download"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_not_whole_is_refused_by_name_before_any_tensor_is_read(tmp_path, changes, said):
     gpt_oss_checkpoint(tmp_path)
     with pytest.raises(BadInput) as caught:

@@ -1,4 +1,7 @@
-"""Schemes that cannot be read: each refused by its name in one line with the remedy, never mistaken for a missing tensor."""
+"""Schemes that cannot be read.
+
+Each refused by its name in one line with the remedy, never mistaken for a missing tensor.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ import pytest
 import torch
 
 from checkpoint.quantised.builders import compressed_config, qwen, repack, scheme_of
-from checkpoints import Tensors, edit_json, expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from checkpoints import (
+    Tensors,
+    edit_json,
+    expert_name,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+)
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import read_moe
@@ -97,14 +108,25 @@ def test_the_command_line_exits_with_2_and_writes_nothing(tmp_path, verb, parts)
 @pytest.mark.parametrize(("method", "named"), [("gptq", "GPTQ"), ("awq", "AWQ")])
 def test_the_config_tells_gptq_from_awq(tmp_path, method, named):
     parts = {"qweight": torch.ones(4, 32, dtype=torch.int32)}
-    refused(write_checkpoint(tmp_path, instead(parts), config(quant_method=method)), f"is quantised by {named}, which")
+    refused(
+        write_checkpoint(tmp_path, instead(parts), config(quant_method=method)),
+        f"is quantised by {named}, which",
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "named"),
-    [("gptq", "GPTQ"), ("awq", "AWQ"), ("bitsandbytes", "bitsandbytes"), ("gguf", "GGUF"), ("hqq", "unknown here"), (7, "unknown here"), (["a"], "unknown here")],
+    [
+        ("gptq", "GPTQ"),
+        ("awq", "AWQ"),
+        ("bitsandbytes", "bitsandbytes"),
+        ("gguf", "GGUF"),
+        ("hqq", "unknown here"),
+        (7, "unknown here"),
+        (["a"], "unknown here"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_method_that_only_the_config_names_is_refused_with_what_to_do_if_the_weights_are_plain(
     tmp_path, method, named
 ):
@@ -183,7 +205,9 @@ def test_gguf_is_refused_by_name(tmp_path, as_file):
     given = file if as_file else tmp_path
     with pytest.raises(BadInput) as caught:
         open_checkpoint(given)
-    assert str(caught.value).startswith(f"{given}: GGUF files cannot be read yet; give the folder of a checkpoint")
+    assert str(caught.value).startswith(
+        f"{given}: GGUF files cannot be read yet; give the folder of a checkpoint"
+    )
 
 
 def test_a_gguf_copy_beside_the_safetensors_is_left_alone(tmp_path):

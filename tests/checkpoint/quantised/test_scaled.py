@@ -1,4 +1,7 @@
-"""FP8 and plain INT8: blocks by hand, ragged ones too, and whole models as transformers and compressed-tensors read them."""
+"""FP8 and plain INT8.
+
+Blocks by hand, ragged ones too, and whole models as transformers and compressed-tensors read them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,9 @@ def test_each_value_is_multiplied_by_the_scale_of_its_block_and_the_last_blocks_
 
 def test_every_code_of_e4m3_has_its_value(tmp_path):
     codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
-    checkpoint = stored(tmp_path, {"x.weight": codes.view(E4M3), "x.weight_scale_inv": torch.full((1, 1), 0.5)})
+    checkpoint = stored(
+        tmp_path, {"x.weight": codes.view(E4M3), "x.weight_scale_inv": torch.full((1, 1), 0.5)}
+    )
     got = checkpoint.read("x.weight").flatten()
     for code in range(256):
         sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
@@ -96,7 +101,9 @@ def test_one_scale_for_all_or_one_a_row_is_read_under_each_name(tmp_path, scale,
 def test_scales_may_be_exponents_of_two(tmp_path, dtype):
     exponents = torch.tensor([[127, 128], [126, 0]], dtype=torch.uint8)
     scale = exponents if dtype == "U8" else exponents.view(torch.float8_e8m0fnu)
-    checkpoint = stored(tmp_path, {"x.weight": ones(2, 64), "x.weight_scale": scale})  # MXFP8: 32 columns a scale
+    checkpoint = stored(
+        tmp_path, {"x.weight": ones(2, 64), "x.weight_scale": scale}
+    )  # MXFP8: 32 columns a scale
     assert checkpoint.read("x.weight")[:, ::32].tolist() == [[1, 2], [0.5, 2.0**-127]]
 
 
@@ -111,7 +118,9 @@ def test_an_expert_of_a_stack_may_have_one_scale(tmp_path, scale):
 
 def test_transposed_experts_may_have_a_scale_a_column(tmp_path):
     scale = torch.arange(1.0, 9.0).reshape(2, 1, 4)  # as Llama 4 has it: [E, D, 2F] and [E, 1, 2F]
-    checkpoint = stored(tmp_path, {"experts.gate_up_proj": ones(2, 3, 4), "experts.gate_up_proj_scale": scale})
+    checkpoint = stored(
+        tmp_path, {"experts.gate_up_proj": ones(2, 3, 4), "experts.gate_up_proj_scale": scale}
+    )
     assert checkpoint.read("experts.gate_up_proj", 1).tolist() == [[5, 6, 7, 8]] * 3
     assert checkpoint.packed["experts.gate_up_proj"].scheme == "FP8 with a scale a column"
 
@@ -121,7 +130,9 @@ def test_gate_and_up_that_were_scaled_apart_keep_their_own_scales_when_fused(tmp
         [[[2.0], [3.0]]]
     )  # 2F = 12 rows fit one block of 16; transformers keeps a scale for either half
     checkpoint = stored(
-        tmp_path, {"experts.gate_up_proj": ones(1, 12, 8), "experts.gate_up_proj_scale_inv": scale}, block=(16, 16)
+        tmp_path,
+        {"experts.gate_up_proj": ones(1, 12, 8), "experts.gate_up_proj_scale_inv": scale},
+        block=(16, 16),
     )
     assert checkpoint.read("experts.gate_up_proj", 0)[:, 0].tolist() == [2] * 6 + [3] * 6
 
@@ -166,11 +177,16 @@ def test_ragged_blocks_are_bit_equal_to_transformers_own(tmp_path, shape):
     weight = drawn(*shape).to(E4M3)
     scale = drawn(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)).abs()
     theirs = _dequantize_fp8_weight(weight, scale, [128, 128], torch.float32)
-    assert torch.equal(stored(tmp_path, {"x.weight": weight, "x.weight_scale_inv": scale}).read("x.weight"), theirs)
+    assert torch.equal(
+        stored(tmp_path, {"x.weight": weight, "x.weight_scale_inv": scale}).read("x.weight"), theirs
+    )
 
 
 def test_the_tensors_of_transformers_fused_experts_have_the_shapes_that_are_read(tmp_path):
-    """What FP8Experts holds, and so saves: both scales for gate_up even where one block would hold all its rows."""
+    """What FP8Experts holds, and so saves.
+
+    Both scales for gate_up even where one block would hold all its rows.
+    """
     from transformers import Qwen3MoeConfig
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
@@ -198,8 +214,11 @@ def test_fused_experts_are_read_as_the_same_experts_one_by_one(tmp_path):
     tensors = load_file(file)
     for layer in range(3):
         stem = f"model.layers.{layer}.mlp.experts"
-        parts = {part: [tensors.pop(f"{stem}.{e}.{part}") for e in range(4)]
-                 for matrix in ("gate", "up", "down") for part in (f"{matrix}_proj.weight", f"{matrix}_proj.weight_scale_inv")}  # fmt: skip
+        parts = {
+            part: [tensors.pop(f"{stem}.{e}.{part}") for e in range(4)]
+            for matrix in ("gate", "up", "down")
+            for part in (f"{matrix}_proj.weight", f"{matrix}_proj.weight_scale_inv")
+        }
         for ending, fused in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
             both = zip(parts[f"gate_proj.{ending}"], parts[f"up_proj.{ending}"], strict=True)
             tensors[f"{stem}.gate_up_proj{fused}"] = torch.stack([torch.cat(pair) for pair in both])
@@ -260,7 +279,9 @@ def test_eight_bits_that_are_not_packed_are_what_compressed_tensors_makes_of_the
 ):
     form = "float-quantized" if kind == "float" else "int-quantized"
     scheme = scheme_of(8, group_size, symmetric, kind, form, strategy)
-    tensors = repack(qwen(tmp_path), lambda name, tensor: compress(name, tensor, scheme), compressed_config(scheme))
+    tensors = repack(
+        qwen(tmp_path), lambda name, tensor: compress(name, tensor, scheme), compressed_config(scheme)
+    )
     assert tensors[NAME].dtype == (E4M3 if kind == "float" else torch.int8)
     assert (f"{NAME}_zero_point" in tensors) == (not symmetric)
     stack = read_moe(open_checkpoint(tmp_path)).layers[1].gate_EFD
@@ -276,10 +297,16 @@ def test_eight_bits_that_are_not_packed_are_what_compressed_tensors_makes_of_the
     ("scale", "said"),
     [
         (None, f"tensor {NAME} is FP8, but its scale {NAME}_scale_inv is missing; download"),
-        (torch.ones(2, 3), f"{NAME}_scale_inv has shape [2, 3], expected [2, 4] of floats for blocks of 16 x 16"),
+        (
+            torch.ones(2, 3),
+            f"{NAME}_scale_inv has shape [2, 3], expected [2, 4] of floats for blocks of 16 x 16",
+        ),
         (torch.ones(4, 2), f"{NAME}_scale_inv has shape [4, 2], expected [2, 4]"),
         (torch.ones(2, 4, 1), f"{NAME}_scale_inv has shape [2, 4, 1], expected [2, 4]"),
-        (torch.ones(2, 4, dtype=torch.int64), f"{NAME}_scale_inv has shape [2, 4], expected [2, 4] of floats"),
+        (
+            torch.ones(2, 4, dtype=torch.int64),
+            f"{NAME}_scale_inv has shape [2, 4], expected [2, 4] of floats",
+        ),
     ],
     ids=["no scale", "too few", "turned", "three axes", "integers"],
 )
@@ -307,7 +334,9 @@ def test_a_quantised_tensor_that_no_layer_uses_may_be_in_any_form(tmp_path):
 @pytest.mark.parametrize("size", [[128], [0, 128], [128, "128"], "128", [True, 4], {}], ids=str)
 def test_a_block_size_that_makes_no_sense_is_refused(tmp_path, size):
     fp8_checkpoint(tmp_path)
-    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": size})
+    edit_json(
+        tmp_path / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": size}
+    )
     with pytest.raises(
         BadInput, match=r"config\.json: quantization_config\.weight_block_size is .*; download it again"
     ):
@@ -332,7 +361,9 @@ def test_a_plain_model_is_left_as_it_is(tmp_path):
 
 
 def test_scales_of_gate_and_up_that_may_lie_in_two_ways_are_refused(tmp_path):
-    codes = torch.ones(2, 192, 128).to(torch.float8_e4m3fn)  # halves of 96 rows: two blocks either way, in other places
+    codes = torch.ones(2, 192, 128).to(
+        torch.float8_e4m3fn
+    )  # halves of 96 rows: two blocks either way, in other places
     scales = torch.tensor([1.0, 100.0]).reshape(1, 2, 1).expand(2, 2, 1).contiguous()
     save_file({"m.gate_up_proj": codes, "m.gate_up_proj_scale_inv": scales}, tmp_path / "model.safetensors")
     with pytest.raises(BadInput, match="gate_up_proj_scale_inv"):

@@ -43,7 +43,9 @@ def test_the_header_hash_changes_with_a_file_that_holds_scales_alone(tmp_path):
     tensors = fp8_checkpoint(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "model.safetensors").unlink()
-    folder = write_checkpoint(tmp_path / "model", {n: t for n, t in tensors.items() if "scale" not in n}, config)
+    folder = write_checkpoint(
+        tmp_path / "model", {n: t for n, t in tensors.items() if "scale" not in n}, config
+    )
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     write_checkpoint(folder, {n: t for n, t in tensors.items() if "scale" in n})
     (folder / "model.safetensors").rename(folder / "b.safetensors")
@@ -94,7 +96,9 @@ def test_one_shard_alone_is_read_as_far_as_it_goes(tmp_path):
     place = json.loads((folder / INDEX).read_text())["weight_map"]
     checkpoint = open_checkpoint(folder / place[NAME])
     assert place[NAME] != place[f"{NAME}_scale_inv"], "the pair must be torn apart for this test"
-    with pytest.raises(BadInput, match=r"its scale .*gate_proj\.weight_scale_inv is missing; download the shard"):
+    with pytest.raises(
+        BadInput, match=r"its scale .*gate_proj\.weight_scale_inv is missing; download the shard"
+    ):
         checkpoint.read(NAME)
 
 
@@ -125,7 +129,15 @@ def test_no_damaged_config_or_header_escapes_as_anything_but_bad_input(tmp_path,
         else:
             name = draw.choice(sorted(name for name in whole if ".experts." in name))
             other = draw.choice(sorted(whole))
-            tensors[name] = draw.choice([tensors[other], tensors[name][:1], tensors[name][..., None], torch.ones(()), torch.ones(0, 4)]).clone()  # fmt: skip
+            tensors[name] = draw.choice(
+                [
+                    tensors[other],
+                    tensors[name][:1],
+                    tensors[name][..., None],
+                    torch.ones(()),
+                    torch.ones(0, 4),
+                ]
+            ).clone()
             edit_json(tmp_path / "config.json", quantization_config=said)
         write_checkpoint(tmp_path, tensors)
         try:

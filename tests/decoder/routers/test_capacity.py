@@ -23,10 +23,16 @@ def test_capacity_is_rounded_up_from_real_tokens_and_at_least_one():
 @settings(max_examples=60, deadline=None)
 @given(draw.data())
 def test_place_in_line_counts_those_ahead(data):
-    tokens, k, n = data.draw(draw.integers(1, 12)), data.draw(draw.integers(1, 3)), data.draw(draw.integers(3, 5))
+    tokens, k, n = (
+        data.draw(draw.integers(1, 12)),
+        data.draw(draw.integers(1, 3)),
+        data.draw(draw.integers(3, 5)),
+    )
     slots = tokens * k
     chosen = torch.tensor(data.draw(draw.lists(draw.integers(-1, n - 1), min_size=slots, max_size=slots)))
-    priority = torch.tensor(data.draw(draw.lists(draw.integers(0, 3), min_size=slots, max_size=slots))).float()
+    priority = torch.tensor(
+        data.draw(draw.lists(draw.integers(0, 3), min_size=slots, max_size=slots))
+    ).float()
     found = place_in_line(chosen.view(tokens, k), priority.view(tokens, k)).flatten()
     for slot in range(slots):
         ahead = [

@@ -13,7 +13,9 @@ from moescope.errors import BadInput
 
 
 def router_for(n: int = 2, k: int = 1, **options: float) -> ExpertChoice:
-    router = ExpertChoice(tiny("expert_choice", experts=n, d_model=n, heads=1, top_k=k, router_options=options), 0)
+    router = ExpertChoice(
+        tiny("expert_choice", experts=n, d_model=n, heads=1, top_k=k, router_options=options), 0
+    )
     router.weight.data = torch.eye(n)
     return router.train()
 
@@ -57,7 +59,9 @@ def test_every_expert_is_exactly_full_whatever_the_router_wants():
     logits = torch.randn(80, 4) + torch.tensor([5.0, 0, 0, 0])
     mask = torch.arange(80) < 64
     made = router_for(4, k=2)(given(logits, mask))
-    assert torch.bincount(made.chosen_TK[made.chosen_TK >= 0], minlength=4).tolist() == [40] * 4  # 1.25 x 64 x 2 / 4
+    assert (
+        torch.bincount(made.chosen_TK[made.chosen_TK >= 0], minlength=4).tolist() == [40] * 4
+    )  # 1.25 x 64 x 2 / 4
 
 
 def test_an_expert_with_a_place_for_everybody_takes_everybody():

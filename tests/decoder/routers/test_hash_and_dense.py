@@ -24,7 +24,9 @@ def test_the_table_depends_on_seed_and_layer_alone_and_is_even_over_the_vocabula
     one = Hash(tiny("hash", vocabulary=4000), 2)
     torch.manual_seed(2)
     assert torch.equal(one.table_VK, Hash(tiny("hash", vocabulary=4000), 2).table_VK)
-    assert not torch.equal(one.table_VK, Hash(tiny("hash", vocabulary=4000, router_options={"seed": 1}), 2).table_VK)
+    assert not torch.equal(
+        one.table_VK, Hash(tiny("hash", vocabulary=4000, router_options={"seed": 1}), 2).table_VK
+    )
     counts = torch.bincount(one.table_VK.flatten(), minlength=8)
     assert (counts - 1000).abs().max() < 150  # 5 standard deviations
 
@@ -32,5 +34,7 @@ def test_the_table_depends_on_seed_and_layer_alone_and_is_even_over_the_vocabula
 def test_dense_has_one_expert_of_the_active_width_and_no_router():
     model = LabModel(tiny("dense"))
     assert model.blocks[0].mlp.experts.gate_up.shape == (1, 2 * 2 * 16, 32)
-    active = parameter_counts(tiny("topk", experts=2)).total - 3 * 2 * 32  # all experts chosen, less the router rows
+    active = (
+        parameter_counts(tiny("topk", experts=2)).total - 3 * 2 * 32
+    )  # all experts chosen, less the router rows
     assert parameter_counts(tiny("dense")).total == active

@@ -13,7 +13,9 @@ from moescope.decoder.routers.loss_free import LossFree
 
 def router_for(k: int, **options: float) -> LossFree:
     """Three experts whose logits are the inputs."""
-    router = LossFree(tiny("loss_free", experts=3, d_model=3, heads=1, top_k=k, router_options=options), 0).train()
+    router = LossFree(
+        tiny("loss_free", experts=3, d_model=3, heads=1, top_k=k, router_options=options), 0
+    ).train()
     router.weight.data = torch.eye(3)
     return router
 

@@ -52,7 +52,9 @@ def test_scores_are_cosines_and_gates_a_softmax_at_temperature_over_the_chosen()
 
 def test_with_one_expert_a_token_its_gate_is_its_probability_among_all():
     routed = made(top_k=1)(tokens(noise(5)))
-    torch.testing.assert_close(routed.gates_TK, (routed.selection_TE / 0.8).softmax(-1).amax(-1, keepdim=True))
+    torch.testing.assert_close(
+        routed.gates_TK, (routed.selection_TE / 0.8).softmax(-1).amax(-1, keepdim=True)
+    )
 
 
 def test_a_weak_key_scores_less():
@@ -123,7 +125,8 @@ def test_counts_of_micro_batches_and_ranks_are_one_steps_counts():
 def test_attraction_pulls_each_chosen_key_towards_its_queries():
     router = flat(attraction=0.3, peer_pull=0.0)
     step(router, [DIAGONAL, [0.8, 0.6]], [[0, 1], [0, 1]])
-    # u = 2, 2, 0: rate 0.3/3. K_0 = (1, 0) + 0.1 [(-0.4, 0.8) + (-0.2, 0.6)]; K_1 = (0, 1) + 0.1 [(0.6, -0.2) + (0.8, -0.4)]
+    # u = 2, 2, 0: rate 0.3/3. K_0 = (1, 0) + 0.1 [(-0.4, 0.8) + (-0.2, 0.6)]; K_1 = (0, 1) + 0.1 [(0.6, -0.2)
+    # + (0.8, -0.4)]
     expected = normalize(torch.tensor([[0.94, 0.14], [0.14, 0.94], [-1, 0]]), dim=-1)
     torch.testing.assert_close(router.keys_ED, expected)
 
@@ -146,7 +149,11 @@ def test_peers_pull_each_other_by_the_more_used_one_or_the_less_used_one_as_publ
     one, two = 2 * 0.6 / beside_one, 0.6 / beside_two
     k = torch.tensor([[1.0, 0], [0, 1], [-1, 0]])
     expected = torch.stack(
-        [k[0] + one * (k[1] - k[0]) + two * (k[2] - k[0]), k[1] + one * (k[0] - k[1]), k[2] + two * (k[0] - k[2])]
+        [
+            k[0] + one * (k[1] - k[0]) + two * (k[2] - k[0]),
+            k[1] + one * (k[0] - k[1]),
+            k[2] + two * (k[0] - k[2]),
+        ]
     )
     torch.testing.assert_close(router.keys_ED, normalize(expected, dim=-1))
 
@@ -173,7 +180,9 @@ def test_sums_move_keys_as_one_token_at_a_time_would():
             for j in experts:
                 if j != i:
                     moved[i] += 0.1 / max(1 + usage[i], 1 + usage[j]) * (before[j] - before[i])
-    np.testing.assert_allclose(router.keys_ED, moved / np.linalg.norm(moved, axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(
+        router.keys_ED, moved / np.linalg.norm(moved, axis=1, keepdims=True), atol=1e-6
+    )
 
 
 # --- strength
@@ -191,7 +200,9 @@ def strengths(steps: int, start: list[float] | None = None, **options: Any) -> t
 
 def test_after_the_given_steps_the_strength_of_hardly_used_keys_decays():
     torch.testing.assert_close(strengths(3, decay_after=3), torch.ones(3))
-    torch.testing.assert_close(strengths(5, decay_after=3, decay_percentile=40.0), torch.tensor([1, 1, 0.9**2]))
+    torch.testing.assert_close(
+        strengths(5, decay_after=3, decay_percentile=40.0), torch.tensor([1, 1, 0.9**2])
+    )
 
 
 def test_used_keys_grow_back_and_never_beyond_one():
@@ -215,7 +226,9 @@ def test_moves_turn_a_weak_key_without_strengthening_it():
 
 
 def test_in_published_order_the_decay_does_nothing():
-    torch.testing.assert_close(strengths(5, decay_after=3, decay_percentile=40.0, published_order=True), torch.ones(3))
+    torch.testing.assert_close(
+        strengths(5, decay_after=3, decay_percentile=40.0, published_order=True), torch.ones(3)
+    )
 
 
 def test_keys_too_weak_begin_anew_where_a_token_asked_if_respawn_is_on():

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from lab.routers.test_some import made
 
 from decoder.routers.builders import noise, tokens
+from decoder.routers.test_some import made
 from moescope.decoder.routers.some import SoME
 from moescope.errors import BadInput
 
@@ -31,7 +31,10 @@ CHANGES = [
 
 
 def one_step(**options: Any) -> dict[str, torch.Tensor]:
-    """Choices, gates and state of one training step with padding, late in a training; and gates of the evaluation before it."""
+    """Choices, gates and state of one training step with padding, late in a training.
+
+    And gates of the evaluation before it.
+    """
     router = made(experts=8, **{"decay_after": 0, "decay_percentile": 30.0, **options})
     router.usage_E.copy_(torch.arange(8) ** 2 / 10)
     router.strength_E.copy_(torch.tensor([0.05, 0.8, 0.9, 1, 1, 1, 1, 1]))

@@ -47,7 +47,9 @@ def test_cost_of_a_case_worked_by_hand():
 
 def test_a_similarity_near_minus_one_costs_as_much_more_as_one_near_one():
     router = made(epsilon=1.0, saturation_weight=0.5, saturation_start=0.7, experts=2)
-    logits = router.logits(torch.tensor([[0.9, -0.9]]), torch.eye(2))  # equal to no other expert: no repulsion
+    logits = router.logits(
+        torch.tensor([[0.9, -0.9]]), torch.eye(2)
+    )  # equal to no other expert: no repulsion
     torch.testing.assert_close(logits, torch.tensor([[0.9 - 0.02, -0.9 - 0.02]]))
 
 
@@ -68,9 +70,7 @@ def test_epsilon_divides_the_cost():
 
 
 @pytest.mark.parametrize(("sign", "gap"), [("cost", 0.6 + 0.5), ("published", 0.6 - 0.5)])
-def test_of_two_experts_with_equal_directions_the_less_wanted_gives_way_and_catches_up_with_the_published_sign(
-    sign, gap
-):
+def test_of_two_experts_with_equal_directions_the_less_wanted_gives_way(sign, gap):
     router = made(penalty_sign=sign, saturation_weight=0.0)
     gram = torch.eye(4)
     gram[0, 1] = gram[1, 0] = 1
@@ -79,7 +79,10 @@ def test_of_two_experts_with_equal_directions_the_less_wanted_gives_way_and_catc
 
 
 def change_of_cosine(seed: int, **options: Any) -> float:
-    """By how much experts 0 and 1, which begin nearly equal, come nearer in a step of descent that wants tokens sent to either."""
+    """By how much experts 0 and 1, which begin nearly equal.
+
+    Come nearer in a step of descent that wants tokens sent to either.
+    """
     router = made(seed, **QUIET, **options)
     with torch.no_grad():
         weight, bias = router.express.weight.view(4, R, 16), router.express.bias.view(4, R)
@@ -118,8 +121,10 @@ def test_similarity_is_the_cosine_of_each_experts_two_vectors():
     x = noise(3)
     _, h = router.trajectories(tokens(x))
     v = router.expressions(x)
-    expected = [[np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*pair, strict=True)]
-                for pair in zip(h.detach().numpy(), v.detach().numpy(), strict=True)]  # fmt: skip
+    expected = [
+        [np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*pair, strict=True)]
+        for pair in zip(h.detach().numpy(), v.detach().numpy(), strict=True)
+    ]
     np.testing.assert_allclose(router.similarity(h, v).detach(), expected, rtol=1e-5)
 
 
@@ -179,8 +184,12 @@ def test_speciality_is_the_same_by_either_gram_matrix(experts):
     v = torch.randn(5, experts, R)
     router = made(experts=experts, orthogonality_weight=0.0, entropy_weight=0.0)
     unit = torch.nn.functional.normalize(v, dim=-1)
-    expected = (unit @ unit.mT - torch.eye(experts)).square().sum((-1, -2)).mean() / (experts * (experts - 1)) * 0.01
-    found = router.losses(torch.zeros(5, experts), torch.eye(experts), v, torch.ones(5, dtype=torch.bool))["speciality"]
+    expected = (
+        (unit @ unit.mT - torch.eye(experts)).square().sum((-1, -2)).mean() / (experts * (experts - 1)) * 0.01
+    )
+    found = router.losses(torch.zeros(5, experts), torch.eye(experts), v, torch.ones(5, dtype=torch.bool))[
+        "speciality"
+    ]
     torch.testing.assert_close(found, expected)
 
 
@@ -289,9 +298,13 @@ def test_evaluation_moves_no_average_and_training_moves_them_by_hand_worked_amou
     router.after_step()
     v = router.expressions(torch.cat([small, large[mask]])).mean(0)
     torch.testing.assert_close(router.direction_ER, 0.9 * before["direction_ER"] + 0.1 * v.detach())
-    potentials = [one.selection_TE[-1] - one.logits_TE[-1].detach() for one in routed]  # with the row's own constant
+    potentials = [
+        one.selection_TE[-1] - one.logits_TE[-1].detach() for one in routed
+    ]  # with the row's own constant
     mean = sum(one - one.mean() for one in potentials) / 2
-    torch.testing.assert_close(router.potential_E, 0.9 * before["potential_E"] + 0.1 * mean, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        router.potential_E, 0.9 * before["potential_E"] + 0.1 * mean, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_averages_are_made_of_sums_over_ranks():
@@ -342,7 +355,9 @@ def test_the_column_error_is_noted_beside_what_the_costs_alone_would_leave():
 
 def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
     router = travelled().eval()
-    directions = router.direction_ER.numpy() / np.linalg.norm(router.direction_ER.numpy(), axis=1, keepdims=True)
+    directions = router.direction_ER.numpy() / np.linalg.norm(
+        router.direction_ER.numpy(), axis=1, keepdims=True
+    )
     squares = (directions @ directions.T) ** 2
     note = router(tokens(noise(5))).notes["direction_overlap"]
     assert float(note.value) == pytest.approx((squares.sum() - 4) / 12, rel=1e-4)

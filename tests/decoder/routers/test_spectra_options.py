@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from lab.routers.test_spectra import R, made, travelled
 
 from decoder.routers.builders import noise, tokens
+from decoder.routers.test_spectra import R, made, travelled
 from moescope.decoder.routers.spectra import ABLATIONS, Spectra
 from moescope.errors import BadInput
 
@@ -69,14 +69,20 @@ def test_every_option_changes_what_it_should_and_only_that(option, expected):
     usual, changed = travelled(saturation_start=0.05), made(**{"saturation_start": 0.05, **option})
     own = changed.state_dict()
     fitting = {
-        name: value for name, value in usual.state_dict().items() if name in own and own[name].shape == value.shape
+        name: value
+        for name, value in usual.state_dict().items()
+        if name in own and own[name].shape == value.shape
     }
     changed.load_state_dict(fitting, strict=False)
     if usual.shared is not None and changed.shared is not None:
         changed.shared.load_state_dict(usual.shared.state_dict())
     before, after = reading(usual), reading(changed)
     different = {name for name in before if not same(before[name], after[name])}
-    may_stay = {"chosen", "dropped", "evaluated"}  # choices follow from changed logits, but need not all change
+    may_stay = {
+        "chosen",
+        "dropped",
+        "evaluated",
+    }  # choices follow from changed logits, but need not all change
     assert different <= expected
     assert expected - different <= may_stay
     if expected and expected <= may_stay:
@@ -88,7 +94,9 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def test_every_option_stands_in_the_list_of_changes_or_has_a_test_of_its_own():
-    assert {name for option, _ in CHANGES for name in option} | {"router_dim", "plain"} == set(Spectra.OPTIONS)
+    assert {name for option, _ in CHANGES for name in option} | {"router_dim", "plain"} == set(
+        Spectra.OPTIONS
+    )
 
 
 def test_a_faster_average_of_potentials_follows_faster():
@@ -134,7 +142,10 @@ def test_each_ablation_builds_and_names_an_option_that_differs_from_its_default(
     [
         ({"gruu": False}, "router spectra: unknown option 'gruu'; did you mean 'gru'?"),
         ({"router_dim": 32}, "router_dim must be at least 64, not 32"),
-        ({"repulsion": "strong"}, "unknown repulsion of router spectra 'strong'; known: between, published, none"),
+        (
+            {"repulsion": "strong"},
+            "unknown repulsion of router spectra 'strong'; known: between, published, none",
+        ),
         ({"penalty_sign": "minus"}, "known: cost, published"),
         ({"evaluation": "batch"}, "known: potentials, published"),
         ({"epsilon": 0.0}, "epsilon must be more than 0"),

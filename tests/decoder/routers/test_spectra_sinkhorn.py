@@ -1,4 +1,7 @@
-"""Sinkhorn's iteration against two others that share no code with it: numpy run to convergence, and the convex dual minimised."""
+"""Sinkhorn's iteration against two others that share no code with it.
+
+Numpy run to convergence, and the convex dual minimised.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ FLAT = torch.zeros(E)
 @pytest.fixture
 def logits_TE() -> torch.Tensor:
     torch.manual_seed(0)
-    return torch.randn(N, E) * 2 + torch.tensor([4.0, 2, 0, 0, -3])  # everybody wants expert 0, nobody expert 4
+    return torch.randn(N, E) * 2 + torch.tensor(
+        [4.0, 2, 0, 0, -3]
+    )  # everybody wants expert 0, nobody expert 4
 
 
 def converged(logits: np.ndarray) -> np.ndarray:
-    """The log plan whose rows sum to 1 and columns to N/n: alternating normalisation in float64 until nothing moves."""
+    """The log plan whose rows sum to 1 and columns to N/n.
+
+    Alternating normalisation in float64 until nothing moves.
+    """
     rows, columns = np.zeros(len(logits)), np.zeros(logits.shape[1])
     for _ in range(20_000):
         before = columns
@@ -35,7 +43,9 @@ def converged(logits: np.ndarray) -> np.ndarray:
 
 def test_many_iterations_reach_the_plan_that_numpy_converges_to(logits_TE):
     found = balance(logits_TE, EVERYONE, FLAT, 300)
-    np.testing.assert_allclose(found.log_plan_TE.exp(), np.exp(converged(logits_TE.double().numpy())), atol=1e-5)
+    np.testing.assert_allclose(
+        found.log_plan_TE.exp(), np.exp(converged(logits_TE.double().numpy())), atol=1e-5
+    )
     assert found.column_error < 1e-5
 
 
@@ -52,10 +62,14 @@ def test_its_potentials_minimise_the_dual(logits_TE):
     logits = logits_TE.double().numpy()
 
     def dual(g):  # sum_t logsumexp(L_t + g) - N/n sum g, whose gradient is what columns have too much
-        return logsumexp(logits + g, axis=1).sum() - N / E * g.sum(), softmax(logits + g, axis=1).sum(0) - N / E
+        return logsumexp(logits + g, axis=1).sum() - N / E * g.sum(), softmax(logits + g, axis=1).sum(
+            0
+        ) - N / E
 
     best = minimize(dual, np.zeros(E), jac=True, method="BFGS", options={"gtol": 1e-9}).x
-    np.testing.assert_allclose(balance(logits_TE, EVERYONE, FLAT, 300).potential_E, best - best.mean(), atol=1e-4)
+    np.testing.assert_allclose(
+        balance(logits_TE, EVERYONE, FLAT, 300).potential_E, best - best.mean(), atol=1e-4
+    )
 
 
 def test_after_three_iterations_rows_are_exact_and_the_column_error_is_what_is_left(logits_TE):

@@ -1,4 +1,7 @@
-"""Quantised checkpoints: stored tensors in, logical ones out, from headers alone. One file a scheme, and the list of them."""
+"""Quantised checkpoints: stored tensors in, logical ones out, from headers alone.
+
+One file a scheme, and the list of them.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ def unpacked(
 ) -> tuple[dict[str, TensorInfo], dict[str, Packed]]:
     """The tensors as the model has them, and how those are read that are stored quantised.
 
-    A logical tensor has its own name and shape, and the scheme as its dtype; scales are no tensors of their own. One that
-    cannot be read (parts missing, of the wrong shape) is there too, and refused when it is asked for; a scheme whose
+    A logical tensor has its own name and shape, and the scheme as its dtype; scales are no tensors of their
+    own. One that
+    cannot be read (parts missing, of the wrong shape) is there too, and refused when it is asked for; a
+    scheme whose
     tensors have no known logical form is refused here.
     """
     quantisation = stated(config)
@@ -39,7 +44,9 @@ def unpacked(
             for part in how.parts:
                 left.pop(part, None)
             if info.name in left or info.name in logical:
-                how = unreadable(how.scheme, info, how.parts, "is stored twice, in two forms", "keep one of the two")
+                how = unreadable(
+                    how.scheme, info, how.parts, "is stored twice, in two forms", "keep one of the two"
+                )
                 left.pop(info.name, None)
             logical[info.name], packed[info.name] = info, how
     return {**left, **logical}, packed

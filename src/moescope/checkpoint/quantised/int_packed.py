@@ -1,7 +1,10 @@
-"""compressed-tensors' `pack-quantized`: integers of a few bits in words of 32, a scale for each group of columns.
+"""compressed-tensors' `pack-quantized`: integers of a few bits in words of 32, a scale for each group of
+columns.
 
-`X.weight_packed` int32 [rows, columns * bits / 32], lowest bits first, each value stored with 2^(bits - 1) added;
-`X.weight_scale` [rows, groups]; `X.weight_shape`, the logical shape, as data; and, where zero is not the middle, the
+`X.weight_packed` int32 [rows, columns * bits / 32], lowest bits first, each value stored with 2^(bits - 1)
+added;
+`X.weight_scale` [rows, groups]; `X.weight_shape`, the logical shape, as data; and, where zero is not the
+middle, the
 `X.weight_zero_point`, packed the same way along the rows. Bits and group size stand in the config only.
 """
 
@@ -34,7 +37,11 @@ if TYPE_CHECKING:
     from moescope.checkpoint.headers import TensorInfo
 
 WORD = 32
-BITS = (2, 4, 8)  # those that never straddle two words: releases of the library differ in how they pack the others
+BITS = (
+    2,
+    4,
+    8,
+)  # those that never straddle two words: releases of the library differ in how they pack the others
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -84,8 +91,10 @@ class IntPacked:
         found = stated.tolist()
         if found != list(self.shape):
             raise BadInput(
-                f"{self.file}: tensor {self.stated_shape} says {found}, but {self.packed} and its scales hold "
-                f"{list(self.shape)}; columns that do not fill whole words of {WORD} bits cannot be read, {READ_INSTEAD}"
+                f"{self.file}: tensor {self.stated_shape} says {found}, but {self.packed} and "
+                "its scales hold "
+                f"{list(self.shape)}; columns that do not fill whole words of {WORD} bits cannot "
+                f"be read, {READ_INSTEAD}"
             )
 
 
@@ -105,7 +114,8 @@ def int_packed(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
             settings = settings_of(name.removesuffix(".weight_packed"), groups)
             if settings is None:
                 raise BadInput(
-                    f"{info.file}: tensor {name} is packed by compressed-tensors, and no group of quantization_config in config.json "
+                    f"{info.file}: tensor {name} is packed by compressed-tensors, and no group "
+                    "of quantization_config in config.json "
                     "says in how many bits; put the checkpoint's own config.json beside it"
                 )
             yield one_tensor(stored, info, settings)
@@ -150,7 +160,9 @@ def fitted(
         if -(-whole * bits // WORD) == packed.shape[-1]:
             columns, groups = whole, scale.shape[-1]
             logical = replace(logical, shape=(*rows, columns))
-    if scale.dtype not in FLOATS or not (scale.shape == (*rows, groups) or (one_scale and not settings.group_size)):
+    if scale.dtype not in FLOATS or not (
+        scale.shape == (*rows, groups) or (one_scale and not settings.group_size)
+    ):
         wanted = f"{[*rows, groups]} of floats, one for {size} columns"
         return logical, misshapen(scheme, logical, parts, scale, wanted)
     if zero_point is not None:
@@ -158,11 +170,22 @@ def fitted(
         if zero_point.dtype != "I32" or zero_point.shape != packed_rows:
             return logical, misshapen(scheme, logical, parts, zero_point, f"{list(packed_rows)} of int32")
     how = IntPacked(
-        packed.name, scale.name, zero_point.name if zero_point else None, f"{name}_shape", logical.file,
-        logical.shape, bits, size, one_scale,
-    )  # fmt: skip
+        packed.name,
+        scale.name,
+        zero_point.name if zero_point else None,
+        f"{name}_shape",
+        logical.file,
+        logical.shape,
+        bits,
+        size,
+        one_scale,
+    )
     described = (
-        f"in groups of {size}" if settings.group_size else "with one scale" if one_scale else "with a scale a row"
+        f"in groups of {size}"
+        if settings.group_size
+        else "with one scale"
+        if one_scale
+        else "with a scale a row"
     )
     return logical, Packed(f"{scheme} {described}", parts, how)
 
@@ -176,7 +199,11 @@ def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
     found = []
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("type", "int") == "int" and is_count(weights.get("num_bits")):
+        if (
+            isinstance(weights, dict)
+            and weights.get("type", "int") == "int"
+            and is_count(weights.get("num_bits"))
+        ):
             found.append(one_group(group.get("targets"), weights))
     return found
 
@@ -184,7 +211,9 @@ def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
 def one_group(targets: Any, weights: dict[str, Any]) -> WeightSettings:
     size = weights.get("group_size")
     return WeightSettings(
-        targets=tuple(target for target in targets if isinstance(target, str)) if isinstance(targets, list) else (),
+        targets=tuple(target for target in targets if isinstance(target, str))
+        if isinstance(targets, list)
+        else (),
         bits=weights["num_bits"],
         group_size=size if is_count(size) else None,  # -1 stands for a whole row
         symmetric=weights.get("symmetric", True) is not False,
@@ -192,7 +221,10 @@ def one_group(targets: Any, weights: dict[str, Any]) -> WeightSettings:
 
 
 def settings_of(module: str, groups: list[WeightSettings]) -> WeightSettings | None:
-    """The group whose targets name the module; else the first that names a class, as `Linear`, which all of them are."""
+    """The group whose targets name the module.
+
+    Else the first that names a class, as `Linear`, which all of them are.
+    """
     if len(groups) == 1:
         return groups[0]
     for group in groups:

@@ -1,7 +1,10 @@
-"""MXFP4: blocks of 32 values of four bits (e2m1) that share one power of two (OCP Microscaling Formats, 2023).
+"""MXFP4: blocks of 32 values of four bits (e2m1) that share one power of two (OCP Microscaling Formats,
+2023).
 
-GPT-OSS stores `X_blocks` [E, rows, columns / 32, 16] and `X_scales` [E, rows, columns / 32], compressed-tensors
-`X.weight_packed` [rows, columns / 2] and `X.weight_scale` [rows, columns / 32]; all are bytes. A byte holds two values, the
+GPT-OSS stores `X_blocks` [E, rows, columns / 32, 16] and `X_scales` [E, rows, columns / 32],
+compressed-tensors
+`X.weight_packed` [rows, columns / 2] and `X.weight_scale` [rows, columns / 32]; all are bytes. A byte holds
+two values, the
 first in its low half.
 """
 
@@ -42,7 +45,10 @@ class Mxfp4:
     scales: str
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
-        """e2m1(code) * 2^(s - 127), in the orientation of the blocks: transformers turns GPT-OSS's about after this."""
+        """e2m1(code) * 2^(s - 127), in the orientation of the blocks.
+
+        Transformers turns GPT-OSS's about after this.
+        """
         blocks, scales = read_part(self.blocks, index), read_part(self.scales, index)
         return decode(blocks.reshape(*scales.shape, BYTES), scales)
 

@@ -1,4 +1,7 @@
-"""What a quantised tensor is to the rest: one logical tensor, made from several stored ones when it is read."""
+"""What a quantised tensor is to the rest.
+
+One logical tensor, made from several stored ones when it is read.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,37 @@ E8M0_NAN = 255
 class Packed:
     """One logical tensor of a quantised checkpoint: what it is made of, and how.
 
-    It comes out as float32. bfloat16 would round: an e4m3 value times a float32 scale needs up to 28 bits, an int4 value times
+    It comes out as float32. bfloat16 would round: an e4m3 value times a float32 scale needs up to 28 bits, an
+    int4 value times
     a bfloat16 scale 12. MXFP4 and INT4 are exact in float32, FP8 is rounded once, as transformers rounds it.
     """
 
     scheme: str  # as `inspect` shows it
-    parts: tuple[str, ...]  # stored tensors that are no tensors of their own, those that need not be read among them
+    parts: tuple[
+        str, ...
+    ]  # stored tensors that are no tensors of their own, those that need not be read among them
     decode: Callable[[ReadPart, Index], Tensor] | None  # None where there is a problem
-    problem: str = ""  # why it cannot be read: said when it is asked for, since what nobody asks for may be in any form
+    problem: str = (
+        ""  # why it cannot be read: said when it is asked for, since what nobody asks for may be in any form
+    )
 
     def check(self) -> None:
         if self.problem or self.decode is None:
             raise BadInput(self.problem)
 
     def read(self, read_part: ReadPart, index: Index = None) -> Tensor:
-        """The decoded tensor, or part of its first axis; of a fused tensor no other expert's data are read."""
+        """The decoded tensor, or part of its first axis.
+
+        Of a fused tensor no other expert's data are read.
+        """
         self.check()
         assert self.decode is not None
         return self.decode(read_part, index)
 
 
-def unreadable(scheme: str, info: TensorInfo, parts: tuple[str, ...], why: str, remedy: str = READ_INSTEAD) -> Packed:
+def unreadable(
+    scheme: str, info: TensorInfo, parts: tuple[str, ...], why: str, remedy: str = READ_INSTEAD
+) -> Packed:
     return Packed(scheme, parts, None, f"{info.file}: tensor {info.name} {why}; {remedy}")
 
 
@@ -56,8 +69,13 @@ def incomplete(scheme: str, info: TensorInfo, parts: tuple[str, ...], missing: s
     return unreadable(scheme, info, parts, f"is {scheme}, but {missing} is missing", remedy)
 
 
-def misshapen(scheme: str, info: TensorInfo, parts: tuple[str, ...], part: TensorInfo, expected: str) -> Packed:
-    why = f"is {scheme} of shape {list(info.shape)}, but {part.name} has shape {list(part.shape)}, expected {expected}"
+def misshapen(
+    scheme: str, info: TensorInfo, parts: tuple[str, ...], part: TensorInfo, expected: str
+) -> Packed:
+    why = (
+        f"is {scheme} of shape {list(info.shape)}, but {part.name} has shape {list(part.shape)}, "
+        f"expected {expected}"
+    )
     return unreadable(scheme, info, parts, why, "check how it was saved")
 
 
@@ -66,7 +84,8 @@ def present(stored: Stored, *names: str) -> tuple[str, ...]:
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """2^(s - 127) of bytes s, as float32: the scales of the microscaling formats (e8m0), of which 255 is not a number.
+    """2^(s - 127) of bytes s, as float32: the scales of the microscaling formats (e8m0), of which 255 is not
+    a number.
 
     From a table, since a power function may round 2^-127, which float32 holds only as a subnormal, to zero.
     """
@@ -88,14 +107,18 @@ class Quantisation:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale. 128 x 128, as all released models have it, where the config is silent."""
+        """Rows and columns that share a scale.
+
+        128 x 128, as all released models have it, where the config is silent.
+        """
         stated = self.said.get("weight_block_size")
         if stated is None:
             return (128, 128)
         if isinstance(stated, list | tuple) and len(stated) == 2 and all(is_count(side) for side in stated):
             return (stated[0], stated[1])
         raise BadInput(
-            f"config.json: quantization_config.weight_block_size is {stated!r}, expected two whole numbers; download it again"
+            f"config.json: quantization_config.weight_block_size is {stated!r}, expected two "
+            "whole numbers; download it again"
         )
 
 

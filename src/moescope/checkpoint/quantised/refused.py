@@ -35,22 +35,30 @@ def refuse_unreadable(stored: Stored, quantisation: Quantisation) -> None:
         return
     for name, info in stored.items():
         if name.endswith(BITSANDBYTES) or ".quant_state." in name:
-            raise BadInput(f"{info.file}: tensor {name} is of bitsandbytes, which cannot be read yet; {READ_INSTEAD}")
+            raise BadInput(
+                f"{info.file}: tensor {name} is of bitsandbytes, which cannot be read yet; {READ_INSTEAD}"
+            )
         if name.endswith(".qweight"):
             raise BadInput(
-                f"{info.file}: tensor {name} is quantised by {gptq_or_awq(stored, name, quantisation)}, which cannot be read yet; {READ_INSTEAD}"
+                f"{info.file}: tensor {name} is quantised by "
+                f"{gptq_or_awq(stored, name, quantisation)}, which cannot be read yet; "
+                f"{READ_INSTEAD}"
             )
     method = quantisation.method
     if method not in READ_METHODS:
         named = NAMES.get(method, "unknown here") if isinstance(method, str) else "unknown here"
         raise BadInput(
-            f"{first.file}: config.json says quant_method {str(method)[:60]!r} ({named}), which cannot be read yet; {READ_INSTEAD}, "
+            f"{first.file}: config.json says quant_method {str(method)[:60]!r} ({named}), which "
+            f"cannot be read yet; {READ_INSTEAD}, "
             "or, if its weights are not quantised, take quantization_config out of config.json"
         )
 
 
 def gptq_or_awq(stored: Stored, name: str, quantisation: Quantisation) -> str:
-    """By the config, else by the axis that is packed: GPTQ's qweight has a column for each column of its scales."""
+    """By the config, else by the axis that is packed.
+
+    GPTQ's qweight has a column for each column of its scales.
+    """
     if quantisation.method in ("gptq", "awq"):
         return NAMES[quantisation.method]
     stem = name.removesuffix("qweight")
@@ -63,7 +71,10 @@ def gptq_or_awq(stored: Stored, name: str, quantisation: Quantisation) -> str:
 
 
 def nvfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
-    """NVFP4: e2m1 values, an e4m3 scale for 16 of them, and one float32 scale for all. Recognised, not read."""
+    """NVFP4: e2m1 values, an e4m3 scale for 16 of them, and one float32 scale for all.
+
+    Recognised, not read.
+    """
     for name, info in stored.items():
         if info.dtype != "U8" or len(info.shape) < 2 or not name.endswith((".weight_packed", ".weight")):
             continue
@@ -75,8 +86,13 @@ def nvfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
         module = logical_name.removesuffix("weight")
         others = present(stored, overall, f"{module}input_scale", f"{module}input_global_scale")
         parts = (name, scale.name, *others)
-        logical = replace(info, name=logical_name, shape=(*info.shape[:-1], 2 * info.shape[-1]), dtype="NVFP4")
+        logical = replace(
+            info, name=logical_name, shape=(*info.shape[:-1], 2 * info.shape[-1]), dtype="NVFP4"
+        )
         if overall in stored:
-            yield logical, unreadable("NVFP4", logical, parts, "is quantised as NVFP4, which cannot be read yet")
+            yield (
+                logical,
+                unreadable("NVFP4", logical, parts, "is quantised as NVFP4, which cannot be read yet"),
+            )
         else:
             yield logical, incomplete("NVFP4", logical, parts, f"its global scale {overall}")

@@ -1,8 +1,12 @@
-"""Values of eight bits, each multiplied by a scale that a block, a row or the whole tensor shares: FP8, and plain INT8.
+"""Values of eight bits, each multiplied by a scale that a block, a row or the whole tensor shares: FP8, and
+plain INT8.
 
-DeepSeek and those after it store `X.weight` in e4m3 and `X.weight_scale_inv`, one scale for 128 x 128 values, the last block of
-a row or column being as large as what is left. Despite its name the scale is multiplied with. Experts that transformers 5
-has fused lie as `X` [E, rows, columns] and `X_scale_inv` [E, ...]. compressed-tensors calls the scale `X.weight_scale`.
+DeepSeek and those after it store `X.weight` in e4m3 and `X.weight_scale_inv`, one scale for 128 x 128 values,
+the last block of
+a row or column being as large as what is left. Despite its name the scale is multiplied with. Experts that
+transformers 5
+has fused lie as `X` [E, rows, columns] and `X_scale_inv` [E, ...]. compressed-tensors calls the scale
+`X.weight_scale`.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ MX_BLOCK = (1, 32)
 
 @dataclass(frozen=True)
 class Grid:
-    """Which scale belongs to a value: one for `rows` x `columns` of them, counted anew in each of `stacked` parts."""
+    """Which scale belongs to a value.
+
+    One for `rows` x `columns` of them, counted anew in each of `stacked` parts.
+    """
 
     rows: int
     columns: int
@@ -80,7 +87,9 @@ class Scaled:
         stack = len(self.shape) == 3 and not self.one_for_all  # then only those experts' scales are read
         part = read_part(name, index if stack else None)
         lead = part.shape[:1] if stack and not isinstance(index, int) else ()
-        grid = (powers_of_two(part) if exponents else part.float()).reshape(*lead, *self.grid.shape(height, width))
+        grid = (powers_of_two(part) if exponents else part.float()).reshape(
+            *lead, *self.grid.shape(height, width)
+        )
         rows = self.grid.of_rows(height)
         if len(self.shape) == 2 and index is not None:
             rows = rows[index]
@@ -98,10 +107,16 @@ def scaled(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
             yield info, with_scale(stored, info, block, group, "FP8" if fp8 else "INT8")
 
 
-def with_scale(stored: Stored, info: TensorInfo, block: tuple[int, int], group: int | None, scheme: str) -> Packed:
+def with_scale(
+    stored: Stored, info: TensorInfo, block: tuple[int, int], group: int | None, scheme: str
+) -> Packed:
     name, module = info.name, info.name.removesuffix("weight")
     unused = present(
-        stored, f"{module}input_scale", f"{module}activation_scale", f"{module}qscale_act", f"{name}_activation_scale"
+        stored,
+        f"{module}input_scale",
+        f"{module}activation_scale",
+        f"{module}qscale_act",
+        f"{name}_activation_scale",
     )
     names = (f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight")
     found = present(stored, *(names if name.endswith(".weight") else names[:2]))
@@ -109,17 +124,27 @@ def with_scale(stored: Stored, info: TensorInfo, block: tuple[int, int], group: 
     if not found:
         return incomplete(scheme, info, parts, f"its scale {names[0] if scheme == 'FP8' else names[1]}")
     scale = stored[found[0]]
-    grid = scale.dtype in SCALES and find_grid(info.shape, scale.shape, block, group, halves="gate_up" in name)
+    grid = scale.dtype in SCALES and find_grid(
+        info.shape, scale.shape, block, group, halves="gate_up" in name
+    )
     if not grid:
-        wanted = f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of {block[0]} x {block[1]}"
+        wanted = (
+            f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of "
+            f"{block[0]} x {block[1]}"
+        )
         return misshapen(scheme, info, parts, scale, wanted)
     zero_point = stored.get(f"{name}_zero_point")
     if zero_point and zero_point.shape != scale.shape:
         return misshapen(scheme, info, parts, zero_point, str(list(scale.shape)))
     how = Scaled(
-        name, scale.name, zero_point.name if zero_point else None, info.shape, grid,
-        one_for_all=prod(scale.shape) == 1, exponents=scale.dtype in EXPONENTS,
-    )  # fmt: skip
+        name,
+        scale.name,
+        zero_point.name if zero_point else None,
+        info.shape,
+        grid,
+        one_for_all=prod(scale.shape) == 1,
+        exponents=scale.dtype in EXPONENTS,
+    )
     return Packed(f"{scheme} {described(grid, info.shape)}", parts, how)
 
 
@@ -130,11 +155,16 @@ def group_size(quantisation: Quantisation) -> int | None:
 
 
 def find_grid(
-    shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], group: int | None, halves: bool = False
+    shape: tuple[int, ...],
+    scale: tuple[int, ...],
+    block: tuple[int, int],
+    group: int | None,
+    halves: bool = False,
 ) -> Grid | None:
     """The grid that has as many rows and columns as there are scales; None where none has.
 
-    The stated blocks come first; Llama 4's transposed experts have a scale a column. Where two grids fit that put scales in different
+    The stated blocks come first; Llama 4's transposed experts have a scale a column. Where two grids fit that
+    put scales in different
     places, none is taken.
     """
     *stack, height, width = shape
@@ -160,7 +190,8 @@ def find_grid(
     tried += [Grid(1, group)] if group else []
     fitting = [way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid]
     if {Grid(*block), Grid(*block, stacked=2)} <= set(fitting) and (height // 2) % block[0]:
-        return None  # gate and up scaled together or apart: as many scales, in other places, and nothing tells which
+        # gate and up scaled together or apart: as many scales, in other places, and nothing tells which
+        return None
     return fitting[0] if fitting else None
 
 

@@ -9,14 +9,18 @@ from moescope.decoder.ranks import ALONE, Ranks
 
 
 def capacity_of(mask_T: Tensor, factor: float, top_k: int, n_experts: int, ranks: Ranks = ALONE) -> Tensor:
-    """ceil(factor N k / n), N the real tokens of all ranks; at least 1. A tensor, so that the device is not waited for."""
+    """ceil(factor N k / n), N the real tokens of all ranks; at least 1.
+
+    A tensor, so that the device is not waited for.
+    """
     # In float64: in float32, 1.25 x 24,576 x 4 / 64 and its like may come out just above a whole number.
     real = ranks.sum(mask_T.sum()).double()
     return torch.ceil(real * (factor * top_k / n_experts) - 1e-9).clamp(min=1).long()
 
 
 def place_in_line(chosen_TK: Tensor, priority_TK: Tensor) -> Tensor:
-    """How many slots with higher priority ask for the same expert; at equal priority the earlier token goes first. int64 [T, K].
+    """How many slots with higher priority ask for the same expert; at equal priority the earlier token goes
+    first. int64 [T, K].
 
     Empty slots (-1) stand in a line of their own.
     """
@@ -33,8 +37,11 @@ def place_in_line(chosen_TK: Tensor, priority_TK: Tensor) -> Tensor:
     return line_S.view_as(chosen_TK)
 
 
-def within_capacity(chosen_TK: Tensor, priority_TK: Tensor, capacity: Tensor | int, ranks: Ranks = ALONE) -> Tensor:
-    """True where a slot is filled and its expert keeps it: each expert keeps its `capacity` slots of highest priority. bool [T, K].
+def within_capacity(
+    chosen_TK: Tensor, priority_TK: Tensor, capacity: Tensor | int, ranks: Ranks = ALONE
+) -> Tensor:
+    """True where a slot is filled and its expert keeps it: each expert keeps its `capacity` slots of highest
+    priority. bool [T, K].
 
     The slots of all ranks stand in one line.
     """

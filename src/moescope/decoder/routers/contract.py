@@ -1,7 +1,9 @@
 """What a router is: hidden states in, a decision out, its losses on the decision, nothing global.
 
-In evaluation every router is causal and treats a token the same alone or in a batch: capacity and quotas are off, biases, keys and
-moving averages stand still. What is not causal in training says so in `causal_in_training`; such routers are compared by
+In evaluation every router is causal and treats a token the same alone or in a batch: capacity and quotas are
+off, biases, keys and
+moving averages stand still. What is not causal in training says so in `causal_in_training`; such routers are
+compared by
 evaluation loss only. `tests/lab/test_contract.py` holds all of ROUTERS to this.
 """
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 class RouterInput:
     """What a router may look at. Rows follow one another: token t of row b is at b L + t.
 
-    Routers compute in float32 whatever the model does: x is float32, autocast is off, and their weights stay float32.
+    Routers compute in float32 whatever the model does: x is float32, autocast is off, and their weights stay
+    float32.
     """
 
     x_TD: Tensor
@@ -38,7 +41,10 @@ class RouterInput:
 
 @dataclass(frozen=True)
 class Routed:
-    """A router's decision for T tokens. Empty slots hold -1 and a gate of 0; all slots of padding are empty."""
+    """A router's decision for T tokens.
+
+    Empty slots hold -1 and a gate of 0; all slots of padding are empty.
+    """
 
     chosen_TK: Tensor  # int64
     gates_TK: Tensor  # differentiable
@@ -86,14 +92,20 @@ class Router(nn.Module, ABC):
 
     @property
     def sure_by_design(self) -> bool:
-        """Whether the router is built to be all but certain of every token, so that low entropy is no sign of trouble."""
+        """Whether the router is built to be all but certain of every token.
+
+        So that low entropy is no sign of trouble.
+        """
         return False
 
     @abstractmethod
     def forward(self, given: RouterInput) -> Routed: ...
 
     def after_step(self) -> None:
-        """What changes without gradients, from what this step's training passes accumulated; called after every optimiser step."""
+        """What changes without gradients, from what this step's training passes accumulated.
+
+        Called after every optimiser step.
+        """
 
     def accumulate(self, name: str, amount: Tensor) -> None:
         """Adds to this step's sum over micro-batches; in training only."""
@@ -103,12 +115,18 @@ class Router(nn.Module, ABC):
             self.accumulated[name] = amount if before is None else before + amount
 
     def total(self, name: str) -> Tensor | None:
-        """This step's sum over micro-batches and ranks, which is thereby spent; None where there was no training pass."""
+        """This step's sum over micro-batches and ranks, which is thereby spent.
+
+        None where there was no training pass.
+        """
         amount = self.accumulated.pop(name, None)
         return None if amount is None else self.ranks.sum(amount)
 
     def linear_view(self) -> LinearView | None:
-        """How its logits are rows times what it makes of x, where it keeps more than rows and is that; None otherwise."""
+        """How its logits are rows times what it makes of x, where it keeps more than rows and is that.
+
+        None otherwise.
+        """
         return None
 
     @classmethod

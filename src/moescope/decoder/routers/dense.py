@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Dense(Router):
-    """Every token to the one expert there is, of width k F, gate 1: the active parameters of a mixture without its choice."""
+    """Every token to the one expert there is, of width k F, gate 1.
+
+    The active parameters of a mixture without its choice.
+    """
 
     name = "dense"
     learns_from_text = False

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Hash(Router):
-    """k different experts for every token id, drawn once for each layer, gates 1/k. Roller et al. 2021, random hashing.
+    """k different experts for every token id, drawn once for each layer, gates 1/k. Roller et al. 2021,
+    random hashing.
 
     Frequent tokens make it uneven: balance is of the vocabulary, not of the text.
     """
@@ -31,7 +32,9 @@ class Hash(Router):
         draws = np.random.default_rng([self.options["seed"], layer])
         order_VE = draws.random((config.vocabulary, config.experts)).argsort(axis=1)
         table_VK = torch.tensor(np.ascontiguousarray(order_VE[:, : config.top_k]))
-        self.register_buffer("table_VK", table_VK)  # saved, so that no random number generator need be trusted later
+        self.register_buffer(
+            "table_VK", table_VK
+        )  # saved, so that no random number generator need be trusted later
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 class LossFree(Router):
-    """The k largest of sigmoid(logit) + b; gates are the sigmoids without b, divided by their sum (at k = 1 the sigmoid itself).
+    """The k largest of sigmoid(logit) + b; gates are the sigmoids without b, divided by their sum (at k = 1
+    the sigmoid itself).
 
-    After each step b_i += rate sign(mean count - count_i), counts over the whole batch. Wang et al. 2024; DeepSeek-V3. The rule
+    After each step b_i += rate sign(mean count - count_i), counts over the whole batch. Wang et al. 2024;
+    DeepSeek-V3. The rule
     looks at the sign alone, so b moves by `rate` however small the imbalance, and never quite comes to rest.
     """
 
@@ -58,7 +60,10 @@ class LossFree(Router):
         return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE, notes=notes)
 
     def bias_spread(self, sigmoids_TE: Tensor, mask_T: Tensor) -> Note:
-        """The standard deviation of b over experts; at the worst as large as that of a token's own scores: then b chooses, not the text."""
+        """The standard deviation of b over experts; at the worst as large as that of a token's own scores.
+
+        Then b chooses, not the text.
+        """
         # torch's own std takes several times as long along short rows on a CPU
         spread_T = (sigmoids_TE - sigmoids_TE.mean(-1, keepdim=True)).square().mean(-1).sqrt()
         return Note(self.bias_E.std(correction=0), 0.0, masked_mean(spread_T, mask_T))

@@ -1,4 +1,7 @@
-"""SoME, the self-organising mixture of experts: frozen random experts, keys that organise themselves, a trained query network."""
+"""SoME, the self-organising mixture of experts.
+
+Frozen random experts, keys that organise themselves, a trained query network.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 PUBLISHED_EVALUATION_TEMPERATURE = 0.5
 RESPAWN_BELOW = 0.1  # of a key's strength
 
-# What SoME is compared with, as changes to [model] of the whole: one thing taken away, or held fixed, at a time.
+# What SoME is compared with, as changes to [model] of the whole: one thing taken away, or held fixed, at a
+# time.
 CONTROLS: dict[str, dict[str, Any]] = {
     "-PeerPull": {"router_options": {"peer_pull": 0.0}},
     "-MovingKeys": {"router_options": {"frozen_keys": True}},
@@ -36,14 +40,20 @@ CONTROLS: dict[str, dict[str, Any]] = {
 class SoME(Router):
     """The router of one SoME layer.
 
-    q = unit(W2 gelu(W1 x)); scores q K'; the k largest; gates softmax(score/T) over them (k = 1: over all experts). Keys
+    q = unit(W2 gelu(W1 x)); scores q K'; the k largest; gates softmax(score/T) over them (k = 1: over all
+    experts). Keys
     K_i = rho_i khat_i, |khat_i| = 1, have no gradient: they move after each optimiser step, see `after_step`.
 
-    Options: `attraction` alpha and `peer_pull` beta (0 switches either off; peer pull alone drives keys together), `frozen_keys` (the
-    control: nothing moves, usage is still counted), `decay` delta of rho, `decay_after` so many steps, for keys below the
-    `decay_percentile` of used ones, `respawn` of keys whose rho fell below 0.1. As published: `published_usage` (usage without bias
-    correction, so that the first steps overshoot), `published_peers` (the pull divided by the smaller usage of a pair),
-    `published_order` (keys are made unit vectors after the decay, which undoes it), `published_pads` (padding moves keys too),
+    Options: `attraction` alpha and `peer_pull` beta (0 switches either off; peer pull alone drives keys
+    together), `frozen_keys` (the
+    control: nothing moves, usage is still counted), `decay` delta of rho, `decay_after` so many steps, for
+    keys below the
+    `decay_percentile` of used ones, `respawn` of keys whose rho fell below 0.1. As published:
+    `published_usage` (usage without bias
+    correction, so that the first steps overshoot), `published_peers` (the pull divided by the smaller usage
+    of a pair),
+    `published_order` (keys are made unit vectors after the decay, which undoes it), `published_pads` (padding
+    moves keys too),
     `published_temperature` (0.5 in evaluation, whatever it was in training).
     """
 
@@ -101,7 +111,9 @@ class SoME(Router):
                 f"router some: decay_percentile must lie between 0 and 100, not {options['decay_percentile']}"
             )
         if options["respawn"] and (options["frozen_keys"] or options["published_order"]):
-            raise BadInput("router some: respawn needs keys that weaken; leave out frozen_keys and published_order")
+            raise BadInput(
+                "router some: respawn needs keys that weaken; leave out frozen_keys and published_order"
+            )
 
     @property
     def keys_ED(self) -> Tensor:
@@ -127,8 +139,10 @@ class SoME(Router):
         )
 
     def of_keys(self) -> dict[str, Note]:
-        """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says more), their mean
-        strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used keys lie below their
+        """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says
+        more), their mean
+        strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used
+        keys lie below their
         percentile q, ceil(q (n - 1))/n."""
         n, options = self.config.experts, self.options
         cosine = (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
@@ -141,7 +155,10 @@ class SoME(Router):
         }
 
     def linear_view(self) -> LinearView:
-        """Keys divided by the temperature, times queries. Strengths above 1, which fitted keys may have, training would bring down."""
+        """Keys divided by the temperature, times queries.
+
+        Strengths above 1, which fitted keys may have, training would bring down.
+        """
 
         def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
             keys_KD = rows_KD * self.temperature()
@@ -164,7 +181,10 @@ class SoME(Router):
         return scores_TE.detach().topk(self.config.top_k, -1).indices
 
     def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Softmax over a token's k choices, over all experts where k = 1 (over one it would be 1, and teach nothing); 0 for pads."""
+        """Softmax over a token's k choices, over all experts where k = 1 (over one it would be 1.
+
+        And teach nothing); 0 for pads.
+        """
         picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
         if self.config.top_k == 1:
             gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
@@ -174,7 +194,10 @@ class SoME(Router):
 
     @torch.no_grad()
     def remember(self, q_TD: Tensor, chosen_TK: Tensor) -> None:
-        """Keeps what the step's update needs, as sums: choices an expert, their queries, and how often each pair was chosen together."""
+        """Keeps what the step's update needs, as sums.
+
+        Choices an expert, their queries, and how often each pair was chosen together.
+        """
         n = self.config.experts
         slots_TK = torch.where(chosen_TK < 0, n, chosen_TK)
         member_TE = torch.zeros(len(slots_TK), n + 1, device=q_TD.device).scatter_(1, slots_TK, 1)[:, :n]
@@ -189,11 +212,14 @@ class SoME(Router):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Usage, then keys, then strengths, from this step's queries and choices (Kohonen's rule with a rate for each key).
+        """Usage, then keys, then strengths, from this step's queries and choices (Kohonen's rule with a rate
+        for each key).
 
         u <- 0.99 u + 0.01 c, used as u/(1 - 0.99^t). From the keys as they were:
-        K_i += alpha/(1+u_i) sum_{slots of i} (q - K_i) + sum_{tokens, j beside i} beta/max(1+u_i, 1+u_j) (K_j - K_i).
-        khat is made a unit vector again and rho is left alone. After `decay_after` steps rho <- rho (1 - delta) where u is below the
+        K_i += alpha/(1+u_i) sum_{slots of i} (q - K_i) + sum_{tokens, j beside i} beta/max(1+u_i, 1+u_j) (K_j
+        - K_i).
+        khat is made a unit vector again and rho is left alone. After `decay_after` steps rho <- rho (1 -
+        delta) where u is below the
         percentile of the used ones, rho <- min(1, rho/(1 - delta)) elsewhere.
         """
         options = self.options
@@ -226,14 +252,22 @@ class SoME(Router):
         self.direction_ED.copy_(functional.normalize(K_ED + moved_ED, dim=-1))
 
     def weaken(self, usage_E: Tensor) -> None:
-        """Shrinks the strength of hardly used keys and lets that of the others grow back; nothing before `decay_after` steps."""
+        """Shrinks the strength of hardly used keys and lets that of the others grow back.
+
+        Nothing before `decay_after` steps.
+        """
         keep = 1 - self.options["decay"]
         idle_E = usage_E < quantile_of_used(usage_E, self.options["decay_percentile"] / 100)
         changed_E = torch.where(idle_E, self.strength_E * keep, (self.strength_E / keep).clamp(max=1))
-        self.strength_E.copy_(torch.where(self.steps > self.options["decay_after"], changed_E, self.strength_E))
+        self.strength_E.copy_(
+            torch.where(self.steps > self.options["decay_after"], changed_E, self.strength_E)
+        )
 
     def revive(self, candidates_ED: Tensor) -> None:
-        """Keys too weak to be chosen begin anew, at full strength, each where some token of this step asked."""
+        """Keys too weak to be chosen begin anew, at full strength.
+
+        Each where some token of this step asked.
+        """
         weak_E = self.strength_E < RESPAWN_BELOW
         self.direction_ED.copy_(torch.where(weak_E[:, None], candidates_ED, self.direction_ED))
         self.strength_E.masked_fill_(weak_E, 1)
@@ -242,7 +276,8 @@ class SoME(Router):
 def quantile_of_used(usage_E: Tensor, share: float) -> Tensor:
     """The quantile of the values above 0, between two of them in a line; NaN where there are none.
 
-    The bits of torch.nanquantile, which in some versions looks into its tensors, put together from parts that never do.
+    The bits of torch.nanquantile, which in some versions looks into its tensors, put together from parts that
+    never do.
     """
     used = (usage_E > 0).sum()
     ascending_E = torch.where(usage_E > 0, usage_E, torch.inf).sort().values

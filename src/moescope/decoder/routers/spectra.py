@@ -1,6 +1,8 @@
-"""SPECTRA: a depth-wise GRU and an expression projector meet in a cosine; Sinkhorn and a quota spread the tokens.
+"""SPECTRA: a depth-wise GRU and an expression projector meet in a cosine; Sinkhorn and a quota spread the
+tokens.
 
-Published text and code of SPECTRA disagree; this is one reading in which every part does something. Sinkhorn and the quota look at the
+Published text and code of SPECTRA disagree; this is one reading in which every part does something. Sinkhorn
+and the quota look at the
 whole batch, so in training the choice is not causal; in evaluation it is, token by token.
 """
 
@@ -42,19 +44,26 @@ ABLATIONS: dict[str, dict[str, Option]] = {
 class Spectra(Router):
     """SPECTRA's router of one layer.
 
-    A state of width R a token, 0 before the first MoE layer, goes through one GRU cell that all layers share; a linear map makes
-    h[t,i] of it for every expert, another one v[t,i] of x. With s = cos(h, v), G the Gram matrix of the experts' directions and
+    A state of width R a token, 0 before the first MoE layer, goes through one GRU cell that all layers share;
+    a linear map makes
+    h[t,i] of it for every expert, another one v[t,i] of x. With s = cos(h, v), G the Gram matrix of the
+    experts' directions and
     p = softmax(s/eps), the cost is
 
         C[t,i] = -s[t,i] + lambda sum_{j != i} G_ij^2 p[t,j] + beta relu(|s[t,i]| - tau)^2
 
-    and logits are -C/eps. In training the k largest of Sinkhorn's plan are chosen, and a quota admits the best of each expert; in
-    evaluation the k largest of logits + the moving average of the column potentials. Gates: softmax of the logits over the choices
+    and logits are -C/eps. In training the k largest of Sinkhorn's plan are chosen, and a quota admits the
+    best of each expert; in
+    evaluation the k largest of logits + the moving average of the column potentials. Gates: softmax of the
+    logits over the choices
     that survive (k = 1: over all experts), without potentials.
 
-    Options beside the weights: `gru`, `expression`, `quota` (ablations), `repulsion` ("published": lambda |s| sum_j G_ij^2/(n-1), one
-    factor an expert, which changes almost no choice), `penalty_sign` ("published": penalties enter the logit as if it were the cost,
-    so that repulsion attracts), `evaluation` ("published": Sinkhorn over the evaluated batch: uniform for one token alone), and
+    Options beside the weights: `gru`, `expression`, `quota` (ablations), `repulsion` ("published": lambda |s|
+    sum_j G_ij^2/(n-1), one
+    factor an expert, which changes almost no choice), `penalty_sign` ("published": penalties enter the logit
+    as if it were the cost,
+    so that repulsion attracts), `evaluation` ("published": Sinkhorn over the evaluated batch: uniform for one
+    token alone), and
     `plain` (a linear softmax top-k router without any balancing: everything above taken away).
     """
 
@@ -109,12 +118,18 @@ class Spectra(Router):
         # Biases matter: without them h and v are odd in x, and their cosine is the same for x and -x.
         self.express = nn.Linear(width, (n if self.options["expression"] else 1) * dim)
         nn.init.orthogonal_(self.express.weight)
-        self.register_buffer("direction_ER", torch.zeros(n, dim))  # moving averages, before they are made unit vectors
+        self.register_buffer(
+            "direction_ER", torch.zeros(n, dim)
+        )  # moving averages, before they are made unit vectors
         self.register_buffer("potential_E", torch.zeros(n))
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        for option, known in (("repulsion", REPULSIONS), ("penalty_sign", PENALTY_SIGNS), ("evaluation", EVALUATIONS)):
+        for option, known in (
+            ("repulsion", REPULSIONS),
+            ("penalty_sign", PENALTY_SIGNS),
+            ("evaluation", EVALUATIONS),
+        ):
             if options[option] not in known:
                 raise unknown_name(f"{option} of router spectra", options[option], list(known))
         if options["router_dim"] < LEAST_ROUTER_DIM:
@@ -126,7 +141,9 @@ class Spectra(Router):
                 raise BadInput(f"router spectra: {option} must be more than 0, not {options[option]}")
         for option in ("direction_decay", "potential_decay"):
             if not 0 <= options[option] < 1:
-                raise BadInput(f"router spectra: {option} must be at least 0 and less than 1, not {options[option]}")
+                raise BadInput(
+                    f"router spectra: {option} must be at least 0 and less than 1, not {options[option]}"
+                )
         for option in NOT_NEGATIVE:
             if not options[option] >= 0:
                 raise BadInput(f"router spectra: {option} must be 0 or more, not {options[option]}")
@@ -182,12 +199,17 @@ class Spectra(Router):
         """Linear, softmax, top-k, and nothing that balances."""
         logits_TE = self.linear(given.x_TD)
         chosen_TK = self.choose(logits_TE.detach(), given.mask_T)
-        return Routed(chosen_TK, self.gates(logits_TE, chosen_TK), logits_TE, logits_TE.softmax(-1), logits_TE.detach())
+        return Routed(
+            chosen_TK, self.gates(logits_TE, chosen_TK), logits_TE, logits_TE.softmax(-1), logits_TE.detach()
+        )
 
     # --- the parts, in the order in which they act
 
     def trajectories(self, given: RouterInput) -> tuple[Tensor | None, Tensor]:
-        """The depth state to hand on, and h [T, n, R] made of it. Without the GRU a linear map of x stands in, and nothing is handed on."""
+        """The depth state to hand on, and h [T, n, R] made of it.
+
+        Without the GRU a linear map of x stands in, and nothing is handed on.
+        """
         if self.options["gru"]:
             cell = self.shared
             assert isinstance(cell, nn.GRUCell), "the model hands shared_parts to every layer's router"
@@ -198,19 +220,27 @@ class Spectra(Router):
     def expressions(self, x_TD: Tensor) -> Tensor:
         """v [T, n, R]; without expression one vector a token, the same for all experts."""
         v = self.express(x_TD)
-        return self.per_expert(v) if self.options["expression"] else v[:, None].expand(-1, self.config.experts, -1)
+        return (
+            self.per_expert(v)
+            if self.options["expression"]
+            else v[:, None].expand(-1, self.config.experts, -1)
+        )
 
     def per_expert(self, flat: Tensor) -> Tensor:
         return flat.view(len(flat), self.config.experts, self.options["router_dim"])
 
     def similarity(self, h_TER: Tensor, v_TER: Tensor) -> Tensor:
         """s = cos(h, v), [T, n]."""
-        # functional.cosine_similarity makes both unit vectors first: two more tensors of this size, and half as fast
+        # functional.cosine_similarity makes both unit vectors first: two more tensors of this size, and half
+        # as fast
         lengths_TE = h_TER.norm(dim=-1) * v_TER.norm(dim=-1)
         return (h_TER * v_TER).sum(-1) / lengths_TE.clamp(min=1e-8)
 
     def gram(self, v_TER: Tensor, mask_T: Tensor) -> Tensor:
-        """G = m m', m_i = unit(0.9 EMA_i + 0.1 masked batch mean of v[t,i]); gradients through the mean only. Evaluation: unit(EMA_i)."""
+        """G = m m', m_i = unit(0.9 EMA_i + 0.1 masked batch mean of v[t,i]); gradients through the mean only.
+
+        Evaluation: unit(EMA_i).
+        """
         if not self.training:
             m_ER = self.direction_ER
         else:
@@ -226,7 +256,11 @@ class Spectra(Router):
     def direction_overlap(self, gram_EE: Tensor) -> Note:
         """The mean squared cosine of two experts' directions: 1/R for random ones, 1 when all are one."""
         n = self.config.experts
-        return Note(gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1), 1 / self.options["router_dim"], 1.0)
+        return Note(
+            gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1),
+            1 / self.options["router_dim"],
+            1.0,
+        )
 
     def logits(self, s_TE: Tensor, gram_EE: Tensor) -> Tensor:
         """-C/eps, [T, n]."""
@@ -243,9 +277,14 @@ class Spectra(Router):
         return (s_TE + sign * penalty_TE) / options["epsilon"]
 
     def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Sinkhorn's log plan [T, n], from the moving average of the potentials on, and the column error that is left."""
+        """Sinkhorn's log plan [T, n], from the moving average of the potentials on.
+
+        And the column error that is left.
+        """
         ranks = self.sharing
-        plan = balance(ranks.gathered(logits_TE), ranks.gathered(mask_T), self.potential_E, self.options["iterations"])
+        plan = balance(
+            ranks.gathered(logits_TE), ranks.gathered(mask_T), self.potential_E, self.options["iterations"]
+        )
         self.accumulate("potentials", plan.potential_E)
         self.accumulate("batches", torch.ones_like(plan.column_error))
         return ranks.own(plan.log_plan_TE), plan.column_error
@@ -255,7 +294,10 @@ class Spectra(Router):
         return torch.where(mask_T[:, None], selection_TE.topk(self.config.top_k, -1).indices, -1)
 
     def admit(self, chosen_TK: Tensor, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
-        """Which choices the quota ceil(cf N k / n) admits, by Sinkhorn's plan; that no expert exceeds it is asserted, without a wait."""
+        """Which choices the quota ceil(cf N k / n) admits, by Sinkhorn's plan.
+
+        That no expert exceeds it is asserted, without a wait.
+        """
         n, k, ranks = self.config.experts, self.config.top_k, self.sharing
         capacity = capacity_of(mask_T, self.options["capacity_factor"], k, n, ranks)
         kept_TK = within_capacity(chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity, ranks)
@@ -266,7 +308,9 @@ class Spectra(Router):
     def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         """Softmax of the logits over a token's choices, over all experts where k = 1; 0 in empty slots."""
         picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
-        if self.config.top_k == 1:  # over its own choice alone a gate would be 1, and teach the router nothing
+        if (
+            self.config.top_k == 1
+        ):  # over its own choice alone a gate would be 1, and teach the router nothing
             gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
         else:
             gates_TK = picked_TK.masked_fill(chosen_TK < 0, EMPTY).softmax(-1)
@@ -275,7 +319,8 @@ class Spectra(Router):
     def losses(self, logits_TE: Tensor, gram_EE: Tensor, v_TER: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
         """What joins the language-model loss, weighted; losses of weight 0 are left out.
 
-        orthogonality: ||G - I||_F^2 / (n(n-1)) of the directions. entropy: mean of -sum p log p, p = softmax(-C/eps), over real tokens.
+        orthogonality: ||G - I||_F^2 / (n(n-1)) of the directions. entropy: mean of -sum p log p, p =
+        softmax(-C/eps), over real tokens.
         speciality: the first, of each token's own v[t,i], meaned over tokens.
         """
         n = self.config.experts
@@ -297,7 +342,10 @@ class Spectra(Router):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Moves the averages of directions and column potentials on, by the means over this step's real tokens and passes."""
+        """Moves the averages of directions and column potentials on.
+
+        By the means over this step's real tokens and passes.
+        """
         tokens, directions_ER = self.total("tokens"), self.total("directions")
         batches, potentials_E = self.total("batches"), self.total("potentials")
         if tokens is not None and directions_ER is not None:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def choice_counts(chosen_TK: Tensor, n_experts: int) -> Tensor:
-    """How many slots hold each expert, float32 [E]; empty slots are not counted. Never waits for the device."""
+    """How many slots hold each expert, float32 [E]; empty slots are not counted.
+
+    Never waits for the device.
+    """
     counts = torch.zeros(n_experts + 1, device=chosen_TK.device)
     flat = torch.where(chosen_TK < 0, n_experts, chosen_TK).flatten()
     return counts.index_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))[:-1]
@@ -32,11 +35,15 @@ def masked_mean(values_T: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tenso
 
 
 def switch_loss(scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """n sum_i f_i P_i: f_i the share of slots that chose expert i, P_i its mean probability. 1 when either is uniform, n at collapse.
+    """n sum_i f_i P_i: f_i the share of slots that chose expert i, P_i its mean probability. 1 when either is
+    uniform, n at collapse.
 
-    Fedus, Zoph, Shazeer 2022, equations 4 to 6, with f over N k slots; transformers' load_balancing_loss_func is k times this. It
-    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only. f is of all ranks'
-    slots, and the loss linear in P, so its mean over ranks is that of the whole batch (Qiu et al. 2025 on global balance).
+    Fedus, Zoph, Shazeer 2022, equations 4 to 6, with f over N k slots; transformers' load_balancing_loss_func
+    is k times this. It
+    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only. f is of
+    all ranks'
+    slots, and the loss linear in P, so its mean over ranks is that of the whole batch (Qiu et al. 2025 on
+    global balance).
     """
     n_experts = scores_TE.shape[1]
     counts_E = ranks.sum(choice_counts(chosen_TK, n_experts))
@@ -45,16 +52,23 @@ def switch_loss(scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, ranks: Ran
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """Mean over real tokens of logsumexp(logits)^2, which keeps logits small. Zoph et al. 2022 (ST-MoE), equation 5."""
+    """Mean over real tokens of logsumexp(logits)^2, which keeps logits small. Zoph et al.
+
+    2022 (ST-MoE), equation 5.
+    """
     return masked_mean(torch.logsumexp(logits_TE, -1).square(), mask_T, ranks)
 
 
 class TopK(Router):
-    """The k most probable experts; gates are their probabilities divided by their sum, at k = 1 the probability itself.
+    """The k most probable experts; gates are their probabilities divided by their sum, at k = 1 the
+    probability itself.
 
-    A gate divided by itself is 1 whatever the router says, and the text would teach the router nothing; so k = 1 is never
-    renormalised. With `capacity_factor` > 0 each expert keeps its ceil(factor N k / n) most probable tokens in training; what it
-    turns away is dropped and counted. Choosing them looks at the whole batch, so it is not causal in training.
+    A gate divided by itself is 1 whatever the router says, and the text would teach the router nothing; so k
+    = 1 is never
+    renormalised. With `capacity_factor` > 0 each expert keeps its ceil(factor N k / n) most probable tokens
+    in training; what it
+    turns away is dropped and counted. Choosing them looks at the whole batch, so it is not causal in
+    training.
     """
 
     name = "topk"
@@ -96,7 +110,9 @@ class TopK(Router):
             losses["z"] = options["z"] * z_loss(logits_TE, given.mask_T, ranks)
         dropped_T = None
         if self.training and options["capacity_factor"]:
-            capacity = capacity_of(given.mask_T, options["capacity_factor"], config.top_k, config.experts, ranks)
+            capacity = capacity_of(
+                given.mask_T, options["capacity_factor"], config.top_k, config.experts, ranks
+            )
             priority_TK = scores_TE.gather(1, chosen_TK.clamp(min=0))
             kept_TK = within_capacity(chosen_TK, priority_TK, capacity, ranks)
             dropped_T = ((chosen_TK >= 0) & ~kept_TK).sum(-1)
