@@ -33,7 +33,7 @@ def frame(layer: int, mean: float = 0.5) -> pd.DataFrame:
 
 
 def flush(writer, layer: int) -> None:
-    writer.flush_piece(f"layer{layer}", {"orthogonality": frame(layer)}, {"layer": layer})
+    writer.flush_task(f"layer{layer}", {"orthogonality": frame(layer)}, {"layer": layer})
 
 
 def finish(writer) -> Run:
@@ -94,11 +94,11 @@ def test_a_piece_whose_writing_fails_is_no_piece(tmp_path):
     with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
         flush(writer, 0)
         with pytest.raises(ValueError, match="may not be null"):
-            writer.flush_piece("layer1", {"orthogonality": frame(1), "similarity": frame(1)[["layer"]]}, {})
-        assert writer.done_pieces() == {"layer0"}
+            writer.flush_task("layer1", {"orthogonality": frame(1), "similarity": frame(1)[["layer"]]}, {})
+        assert writer.done_tasks() == {"layer0"}
         assert writer.joined("orthogonality")["layer"].unique().tolist() == [0]
         flush(writer, 1)  # what the failure left half-written is not in the way
-        assert writer.done_pieces() == {"layer0", "layer1"}
+        assert writer.done_tasks() == {"layer0", "layer1"}
 
 
 def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path
         flush(writer, 0)
         monkeypatch.undo()
         assert seen == [("setup.json", ["layer0.tmp"])]
-        assert writer.done_pieces() == {"layer0"}
+        assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
 
@@ -133,7 +133,7 @@ def test_a_disk_that_is_nearly_full_is_refused_before_the_piece_and_the_run_goes
         flush(writer, 1)
     monkeypatch.undo()
     with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
-        assert writer.done_pieces() == {"layer0"}
+        assert writer.done_tasks() == {"layer0"}
 
 
 def test_a_table_that_fails_to_be_written_leaves_the_old_one_whole(tmp_path):
@@ -156,7 +156,7 @@ def test_a_crash_between_tables_and_done_loses_nothing(tmp_path, monkeypatch):
             monkeypatch.undo()
     assert info(folder)["status"] == "failed"
     with open_run(folder, "scan", IDENTITY) as writer:
-        assert writer.done_pieces() == {"layer0"}
+        assert writer.done_tasks() == {"layer0"}
         assert finish(writer).info["status"] == "done"
 
 
@@ -166,7 +166,7 @@ def test_a_crash_between_tables_and_done_loses_nothing(tmp_path, monkeypatch):
 def test_an_unfinished_run_is_taken_up_where_it_stopped(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt(), layers=(0, 1))
     with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
-        assert writer.done_pieces() == {"layer0", "layer1"}
+        assert writer.done_tasks() == {"layer0", "layer1"}
         flush(writer, 2)
         run = finish(writer)
     assert run.table("orthogonality")["layer"].unique().tolist() == [0, 1, 2]
@@ -229,7 +229,7 @@ def test_equal_arguments_compare_equal_through_json(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
     as_lists = json.loads(json.dumps(IDENTITY))
     with open_run(tmp_path / "run", "scan", as_lists) as writer:
-        assert writer.done_pieces() == {"layer0"}
+        assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
 
@@ -262,7 +262,7 @@ def test_overwrite_removes_our_own_files_and_no_one_else_s(tmp_path):
 def test_overwrite_drops_the_pieces_of_the_run_before(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt(), layers=(0, 1))
     with open_run(tmp_path / "run", "scan", IDENTITY, overwrite=True) as writer:
-        assert writer.done_pieces() == set()
+        assert writer.done_tasks() == set()
         flush(writer, 5)
         assert finish(writer).table("orthogonality")["layer"].unique().tolist() == [5]
 
@@ -362,7 +362,7 @@ def test_a_second_failure_before_the_next_piece_keeps_the_first_piece(tmp_path):
     leave_unfinished(tmp_path / "run", RuntimeError("boom"), layers=())
     assert info(tmp_path / "run")["status"] == "failed"
     with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
-        assert writer.done_pieces() == {"layer0"}
+        assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
 
@@ -418,7 +418,7 @@ import pandas as pd
 identity = {identity!r}
 with open_run(Path(sys.argv[1]), "scan", identity) as writer:
     frame = pd.DataFrame([{{"step": 0, "layer": 0, "matrix": "gate", "k": 1}}])
-    writer.flush_piece("layer0", {{"orthogonality": frame}}, {{}})
+    writer.flush_task("layer0", {{"orthogonality": frame}}, {{}})
     print("holding", flush=True)
     time.sleep(60)
 """
@@ -458,7 +458,7 @@ def test_the_lock_of_a_killed_process_is_no_lock(tmp_path, holder):
     holder.wait()
     assert info(tmp_path / "run")["status"] == "running", "it had no time to say anything else"
     with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
-        assert writer.done_pieces() == {"layer0"}
+        assert writer.done_tasks() == {"layer0"}
         assert writer.info["process"] == os.getpid()
         finish(writer)
     assert listing(tmp_path / "run") == ["orthogonality.parquet", "run.json"]

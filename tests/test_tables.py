@@ -79,7 +79,7 @@ def test_layer_name_follows_layer_and_is_no_key(name):
     assert (
         ("layer_name" in columns)
         == ("layer" in columns)
-        == (name not in ("steps", "overhead", "pieces", *STUDY_TABLES))
+        == (name not in ("steps", "overhead", "token_text", *STUDY_TABLES))
     )
     assert "layer" not in columns or columns[columns.index("layer") + 1] == "layer_name"
     assert [column for column in columns if column != "layer_name"] == GOLDEN[name]["keys"] + GOLDEN[name][

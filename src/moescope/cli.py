@@ -222,10 +222,10 @@ def trace(
     out: Out = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")] = "auto",
     as_json: AsJson = False,
-    import_: Annotated[
+    recorded: Annotated[
         Path | None,
         typer.Option(
-            "--import",
+            "--recorded",
             help="A trace another tool wrote, instead of running a model.",
             metavar="FILE",
             rich_help_panel=MORE,
@@ -274,7 +274,7 @@ def trace(
         text=text or (),
         domain=domain or (),
         token_ids=token_ids,
-        import_=import_,
+        recorded=recorded,
         format=format,
         experts=experts,
         revisions=revisions,
@@ -374,7 +374,7 @@ def compress(
         str | None,
         typer.Option(
             help=(
-                "Drop by frequency, gate_mass, ean, reap or random; merge by hc_smoe, m_smoe, "
+                "Drop by frequency, gate_weight, ean, reap or random; merge by hc_smoe, m_smoe, "
                 "weights or random_merge (_permuted: neurons matched)."
             ),
             show_default="reap",
@@ -746,7 +746,7 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     elif not quiet:
         if run.info.get("process") != os.getpid():
             typer.echo(f"this very {run.info['verb']} was done before; nothing was computed")
-        elif taken := run.info.get("pieces_taken_over"):
+        elif taken := run.info.get("tasks_resumed"):
             typer.echo(
                 f"{taken} {'piece of work was' if taken == 1 else 'pieces of work were'} taken "
                 "over from an earlier attempt"

@@ -118,13 +118,13 @@ class RunWriter:
     info: dict[str, Any]
     timings: dict[str, float] = field(default_factory=dict)
 
-    def done_pieces(self) -> set[str]:
+    def done_tasks(self) -> set[str]:
         folder = self.path / "parts"
         return (
             {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
         )
 
-    def flush_piece(
+    def flush_task(
         self,
         piece: str,
         frames: Frames,
@@ -154,13 +154,13 @@ class RunWriter:
 
     def has(self, name: str) -> bool:
         """Whether some piece has rows of that table."""
-        return any((self.path / "parts" / piece / f"{name}.parquet").exists() for piece in self.done_pieces())
+        return any((self.path / "parts" / piece / f"{name}.parquet").exists() for piece in self.done_tasks())
 
     def joined(self, name: str) -> pd.DataFrame:
         """One table from all pieces flushed so far."""
         import pandas as pd
 
-        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_pieces())]
+        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
         return pd.concat(
             [read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True
         )
@@ -169,7 +169,7 @@ class RunWriter:
         """The same for a table too large for memory: its row groups go one by one into the finished file."""
         import pyarrow.parquet as pq
 
-        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_pieces())]
+        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
         partial = self.path / f"{name}.tmp"
         with pq.ParquetWriter(partial, arrow_schema(name), compression="zstd") as writer:
             for file in filter(Path.exists, files):
@@ -189,7 +189,7 @@ class RunWriter:
     def setups(self) -> list[dict[str, Any]]:
         return [
             json.loads((self.path / "parts" / piece / "setup.json").read_text())
-            for piece in sorted(self.done_pieces())
+            for piece in sorted(self.done_tasks())
         ]
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
@@ -257,14 +257,12 @@ def open_run(
                 }
             before.pop("error", None)  # that of an earlier attempt
             writer = RunWriter(folder, before, dict(before.get("timings", {})))
-            writer.save_info(
-                status="running", process=os.getpid(), pieces_taken_over=len(writer.done_pieces())
-            )
+            writer.save_info(status="running", process=os.getpid(), tasks_resumed=len(writer.done_tasks()))
             yield writer
         except BaseException as error:
             if writer is None or writer.info.get("status") == "done":
                 pass
-            elif created and not writer.done_pieces():
+            elif created and not writer.done_tasks():
                 clear_run(folder)
             else:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

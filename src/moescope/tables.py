@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 
-READING = ("matrix", "router", "fold_norm")  # the choices that change an alignment
+VIEW = ("matrix", "router", "fold_norm")  # the choices that change an alignment
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ TABLES: dict[str, Table] = {
         Table(
             "alignment",
             "How well each router row fits its own expert, at every k.",
-            ("step", "layer", *READING, "k", "expert"),
+            ("step", "layer", *VIEW, "k", "expert"),
             (
                 "align",
                 "random_expectation",
@@ -67,7 +67,7 @@ TABLES: dict[str, Table] = {
         Table(
             "alignment_layers",
             "The same, one row a layer and k: plain names are means over the layer's experts.",
-            ("step", "layer", *READING, "k"),
+            ("step", "layer", *VIEW, "k"),
             (
                 "align",
                 "random_expectation",
@@ -90,7 +90,7 @@ TABLES: dict[str, Table] = {
         Table(
             "alignment_tests",
             "Whether a layer's pairing of routers and experts beats chance, the choice of k paid for.",
-            ("step", "layer", *READING),
+            ("step", "layer", *VIEW),
             (
                 "best_k",
                 "best_accuracy",
@@ -109,13 +109,13 @@ TABLES: dict[str, Table] = {
                 "The whole matrix M(k): every router against every expert (beyond 32 experts at k = "
                 "1, 16, 128, best_k, k_star)."
             ),
-            ("step", "layer", *READING, "k", "router_index", "expert"),
+            ("step", "layer", *VIEW, "k", "router_index", "expert"),
             ("align",),
         ),
         Table(
             "nulls",
             "The permutation null of the mean diagonal in 60 bins, at the ks of the density figure.",
-            ("step", "layer", *READING, "k", "bin"),
+            ("step", "layer", *VIEW, "k", "bin"),
             ("left", "right", "density", "observed"),
         ),
         Table(
@@ -146,7 +146,7 @@ TABLES: dict[str, Table] = {
         Table(
             "ambiguity",
             "Layers ranked by how hard it is to tell their experts apart.",
-            ("step", "layer", *READING),
+            ("step", "layer", *VIEW),
             (
                 "rank",
                 "ambiguity_score",
@@ -225,7 +225,7 @@ TABLES: dict[str, Table] = {
             "saliency",
             "How much each expert did on the calibration text: the scores that pruning goes by.",
             ("layer", "expert"),
-            ("tokens", "gate_mass", "ean", "reap", "rank_low", "rank_high"),
+            ("tokens", "gate_weight", "ean", "reap", "rank_low", "rank_high"),
         ),
         Table(
             "damage",
@@ -253,16 +253,16 @@ TABLES: dict[str, Table] = {
                 "phase, no sums over them."
             ),
             ("step", "layer", "phase", "domain", "expert"),
-            ("tokens", "gate_mass"),
+            ("tokens", "gate_weight"),
         ),
         Table(
             "routing_layers",
             (
-                "Every routing metric of a layer beside its floor, its value at collapse and its "
+                "Every routing metric of a layer beside its chance, its value at collapse and its "
                 "interval over documents; domain empty: all together."
             ),
             ("step", "layer", "phase", "domain", "metric"),
-            ("value", "floor", "collapse", "low", "high"),
+            ("value", "chance", "collapse", "low", "high"),
         ),
         Table(
             "coactivation",
@@ -335,7 +335,7 @@ TABLES: dict[str, Table] = {
             ("cosine", "chance"),
         ),
         Table(
-            "pieces",
+            "token_text",
             "The words of the tokens table's ids, where asked for with --save-tokens.",
             ("token_id",),
             ("token",),
@@ -459,7 +459,7 @@ ROUTING_TABLES = (
     "tokens",
     "contexts",
     "expert_cosines",
-    "pieces",
+    "token_text",
 )
 TRAINING_TABLES = ("steps", "router_gradients", "alerts")
 GEOMETRY_TABLES = ("geometry", "geometry_layers")

@@ -243,12 +243,12 @@ class Routing:
     x_TD: Tensor | None = None  # what the experts were given
     dropped_T: Tensor | None = None  # slots a token lost to capacity
     carried_TR: Tensor | None = None  # what the router of the layer before handed on, where it reads that
-    notes: dict[str, Note] = field(
+    diagnostics: dict[str, Diagnostic] = field(
         default_factory=dict
     )  # what the router says of itself, by the metric's name
 
 
-class Note(NamedTuple):
+class Diagnostic(NamedTuple):
     """A number a router says of itself in a pass, beside what it is by chance and at the worst. Tables hold
     means over passes.
 
@@ -257,7 +257,7 @@ class Note(NamedTuple):
     """
 
     value: Tensor
-    floor: Tensor | float
+    chance: Tensor | float
     collapse: Tensor | float = math.nan
 
 

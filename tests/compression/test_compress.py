@@ -189,7 +189,7 @@ def test_keeping_every_expert_changes_no_byte_no_perplexity_and_no_word(place, t
     assert run.table("damage")["predicted_error"].max() < 1e-5
 
 
-@pytest.mark.parametrize("method", ["frequency", "gate_mass", "ean"])
+@pytest.mark.parametrize("method", ["frequency", "gate_weight", "ean"])
 def test_every_saliency_prunes_by_its_own_column(place, tmp_path, method):
     run = compress(
         place / "model",
@@ -346,7 +346,7 @@ def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run,
             == expected["tokens"].tolist()
             != alone.table("saliency")["tokens"].tolist()
         )
-        for column in ("gate_mass", "ean", "reap", "rank_low", "rank_high"):
+        for column in ("gate_weight", "ean", "reap", "rank_low", "rank_high"):
             np.testing.assert_allclose(found[column], expected[column], rtol=1e-4)
     assert summed.table("clusters").equals(together.table("clusters"))
     assert bare.table("clusters").equals(together.table("clusters"))
@@ -409,7 +409,7 @@ def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_pat
         ("nothing says how many experts to keep", {"text": text}),
         ("method reap drops the experts .* so it needs a text; give --text", {"keep": 2}),
         (
-            "unknown method 'best'; known: frequency, gate_mass, ean, reap, random",
+            "unknown method 'best'; known: frequency, gate_weight, ean, reap, random",
             {"keep": 2, "method": "best", "text": text},
         ),
         ("keep 'half'", {"keep": "half", "text": text}),

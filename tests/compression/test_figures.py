@@ -119,7 +119,7 @@ def test_ranks_count_the_experts_that_could_be_on_either_side_of_the_cut():
             "layer": 0,
             "expert": range(4),
             "tokens": 1,
-            "gate_mass": 1.0,
+            "gate_weight": 1.0,
             "ean": 1.0,
             "reap": [4.0, 3.0, 2.0, 1.0],
             "rank_low": [1.0, 1.0, 2.0, 4.0],

@@ -117,10 +117,10 @@ def test_random_pruning_is_nested_differs_by_seed_and_by_layer_and_needs_no_text
 def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list():
     names = [method.name for method in METHODS]
     assert len(set(names)) == len(names)
-    assert names[:5] == ["frequency", "gate_mass", "ean", "reap", "random"]
+    assert names[:5] == ["frequency", "gate_weight", "ean", "reap", "random"]
     assert {method_named(method.control).needs_text for method in METHODS} <= {False}
     with pytest.raises(
-        BadInput, match="unknown method 'reep'; known: frequency, gate_mass, ean, reap, random"
+        BadInput, match="unknown method 'reep'; known: frequency, gate_weight, ean, reap, random"
     ):
         method_named("reep")
 

@@ -35,7 +35,7 @@ HAND = sums_of(
     ("name", "expected"),
     [
         ("frequency", [2, 1, 0]),
-        ("gate_mass", [0.75, 1.0, 0]),
+        ("gate_weight", [0.75, 1.0, 0]),
         ("ean", [6.0, 3.0, 0]),
         ("reap", [1.0, 3.0, 0.0]),
     ],
@@ -99,6 +99,6 @@ def test_the_table_has_every_score_and_the_interval_of_the_one_that_decides():
     frame = saliency_rows(sums, {3: "model.layers.3.mlp"}, "frequency", 60, 0)
     assert frame["expert"].tolist() == list(range(6))
     assert frame["rank_low"].tolist() == [1, 2, 3, 4, 5, 6]
-    for name in ("gate_mass", "ean", "reap"):
+    for name in ("gate_weight", "ean", "reap"):
         assert frame[name].tolist() == scores(sums, 3, name).tolist()
-    assert set(SALIENCIES) == {"frequency", "gate_mass", "ean", "reap"}
+    assert set(SALIENCIES) == {"frequency", "gate_weight", "ean", "reap"}

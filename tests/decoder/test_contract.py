@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from decoder.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
-from moescope.glossary import METRICS, NOTES
-from moescope.routing.notes import NoteTally
+from moescope.glossary import DIAGNOSTICS, METRICS
+from moescope.routing.diagnostics import DiagnosticTally
 from moescope.routing.tally import Tally
 from moescope.types import Tokens
 
@@ -278,15 +278,15 @@ def test_evaluation_that_does_wait_shows_that_fake_tensors_tell():
 @EVERY
 def test_notes_are_numbers_of_the_glossary_that_carry_no_gradient_and_are_added_up_without_a_wait(router):
     with FakeTensorMode():
-        model, tally = LabModel(tiny(router)).train(), NoteTally()
+        model, tally = LabModel(tiny(router)).train(), DiagnosticTally()
         layers = []
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(6, 16, dtype=torch.long), consume=layers.append)
         for _ in range(2):
-            tally.add([(routing.layer, routing.notes) for routing in layers])
-    assert set(layers[0].notes) == NOTED.get(router, set())
+            tally.add([(routing.layer, routing.diagnostics) for routing in layers])
+    assert set(layers[0].diagnostics) == NOTED.get(router, set())
     for routing in layers:
-        for note in routing.notes.values():
+        for note in routing.diagnostics.values():
             told = [part for part in note if isinstance(part, torch.Tensor)]
             assert all(
                 part.shape == () and part.dtype == torch.float32 and not part.requires_grad for part in told
@@ -295,8 +295,8 @@ def test_notes_are_numbers_of_the_glossary_that_carry_no_gradient_and_are_added_
 
 
 def test_every_note_of_the_glossary_is_some_router_s_and_none_is_a_metric_of_all():
-    assert set().union(*NOTED.values()) == set(NOTES)
-    assert not set(NOTES) & set(METRICS)
+    assert set().union(*NOTED.values()) == set(DIAGNOSTICS)
+    assert not set(DIAGNOSTICS) & set(METRICS)
 
 
 @EVERY

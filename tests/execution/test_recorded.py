@@ -62,11 +62,13 @@ def metrics(run: Run) -> pd.DataFrame:
 
 
 def test_our_own_tokens_table_gives_back_the_same_tables(own, tmp_path):
-    again = trace(import_=own.path / "tokens.parquet", format="moescope", experts=4, out=tmp_path / "run")
+    again = trace(recorded=own.path / "tokens.parquet", format="moescope", experts=4, out=tmp_path / "run")
     same_load(again, own)
-    np.testing.assert_allclose(again.table("load")["gate_mass"], own.table("load")["gate_mass"], rtol=1e-5)
+    np.testing.assert_allclose(
+        again.table("load")["gate_weight"], own.table("load")["gate_weight"], rtol=1e-5
+    )
     ours, theirs = metrics(own), metrics(again)
-    assert {"cv", "gate_mass_gini", "sequential_consistency", "token_information"} <= set(
+    assert {"cv", "gate_weight_gini", "sequential_consistency", "token_information"} <= set(
         theirs.index.get_level_values("metric")
     )
     np.testing.assert_allclose(
@@ -108,11 +110,11 @@ def test_vllm_s_answers_give_the_same_load_and_keep_prompt_and_answer_apart(own,
             for array in documents
         )
     )
-    run = trace(place / "mixtral", import_=whole, format="vllm", experts=4, out=tmp_path / "1")
+    run = trace(place / "mixtral", recorded=whole, format="vllm", experts=4, out=tmp_path / "1")
     same_load(run, own)
-    assert run.table("load")["gate_mass"].isna().all()
+    assert run.table("load")["gate_weight"].isna().all()
     halves = [
-        trace(import_=file, format="vllm", experts=4, out=tmp_path / file.stem) for file in (split, usage)
+        trace(recorded=file, format="vllm", experts=4, out=tmp_path / file.stem) for file in (split, usage)
     ]
     for half in halves:
         load = half.table("load")
@@ -141,7 +143,7 @@ def test_each_of_several_answers_to_a_prompt_is_a_document_and_the_prompt_counts
 
 def test_one_npy_array_is_one_document(own, tmp_path):
     np.save(tmp_path / "one.npy", np.concatenate(arrays(own)).astype(np.int16))
-    run = trace(import_=tmp_path / "one.npy", format="vllm", experts=4, out=tmp_path / "run")
+    run = trace(recorded=tmp_path / "one.npy", format="vllm", experts=4, out=tmp_path / "run")
     same_load(run, own, names=False)
     assert run.info["coverage"][0]["domains"] == {"text": 1}
 
@@ -163,9 +165,9 @@ def test_sglang_s_numbers_are_shaped_by_the_model(own, place, tmp_path):
             for array in arrays(own)
         )
     )
-    same_load(trace(place / "mixtral", import_=file, format="sglang", experts=4, out=tmp_path / "run"), own)
+    same_load(trace(place / "mixtral", recorded=file, format="sglang", experts=4, out=tmp_path / "run"), own)
     with pytest.raises(BadInput, match="give the model's folder too"):
-        trace(import_=file, format="sglang", experts=4, out=tmp_path / "no")
+        trace(recorded=file, format="sglang", experts=4, out=tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
@@ -183,14 +185,14 @@ def test_layers_that_are_not_moe_are_left_out_by_the_model_or_where_nothing_was_
             for array in full
         )
     )
-    same_load(trace(place / "qwen", import_=answers, format="sglang", experts=4, out=tmp_path / "1"), run)
+    same_load(trace(place / "qwen", recorded=answers, format="sglang", experts=4, out=tmp_path / "1"), run)
     marked = [np.where(np.isin(np.arange(4), [1, 3])[None, :, None], array, -1) for array in full]
     answers.write_text("".join(json.dumps({"routed_experts": array.tolist()}) + "\n" for array in marked))
-    same_load(trace(import_=answers, format="vllm", experts=4, out=tmp_path / "2"), run, names=False)
+    same_load(trace(recorded=answers, format="vllm", experts=4, out=tmp_path / "2"), run, names=False)
     answers.write_text(
         "".join(json.dumps({"routed_experts": array.tolist()}) + "\n" for array in arrays(run))
     )
-    same_load(trace(place / "qwen", import_=answers, format="vllm", experts=4, out=tmp_path / "3"), run)
+    same_load(trace(place / "qwen", recorded=answers, format="vllm", experts=4, out=tmp_path / "3"), run)
 
 
 def test_llama_cpp_s_rows_give_the_same_load_with_k_told_or_found(own, place, tmp_path):
@@ -201,8 +203,8 @@ def test_llama_cpp_s_rows_give_the_same_load_with_k_told_or_found(own, place, tm
         for layer in range(3):
             rows += [f"{layer},{expert}" for expert in whole[start : start + 40, layer].reshape(-1)]
     file.write_text("layer,expert\n" + "\n".join(rows) + "\n")
-    same_load(trace(place / "mixtral", import_=file, format="llamacpp", experts=4, out=tmp_path / "1"), own)
-    found = trace(import_=file, format="llamacpp", experts=4, out=tmp_path / "2")
+    same_load(trace(place / "mixtral", recorded=file, format="llamacpp", experts=4, out=tmp_path / "1"), own)
+    found = trace(recorded=file, format="llamacpp", experts=4, out=tmp_path / "2")
     same_load(found, own, names=False)
     assert found.info["coverage"][0]["k"] == [2]
 
@@ -237,7 +239,7 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
 def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, content, format, words):
     (tmp_path / name).write_text(content)
     with pytest.raises(BadInput, match=words) as caught:
-        trace(import_=tmp_path / name, format=format, experts=4, out=tmp_path / "run")
+        trace(recorded=tmp_path / name, format=format, experts=4, out=tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -248,14 +250,14 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
         ({"format": None}, "give --format too; known: vllm, sglang, llamacpp, moescope"),
         ({"format": "ollama"}, "unknown format 'ollama'"),
         ({"experts": None}, "--experts N"),
-        ({"import_": "nowhere"}, "nowhere: no such file"),
-        ({"text": "x"}, "--import takes the place of a text"),
+        ({"recorded": "nowhere"}, "nowhere: no such file"),
+        ({"text": "x"}, "--recorded takes the place of a text"),
     ],
 )
 def test_import_says_what_it_needs(tmp_path, changes, words):
     (tmp_path / "a.csv").write_text("0,1\n")
     given = {
-        "import_": tmp_path / "a.csv",
+        "recorded": tmp_path / "a.csv",
         "format": "llamacpp",
         "experts": 4,
         "out": tmp_path / "run",
@@ -269,7 +271,7 @@ def test_a_number_of_experts_that_is_not_the_model_s_is_refused(place, tmp_path)
     (tmp_path / "a.csv").write_text("0,1\n")
     with pytest.raises(BadInput, match=r"--experts 8: .* has 4"):
         trace(
-            place / "mixtral", import_=tmp_path / "a.csv", format="llamacpp", experts=8, out=tmp_path / "run"
+            place / "mixtral", recorded=tmp_path / "a.csv", format="llamacpp", experts=8, out=tmp_path / "run"
         )
 
 

@@ -14,7 +14,7 @@ from moescope.decoder.config import PRESETS, DataConfig, ModelConfig, TrainConfi
 from moescope.decoder.model import LabModel, parameter_counts
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.routers.spectra import ABLATIONS
-from moescope.glossary import NOTES
+from moescope.glossary import DIAGNOSTICS
 from moescope.lab.study_config import KEYS, study_from
 from moescope.types import Routing
 
@@ -54,12 +54,12 @@ def test_every_ablation_is_documented_as_it_is_written_in_a_config():
 
 def test_every_note_is_documented_under_its_router():
     said = [(row[0], row[1]) for row in rows("## What routers say of themselves")]
-    assert sorted(note for _, note in said) == sorted(NOTES)
+    assert sorted(note for _, note in said) == sorted(DIAGNOSTICS)
     for router in {router for router, _ in said}:
         torch.manual_seed(0)
         layers: list[Routing] = []
         LabModel(tiny(router)).train()(text(2, 8), consume=layers.append)
-        assert set(layers[0].notes) == {note for of, note in said if of == router}
+        assert set(layers[0].diagnostics) == {note for of, note in said if of == router}
 
 
 def test_every_preset_is_documented_with_its_shape_and_parameters():

@@ -20,12 +20,12 @@ def test_usage_of_a_case_worked_by_hand():
 
 def test_random_routing_lies_at_the_floor_and_collapse_at_collapse():
     loads = random_loads(3000, 16, 2, draws=100, seed=7)
-    floor = usage_metrics(loads[0], 3000, 2).set_index("metric")
+    chance = usage_metrics(loads[0], 3000, 2).set_index("metric")
     means = {
         name: np.mean([usage_metrics(load, 3000, 2).set_index("metric").loc[name, "value"] for load in loads])
-        for name in floor.index
+        for name in chance.index
     }
-    assert means == pytest.approx(floor["floor"].to_dict(), rel=0.05)
+    assert means == pytest.approx(chance["chance"].to_dict(), rel=0.05)
     collapsed = usage_metrics(np.array([3000.0] * 2 + [0] * 14), 3000, 2)
     np.testing.assert_allclose(collapsed["value"], collapsed["collapse"])
 

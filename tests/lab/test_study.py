@@ -239,7 +239,7 @@ def test_a_real_kill_changes_no_number(whole: Run, config: Path, tmp_path: Path)
     resumed = in_a_process(out, "--resume")
     assert_equal_tables(resumed, whole)
     assert finished.stat().st_mtime_ns == before, "what was finished is not trained again"
-    assert resumed.info["pieces_taken_over"] == 1
+    assert resumed.info["tasks_resumed"] == 1
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
     assert not psutil.wait_procs(children, timeout=30)[1]
     assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
     done = in_a_process(out, str(config))
-    assert done.info["pieces_taken_over"] >= 1
+    assert done.info["tasks_resumed"] >= 1
     assert_equal_tables(done, whole)
 
 

@@ -17,7 +17,7 @@ from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS, Routed
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
-from moescope.glossary import NOTES
+from moescope.glossary import DIAGNOSTICS
 from moescope.lab.batches import TokenRows
 from moescope.lab.divergence import Diverged, FiniteWatch
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
@@ -176,7 +176,7 @@ def test_what_routers_say_of_themselves_is_the_mean_over_the_passes_of_a_window(
 
     def listen(module: torch.nn.Module, args: object, routed: Routed) -> None:
         if module.training:
-            for name, note in routed.notes.items():
+            for name, note in routed.diagnostics.items():
                 window = 4 * (training.step // 4) + 4
                 heard.setdefault((window, module.layer, name), []).append([float(part) for part in note])
 
@@ -187,10 +187,10 @@ def test_what_routers_say_of_themselves_is_the_mean_over_the_passes_of_a_window(
     rows = table.set_index(["step", "layer", "metric"])
     for place, passes in heard.items():
         assert len(passes) == 8
-        columns = rows.loc[place, ["value", "floor", "collapse"]].to_numpy(float)
+        columns = rows.loc[place, ["value", "chance", "collapse"]].to_numpy(float)
         np.testing.assert_allclose(columns, np.mean(passes, axis=0), rtol=1e-9)
         assert rows.loc[place, "domain"] == ""
-    assert set(table["metric"]) & set(NOTES) == {name for _, _, name in heard}
+    assert set(table["metric"]) & set(DIAGNOSTICS) == {name for _, _, name in heard}
 
 
 def test_a_router_built_to_be_sure_raises_no_alert_for_it_and_one_that_is_not_does(tmp_path: Path):

@@ -15,7 +15,7 @@ def tables(scores, values, metric="confidence"):
         "metric": metric,
         "domain": "",
         "value": values,
-        "floor": 0.25,
+        "chance": 0.25,
         "collapse": 1.0,
         "low": np.nan,
         "high": np.nan,

@@ -232,7 +232,7 @@ def test_every_metric_has_a_value_and_a_floor_on_a_plain_text():
     rows = trace("mixtral", documents(60, domains=2)).tables(0, 0)["routing_layers"]
     rows = rows[rows["domain"] == ""]
     assert rows[rows["value"].isna()]["metric"].tolist() == []
-    assert rows[rows["floor"].isna()]["metric"].tolist() == []
+    assert rows[rows["chance"].isna()]["metric"].tolist() == []
     assert set(rows[rows["collapse"].isna()]["metric"]) == {"selection_margin", "z_loss", "dropped"}
     without = {"expert_overlap", "gram_orthogonality", "token_information"}
     no_interval = set(rows[rows["low"].isna()]["metric"])

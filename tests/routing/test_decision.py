@@ -50,7 +50,7 @@ def test_a_router_that_knows_nothing_sits_on_every_floor():
     seen = routing(torch.zeros(5, 8, dtype=torch.float64))
     for metric in DECISION:
         value = metric.function(seen).mean().item()
-        assert value == pytest.approx(metric.floor(Setting(5, 8, 2)), abs=1e-9), metric.name
+        assert value == pytest.approx(metric.chance(Setting(5, 8, 2)), abs=1e-9), metric.name
 
 
 def test_a_router_with_one_answer_sits_on_every_collapse_value():

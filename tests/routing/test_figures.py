@@ -90,7 +90,7 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
     held = ("cv", "max_violation", "max_over_mean", "gini", "unused", "min_max_ratio", "load_entropy_share")
     rows = tables["routing_layers"]
     bare = {
-        "load": tables["load"].assign(domain="text", gate_mass=None).drop_duplicates(["layer", "expert"]),
+        "load": tables["load"].assign(domain="text", gate_weight=None).drop_duplicates(["layer", "expert"]),
         "routing_layers": rows[rows["metric"].isin(held) & (rows["domain"] == "")],
     }
     drawn = [spec for spec in ROUTING if can_draw(spec, bare)]
@@ -114,7 +114,7 @@ def test_a_line_draws_the_tables_numbers_with_floor_and_collapse_in_grey(tables)
     np.testing.assert_array_equal(figure.data[0]["y"], rows["value"])
     np.testing.assert_allclose(figure.data[0]["y"] + figure.data[0]["error_y"]["array"], rows["high"])
     grey = {trace["name"]: trace for trace in figure.data if trace["line"]["color"] == GREY}
-    np.testing.assert_array_equal(grey["random routing"]["y"], rows["floor"])
+    np.testing.assert_array_equal(grey["random routing"]["y"], rows["chance"])
     np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])
 
 
@@ -133,9 +133,9 @@ def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routi
         ]
     )
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(n), "tokens": counts[0]})
-    floor = np.sqrt((n - k) / (tokens * k))
+    chance = np.sqrt((n - k) / (tokens * k))
     rows = pd.DataFrame(
-        {"layer": [0], "metric": "cv", "domain": "", "value": [0.1], "floor": [floor], "collapse": [1.0]}
+        {"layer": [0], "metric": "cv", "domain": "", "value": [0.1], "chance": [chance], "collapse": [1.0]}
     )
     (usage,) = usages({"load": load, "routing_layers": rows})
     assert usage.even == tokens * k / n
@@ -254,7 +254,7 @@ def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
 def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(4), "tokens": [90, 10, 0, 0]})
     rows = pd.DataFrame(
-        {"layer": [0], "metric": "cv", "domain": "", "value": [1.2], "floor": [0.17], "collapse": [1.7]}
+        {"layer": [0], "metric": "cv", "domain": "", "value": [1.2], "chance": [0.17], "collapse": [1.7]}
     )
     found = {"load": load, "routing_layers": rows}
     assert "unused experts in layer 0" in load_heatmap(found).title

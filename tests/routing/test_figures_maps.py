@@ -50,9 +50,9 @@ def no_metrics() -> pd.DataFrame:
 
 
 def test_every_subject_is_mapped_from_a_trace_and_passes_plotly(tables):
-    specs, notes = drawable_maps(tables)
+    specs, diagnostics = drawable_maps(tables)
     assert [spec.name for spec in specs] == [f"expert_map_{subject.name}_pca" for subject in SUBJECTS]
-    assert notes == ["UMAP and t-SNE are drawn from 8 experts a layer on; PCA for fewer."]
+    assert diagnostics == ["UMAP and t-SNE are drawn from 8 experts a layer on; PCA for fewer."]
     for spec in specs:
         figure = spec.draw(tables)
         PlotlyFigure({"data": figure.data, "layout": figure.layout})
@@ -62,13 +62,13 @@ def test_every_subject_is_mapped_from_a_trace_and_passes_plotly(tables):
 
 
 def test_with_enough_experts_all_three_layouts_are_drawn_and_named_with_their_settings():
-    specs, notes = drawable_maps(wide())
+    specs, diagnostics = drawable_maps(wide())
     assert [spec.name for spec in specs] == [
         f"expert_map_{subject}_{layout}"
         for subject in ("router", "outputs")
         for layout in ("pca", "umap", "tsne")
     ]
-    assert notes == ["No map of co-activation profiles: each token chooses one expert."]
+    assert diagnostics == ["No map of co-activation profiles: each token chooses one expert."]
     figure = next(spec for spec in specs if spec.name == "expert_map_router_tsne").draw(wide())
     assert "router rows by t-SNE (perplexity 3.67, seed 0)" in figure.title
     assert figure.layout["xaxis"]["title"]["text"] == "t-SNE 1"
@@ -77,18 +77,18 @@ def test_with_enough_experts_all_three_layouts_are_drawn_and_named_with_their_se
 
 def test_without_the_extra_pca_is_drawn_and_the_way_to_more_is_said(monkeypatch):
     monkeypatch.setattr(plane, "find_spec", lambda name: None)
-    specs, notes = drawable_maps(wide())
+    specs, diagnostics = drawable_maps(wide())
     assert [spec.name for spec in specs] == ["expert_map_router_pca", "expert_map_outputs_pca"]
     assert (
-        notes[-1]
+        diagnostics[-1]
         == "Drawn by PCA; UMAP and t-SNE would need pip install 'moescope[maps]', then the report made anew."
     )
 
 
 def test_earlier_steps_are_drawn_by_pca_and_say_so():
-    specs, notes = drawable_maps(wide(), every_layout=False)
+    specs, diagnostics = drawable_maps(wide(), every_layout=False)
     assert all(spec.name.endswith("_pca") for spec in specs)
-    assert notes[-1] == "Drawn by PCA here; UMAP and t-SNE are drawn of the last step."
+    assert diagnostics[-1] == "Drawn by PCA here; UMAP and t-SNE are drawn of the last step."
 
 
 def test_groups_of_router_rows_are_seen_and_sizes_are_loads():

@@ -1,4 +1,4 @@
-"""Load metrics on loads whose values are known exactly, their floors against simulated routing.
+"""Load metrics on loads whose values are known exactly, their chances against simulated routing.
 
 And naive loops beside them.
 """
@@ -94,7 +94,7 @@ def test_without_tokens_nothing_is_said():
         assert np.isnan(metric(np.zeros(4)))
 
 
-# --- floors
+# --- chances
 
 
 @pytest.mark.parametrize(("tokens", "n", "k"), [(60, 8, 2), (200, 16, 4), (50, 6, 1), (40, 5, 5)])
@@ -117,25 +117,25 @@ def test_random_loads_are_those_of_tokens_choosing_subsets(tokens, n, k):
 @pytest.mark.parametrize("name", METRICS)
 def test_the_floor_is_what_simulated_routing_gives_on_average(name, tokens, n, k):
     simulated = METRICS[name].function(random_loads(tokens, n, k, draws=2000, seed=7))
-    if name == "cv":  # its floor is the root of the mean square
+    if name == "cv":  # its chance is the root of the mean square
         simulated = np.sqrt((simulated**2).mean())
-    assert METRICS[name].floor(Setting(tokens, n, k)) == pytest.approx(
+    assert METRICS[name].chance(Setting(tokens, n, k)) == pytest.approx(
         float(np.mean(simulated)), rel=0.05, abs=1e-4
     )
 
 
 def test_the_floor_of_unused_is_that_of_few_tokens():
     simulated = unused(random_loads(10, 16, 2, draws=4000))
-    assert METRICS["unused"].floor(Setting(10, 16, 2)) == pytest.approx(simulated.mean(), rel=0.02)
+    assert METRICS["unused"].chance(Setting(10, 16, 2)) == pytest.approx(simulated.mean(), rel=0.02)
 
 
-def test_gate_mass_floors_fall_back_to_those_of_counts_when_gates_are_equal():
+def test_gate_weight_floors_fall_back_to_those_of_counts_when_gates_are_equal():
     tokens, n, k = 500, 8, 2
     std = gate_relative_std(n, tokens * k * 0.5, tokens * k * 0.25, tokens * (k * 0.5) ** 2)
     assert std == pytest.approx(Setting(tokens, n, k).relative_std)
 
 
-def test_the_gate_mass_floor_is_what_gates_dealt_at_random_give():
+def test_the_gate_weight_floor_is_what_gates_dealt_at_random_give():
     generator = np.random.default_rng(3)
     tokens, n, k = 400, 8, 2
     gates = generator.dirichlet([0.5, 1.5], size=tokens)
@@ -146,9 +146,9 @@ def test_the_gate_mass_floor_is_what_gates_dealt_at_random_give():
     std = gate_relative_std(n, gates.sum(), (gates**2).sum(), (gates.sum(1) ** 2).sum())
     setting = Setting(tokens, n, k, std)
     assert np.sqrt((cv(masses) ** 2).mean()) == pytest.approx(std, rel=0.04)
-    assert max_violation(masses).mean() == pytest.approx(METRICS["max_violation"].floor(setting), rel=0.07)
-    assert gini(masses).mean() == pytest.approx(METRICS["gini"].floor(setting), rel=0.07)
-    assert load_entropy(masses).mean() == pytest.approx(METRICS["load_entropy"].floor(setting), rel=1e-3)
+    assert max_violation(masses).mean() == pytest.approx(METRICS["max_violation"].chance(setting), rel=0.07)
+    assert gini(masses).mean() == pytest.approx(METRICS["gini"].chance(setting), rel=0.07)
+    assert load_entropy(masses).mean() == pytest.approx(METRICS["load_entropy"].chance(setting), rel=1e-3)
     assert std > Setting(tokens, n, k).relative_std * 1.1, "gates so even that nothing was tested"
 
 

@@ -60,7 +60,7 @@ def watched(folder: Path, kind: str = "mixtral", micro: int = 1, **settings) -> 
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "llama4_text"])
-def test_tokens_and_gate_mass_are_what_experts_were_handed_one_document_at_a_time(tmp_path, kind):
+def test_tokens_and_gate_weight_are_what_experts_were_handed_one_document_at_a_time(tmp_path, kind):
     run = watched(tmp_path / "run", kind)
     if (
         kind == "llama4_text"
@@ -70,7 +70,7 @@ def test_tokens_and_gate_mass_are_what_experts_were_handed_one_document_at_a_tim
         return
     counts, mass = handed_out(model_of(kind).eval(), documents())
     np.testing.assert_array_equal(load(run), counts)
-    np.testing.assert_allclose(load(run, "gate_mass"), mass, rtol=1e-4)
+    np.testing.assert_allclose(load(run, "gate_weight"), mass, rtol=1e-4)
 
 
 def test_an_encoder_decoder_with_dropout_is_counted_by_each_stack_s_own_mask_and_not_checked(tmp_path):

@@ -90,7 +90,7 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     assert words is not None
     numbers = [float(word) for word in words.groups()]
     assert numbers == pytest.approx(
-        [top[key] for key in ("layer", "value", "low", "high", "floor", "collapse")], rel=6e-3
+        [top[key] for key in ("layer", "value", "low", "high", "chance", "collapse")], rel=6e-3
     )
     assert "Between steps 100 and 200 tokens keep" in html
 
@@ -106,7 +106,7 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
         rows.sort_values("layer")["value"].tolist(), rel=1e-5
     )
     assert [row[2] for row in table["rows"]] == pytest.approx(
-        rows.sort_values("layer")["floor"].tolist(), rel=1e-5
+        rows.sort_values("layer")["chance"].tolist(), rel=1e-5
     )
     assert table["links"] == "v1-layer-"
 
@@ -181,14 +181,14 @@ def test_an_imported_trace_gives_a_report_without_what_it_does_not_hold(traced_r
     )
     (tmp_path / "trace.csv").write_text(lines)
     run = trace(
-        import_=tmp_path / "trace.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True
+        recorded=tmp_path / "trace.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True
     )
     page = report(run).read_text(encoding="utf-8")
     assert "v0-load_heatmap" in payloads(page)
     assert "v0-routing_entropy_by_layer" not in payloads(page)
     assert "v0-sequence_by_layer" in payloads(page)
     assert "Not available: this trace holds no logits." in shown(page)
-    assert "--import" in page
+    assert "--recorded" in page
 
 
 # --- the pieces
@@ -243,7 +243,7 @@ def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
         "domain",
         "expert",
         "tokens",
-        "gate_mass",
+        "gate_weight",
     ]
     mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
     assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
@@ -261,7 +261,7 @@ def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_
     run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
     few = run.table("vocabulary").groupby(["step", "layer", "expert", "role"]).head(1)
     write_table("vocabulary", few, run.path / "vocabulary.parquet")
-    with_pieces, without = excerpt_of(run), excerpt_of(run, forget="pieces")
+    with_pieces, without = excerpt_of(run), excerpt_of(run, forget="token_text")
     assert with_pieces.words == excerpt_of(traced_run).words
     assert all(word.startswith("word") for word in with_pieces.words)
     assert any(word.startswith("#") for word in without.words)  # as older traces are shown
@@ -275,7 +275,7 @@ def excerpt_of(run: Run, forget: str = ""):
 
 def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_path):
     run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
-    for name in ("contexts", "expert_cosines", "pieces"):
+    for name in ("contexts", "expert_cosines", "token_text"):
         (run.path / f"{name}.parquet").unlink()
     found = payloads(report(run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
     assert all(card["contexts"] == [] for card in found["v0-l0"]["experts"])
@@ -287,7 +287,7 @@ def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(htm
     load = (
         traced_run.table("load")
         .query("step == 200 and layer == 2 and phase == 'prefill'")
-        .groupby("expert")[["gate_mass", "tokens"]]
+        .groupby("expert")[["gate_weight", "tokens"]]
         .sum()
     )
     for card in cards:
@@ -300,7 +300,7 @@ def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(htm
             ["document", "position", "domain"]
         ].to_numpy().tolist()
         assert card["mean_gate"] == pytest.approx(
-            load.loc[card["expert"], "gate_mass"] / load.loc[card["expert"], "tokens"], rel=1e-4
+            load.loc[card["expert"], "gate_weight"] / load.loc[card["expert"], "tokens"], rel=1e-4
         )
         assert max(place[3] for place in card["contexts"]) > card["mean_gate"]
 

@@ -73,15 +73,15 @@ def test_what_a_router_says_of_itself_is_drawn_where_it_moves_and_told_where_it_
     tmp_path, router, drawn, told
 ):
     run = lab_run(router, tmp_path / "run")
-    notes = [section for section in WATCHED.sections(run) if section.anchor == "notes"]
+    diagnostics = [section for section in WATCHED.sections(run) if section.anchor == "diagnostics"]
     if drawn is None:
-        assert notes == []
+        assert diagnostics == []
         return
-    assert {spec.name for spec, _ in notes[0].figures} == {f"{name}_by_step" for name in drawn}
-    assert all(words in notes[0].words for words in told)
-    assert ("so not drawn" in notes[0].words) == bool(told)
+    assert {spec.name for spec, _ in diagnostics[0].figures} == {f"{name}_by_step" for name in drawn}
+    assert all(words in diagnostics[0].words for words in told)
+    assert ("so not drawn" in diagnostics[0].words) == bool(told)
     page = report(run.path, out=tmp_path / "report.html").read_text()
-    for spec, tables in notes[0].figures:
+    for spec, tables in diagnostics[0].figures:
         figure = spec.draw(tables)
         assert figure.title.split(";")[0] in page
         assert all(f'id="g-{term}"' in page for term in figure.columns)

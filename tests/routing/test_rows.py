@@ -1,6 +1,6 @@
 """Rows of tables.
 
-Random routing lands on every floor, collapse on every collapse value, and intervals sit around values.
+Random routing lands on every chance, collapse on every collapse value, and intervals sit around values.
 """
 
 from __future__ import annotations
@@ -78,26 +78,26 @@ def by_metric(counts: LayerCounts, domain: str = "") -> dict[str, dict]:
 @pytest.mark.parametrize("domain", ["", "b"])
 def test_random_routing_lands_on_every_floor(domain):
     values: dict[str, list[float]] = {}
-    floors: dict[str, list[float]] = {}
+    chances: dict[str, list[float]] = {}
     for seed in range(12):
         for name, row in by_metric(counted(*random_routing(6000, 64, 4, seed), 64), domain).items():
             values.setdefault(name, []).append(row["value"])
-            floors.setdefault(name, []).append(row["floor"])
+            chances.setdefault(name, []).append(row["chance"])
     for name in values:
         # the cv of 64 experts varies by a tenth from draw to draw, the mean of twelve by a fortieth
-        assert np.mean(values[name]) == pytest.approx(np.mean(floors[name]), rel=0.12, abs=2e-3), name
+        assert np.mean(values[name]) == pytest.approx(np.mean(chances[name]), rel=0.12, abs=2e-3), name
     assert len([name for name in values if name.endswith(("cv", "gini", "max_violation"))]) == 6
 
 
 def test_neighbours_have_the_floors_of_two_random_sets():
     rows = by_metric(counted(*random_routing(2048, 8, 2), 8))
-    assert rows["sequential_consistency"]["floor"] == 1 / 8
-    assert rows["adjacent_jaccard"]["floor"] == jaccard_chance(8, 2)
+    assert rows["sequential_consistency"]["chance"] == 1 / 8
+    assert rows["adjacent_jaccard"]["chance"] == jaccard_chance(8, 2)
 
 
-def test_gate_mass_has_a_floor_of_its_own_above_that_of_counts():
+def test_gate_weight_has_a_floor_of_its_own_above_that_of_counts():
     rows = by_metric(counted(*random_routing(3000, 8, 2), 8))
-    assert rows["gate_mass_cv"]["floor"] > 1.1 * rows["cv"]["floor"]
+    assert rows["gate_weight_cv"]["chance"] > 1.1 * rows["cv"]["chance"]
 
 
 def test_total_collapse_lands_on_every_collapse_value():
@@ -108,7 +108,7 @@ def test_total_collapse_lands_on_every_collapse_value():
             assert row["value"] == pytest.approx(row["collapse"], abs=1e-9), name
     assert {
         "cv",
-        "gate_mass_gini",
+        "gate_weight_gini",
         "sequential_consistency",
         "adjacent_jaccard",
         "expert_overlap",
@@ -137,7 +137,7 @@ def test_a_domain_s_rows_are_of_its_own_tokens():
     assert by_metric(counts, "a")["cv"]["value"] < 0.1
     load = {(row["domain"], row["expert"]): row for row in load_rows(counts, CORPUS)}
     assert [load[("b", expert)]["tokens"] for expert in range(8)] == [2048, 2048, 0, 0, 0, 0, 0, 0]
-    assert sum(row["gate_mass"] for row in load.values()) == pytest.approx(4096)
+    assert sum(row["gate_weight"] for row in load.values()) == pytest.approx(4096)
     told = by_metric(counts)["domain_information"]
     assert told["value"] > 0.3
     assert told["low"] > 0

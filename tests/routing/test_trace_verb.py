@@ -91,7 +91,7 @@ def test_the_load_table_equals_output_router_logits(run, place):
             ["layer", "domain", "expert"]
         )
         assert mine["tokens"].to_numpy().reshape(3, 2, 4).tolist() == counts.tolist()
-        np.testing.assert_allclose(mine["gate_mass"].to_numpy().reshape(3, 2, 4), mass, rtol=1e-4)
+        np.testing.assert_allclose(mine["gate_weight"].to_numpy().reshape(3, 2, 4), mass, rtol=1e-4)
 
 
 def test_the_tokens_table_holds_every_token_and_sums_to_the_load(run, place):
@@ -100,12 +100,12 @@ def test_the_tokens_table_holds_every_token_and_sums_to_the_load(run, place):
     assert len(documents) == 60
     exploded = tokens.explode(["experts", "gates"]).astype({"experts": int, "gates": float})
     keys = ["step", "layer", "domain", "experts"]
-    sums = exploded.groupby(keys).agg(tokens=("gates", "size"), gate_mass=("gates", "sum")).reset_index()
+    sums = exploded.groupby(keys).agg(tokens=("gates", "size"), gate_weight=("gates", "sum")).reset_index()
     mine = load[load["phase"] == "prefill"].rename(columns={"expert": "experts"})
     both = sums.merge(mine, on=keys, suffixes=("", "_load"))
     assert len(both) == len(sums) == len(mine)
     assert (both["tokens"] == both["tokens_load"]).all()
-    np.testing.assert_allclose(both["gate_mass"], both["gate_mass_load"], rtol=1e-5)
+    np.testing.assert_allclose(both["gate_weight"], both["gate_weight_load"], rtol=1e-5)
     assert (tokens["gates"].map(lambda gates: list(gates) == sorted(gates, reverse=True))).all()
     first = tokens[(tokens["step"] == 100) & (tokens["layer"] == 0) & (tokens["document"] == 0)]
     words = json.loads((place / "a.jsonl").read_text().splitlines()[0])["text"].split()
@@ -255,7 +255,7 @@ def test_half_precision_is_traced_too(place, tmp_path):
         ({"max_tokens": 0}, "max_tokens 0: must be at least 1"),
         ({"batch_size": 0}, "batch_size 0: must be at least 1"),
         ({"chat_template": True}, "no chat template; leave --chat-template out"),
-        ({"format": "vllm"}, "belong to --import FILE"),
+        ({"format": "vllm"}, "belong to --recorded FILE"),
         ({"revisions": "a,b", "models": 2}, "--revisions are of one model"),
         ({"models": 0}, "no model given"),
         ({"models": 2, "same": True}, "given twice"),
@@ -381,7 +381,7 @@ def test_the_command_prints_what_was_found_beside_what_chance_gives(place, tmp_p
     )
     facts = json.loads(again.stdout)
     assert facts["verb"] == "trace"
-    assert set(facts["tables"]) == set(ROUTING_TABLES) - {"tokens", "pieces"}
+    assert set(facts["tables"]) == set(ROUTING_TABLES) - {"tokens", "token_text"}
 
 
 def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path):
@@ -425,7 +425,7 @@ def test_help_names_the_options_of_the_contract_and_waits_for_nothing_heavy(tmp_
         "--text",
         "--domain",
         "--token-ids",
-        "--import",
+        "--recorded",
         "--format",
         "--experts",
         "--revisions",

@@ -45,7 +45,7 @@ def test_however_it_is_trained_the_totals_are_those_of_one_document_at_a_time(tm
     run = trained(tmp_path, kind, **arguments)
     counts, mass = handed_out(model_of(kind).eval(), documents())  # one epoch; the learning rate is 0
     np.testing.assert_array_equal(load(run), counts)
-    np.testing.assert_allclose(load(run, "gate_mass"), mass, rtol=1e-4)
+    np.testing.assert_allclose(load(run, "gate_weight"), mass, rtol=1e-4)
     assert run.info["status"] == "done"
     assert run.table("steps")["tokens"].iloc[-1] == counts.sum() / len(counts) / 2  # k = 2
 

@@ -47,7 +47,7 @@ def model_of(kind: str = "mixtral") -> nn.Module:
 
 
 def handed_out(model: nn.Module, rows: list[dict[str, torch.Tensor]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and gate mass [layer, expert], from what experts modules are handed one document at a time.
+    """Tokens and gate weight [layer, expert], from what experts modules are handed one document at a time.
 
     Without padding.
     """

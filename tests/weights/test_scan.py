@@ -555,10 +555,10 @@ def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_
     resumed = scan(long_model, out=out)
     assert sorted(analysed) == sorted(set(range(LONG)) - done)
     assert resumed.info["status"] == "done"
-    assert resumed.info["pieces_taken_over"] == len(done)
+    assert resumed.info["tasks_resumed"] == len(done)
     assert not (out / "parts").exists()
     whole = scan(long_model, out=tmp_path / "whole")
-    assert whole.info["pieces_taken_over"] == 0
+    assert whole.info["tasks_resumed"] == 0
     assert_equal_tables(resumed, whole)
 
 

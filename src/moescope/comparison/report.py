@@ -363,7 +363,7 @@ def compare_coverage(run: Run) -> list[str]:
     ]
 
 
-READING = (
+VIEW = (
     "Two experts are compared matrix by matrix. Relative L2 looks at all entries, after scaling "
     "both matrices to norm 1: 0 is equal, √2 is unrelated. R looks at singular directions "
     "alone: 1 is the same, 0 is expected of unrelated ones. Neurons of an expert may stand in "
@@ -374,5 +374,5 @@ READING = (
     "column; the reports of the two explain their columns."
 )
 COMPARE = RunKind(
-    "compare", GEOMETRY_TABLES, compare_findings, compare_sections, compare_command, compare_coverage, READING
+    "compare", GEOMETRY_TABLES, compare_findings, compare_sections, compare_command, compare_coverage, VIEW
 )

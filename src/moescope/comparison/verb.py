@@ -151,7 +151,7 @@ def compare_layers(
     quiet: bool,
 ) -> None:
     """Compare every layer that no earlier attempt finished; each is on disk as soon as it is done."""
-    finished = writer.done_pieces()
+    finished = writer.done_tasks()
     left = [layer for layer in layers if f"layer{layer}" not in finished]
     experts = {layer: a.layers[layer].n_experts for layer in layers}
     done = sum(count for layer, count in experts.items() if layer not in left)
@@ -164,7 +164,7 @@ def compare_layers(
             writer.add_timings({"compare": compared.seconds})
             with writer.timed("write"):
                 setup = {"layer": layer, "seconds": compared.seconds, "warnings": compared.warnings}
-                writer.flush_piece(f"layer{layer}", compared.frames, setup)
+                writer.flush_task(f"layer{layer}", compared.frames, setup)
                 writer.save_info()
 
 

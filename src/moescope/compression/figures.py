@@ -28,10 +28,10 @@ from moescope.plotting.style import (
 from moescope.routing.figures_load import fold_of, ratio_heatmap
 from moescope.weights.figures_alignment import layer_axis
 
-SCORES = {"frequency": "tokens", "gate_mass": "gate_mass", "ean": "ean", "reap": "reap"}
+SCORES = {"frequency": "tokens", "gate_weight": "gate_weight", "ean": "ean", "reap": "reap"}
 SCORE_WORDS = {
     "tokens": "tokens routed to it",
-    "gate_mass": "sum of its gates",
+    "gate_weight": "sum of its gates",
     "ean": "sum of its output norms",
     "reap": "mean of gate times output norm",
 }

@@ -77,7 +77,7 @@ def judge_models(
         "judged_tokens": reference.tokens,
         "compared_tokens": reference.compared,
     }
-    writer.flush_piece(
+    writer.flush_task(
         "judged",
         {},
         {

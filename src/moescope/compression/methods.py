@@ -41,7 +41,7 @@ def pruning(name: str, words: str) -> Method:
 
 METHODS = [
     pruning("frequency", "drops the experts that fewest tokens were routed to"),
-    pruning("gate_mass", "drops the experts with the smallest sum of gates"),
+    pruning("gate_weight", "drops the experts with the smallest sum of gates"),
     pruning("ean", "drops the experts with the smallest sum of output norms"),
     pruning("reap", "drops the experts with the smallest mean of gate times output norm"),
     Method(

@@ -38,7 +38,7 @@ LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router
 MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "size", "done"]
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
 USUAL_CONTROLS = 3  # of small models
-READING = (
+VIEW = (
     "A compression is read between two marks: the original, and random controls that drop or "
     "merge as many experts without looking. What a method saves over the "
     "controls is what its choice is worth. Perplexity and divergence are of text that took no "
@@ -196,7 +196,7 @@ def cost_section(tables: Tables, facts: dict[str, Any]) -> Section:
 
 def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["saliency"]
-    columns = ["layer", "expert", "tokens", "gate_mass", "ean", "reap", "rank_low", "rank_high"]
+    columns = ["layer", "expert", "tokens", "gate_weight", "ean", "reap", "rank_low", "rank_high"]
     words = (
         f"What each expert did on {counted(facts['calibration_tokens'], 'token')} of "
         f"{counted(facts['calibration_documents'], 'document')}: its tokens, gates and output "
@@ -361,5 +361,5 @@ COMPRESSION = RunKind(
     compression_sections,
     compression_command,
     compression_coverage,
-    READING,
+    VIEW,
 )

@@ -23,7 +23,7 @@ from moescope.types import Routing
 if TYPE_CHECKING:
     import pandas as pd
 
-COUNTED = ("tokens_BE", "gate_mass_BE", "norm_BE", "gated_norm_BE")  # by group of documents and expert
+COUNTED = ("tokens_BE", "gate_weight_BE", "norm_BE", "gated_norm_BE")  # by group of documents and expert
 RESAMPLED = 1000
 CONFIDENCE = 0.95
 
@@ -79,9 +79,9 @@ def frequency(sums: Mapping[str, Array]) -> Array:
     return sums["tokens_BE"].astype(np.float64)
 
 
-def gate_mass(sums: Mapping[str, Array]) -> Array:
+def gate_weight(sums: Mapping[str, Array]) -> Array:
     """Sum of g_j over X_j."""
-    return sums["gate_mass_BE"]
+    return sums["gate_weight_BE"]
 
 
 def ean(sums: Mapping[str, Array]) -> Array:
@@ -100,7 +100,7 @@ def reap(sums: Mapping[str, Array]) -> Array:
 
 SALIENCIES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "frequency": frequency,
-    "gate_mass": gate_mass,
+    "gate_weight": gate_weight,
     "ean": ean,
     "reap": reap,
 }
@@ -147,7 +147,7 @@ def saliency_rows(
     frames = []
     for layer, layer_name in layer_names.items():
         low, high = rank_intervals(sums, layer, ranked_by, documents, seed)
-        found = {name: scores(sums, layer, name) for name in ("gate_mass", "ean", "reap")}
+        found = {name: scores(sums, layer, name) for name in ("gate_weight", "ean", "reap")}
         tokens = scores(sums, layer, "frequency").astype(np.int64)
         frame = pd.DataFrame({"tokens": tokens, **found, "rank_low": low, "rank_high": high})
         frame.insert(0, "expert", range(len(frame)))

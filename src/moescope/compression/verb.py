@@ -173,7 +173,7 @@ def compress(
     if not overwrite and (done := finished_run(folder, identity)):
         return done
     with open_run(folder, "compress", identity, overwrite) as writer:
-        if work.apply is not None and "applied" not in writer.done_pieces():
+        if work.apply is not None and "applied" not in writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
         reader = text_reader(model, reading, reading_settings, place, judge) if with_text else None
@@ -277,7 +277,7 @@ def carry_out(writer: RunWriter, work: Work, reader: TextReader | None, device: 
     from moescope.compression.plan import read_plan
     from moescope.compression.rows import finish
 
-    done = writer.done_pieces()
+    done = writer.done_tasks()
     calibration = calibrated(writer, work, reader, quiet) if reader is not None else None
     evidence = evidence_of(work, calibration, reader, quiet)
     made: dict[int, tuple[Plan, Fits]] = {}
@@ -304,7 +304,7 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
     from moescope.compression.calibration_text import calibrate_text, load_calibration
     from moescope.compression.judging import check_judgeable
 
-    if "calibration" not in writer.done_pieces():
+    if "calibration" not in writer.done_tasks():
         with writer.timed("load"):
             traced = reader.traced
         if work.judge:
@@ -323,7 +323,7 @@ def calibrated(writer: RunWriter, work: Work, reader: TextReader, quiet: bool) -
                 partial_file,
                 partial(advance, "calibrating"),
             )
-        writer.flush_piece("calibration", {}, {}, files={CALIBRATION_FILE: partial_file})
+        writer.flush_task("calibration", {}, {}, files={CALIBRATION_FILE: partial_file})
         writer.save_info()
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
 
@@ -398,7 +398,7 @@ def make_plan(
                 raise
             warnings.append(f"size not known: {refused}")
     write_plan(writer.path, plan, fits)
-    writer.flush_piece("plan", frames, {"predicted": predicted, "bytes": bytes_, "warnings": warnings})
+    writer.flush_task("plan", frames, {"predicted": predicted, "bytes": bytes_, "warnings": warnings})
     writer.save_info()
 
 
@@ -469,5 +469,5 @@ def apply_to(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool)
             written_so_far = done
 
         written = apply_plan(work.moe, plan, fits, work.apply, told)
-    writer.flush_piece("applied", {}, {"folder": str(written.path), "written_bytes": written.total_bytes})
+    writer.flush_task("applied", {}, {"folder": str(written.path), "written_bytes": written.total_bytes})
     writer.save_info()

@@ -15,7 +15,7 @@ from moescope.lab.train import train
 from moescope.run import Run, write_json, write_table
 
 STORED = "bfloat16"  # half the size; what it costs in loss is told when the model is made
-LEFT_OUT = ("checkpoints", "process", "pieces_taken_over")  # of this machine, or told anew by each demo
+LEFT_OUT = ("checkpoints", "process", "tasks_resumed")  # of this machine, or told anew by each demo
 
 
 def make_demo_model(work: str | Path = "runs/demo-model", shipped: Path = SHIPPED) -> Run:

@@ -47,7 +47,7 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
     if len(ways) != 1:
         said = " and ".join(ways) if ways else "no text"
         raise BadInput(
-            f"{said} given; give one of --text PATH, --domain NAME=PATH, --token-ids FILE or --import FILE"
+            f"{said} given; give one of --text PATH, --domain NAME=PATH, --token-ids FILE or --recorded FILE"
         )
     if token_ids:
         file = existing(str(token_ids))

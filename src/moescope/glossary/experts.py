@@ -186,13 +186,13 @@ EXPERTS: dict[str, Column] = {
         worst="0",
         chance="tokens · k/n",
     ),
-    "saliency.gate_mass": Column(
+    "saliency.gate_weight": Column(
         "float",
         "Sum of the gates it was given.",
         "Σ_X g",
         worst="0",
         chance="the mean over the layer's experts",
-        title="gate mass",
+        title="gate weight",
     ),
     "ean": Column(
         "float",

@@ -1,6 +1,6 @@
 """What the values of `routing_layers.metric` mean: the rest of the glossary, one text a metric.
 
-Chance is the table's floor column and the worst case its collapse column, unless said otherwise.
+Chance is the table's chance column and the worst case its collapse column, unless said otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ METRICS: dict[str, Column] = {
         "Gini coefficient of the loads.",
         "(n + 1 − 2 Σ cumulative shares)/n, ascending",
         worst="1 − k/n",
-        chance="about cv floor × √((n − 1)/(π n))",
+        chance="about cv chance × √((n − 1)/(π n))",
         best="0",
         title="Gini",
     ),
@@ -269,13 +269,13 @@ METRICS: dict[str, Column] = {
     },
 }
 METRICS |= {
-    f"gate_mass_{name}": replace(
+    f"gate_weight_{name}": replace(
         METRICS[name],
         meaning=(
-            f"Of gate mass instead of counts: {METRICS[name].meaning[0].lower()}{METRICS[name].meaning[1:]}"
+            f"Of gate weight instead of counts: {METRICS[name].meaning[0].lower()}{METRICS[name].meaning[1:]}"
         ),
         chance="the tokens’ own gates dealt to experts at random",
-        title=f"{METRICS[name].title or name} of gate mass",
+        title=f"{METRICS[name].title or name} of gate weight",
     )
     for name in (
         "cv",

@@ -48,26 +48,26 @@ ROUTING: dict[str, Column] = {
     "domains.tokens": Column(
         "int", "How many of the domain's tokens chose the expert.", chance="the domain's tokens × k/n"
     ),
-    "gate_mass": Column(
+    "gate_weight": Column(
         "float",
         "The sum of the gates with which tokens chose the expert: how much it is heard, not only how often.",
         "Σₜ w[t, i]",
         chance="the sum of all gates, divided by n",
-        title="gate mass",
+        title="gate weight",
         misleads=(
             "Gates of different models are scaled differently; compare shares, not sums. Null where "
             "a trace holds no gates."
         ),
     ),
     "value": Column("float", "The metric's value; null where it cannot be said."),
-    "floor": Column(
+    "routing_layers.chance": Column(
         "float",
         (
             "What ideal random balanced routing gives: the same number of tokens, each choosing k of "
             "n experts at random."
         ),
         misleads=(
-            "Tokens of a text are alike, so even a balanced router lies above the floor of load "
+            "Tokens of a text are alike, so even a balanced router lies above the chance of load "
             "metrics on real text."
         ),
     ),
@@ -245,7 +245,7 @@ ROUTING: dict[str, Column] = {
     "gate": Column(
         "float",
         "The gate with which the token chose the expert.",
-        chance="the expert's mean gate: its gate_mass over its tokens",
+        chance="the expert's mean gate: its gate_weight over its tokens",
         misleads=(
             "The largest of many gates is large whatever the expert does: read what the places have "
             "in common, not the number."

@@ -114,8 +114,8 @@ def usage_by_step(metric: str, axis: str, complement: bool = False) -> FigureSpe
         rows = rows[
             (rows["metric"] == metric) & (rows["domain"] == "") & (rows["layer"] == middle)
         ].sort_values("step")
-        columns = rows[["value", "floor", "collapse"]].to_numpy(float)
-        value, floor, collapse = (1 - columns if complement else columns).T
+        columns = rows[["value", "chance", "collapse"]].to_numpy(float)
+        value, chance, collapse = (1 - columns if complement else columns).T
         steps = rows["step"].to_numpy()
         data = [
             {
@@ -128,13 +128,13 @@ def usage_by_step(metric: str, axis: str, complement: bool = False) -> FigureSpe
                 "marker": {"size": 6},
                 "hovertemplate": "step %{x}<br>%{y:.4g}<extra></extra>",
             },
-            grey_line(steps, floor, "random routing"),
+            grey_line(steps, chance, "random routing"),
             grey_line(steps, collapse, "collapse", "dot"),
         ]
         title = (
             f"{axis[0].upper()}{axis[1:]} in layer {middle}, the middle one, goes from "
             f"{number(value[0])} (step {steps[0]}) to {number(value[-1])} "
-            f"(step {steps[-1]}); {number(floor[-1])} with random routing, "
+            f"(step {steps[-1]}); {number(chance[-1])} with random routing, "
             f"{number(collapse[-1])} at collapse"
         )
         about = (
@@ -145,7 +145,9 @@ def usage_by_step(metric: str, axis: str, complement: bool = False) -> FigureSpe
             "same experts."
         )
         layout = base_layout("step", axis, xaxis=step_axis(rows["step"]), yaxis={"rangemode": "tozero"})
-        return Figure(f"middle_{metric}_by_step", title, caption, (metric, "floor", "collapse"), data, layout)
+        return Figure(
+            f"middle_{metric}_by_step", title, caption, (metric, "chance", "collapse"), data, layout
+        )
 
     return FigureSpec(f"middle_{metric}_by_step", ("routing_layers",), draw, metrics=(metric,))
 

@@ -117,17 +117,17 @@ def curves(tables: Tables, column: str) -> Figure:
     axis, beside = CURVES[column]
     reference, arms = reference_of(tables["study_comparisons"]), ordered_arms(tables["study_comparisons"])
     data, ends = mean_lines(finished(tables, column), column, arms, reference)
-    floor = floors(tables, column)
+    chance = chances(tables, column)
     data += [
         grey_line(steps.to_numpy(), values.to_numpy(float), f"{beside}{suffix}", "dot")
-        for suffix, (steps, values) in floor.items()
+        for suffix, (steps, values) in chance.items()
     ]
     words = loss_words if column == "validation_loss" else number
     title = between(capital(axis.split(" (")[0]), ends, words)
     if column == "validation_loss":
         title += f"; at {words(ends[reference])} for {reference}, the reference" if reference in ends else ""
-    elif floor:
-        last = sorted(round(float(values.iloc[-1]), 6) for _, values in floor.values())
+    elif chance:
+        last = sorted(round(float(values.iloc[-1]), 6) for _, values in chance.values())
         span = (
             number(last[0])
             if number(last[0]) == number(last[-1])
@@ -205,7 +205,7 @@ def band(own: pd.DataFrame, color: str) -> list[Trace]:
     ]
 
 
-def floors(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series]]:
+def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series]]:
     """What routing that looks at nothing gives at each step; one line for each pair of numbers of experts and
     choices among the arms.
 

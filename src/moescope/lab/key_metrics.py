@@ -26,7 +26,7 @@ def middle_layer(layers: int) -> int:
 
 
 def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
-    """gini, load_entropy_bits and used (the share of experts with any token): value, floor (random balanced
+    """gini, load_entropy_bits and used (the share of experts with any token): value, chance (random balanced
     routing) and collapse.
 
     `counts_E`: tokens each expert got of `tokens` that chose `top_k` each.
@@ -39,13 +39,13 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
         {
             "metric": name,
             "value": float(metrics[name].function(counts_E)),
-            "floor": metrics[name].floor(setting),
+            "chance": metrics[name].chance(setting),
             "collapse": metrics[name].collapse(setting),
         }
         for name in ("gini", "load_entropy_bits", "unused")
     ]
     unused = rows.pop()
-    used = {column: 1 - float(unused[column]) for column in ("value", "floor", "collapse")}
+    used = {column: 1 - float(unused[column]) for column in ("value", "chance", "collapse")}
     return pd.DataFrame([*rows, {"metric": "used", **used}])
 
 

@@ -29,7 +29,7 @@ from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.tables import LAB_TABLES, STUDY_TABLES
 
-READING = (
+VIEW = (
     "A study is read by differences: arms are trained under the same seeds, so each is compared "
     "with the reference seed by seed, by one endpoint, the validation loss. Better and worse are "
     "said from "
@@ -426,4 +426,4 @@ def title(run: Run) -> str:
     return f"{run.name}: a study of {counted(len(run.info['arms']), 'arm')} against {run.info['reference']}"
 
 
-STUDY = RunKind("study", (*STUDY_TABLES, *LAB_TABLES), findings, sections, command, coverage, READING, title)
+STUDY = RunKind("study", (*STUDY_TABLES, *LAB_TABLES), findings, sections, command, coverage, VIEW, title)

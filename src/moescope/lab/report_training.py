@@ -34,11 +34,11 @@ STEP_COLUMNS = [
     "tokens_per_second",
 ]
 ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
-READING = (
+VIEW = (
     "A training is judged by its validation loss, beside two models without skill: one that "
     "gives every token the same chance, and one that knows how "
     "often each occurs. Load and decisions are of the training's own passes, each point a "
-    "stretch of steps; floors are those of random routing."
+    "stretch of steps; chances are those of random routing."
 )
 
 
@@ -108,7 +108,7 @@ def load_words(run: Run) -> str:
 
 
 def note_sections(run: Run) -> list[Section]:
-    """What the router says of itself, where it does: notes that move in figures, the others in a sentence.
+    """Router diagnostics that move in figures, the others in a sentence.
 
     SoME's usage beside them.
     """
@@ -132,7 +132,9 @@ def note_sections(run: Run) -> list[Section]:
             " At their reference all the time, so not drawn: "
             f"{listed([in_words(panel, tables) for panel in still])}."
         )
-    return [Section("notes", "What the router says of itself", words, [(spec, tables) for spec in specs])]
+    return [
+        Section("diagnostics", "What the router says of itself", words, [(spec, tables) for spec in specs])
+    ]
 
 
 def key_section(run: Run) -> Section:
@@ -145,7 +147,7 @@ def key_section(run: Run) -> Section:
     }
     told = [
         (
-            f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['floor'])} with "
+            f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['chance'])} with "
             f"random routing, {number(row['collapse'])} at collapse)"
         )
         for row in keys["metrics"]
@@ -251,13 +253,13 @@ def load_findings(run: Run) -> list[str]:
         return [
             (
                 f"At the end of training load is even in every layer{why}; random routing gives a CV "
-                f"of {number(worst['floor'])}."
+                f"of {number(worst['chance'])}."
             )
         ]
     found = [
         (
             f"At the end of training load is least even in {named_layers([worst['layer']])}: CV "
-            f"{number(worst['value'])}, random routing gives {number(worst['floor'])}."
+            f"{number(worst['value'])}, random routing gives {number(worst['chance'])}."
         )
     ]
     unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
@@ -332,4 +334,4 @@ def parts(run: Run) -> list[Run]:
     return found
 
 
-TRAINING = RunKind("train", TABLES, findings, sections, command, coverage, READING, title, parts)
+TRAINING = RunKind("train", TABLES, findings, sections, command, coverage, VIEW, title, parts)

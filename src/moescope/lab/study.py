@@ -232,10 +232,10 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
         if config is None
         else {"asked": {"config": str(config) if isinstance(config, str | Path) else None}}
     )
-    taken = [piece for piece in writer.done_pieces() if piece != "study"]
-    writer.save_info(**told, **asked, checkpoints=[], pieces_taken_over=len(taken))
-    if "study" not in writer.done_pieces():
-        writer.flush_piece("study", {}, {})
+    taken = [piece for piece in writer.done_tasks() if piece != "study"]
+    writer.save_info(**told, **asked, checkpoints=[], tasks_resumed=len(taken))
+    if "study" not in writer.done_tasks():
+        writer.flush_task("study", {}, {})
 
 
 def holds_study(folder: Path) -> bool:
@@ -289,7 +289,7 @@ def train_all(
         )
         for arm, seed in settled.trainings
     ]
-    finished = writer.done_pieces()
+    finished = writer.done_tasks()
     left = [piece for piece in pieces if piece.name not in finished]
     for piece in pieces:
         if piece.name in finished:  # it may have been measured, but not yet cleared away
@@ -305,7 +305,7 @@ def train_all(
         for piece, measured in working.run(
             work, left, lambda piece: advance(f"{piece.arm} seed {piece.seed}")
         ):
-            writer.flush_piece(piece.name, measured.frames, {**piece.keys, "status": measured.status})
+            writer.flush_task(piece.name, measured.frames, {**piece.keys, "status": measured.status})
             prune(piece.folder, settled.keep)
             write_so_far(writer, settled)
 
@@ -358,7 +358,7 @@ def take_overhead(writer: RunWriter, settled: Study, device: str) -> None:
 
     from moescope.lab.overhead import overhead
 
-    if "overhead" in writer.done_pieces():
+    if "overhead" in writer.done_tasks():
         return
     place = device if device != "auto" else choose_device("auto")
     train = settled.base.train
@@ -370,7 +370,7 @@ def take_overhead(writer: RunWriter, settled: Study, device: str) -> None:
         place,
         torch.bfloat16 if train.dtype == "bfloat16" else torch.float32,
     )
-    writer.flush_piece("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
+    writer.flush_task("overhead", {"overhead": found}, {"tokens": tokens, "device": place})
 
 
 def one_arm_a_router(settled: Study) -> dict[str, ModelConfig]:

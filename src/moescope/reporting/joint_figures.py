@@ -123,7 +123,7 @@ def against(metric: str) -> FigureSpec:
                 "marker": {"size": 10, "color": [colors[layer] for layer in layers]},
                 "hovertemplate": "layer %{text}<br>ambiguity %{x:.3g}<br>%{y:.4g}<extra></extra>",
             },
-            grey_line(ends, [float(rows["floor"].mean())] * 2, f"{floor_name}: {between(rows['floor'])}"),
+            grey_line(ends, [float(rows["chance"].mean())] * 2, f"{floor_name}: {between(rows['chance'])}"),
         ]
         if len(rows) > 32:
             data.append(layer_colorbar(layers))
@@ -136,7 +136,7 @@ def against(metric: str) -> FigureSpec:
                 "neighbouring layers are not, so it is rather too narrow. A correlation over layers "
                 "of one model says nothing of causes."
             ),
-            ("ambiguity_score", metric, "floor"),
+            ("ambiguity_score", metric, "chance"),
             data,
             base_layout("ambiguity score (weights)", f"{metric_name(metric)} (text)"),
         )

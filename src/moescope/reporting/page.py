@@ -12,7 +12,7 @@ import pandas as pd
 from moescope.comparison.report import charts_together
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
-from moescope.glossary import COLUMNS, METRICS, NOTES
+from moescope.glossary import COLUMNS, DIAGNOSTICS, METRICS
 from moescope.plotting.style import Tables, listed, number
 from moescope.reporting.joint import joint_entries, joint_missing
 from moescope.reporting.pack import glance_payload, script_json, table_payload
@@ -29,7 +29,7 @@ from moescope.routing.report import (
 from moescope.routing.report_summary import trace_findings, which_findings
 from moescope.routing.report_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
 from moescope.run import Run
-from moescope.tables import READING, ROUTING_TABLES, SCAN_TABLES, TABLES
+from moescope.tables import ROUTING_TABLES, SCAN_TABLES, TABLES, VIEW
 from moescope.weights.report import coverage_lines, findings, headline
 from moescope.weights.report_experts import experts_glance
 from moescope.weights.report_layer import drawn, layer_entry, verdict_name
@@ -41,7 +41,7 @@ WHOLE_TABLES = {  # shown across layers, besides the figures
     "orthogonality": "Redundancy of experts over k",
     "alignment_layers": "Every layer and k",
 }
-KEY_COLUMNS = {"step", "layer_name", *READING}
+KEY_COLUMNS = {"step", "layer_name", *VIEW}
 
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
             ]
         ),
         "glossary_json": script_json(
-            {name: asdict(column) for name, column in (COLUMNS | METRICS | NOTES).items()}
+            {name: asdict(column) for name, column in (COLUMNS | METRICS | DIAGNOSTICS).items()}
         ),
         "payloads": payloads,
     }
@@ -203,7 +203,7 @@ def step_figures(found: list[Reading], keep: Any) -> list[dict[str, Any]]:
     """Figures against the step, for every run and reading that has several steps."""
     groups: dict[tuple[Any, ...], list[Reading]] = {}
     for reading in found:
-        groups.setdefault((reading.run.path, *(reading.keys[key] for key in READING)), []).append(reading)
+        groups.setdefault((reading.run.path, *(reading.keys[key] for key in VIEW)), []).append(reading)
     sections = []
     for number_, group in enumerate(group for group in groups.values() if len(group) > 1):
         label = f"{group[0].run.name} · {reading_words({**group[0].keys, 'fold_norm': False})}"
@@ -372,9 +372,15 @@ def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
                 {"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics}
             )
             if "steps" in names:  # of a training
-                noted = [{"key": note, "name": note, **asdict(column)} for note, column in NOTES.items()]
+                diagnosed = [
+                    {"key": note, "name": note, **asdict(column)} for note, column in DIAGNOSTICS.items()
+                ]
                 meaning = "What single routers of the lab say of themselves in training."
                 sections.append(
-                    {"table": "routing_layers.metric, of one router", "meaning": meaning, "entries": noted}
+                    {
+                        "table": "routing_layers.metric, of one router",
+                        "meaning": meaning,
+                        "entries": diagnosed,
+                    }
                 )
     return sections

@@ -1,7 +1,7 @@
 """What ideal random balanced routing gives: every token chooses k of n experts, all subsets alike,
 independently.
 
-Tokens of real text are correlated, so even a balanced router lies above these floors on text.
+Tokens of real text are correlated, so even a balanced router lies above these chances on text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DRAWS = 200
 
 @dataclass(frozen=True)
 class Setting:
-    """What a floor depends on: N tokens, n experts, k chosen a token, and for gate mass how uneven the gates
+    """What chance depends on: N tokens, n experts, k chosen a token, and for gate weight how uneven the gates
     are.
 
     `relative_std` is the standard deviation of one expert's load under random routing, over the mean load.
@@ -27,7 +27,7 @@ class Setting:
     tokens: int
     n_experts: int
     k: float
-    gate_std: float | None = None  # relative_std where the load is gate mass
+    gate_std: float | None = None  # relative_std where the load is gate weight
 
     @property
     def relative_std(self) -> float:
@@ -41,18 +41,18 @@ class Setting:
 
     @cached_property
     def draws(self) -> Array:
-        """Loads of 200 random routings, seeded: exact for counts, normal for gate mass."""
+        """Loads of 200 random routings, seeded: exact for counts, normal for gate weight."""
         if self.gate_std is not None:
             return normal_loads(self.n_experts, self.gate_std)
         return random_loads(self.tokens, self.n_experts, min(max(round(self.k), 1), self.n_experts))
 
 
 def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_sums_squared: float) -> float:
-    """Relative std of an expert's gate mass when each token hands its gates to experts at random.
+    """Relative std of an expert's gate weight when each token hands its gates to experts at random.
 
     With s the sum of a token's gates and q the sum of their squares: sqrt(sum(q/n - s^2/n^2)) / (sum(s)/n).
     Equal gates give
-    sqrt((n - k)/(N k)), the floor of counts.
+    sqrt((n - k)/(N k)), the chance of counts.
     """
     variance = max(gates_squared / n_experts - token_sums_squared / n_experts**2, 0.0)
     return float(np.sqrt(variance) / (gates / n_experts)) if gates > 0 else np.nan
@@ -84,7 +84,7 @@ def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: 
 def normal_loads(n_experts: int, relative_std: float, draws: int = DRAWS, seed: int = 0) -> Array:
     """Loads of mean 1 that vary by that much and sum to n.
 
-    What gate mass does once an expert has some dozens of tokens.
+    What gate weight does once an expert has some dozens of tokens.
     """
     noise = np.random.default_rng(seed).standard_normal((draws, n_experts))
     noise -= noise.mean(-1, keepdims=True)

@@ -119,7 +119,7 @@ class Traced:
         frames = {name: joined(name, found) for name, found in parts.items()}
         if self.seen is not None:
             words = [self.words.of(int(token)) for token in self.seen]
-            frames["pieces"] = pd.DataFrame({"token_id": self.seen, "token": words})
+            frames["token_text"] = pd.DataFrame({"token_id": self.seen, "token": words})
         return frames
 
     def unfilled(self, main: list[LayerCounts]) -> dict[str, float]:

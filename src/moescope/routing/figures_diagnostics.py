@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import NOTES
+from moescope.glossary import DIAGNOSTICS
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import Figure, FigureSpec, Tables, base_layout, grey_line, layer_lines, number
 from moescope.routing.figures_metrics import between
@@ -23,13 +23,13 @@ NOTICEABLE = 0.002  # of a reference: a note that is never farther from it is to
 class Panel:
     """How one note is drawn.
 
-    `floor` and `collapse` follow the references' values in sentences; legends take their names from them.
+    `chance` and `collapse` follow the references' values in sentences; legends take their names from them.
     """
 
     metric: str
     subject: str  # opens the title
     axis: str
-    floor: str
+    chance: str
     collapse: str
     draws_collapse: bool = False  # where it is no bound far off but something to be compared with
     log: bool = False
@@ -40,11 +40,11 @@ class Panel:
 
     def draw(self, tables: Tables) -> Figure:
         rows = rows_of(tables, self.metric)
-        means = rows.groupby("step")[["value", "floor", "collapse"]].mean()
+        means = rows.groupby("step")[["value", "chance", "collapse"]].mean()
         steps = means.index.to_numpy()
         data = [
             *layer_lines(rows, "step", "value"),
-            grey_line(steps, means["floor"].to_numpy(float), legend(self.floor)),
+            grey_line(steps, means["chance"].to_numpy(float), legend(self.chance)),
         ]
         stray = spread_of(tables) if self.metric == "key_cosine" else None
         if stray is not None:
@@ -58,11 +58,11 @@ class Panel:
         if self.draws_collapse:
             data.append(grey_line(steps, means["collapse"].to_numpy(float), legend(self.collapse), "dot"))
         last = rows[rows["step"] == steps[-1]]
-        chance = between(last["floor"]) + (f" ± {number(stray)}" if stray is not None else "")
+        chance = between(last["chance"]) + (f" ± {number(stray)}" if stray is not None else "")
         title = (
             f"{self.subject}, mean over layers, goes from {number(means['value'].iloc[0])} (step "
             f"{steps[0]}) to "
-            f"{number(means['value'].iloc[-1])} (step {steps[-1]}); {chance} {self.floor}"
+            f"{number(means['value'].iloc[-1])} (step {steps[-1]}); {chance} {self.chance}"
         ) + (f", {between(last['collapse'])} {self.collapse}" if last["collapse"].notna().any() else "")
         shown = [
             trace for trace in data if trace["x"][0] is not None
@@ -71,12 +71,12 @@ class Panel:
             "rangemode": "tozero" if self.from_zero else "normal"
         }
         caption = (
-            f"{NOTES[self.metric].meaning} Mean over the passes of a stretch of steps, one line "
-            f"a layer; dashed: {legend(self.floor)}, mean over layers"
+            f"{DIAGNOSTICS[self.metric].meaning} Mean over the passes of a stretch of steps, one line "
+            f"a layer; dashed: {legend(self.chance)}, mean over layers"
         ) + (f"; dotted: {legend(self.collapse)}." if self.draws_collapse else ".")
         layout = base_layout("step", self.axis, xaxis=step_axis(means.index), yaxis=yaxis)
         return Figure(
-            f"{self.metric}_by_step", title, caption, (self.metric, "floor", "collapse"), data, layout
+            f"{self.metric}_by_step", title, caption, (self.metric, "chance", "collapse"), data, layout
         )
 
 
@@ -162,7 +162,7 @@ def spread_of(tables: Tables) -> float | None:
 
 
 def told_and_drawn(tables: Tables) -> tuple[list[Panel], list[Panel]]:
-    """(notes that never left their reference, or have a single step.
+    """(diagnostics that never left their reference, or have a single step.
 
     Notes worth a figure), in the order of PANELS.
     """
@@ -171,7 +171,7 @@ def told_and_drawn(tables: Tables) -> tuple[list[Panel], list[Panel]]:
     for panel in PANELS:
         rows = rows_of(tables, panel.metric)
         if len(rows):
-            off = (rows["value"] - rows["floor"]).abs() > NOTICEABLE * rows["floor"].abs()
+            off = (rows["value"] - rows["chance"]).abs() > NOTICEABLE * rows["chance"].abs()
             (drawn if off.any() and rows["step"].nunique() > 1 else told).append(panel)
     return told, drawn
 
@@ -180,4 +180,5 @@ def in_words(panel: Panel, tables: Tables) -> str:
     """The note at the last step, beside its reference, for a sentence."""
     rows = rows_of(tables, panel.metric)
     last = rows[rows["step"] == rows["step"].max()]
-    return f"{NOTES[panel.metric].title} {between(last['value'])} ({between(last['floor'])} {panel.floor})"
+    chance = f"({between(last['chance'])} {panel.chance})"
+    return f"{DIAGNOSTICS[panel.metric].title} {between(last['value'])} {chance}"

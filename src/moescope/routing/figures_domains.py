@@ -88,12 +88,12 @@ def purity_bars(tables: Tables) -> Figure:
         "hovertemplate": "layer %{x}<br>purity %{y:.4g}<extra></extra>",
         **({"error_y": {**line["error_y"], "color": GREY}} if "error_y" in line else {}),
     }
-    floor: Trace = {
+    chance: Trace = {
         "type": "scatter",
         "mode": "markers",
         "name": "documents’ labels dealt anew",
         "x": line["x"],
-        "y": rows["floor"].to_numpy(float),
+        "y": rows["chance"].to_numpy(float),
         "marker": {
             "symbol": "line-ew-open",
             "size": float(np.clip(300 / max(len(rows), 1), 5, 24)),
@@ -110,7 +110,7 @@ def purity_bars(tables: Tables) -> Figure:
             f"same with documents' labels dealt anew. {interval_words(rows)}"
         ),
         ("purity", "share", "share_chance"),
-        [bars, floor],
+        [bars, chance],
         base_layout("layer", "purity", xaxis=layer_axis(rows["layer"]), yaxis={"range": [0, 1]}),
     )
 

@@ -54,14 +54,14 @@ def total_load(tables: Tables) -> pd.DataFrame:
 
 
 def tokens_by_layer(tables: Tables) -> dict[int, float]:
-    """N of each layer, from the floor of cv: sqrt((n - k)/(N k)) with N k assignments."""
+    """N of each layer, from the chance of cv: sqrt((n - k)/(N k)) with N k assignments."""
     rows = tables["routing_layers"]
-    cv = rows[(rows["metric"] == "cv") & (rows["domain"] == "")].set_index("layer")["floor"]
+    cv = rows[(rows["metric"] == "cv") & (rows["domain"] == "")].set_index("layer")["chance"]
     found = {}
     for layer, loads in total_load(tables).groupby("layer"):
         assigned, n = float(loads["tokens"].sum()), len(loads)
-        floor = float(cv.get(layer, np.nan))
-        k = n - floor**2 * assigned
+        chance = float(cv.get(layer, np.nan))
+        k = n - chance**2 * assigned
         found[int(layer)] = assigned / k if np.isfinite(k) and k > 0 else np.nan
     return found
 
@@ -146,7 +146,7 @@ def usage_by_expert_log(tables: Tables) -> Figure:
             {**marks, "type": "scatter", "mode": "markers", "marker": {"color": CATEGORICAL[0], "size": 8}}
         )
         data += band(usage, (usage.experts[0] - 0.5, usage.experts[-1] + 0.5))
-    by_chance = values_of(tables, "min_max_ratio").set_index("layer")["floor"]
+    by_chance = values_of(tables, "min_max_ratio").set_index("layer")["chance"]
     titles = [spread_title(usage, float(by_chance.get(usage.layer, np.nan))) for usage in found]
     yaxis = plain_log([trace for trace in data if trace["name"] != "±2 sd"]) or {"rangemode": "tozero"}
     return usage_figure("usage_by_expert_log", found, data, 4, yaxis, "overlay", titles)
@@ -197,7 +197,7 @@ def usage_figure(
             "two standard deviations of random "
             "balanced routing about it. Slide to change the layer; the most uneven is shown first."
         ),
-        ("tokens", "max_over_mean", "floor"),
+        ("tokens", "max_over_mean", "chance"),
         data,
         base_layout("expert", f"tokens{scale}", yaxis=yaxis, barmode=mode, bargap=0.15),
         Slider("layer", [str(usage.layer) for usage in found], start, per, titles),
@@ -367,16 +367,16 @@ LOAD = [
     FigureSpec("usage_by_expert", ("load", "routing_layers"), usage_by_expert),
     FigureSpec("usage_by_expert_log", ("load", "routing_layers"), usage_by_expert_log),
     FigureSpec("usage_by_rank", ("load", "routing_layers"), usage_by_rank),
-    by_layer("cv_by_layer", ["cv", "gate_mass_cv"], "coefficient of variation", log=True),
+    by_layer("cv_by_layer", ["cv", "gate_weight_cv"], "coefficient of variation", log=True),
     by_layer(
-        "max_violation_by_layer", ["max_violation", "gate_mass_max_violation"], "max violation", log=True
+        "max_violation_by_layer", ["max_violation", "gate_weight_max_violation"], "max violation", log=True
     ),
     by_layer(
         "load_entropy_by_layer",
-        ["load_entropy_share", "gate_mass_load_entropy_share"],
+        ["load_entropy_share", "gate_weight_load_entropy_share"],
         "load entropy / log n",
         from_zero=False,
     ),
-    by_layer("gini_by_layer", ["gini", "gate_mass_gini"], "Gini coefficient"),
+    by_layer("gini_by_layer", ["gini", "gate_weight_gini"], "Gini coefficient"),
     by_domain("cv_by_domain", "cv", "coefficient of variation", log=True),
 ]

@@ -65,8 +65,8 @@ def metric_name(metric: str) -> str:
 
 def line_name(metric: str) -> str:
     """Short, for legends."""
-    if metric.startswith("gate_mass_"):
-        return "by gate mass"
+    if metric.startswith("gate_weight_"):
+        return "by gate weight"
     return metric_name(metric).removeprefix("specialisation ")
 
 
@@ -91,8 +91,8 @@ def between(values: pd.Series) -> str:
 def references(rows: pd.DataFrame, floor_name: str) -> str:
     """What chance and collapse give, in words; what has no bound is left out."""
     parts = []
-    if rows["floor"].notna().any():
-        parts.append(f"{between(rows['floor'].dropna())} for {floor_name}")
+    if rows["chance"].notna().any():
+        parts.append(f"{between(rows['chance'].dropna())} for {floor_name}")
     if rows["collapse"].notna().any():
         parts.append(f"{between(rows['collapse'].dropna())} at collapse")
     return ", ".join(parts)
@@ -126,9 +126,9 @@ def reference_lines(rows: pd.DataFrame, floor_name: str, collapse: bool = True, 
     """Chance dashed, collapse dotted, both grey."""
     lines = []
     layers = rows["layer"].to_numpy()
-    if rows["floor"].notna().any():
+    if rows["chance"].notna().any():
         lines.append(
-            grey_line(layers, rows["floor"].to_numpy(float), IN_LEGENDS.get(floor_name, floor_name) + of)
+            grey_line(layers, rows["chance"].to_numpy(float), IN_LEGENDS.get(floor_name, floor_name) + of)
         )
     if collapse and rows["collapse"].notna().any():
         lines.append(grey_line(layers, rows["collapse"].to_numpy(float), "collapse" + of, "dot"))
@@ -165,15 +165,17 @@ def by_layer(
         data = [
             value_line(rows, line_name(metric), index) for index, (metric, rows) in enumerate(found.items())
         ]
-        drawn: list[np.ndarray] = []  # floors; those that are the same are drawn once, and named once
+        drawn: list[np.ndarray] = []  # chances; those that are the same are drawn once, and named once
         for metric, rows in found.items():
-            floor = rows["floor"].to_numpy(float)
-            if any(floor.shape == seen.shape and np.allclose(floor, seen, equal_nan=True) for seen in drawn):
+            chance = rows["chance"].to_numpy(float)
+            if any(
+                chance.shape == seen.shape and np.allclose(chance, seen, equal_nan=True) for seen in drawn
+            ):
                 continue
             of = f", {metric_name(metric)}" if drawn else ""
             lines = reference_lines(rows, floor_name, draw_collapse and not drawn, of)
             data += [{**line, "showlegend": False} for line in lines] if drawn else lines
-            drawn.append(floor)
+            drawn.append(chance)
         stated = "" if draw_collapse else f" At collapse: {between(first['collapse'])}."
         data, cut = cut_whiskers(data) if log else (data, None)
         caption = (
@@ -183,7 +185,7 @@ def by_layer(
         )
         yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
         layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(first["layer"])), yaxis=yaxis)
-        return Figure(name, title, caption, (*found, "floor", "collapse"), data, layout)
+        return Figure(name, title, caption, (*found, "chance", "collapse"), data, layout)
 
     return FigureSpec(name, ("routing_layers",), draw, metrics=(metrics[0],))
 
@@ -206,11 +208,11 @@ def by_domain(
             for index, (domain, mine) in enumerate(rows.groupby("domain", sort=True))
         ]
         means = rows.groupby("domain")["value"].mean()
-        floors = rows.groupby("layer", as_index=False).agg(
-            floor=("floor", "max"), collapse=("collapse", "max")
+        chances = rows.groupby("layer", as_index=False).agg(
+            chance=("chance", "max"), collapse=("collapse", "max")
         )
         data += reference_lines(
-            floors, f"{floor_name} (largest)" if floors["floor"].nunique() else floor_name, log
+            chances, f"{floor_name} (largest)" if chances["chance"].nunique() else floor_name, log
         )
         title = (
             f"{subject(metric)}, mean over layers, "
@@ -220,8 +222,8 @@ def by_domain(
         data, cut = cut_whiskers(data) if log else (data, None)
         caption = f"{METRICS[metric].meaning} Of each domain alone. {interval_words(rows)}{cut_words(cut)}"
         yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero"}
-        layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(floors["layer"])), yaxis=yaxis)
-        return Figure(name, title, caption, (metric, "domain", "floor", "collapse"), data, layout)
+        layout = base_layout("layer", axis, xaxis=layer_axis(pd.Index(chances["layer"])), yaxis=yaxis)
+        return Figure(name, title, caption, (metric, "domain", "chance", "collapse"), data, layout)
 
     return FigureSpec(name, ("routing_layers", "domains"), draw, metrics=(metric,))
 

@@ -35,22 +35,24 @@ STEPS_NAMED = 10  # on an axis of steps that are categories
 def metric_by_step(
     name: str, metric: str, axis: str, floor_name: str = RANDOM, log: bool = False, from_zero: bool = True
 ) -> FigureSpec:
-    """The metric of every layer against the step, the floor in grey."""
+    """The metric of every layer against the step, the chance in grey."""
 
     def draw(tables: Tables) -> Figure:
         rows = tables["routing_layers"]
         rows = rows[(rows["metric"] == metric) & (rows["domain"] == "") & rows["value"].notna()]
-        floor = rows.groupby("step")["floor"].mean()
+        chance = rows.groupby("step")["chance"].mean()
         data = [
             *layer_lines(rows, "step", "value"),
-            grey_line(floor.index.to_numpy(), floor.to_numpy(float), IN_LEGENDS.get(floor_name, floor_name)),
+            grey_line(
+                chance.index.to_numpy(), chance.to_numpy(float), IN_LEGENDS.get(floor_name, floor_name)
+            ),
         ]
         means = rows.groupby("step")["value"].mean()
         collapse = rows["collapse"].dropna()
         title = (
             f"{subject(metric)}, mean over layers, goes from {number(means.iloc[0])} (step "
             f"{means.index[0]}) to "
-            f"{number(means.iloc[-1])} (step {means.index[-1]}); {between(rows['floor'])} for "
+            f"{number(means.iloc[-1])} (step {means.index[-1]}); {between(rows['chance'])} for "
             f"{floor_name}"
         ) + (f", {between(collapse)} at collapse" if len(collapse) else "")
         shown = [
@@ -59,7 +61,7 @@ def metric_by_step(
         yaxis = (plain_log(shown) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
         caption = f"{METRICS[metric].meaning} One line a layer; dashed: {floor_name}."
         layout = base_layout("step", axis, xaxis=step_axis(means.index), yaxis=yaxis)
-        return Figure(name, title, caption, (metric, "floor", "collapse"), data, layout)
+        return Figure(name, title, caption, (metric, "chance", "collapse"), data, layout)
 
     return FigureSpec(name, ("routing_layers",), draw, metrics=(metric,))
 

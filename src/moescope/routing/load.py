@@ -1,6 +1,6 @@
 """How evenly experts are used.
 
-Each function takes loads over the last axis: tokens an expert got, or gate mass.
+Each function takes loads over the last axis: tokens an expert got, or gate weight.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def divide(top: Array, bottom: Array) -> Array:
     )
 
 
-def entropy_floor(n: int, relative_std: float) -> float:
+def entropy_chance(n: int, relative_std: float) -> float:
     """log n - (n - k)/(2 N k), to first order in the variance of the loads."""
     return float(np.log(n) - relative_std**2 / 2)
 
@@ -88,16 +88,16 @@ LOAD = [
     Metric(
         min_max_ratio, lambda s: float(min_max_ratio(s.draws).mean()), lambda s: float(s.k >= s.n_experts)
     ),
-    Metric(load_entropy, lambda s: entropy_floor(s.n_experts, s.relative_std), lambda s: float(np.log(s.k))),
+    Metric(load_entropy, lambda s: entropy_chance(s.n_experts, s.relative_std), lambda s: float(np.log(s.k))),
     Metric(
         load_entropy_bits,
-        lambda s: entropy_floor(s.n_experts, s.relative_std) / float(np.log(2)),
+        lambda s: entropy_chance(s.n_experts, s.relative_std) / float(np.log(2)),
         lambda s: float(np.log2(s.k)),
     ),
     Metric(
         load_entropy_share,
         lambda s: (
-            entropy_floor(s.n_experts, s.relative_std) / float(np.log(s.n_experts))
+            entropy_chance(s.n_experts, s.relative_std) / float(np.log(s.n_experts))
             if s.n_experts > 1
             else 1.0
         ),

@@ -17,13 +17,13 @@ def unknown(setting: Setting) -> float:
 
 
 class Metric(NamedTuple):
-    """`floor` is the value under ideal random balanced routing.
+    """`chance` is the value under ideal random balanced routing.
 
     `collapse` the value when all tokens take the same k experts.
     """
 
     function: Callable[..., Any]
-    floor: Callable[[Setting], float] = unknown
+    chance: Callable[[Setting], float] = unknown
     collapse: Callable[[Setting], float] = unknown
 
     @property

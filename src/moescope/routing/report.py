@@ -32,7 +32,7 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "Load",
         LOAD,
         (
-            "How many tokens each expert gets. The floor is ideal random balanced routing of the "
+            "How many tokens each expert gets. The chance is ideal random balanced routing of the "
             "same number of tokens; text lies above it even where a "
             "router is balanced, since neighbouring tokens are alike. Collapse is every token at the "
             "same k experts."
@@ -102,18 +102,18 @@ FOLDED = {
 }
 GLANCE = [
     ("cv", "value", "cv"),
-    ("cv", "floor", "by chance"),
+    ("cv", "chance", "by chance"),
     ("max_over_mean", "value", "max/mean"),
-    ("max_over_mean", "floor", "by chance"),
+    ("max_over_mean", "chance", "by chance"),
     ("unused", "value", "unused"),
-    ("unused", "floor", "by chance"),
+    ("unused", "chance", "by chance"),
     ("routing_entropy", "value", "entropy"),
-    ("routing_entropy", "floor", "by chance"),
+    ("routing_entropy", "chance", "by chance"),
     ("confidence", "value", "confidence"),
-    ("confidence", "floor", "by chance"),
+    ("confidence", "chance", "by chance"),
     ("domain_information", "value", "I(domain)"),
     ("token_information", "value", "I(token)"),
-    ("token_information", "floor", "by chance"),
+    ("token_information", "chance", "by chance"),
 ]
 
 
@@ -266,7 +266,7 @@ def trace_command(trace: TraceTables) -> str:
     command = ["moescope", "trace", *models]
     if "import" in arguments:
         command += [
-            "--import",
+            "--recorded",
             arguments["import"][0],
             "--format",
             arguments["format"],

@@ -23,7 +23,7 @@ PARTNERS = 3
 CONTEXTS = 5
 CONTEXTS_OF_MANY = 3  # of an expert among so many that the page would grow too large
 ROLES = ("input", "next", "predicted")
-METRIC_TABLE = ["metric", "value", "floor", "collapse", "low", "high"]
+METRIC_TABLE = ["metric", "value", "chance", "collapse", "low", "high"]
 
 
 def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -45,12 +45,12 @@ def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         if usage.layer in cv.index:
             line.append(
                 f"cv {number(cv.loc[usage.layer, 'value'])} "
-                f"({number(cv.loc[usage.layer, 'floor'])} for random routing)"
+                f"({number(cv.loc[usage.layer, 'chance'])} for random routing)"
             )
         if usage.layer in entropy.index:
             line.append(
                 f"routing entropy {number(entropy.loc[usage.layer, 'value'])} "
-                f"({number(entropy.loc[usage.layer, 'floor'])} knowing nothing)"
+                f"({number(entropy.loc[usage.layer, 'chance'])} knowing nothing)"
             )
         entry = {"layer": usage.layer, "line": ", ".join(line), "experts": len(usage.experts)}
         metrics = rows["routing_layers"]
@@ -67,7 +67,7 @@ def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def expert_cards(rows: dict[str, pd.DataFrame], times: Any, most: int = CONTEXTS) -> list[dict[str, Any]]:
     """One card an expert; parts a trace does not hold are empty."""
-    mass = rows["load"].groupby("expert")["gate_mass"].sum(min_count=1)
+    mass = rows["load"].groupby("expert")["gate_weight"].sum(min_count=1)
     gates = mass / mass.mean()
     mean_gate = mass / rows["load"].groupby("expert")["tokens"].sum()
     places = contexts_by_expert(rows.get("contexts"), most)

@@ -35,7 +35,7 @@ def routing_findings(view: View) -> list[str]:
         if len(sure := values_of(tables, "confidence")):
             line += (
                 f" The first choice has probability {between(sure['value'])} on average "
-                f"({between(sure['floor'])} for {KNOWS_NOTHING})."
+                f"({between(sure['chance'])} for {KNOWS_NOTHING})."
             )
         found.append(line)
     found += pair_findings(view)
@@ -52,7 +52,7 @@ def routing_findings(view: View) -> list[str]:
         found.append(
             f"The token itself tells most about its experts in layer {top['layer']}: "
             f"{number(top['value'])} nats; "
-            f"{number(top['floor'])} with tokens shuffled within documents."
+            f"{number(top['chance'])} with tokens shuffled within documents."
         )
     if len(rows := values_of(tables, "sequential_consistency")):
         top = highest(rows)
@@ -75,16 +75,18 @@ def load_findings(view: View) -> list[str]:
     loads = [usage for usage in usages(tables) if usage.even]
     if loads:
         busy = max(loads, key=lambda usage: float(usage.counts.max() / usage.even))
-        floors = values_of(tables, "max_over_mean").set_index("layer")["floor"]
+        chances = values_of(tables, "max_over_mean").set_index("layer")["chance"]
         chance = (
-            f" (random routing's busiest: {number(floors[busy.layer])})" if busy.layer in floors.index else ""
+            f" (random routing's busiest: {number(chances[busy.layer])})"
+            if busy.layer in chances.index
+            else ""
         )
         found.append(
             f"The busiest expert is {busy.experts[busy.counts.argmax()]} of layer {busy.layer}, "
             f"with {number(busy.counts.max() / busy.even)} times an even share{chance}."
         )
         idle = {usage.layer: int((usage.counts == 0).sum()) for usage in loads}
-        expected = values_of(tables, "unused")["floor"].max()
+        expected = values_of(tables, "unused")["chance"].max()
         total = sum(len(usage.counts) for usage in loads)
         if any(idle.values()):
             worst = max(idle, key=lambda layer: idle[layer])
@@ -138,12 +140,12 @@ def step_findings(trace: TraceTables) -> list[str]:
         return []
     rows = trace.in_main_phase()["routing_layers"]
     rows = rows[(rows["metric"] == "cv") & (rows["domain"] == "") & rows["value"].notna()]
-    means = rows.groupby("step")[["value", "floor"]].mean()
+    means = rows.groupby("step")[["value", "chance"]].mean()
     found = [
         (
             f"From step {steps[0]} to step {steps[-1]} the load's cv, mean over layers, goes from "
             f"{number(means['value'].iloc[0])} to "
-            f"{number(means['value'].iloc[-1])}; {number(means['floor'].mean())} for {RANDOM}."
+            f"{number(means['value'].iloc[-1])}; {number(means['chance'].mean())} for {RANDOM}."
         )
     ]
     if stability.empty:

@@ -20,8 +20,8 @@ from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.run import Run
 
-READING = (
-    "Load and decisions are of the training's own passes, each point a stretch of steps; floors are "
+VIEW = (
+    "Load and decisions are of the training's own passes, each point a stretch of steps; chances are "
     "those of random routing."
 )
 
@@ -89,6 +89,6 @@ WATCHED = RunKind(
     sections,
     command,
     coverage,
-    READING,
+    VIEW,
     lambda run: f"{run.name}: a training watched",
 )

@@ -90,7 +90,7 @@ def known_words(view: View) -> dict[int, str]:
 
     Traces without pieces know the vocabulary table's tokens only.
     """
-    listed = view.run.table("pieces") if "pieces" in view.run.tables else view.tables["vocabulary"]
+    listed = view.run.table("token_text") if "token_text" in view.run.tables else view.tables["vocabulary"]
     rows = listed.dropna(subset=["token"]).drop_duplicates("token_id")
     return dict(zip(rows["token_id"].tolist(), rows["token"].tolist(), strict=True))
 

@@ -16,7 +16,7 @@ from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, TABLES
 
-SINGLE_TOKENS = ("tokens", "pieces")  # may be larger than memory; only what is shown of them is read
+SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only what is shown of them is read
 ADDED = ("contexts", "expert_cosines")  # older traces have none
 NEEDED = tuple(name for name in ROUTING_TABLES if name not in SINGLE_TOKENS + ADDED)
 STEPS_SHOWN = 4  # so many steps of a run are shown closely; figures over steps hold them all

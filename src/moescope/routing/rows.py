@@ -1,6 +1,6 @@
 """Counts of one layer -> rows of the tables.
 
-Every metric with its floor, its collapse value and its interval.
+Every metric with its chance, its collapse value and its interval.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Corpus:
 
 
 def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterator[Row]:
-    """The load table: tokens and gate mass of every expert, by domain.
+    """The load table: tokens and gate weight of every expert, by domain.
 
     Domains without a token have no rows.
     """
@@ -80,7 +80,7 @@ def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterat
                     "domain": domain,
                     "expert": expert,
                     "tokens": int(tokens_E[expert]),
-                    "gate_mass": mass,
+                    "gate_weight": mass,
                 }
 
 
@@ -104,7 +104,7 @@ def metric_rows(
             scope = Scope(counts, load_BE, mass_BE, sums_BS, documents)
             groups = [scope.load(), scope.dropped()]
             groups += [scope.sequence()] if order else []
-            groups += [scope.gate_mass()] if gates else []
+            groups += [scope.gate_weight()] if gates else []
             groups += [scope.decision()] if decisions else []
             for group in groups:
                 yield from ({"phase": counts.phase, "domain": domain, **row} for row in group)
@@ -141,9 +141,9 @@ class Scope:
         for metric in LOAD:
             value = float(metric.function(self.load_BE.sum(0)))
             ends = interval(self.load_BE, metric.function, self.documents)
-            yield row(metric.name, value, metric.floor(setting), metric.collapse(setting), ends)
+            yield row(metric.name, value, metric.chance(setting), metric.collapse(setting), ends)
 
-    def gate_mass(self) -> Iterator[Row]:
+    def gate_weight(self) -> Iterator[Row]:
         if not self.total("gates") > 0:
             return
         plain = self.setting
@@ -160,14 +160,14 @@ class Scope:
             value = float(metric.function(self.mass_BE.sum(0)))
             ends = interval(self.mass_BE, metric.function, self.documents)
             yield row(
-                f"gate_mass_{metric.name}", value, metric.floor(setting), metric.collapse(setting), ends
+                f"gate_weight_{metric.name}", value, metric.chance(setting), metric.collapse(setting), ends
             )
 
     def decision(self) -> Iterator[Row]:
         setting = self.setting
         for metric in DECISION:
             yield self.mean(
-                metric.name, metric.name, "tokens", metric.floor(setting), metric.collapse(setting)
+                metric.name, metric.name, "tokens", metric.chance(setting), metric.collapse(setting)
             )
 
     def dropped(self) -> Iterator[Row]:
@@ -181,9 +181,9 @@ class Scope:
         yield self.mean("sequential_consistency", "same_first", "neighbours", 1 / n, 1.0)
         yield self.mean("adjacent_jaccard", "jaccard", "neighbours", jaccard_chance(n, k), 1.0)
 
-    def mean(self, name: str, top: str, bottom: str, floor: float, collapse: float) -> Row:
+    def mean(self, name: str, top: str, bottom: str, chance: float, collapse: float) -> Row:
         parts = np.stack([self.sums(top), self.sums(bottom)], -1)
-        return row(name, ratio(parts.sum(0)), floor, collapse, interval(parts, ratio, self.documents))
+        return row(name, ratio(parts.sum(0)), chance, collapse, interval(parts, ratio, self.documents))
 
 
 def ratio(parts: Array) -> Any:
@@ -192,12 +192,12 @@ def ratio(parts: Array) -> Any:
 
 
 def row(
-    metric: str, value: float, floor: float, collapse: float, ends: tuple[float, float] = NOT_AVAILABLE
+    metric: str, value: float, chance: float, collapse: float, ends: tuple[float, float] = NOT_AVAILABLE
 ) -> Row:
     return {
         "metric": metric,
         "value": value,
-        "floor": floor,
+        "chance": chance,
         "collapse": collapse,
         "low": ends[0],
         "high": ends[1],
@@ -219,7 +219,7 @@ def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Ro
                 **row(
                     metric.name,
                     metric.function(counts.pairs_EE),
-                    metric.floor(setting),
+                    metric.chance(setting),
                     metric.collapse(setting),
                 ),
             }
@@ -229,9 +229,9 @@ def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Ro
             **common,
             **row("gram_orthogonality", gram_orthogonality(router_ED), gram_chance(n, d), gram_collapse(n)),
         }
-        floors = similarity_floors(n, d)
+        chances = similarity_floors(n, d)
         for name, value in router_similarity(router_ED).items():
-            yield {**common, **row(name, value, floors[name], 1.0)}
+            yield {**common, **row(name, value, chances[name], 1.0)}
 
 
 def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
@@ -277,9 +277,9 @@ def domain_metric_rows(counts: LayerCounts, corpus: Corpus, seed: int) -> Iterat
     yield {**common, **row("domain_information", value, 0.0, 0.0, ends)}
     table_ME = by_domain(cells_CE, labels_C, n_domains)
     full = dealt_PME.sum(-1).all(-1)  # a domain without a token has no shares
-    floor = float(purity(dealt_PME[full]).mean()) if full.any() else np.nan
+    chance = float(purity(dealt_PME[full]).mean()) if full.any() else np.nan
     ends = interval(by_bucket_BME, purity, documents)
-    yield {**common, **row("purity", float(purity(table_ME)), floor, 1 / n_domains, ends)}
+    yield {**common, **row("purity", float(purity(table_ME)), chance, 1 / n_domains, ends)}
 
 
 def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from scipy import stats
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.load import cv
 
-EVEN = 3.0  # loads whose cv is below so many times its floor have no ranks worth comparing
+EVEN = 3.0  # loads whose cv is below so many times its chance have no ranks worth comparing
 
 
 def routing_consistency(chosen_TK: Integers, other_TK: Integers) -> float:
@@ -68,9 +68,9 @@ def rank_correlation(load_E: Array, other_E: Array) -> float:
 
 
 def tau_is_noise(load_E: Array, tokens: int, k: float) -> bool:
-    """Whether loads are so even that their ranks are noise: cv below three times its floor."""
-    floor = np.sqrt(max(len(load_E) - k, 0) / (tokens * k)) if tokens and k else np.inf
-    return bool(cv(np.asarray(load_E, dtype=float)) < EVEN * floor)
+    """Whether loads are so even that their ranks are noise: cv below three times its chance."""
+    chance = np.sqrt(max(len(load_E) - k, 0) / (tokens * k)) if tokens and k else np.inf
+    return bool(cv(np.asarray(load_E, dtype=float)) < EVEN * chance)
 
 
 # --- along a text

@@ -17,7 +17,7 @@ from torch import Tensor
 from moescope.execution.adapters import Block
 from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION
-from moescope.routing.notes import NoteSums, NoteTally
+from moescope.routing.diagnostics import DiagnosticSums, DiagnosticTally
 from moescope.routing.tally import SUMS, LayerCounts
 
 MOST_HELD = 2**21  # expert slots kept for counting: 25 MB, and a few times that while they are counted
@@ -70,7 +70,7 @@ class Window:
     decisions_LM: Array
     losses: Array  # passes, loss, auxiliary loss: sums over passes
     pairs_LEE: Integers | None = None
-    notes: NoteSums = field(default_factory=NoteSums)
+    diagnostics: DiagnosticSums = field(default_factory=DiagnosticSums)
 
     @classmethod
     def empty(cls, n_layers: int, n_experts: int, pairs: bool = False) -> Window:
@@ -133,7 +133,7 @@ class StepTally:
         self.losses: list[tuple[Tensor, Tensor | None]] = []
         self.held: list[Held] = []
         self.slots = 0  # that these hold
-        self.notes = NoteTally()
+        self.diagnostics = DiagnosticTally()
 
     def start(self, device: torch.device) -> None:
         """Zeros on the device.
@@ -266,7 +266,7 @@ class StepTally:
                 self.squares_LS.view(-1),
                 self.decisions_LM.view(-1),
                 losses,
-                self.notes.flat(self.device),
+                self.diagnostics.flat(self.device),
             ]
         )
         if distributed():
@@ -286,7 +286,7 @@ class StepTally:
             self.pairs_LEE.zero_()
         counts, tokens, decided, pairs = np.split(whole, np.cumsum([n * e, n, n]))
         ends = np.cumsum([n * e, n * len(SQUARES), n * len(DECISION), 3])
-        mass, squares, decisions, passes, noted = np.split(real, ends)
+        mass, squares, decisions, passes, diagnosed = np.split(real, ends)
         return Window(
             counts.reshape(n, e),
             mass.reshape(n, e),
@@ -296,7 +296,7 @@ class StepTally:
             decisions.reshape(n, -1),
             passes,
             pairs.reshape(n, e, e) if self.pairs else None,
-            self.notes.moved(noted),
+            self.diagnostics.moved(diagnosed),
         )
 
 

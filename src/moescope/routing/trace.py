@@ -46,7 +46,7 @@ def trace(
     text: str | Path | Iterable[str | Path] = (),
     domain: str | Iterable[str] = (),
     token_ids: str | Path | None = None,
-    import_: str | Path | None = None,
+    recorded: str | Path | None = None,
     format: str | None = None,
     experts: int | None = None,
     revisions: str | Iterable[str] = (),
@@ -65,7 +65,7 @@ def trace(
     """Trace one model's routing on text, or several models' as the steps of one run; or read a trace another
     tool wrote.
 
-    `text`, `domain` ("name=path") and `token_ids` say what to read; `import_` with `format` and `experts`
+    `text`, `domain` ("name=path") and `token_ids` say what to read; `recorded` with `format` and `experts`
     takes a trace instead.
     """
     settings = TraceSettings(
@@ -82,14 +82,14 @@ def trace(
             raise BadInput(f"{name} {value}: must be at least 1")
     if seed < 0:
         raise BadInput(f"seed {seed}: must be at least 0")
-    if import_ is not None:
+    if recorded is not None:
         if text or domain or token_ids or revisions:
-            raise BadInput("--import takes the place of a text; give one or the other")
-        from moescope.routing.trace_recorded import trace_import
+            raise BadInput("--recorded takes the place of a text; give one or the other")
+        from moescope.routing.trace_recorded import trace_recorded
 
-        return trace_import(models, Path(import_), format, experts, settings, out, overwrite)
+        return trace_recorded(models, Path(recorded), format, experts, settings, out, overwrite)
     if format is not None or experts is not None:
-        raise BadInput("--format and --experts belong to --import FILE; without it leave them out")
+        raise BadInput("--format and --experts belong to --recorded FILE; without it leave them out")
     named = step_names(models, revisions)
     for name in named:
         check_routed(name)
@@ -109,7 +109,7 @@ def trace(
         return done
     with open_run(folder, "trace", identity, overwrite) as writer:
         writer.save_info(device=place)
-        finished = writer.done_pieces()
+        finished = writer.done_tasks()
         with progress(
             settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases),
             0,
@@ -117,7 +117,7 @@ def trace(
             quiet,
         ) as advance:
             for number, name in steps:
-                if piece_name(number) not in finished:
+                if task_name(number) not in finished:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
                     trace_step(writer, number, name, reading, settings, place, partial(advance, label))
         return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
@@ -152,7 +152,7 @@ def trace_step(
         writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks]
     )
     names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
-    stream = writer.path / "parts" / f"{piece_name(number)}-tokens.tmp" if settings.save_tokens else None
+    stream = writer.path / "parts" / f"{task_name(number)}-tokens.tmp" if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
             traced,
@@ -170,8 +170,8 @@ def trace_step(
     with writer.timed("tables"):
         frames = result.tables(number, settings.seed)
     setup = {"step": number, **result.facts(), "warnings": result.warnings()}
-    writer.flush_piece(
-        piece_name(number),
+    writer.flush_task(
+        task_name(number),
         frames,
         setup,
         result.arrays(),
@@ -200,12 +200,12 @@ def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_devi
         frames["stability"] = stability_table(
             steps,
             setups,
-            lambda step, array: writer.array(piece_name(step), array),
+            lambda step, array: writer.array(task_name(step), array),
             layer_names_in(frames["load"]),
         )
         if settings.save_tokens:
             writer.join_streamed("tokens")
-            frames["pieces"] = writer.joined("pieces").drop_duplicates("token_id")
+            frames["token_text"] = writer.joined("token_text").drop_duplicates("token_id")
     warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
     writer.save_info(
         setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups]
@@ -218,7 +218,7 @@ def layer_names_in(load: Any) -> dict[int, str]:
     return dict(zip(pairs["layer"], pairs["layer_name"], strict=True))
 
 
-def piece_name(step: int) -> str:
+def task_name(step: int) -> str:
     return f"step{step}"
 
 

@@ -1,4 +1,4 @@
-"""trace --import: a trace that another tool wrote, into the same tables."""
+"""trace --recorded: a trace that another tool wrote, into the same tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMATS = ("vllm", "sglang", "llamacpp", "moescope")
 
 
-def trace_import(
+def trace_recorded(
     models: Sequence[str | Path],
     file: Path,
     format: str | None,
@@ -34,14 +34,14 @@ def trace_import(
     A model's folder, where given, tells layers, their names and k; it is not loaded.
     """
     if format is None:
-        raise BadInput(f"--import {file}: give --format too; known: {', '.join(FORMATS)}")
+        raise BadInput(f"--recorded {file}: give --format too; known: {', '.join(FORMATS)}")
     one_of("format", format, FORMATS)
     if experts is None or experts < 1:
         raise BadInput(
-            f"--import {file}: give the number of experts a layer with --experts N; a trace does not tell it"
+            f"--recorded {file}: give the experts per layer with --experts N; a trace does not tell it"
         )
     if len(models) > 1:
-        raise BadInput("--import takes one model at most; import each trace into a run of its own")
+        raise BadInput("--recorded takes one model at most; import each trace into a run of its own")
     if not file.is_file():
         raise BadInput(f"{file}: no such file; give the trace to import")
     from moescope.checkpoint import open_checkpoint
@@ -87,7 +87,7 @@ def trace_import(
 
 def what_is_missing(traced: Any) -> list[str]:
     absent = ["decision metrics (a trace holds no logits)"]
-    absent += [] if traced.gates else ["gate mass"]
+    absent += [] if traced.gates else ["gate weight"]
     absent += [] if traced.probe is not None else ["vocabulary"]
     return [f"not in this trace: {', '.join(absent)}"]
 

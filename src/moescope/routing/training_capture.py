@@ -18,7 +18,7 @@ from moescope.routing.decision import DECISION
 from moescope.routing.step_tally import Handed, StepTally
 from moescope.routing.tally import MOST_WAITING as MOST_LOGITS
 from moescope.routing.tally import decisions
-from moescope.types import Note, Routing
+from moescope.types import Diagnostic, Routing
 
 MOST_WAITING = (
     2**24
@@ -70,7 +70,9 @@ class TrainingCapture(Capture):
         self.slots = 0
         self.undecided: list[Undecided] = []
         self.numbers = 0  # that these hold
-        self.noted: list[tuple[int, dict[str, Note]]] = []  # what routers said of themselves in this pass
+        self.diagnosed: list[
+            tuple[int, dict[str, Diagnostic]]
+        ] = []  # what routers said of themselves in this pass
         self.after_pass: Callable[[Any, dict[str, Any]], None] = lambda output, given: None
 
     def __enter__(self) -> TrainingCapture:
@@ -121,7 +123,7 @@ class TrainingCapture(Capture):
     def pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.unseen():
             self.waiting, self.undecided, self.slots, self.numbers = [], [], 0, 0  # of a pass that broke off
-            self.noted = []
+            self.diagnosed = []
             given = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
             masks = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             if self.hands_out:
@@ -175,8 +177,8 @@ class TrainingCapture(Capture):
     def decide(self, routing: Routing) -> None:
         """Of a first pass, or of a model that hands out its routing: what capture itself found."""
         block = self.blocks[self.row[routing.layer]]
-        if routing.notes:
-            self.noted.append((self.row[block.layer], routing.notes))
+        if routing.diagnostics:
+            self.diagnosed.append((self.row[block.layer], routing.diagnostics))
         self.wait(block, routing.chosen_TK, routing.gates_TK)
         if not self.decides:
             return
@@ -239,8 +241,8 @@ class TrainingCapture(Capture):
     def count(self) -> None:
         self.look()
         self.tally.add(self.waiting)
-        self.tally.notes.add(self.noted)
-        self.waiting, self.slots, self.noted = [], 0, []
+        self.tally.diagnostics.add(self.diagnosed)
+        self.waiting, self.slots, self.diagnosed = [], 0, []
 
     def real(self, block: Block, tokens: int) -> Tensor | None:
         """The block's mask of real tokens, None where all are."""

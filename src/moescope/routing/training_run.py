@@ -27,7 +27,7 @@ LONG = ("load", "routing_layers", "coactivation")
 ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they have no row
 
 
-def piece_name(step: int, more: bool = False) -> str:
+def task_name(step: int, more: bool = False) -> str:
     """So that their order by name is that of the steps.
 
     `more` for what is known of a step after its tables were written.
@@ -85,7 +85,7 @@ class TrainingRun:
         path, kept = self.writer.path, None
         whole = {name: path / f"{name}.parquet" for name in TABLES if (path / f"{name}.parquet").exists()}
         frames = {name: upto(name, file, step) for name, file in whole.items()}
-        for piece in sorted(self.writer.done_pieces()):
+        for piece in sorted(self.writer.done_tasks()):
             if step_of(piece) > step:
                 shutil.rmtree(path / "parts" / piece)
             else:
@@ -96,7 +96,7 @@ class TrainingRun:
             return None
         setup = self.writer.setups()[-1]
         if whole:  # a finished run: its tables become the first piece again
-            self.writer.flush_piece(f"{kept}.joined", frames, setup)
+            self.writer.flush_task(f"{kept}.joined", frames, setup)
             shutil.rmtree(path / "parts" / kept)
             (path / "parts" / f"{kept}.joined").rename(path / "parts" / kept)
             for file in whole.values():
@@ -142,8 +142,8 @@ class TrainingRun:
             made = [part for part in parts if not isinstance(part, dict)]
             frame = pd.concat([*made, pd.DataFrame(plain)] if plain else made, ignore_index=True)
             frames[name] = frame.sort_values(list(TABLES[name].keys), ignore_index=True)
-        there = piece_name(step) in self.writer.done_pieces()
-        self.writer.flush_piece(piece_name(step, there), frames, jsonable({"step": step, **setup}))
+        there = task_name(step) in self.writer.done_tasks()
+        self.writer.flush_task(task_name(step, there), frames, jsonable({"step": step, **setup}))
         self.writer.save_info()
 
     def finish(self) -> Run:

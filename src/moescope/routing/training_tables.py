@@ -51,7 +51,7 @@ def window_tables(
             line for line in separation_rows(counts, router_ED) if pairs or line["metric"] != "expert_overlap"
         )  # which is made of pairs
         tables["routing_layers"] += [
-            {**place, **line} for line in (*metrics, *apart, *window.notes.rows(row))
+            {**place, **line} for line in (*metrics, *apart, *window.diagnostics.rows(row))
         ]
         if pairs and counts.k > 1:
             columns = coactivation_columns(counts)

@@ -15,9 +15,9 @@ from moescope.errors import BadInput
 from moescope.plotting.style import FigureSpec
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.tables import READING, SCAN_TABLES
+from moescope.tables import SCAN_TABLES, VIEW
 
-KEYS = ("step", *READING)
+KEYS = ("step", *VIEW)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from moescope.weights.layer import LayerResult, ScanSettings, analyse_layer
 
 
 @dataclass(frozen=True)
-class LayerPiece:
+class LayerTask:
     """A layer to analyse, where its checkpoint lies, and how."""
 
     step: int
@@ -50,7 +50,7 @@ class AnalysedLayer(LayerResult):
 
 
 def analyse_here(
-    opened: Mapping[int, MoeCheckpoint], device: str, piece: LayerPiece, tick: Callable[[], None]
+    opened: Mapping[int, MoeCheckpoint], device: str, piece: LayerTask, tick: Callable[[], None]
 ) -> AnalysedLayer:
     """The piece done with the checkpoints, by step, that this process has open."""
     moe = opened[piece.step]
@@ -68,7 +68,7 @@ def analyse_here(
     return AnalysedLayer(result.frames, result.setup, result.warnings, seconds, timings)
 
 
-def analyse_elsewhere(device: str, piece: LayerPiece, tick: Callable[[], None]) -> AnalysedLayer:
+def analyse_elsewhere(device: str, piece: LayerTask, tick: Callable[[], None]) -> AnalysedLayer:
     """The piece done in a process that has only its description.
 
     It may lack the device that its machine is said to have.

@@ -28,10 +28,10 @@ from moescope.progress import progress
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.spectral.decompose import TOLERANCE
 from moescope.spectral.pairing import benjamini_hochberg
-from moescope.tables import READING, SCAN_TABLES, SCHEMA_VERSION
+from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, VIEW
 from moescope.weights.ambiguity import ambiguity_ranking, check_settings
 from moescope.weights.layer import ScanSettings
-from moescope.weights.task import LayerPiece, analyse_elsewhere, analyse_here
+from moescope.weights.task import LayerTask, analyse_elsewhere, analyse_here
 from moescope.weights.views import (
     MATRICES,
     ROUTERS,
@@ -165,7 +165,7 @@ def scan_layers(
     """
     hashes = {step.number: step.moe.checkpoint.header_hash() for step in steps}
     pieces = [
-        LayerPiece(step.number, layer, step.location, hashes[step.number], settings, keep_going)
+        LayerTask(step.number, layer, step.location, hashes[step.number], settings, keep_going)
         for step in steps
         for layer in step.layers
     ]
@@ -173,7 +173,7 @@ def scan_layers(
     experts = {
         piece: opened[piece.step].layers[piece.layer].n_experts * len(settings.matrix) for piece in pieces
     }
-    finished = writer.done_pieces()
+    finished = writer.done_tasks()
     left = [piece for piece in pieces if piece.name not in finished]
     if not left:
         return
@@ -193,7 +193,7 @@ def scan_layers(
                     "seconds": analysed.seconds,
                     "warnings": analysed.warnings,
                 }
-                writer.flush_piece(piece.name, analysed.frames, setup)
+                writer.flush_task(piece.name, analysed.frames, setup)
                 writer.save_info()
 
 
@@ -202,17 +202,17 @@ def rank_layers(layers: pd.DataFrame, settings: ScanSettings) -> pd.DataFrame:
     import pandas as pd
 
     ranked = []
-    for keys, rows in layers.groupby(["step", *READING], sort=True):
+    for keys, rows in layers.groupby(["step", *VIEW], sort=True):
         ranking = ambiguity_ranking(
             rows, settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
         )
-        ranked.append(ranking.assign(**dict(zip(["step", *READING], keys, strict=True))))
+        ranked.append(ranking.assign(**dict(zip(["step", *VIEW], keys, strict=True))))
     return pd.concat(ranked, ignore_index=True)
 
 
 def q_values(tests: pd.DataFrame) -> pd.Series:
     """Benjamini-Hochberg over the layers of one step, matrix and router reading."""
-    return tests.groupby(["step", *READING])["p_value"].transform(lambda p: benjamini_hochberg(p.to_numpy()))
+    return tests.groupby(["step", *VIEW])["p_value"].transform(lambda p: benjamini_hochberg(p.to_numpy()))
 
 
 def unused_ks(setups: list[dict[str, Any]], settings: ScanSettings) -> list[str]:

@@ -31,7 +31,7 @@ def test_each_expert_takes_its_surest_tokens_and_who_is_left_is_counted():
     made = router_for(capacity_factor=2 / 3)(given(logits))
     assert made.chosen_TK.tolist() == [[0, -1], [0, -1], [-1, -1], [-1, -1], [-1, 1], [-1, 1]]
     torch.testing.assert_close(made.gates_TK[0], torch.tensor([3.0, 0]).softmax(-1) * torch.tensor([1.0, 0]))
-    assert float(made.notes["tokens_without_expert"].value) == pytest.approx(2 / 6)
+    assert float(made.diagnostics["tokens_without_expert"].value) == pytest.approx(2 / 6)
 
 
 def test_how_many_experts_a_token_has_is_noted_beside_experts_that_choose_independently():
@@ -39,20 +39,22 @@ def test_how_many_experts_a_token_has_is_noted_beside_experts_that_choose_indepe
     made = router_for(4, k=1, capacity_factor=1.0)(given(torch.randn(90, 4), mask))
     count_T = (made.chosen_TK >= 0).sum(-1)[mask].double().numpy()
     assert count_T.mean() == 1.0
-    notes, law = made.notes, binom(4, 1 / 4)
-    assert float(notes["experts_a_token"].value) == 1.0
-    assert float(notes["experts_a_token_spread"].value) == pytest.approx(count_T.std(), rel=1e-5)
-    assert float(notes["tokens_without_expert"].value) == pytest.approx((count_T == 0).mean())
-    assert notes["experts_a_token"].floor == pytest.approx(law.mean())
-    assert notes["experts_a_token_spread"].floor == pytest.approx(law.std())
-    assert notes["tokens_without_expert"].floor == pytest.approx(law.pmf(0))
+    diagnostics, law = made.diagnostics, binom(4, 1 / 4)
+    assert float(diagnostics["experts_a_token"].value) == 1.0
+    assert float(diagnostics["experts_a_token_spread"].value) == pytest.approx(count_T.std(), rel=1e-5)
+    assert float(diagnostics["tokens_without_expert"].value) == pytest.approx((count_T == 0).mean())
+    assert diagnostics["experts_a_token"].chance == pytest.approx(law.mean())
+    assert diagnostics["experts_a_token_spread"].chance == pytest.approx(law.std())
+    assert diagnostics["tokens_without_expert"].chance == pytest.approx(law.pmf(0))
 
 
 def test_at_the_worst_all_experts_take_the_same_tokens():
     taken = (torch.arange(12) < 3)[:, None].expand(-1, 4)
-    notes = router_for(4, k=1, capacity_factor=1.0).experts_by_token(taken, torch.ones(12, dtype=torch.bool))
+    diagnostics = router_for(4, k=1, capacity_factor=1.0).experts_by_token(
+        taken, torch.ones(12, dtype=torch.bool)
+    )
     for name in ("tokens_without_expert", "experts_a_token_spread"):
-        assert float(notes[name].value) == pytest.approx(notes[name].collapse), name
+        assert float(diagnostics[name].value) == pytest.approx(diagnostics[name].collapse), name
 
 
 def test_every_expert_is_exactly_full_whatever_the_router_wants():

@@ -91,8 +91,8 @@ def test_it_evens_out_a_router_that_wants_one_expert_only():
 def test_the_spread_of_the_bias_is_noted_beside_that_of_a_token_s_own_scores():
     router, logits = router_for(1), torch.tensor([[2.0, 1.0, 0.9], [0.0, 0.5, -3.0], [9.0, 9.0, 9.0]])
     router.bias_E.copy_(torch.tensor([0.1, -0.2, 0.1]))
-    note = router(given(logits, [True, True, False])).notes["bias_spread"]
+    note = router(given(logits, [True, True, False])).diagnostics["bias_spread"]
     assert float(note.value) == pytest.approx(0.02**0.5)
-    assert note.floor == 0.0
+    assert note.chance == 0.0
     scores = logits[:2].double().sigmoid().numpy()
     assert float(note.collapse) == pytest.approx(scores.std(1).mean(), rel=1e-5)

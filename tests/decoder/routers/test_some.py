@@ -289,7 +289,7 @@ def test_peer_pull_drives_keys_together_where_attraction_to_scattered_queries_do
 def test_the_mean_cosine_of_keys_is_noted_whatever_their_strength():
     router = made(experts=6)
     router.strength_E[3] = 0.2
-    note = router(tokens(noise(4))).notes["key_cosine"]
+    note = router(tokens(noise(4))).diagnostics["key_cosine"]
     assert float(note.value) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
     assert note[1:] == (0.0, 1.0)
 
@@ -297,15 +297,15 @@ def test_the_mean_cosine_of_keys_is_noted_whatever_their_strength():
 def test_strengths_are_noted_and_the_share_of_weak_keys_beside_what_the_percentile_takes():
     router = made(experts=8, decay_after=5, decay_percentile=20.0)
     router.strength_E[2:4] = torch.tensor([0.5, 0.9])
-    notes = router(tokens(noise(4))).notes
-    assert float(notes["key_strength"].value) == pytest.approx((6 + 0.5 + 0.9) / 8)
-    assert float(notes["weakened_keys"].value) == 0.25
-    assert float(notes["weakened_keys"].floor) == 0, "the decay has not begun"
+    diagnostics = router(tokens(noise(4))).diagnostics
+    assert float(diagnostics["key_strength"].value) == pytest.approx((6 + 0.5 + 0.9) / 8)
+    assert float(diagnostics["weakened_keys"].value) == 0.25
+    assert float(diagnostics["weakened_keys"].chance) == 0, "the decay has not begun"
     router.steps.fill_(6)
     usage = torch.rand(8) + 0.1
     below = (usage < torch.quantile(usage, 0.2)).float().mean()
     assert float(below) == 0.25
-    assert float(router(tokens(noise(4))).notes["weakened_keys"].floor) == float(below)
+    assert float(router(tokens(noise(4))).diagnostics["weakened_keys"].chance) == float(below)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 513])

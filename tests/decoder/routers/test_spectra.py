@@ -343,14 +343,14 @@ def test_the_text_teaches_every_part():
 def test_the_column_error_is_noted_beside_what_the_costs_alone_would_leave():
     router, mask = travelled(), torch.arange(60) % 4 > 0
     routed = router(tokens(noise(60), mask))
-    note, real = routed.notes["column_error"], int(mask.sum())
+    note, real = routed.diagnostics["column_error"], int(mask.sum())
     sums = routed.logits_TE.detach()[mask].double().softmax(-1).sum(0).numpy()
-    assert float(note.floor) == pytest.approx(np.abs(sums * 4 / real - 1).max(), rel=1e-4)
+    assert float(note.chance) == pytest.approx(np.abs(sums * 4 / real - 1).max(), rel=1e-4)
     left = routed.selection_TE[mask].double().exp().sum(0).numpy()
     assert float(note.value) == pytest.approx(np.abs(left * 4 / real - 1).max(), rel=1e-3)
-    assert float(note.value) < float(note.floor)
+    assert float(note.value) < float(note.chance)
     assert note.collapse == 3.0
-    assert "column_error" not in router.eval()(tokens(noise(60), mask)).notes, "nothing was balanced"
+    assert "column_error" not in router.eval()(tokens(noise(60), mask)).diagnostics, "nothing was balanced"
 
 
 def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
@@ -359,12 +359,12 @@ def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
         router.direction_ER.numpy(), axis=1, keepdims=True
     )
     squares = (directions @ directions.T) ** 2
-    note = router(tokens(noise(5))).notes["direction_overlap"]
+    note = router(tokens(noise(5))).diagnostics["direction_overlap"]
     assert float(note.value) == pytest.approx((squares.sum() - 4) / 12, rel=1e-4)
     assert note[1:] == (1 / 64, 1.0)
     random = np.random.default_rng(0).standard_normal((400, 64))
     random /= np.linalg.norm(random, axis=1, keepdims=True)
-    assert (((random @ random.T) ** 2).sum() - 400) / (400 * 399) == pytest.approx(note.floor, rel=0.02)
+    assert (((random @ random.T) ** 2).sum() - 400) / (400 * 399) == pytest.approx(note.chance, rel=0.02)
 
 
 def test_only_the_plain_ablation_is_not_built_to_be_sure():

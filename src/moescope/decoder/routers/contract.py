@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.errors import BadInput
 from moescope.execution.adapters import LinearView
-from moescope.types import Note, Routing, Tokens
+from moescope.types import Diagnostic, Routing, Tokens
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option
@@ -54,7 +54,9 @@ class Routed:
     losses: dict[str, Tensor] = field(default_factory=dict)  # weighted already; the model adds them up
     dropped_T: Tensor | None = None  # slots a token lost to capacity
     carried_TR: Tensor | None = None  # for the router of the next MoE layer
-    notes: dict[str, Note] = field(default_factory=dict)  # what the router says of itself, for tables
+    diagnostics: dict[str, Diagnostic] = field(
+        default_factory=dict
+    )  # what the router says of itself, for tables
     filled_at_most: int | None = None  # how many slots can be filled where that is far below T K; None: T K
 
 
@@ -187,5 +189,5 @@ def to_routing(
         auxiliary_loss=sum(losses[1:], losses[0]).detach() if losses else None,
         x_TD=None if x_TD is None else x_TD.detach(),
         dropped_T=routed.dropped_T,
-        notes=routed.notes,
+        diagnostics=routed.diagnostics,
     )

@@ -13,7 +13,7 @@ from moescope.decoder.routers.capacity import capacity_of
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.errors import BadInput
 from moescope.execution.adapters import LinearView
-from moescope.types import Note
+from moescope.types import Diagnostic
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option
@@ -31,8 +31,8 @@ class ExpertChoice(Router):
     average keeps up with the
     router: with a slow one (`decay` near 1) experts get half or twice their share while the learning rate is
     high. Before any training
-    theta is 1/n. A token that nobody takes passes through; `notes` has the share of such tokens, and how
-    unevenly experts fall to tokens.
+    theta is 1/n. A token that nobody takes passes through; `diagnostics` has the share of such tokens, and
+    how unevenly experts fall to tokens.
     """
 
     name = "expert_choice"
@@ -84,12 +84,18 @@ class ExpertChoice(Router):
             at_most = max(int(taken_TE.sum()), 1)  # waits for the device, which evaluation can afford
         chosen_TE = torch.where(taken_TE, torch.arange(self.config.experts, device=taken_TE.device), -1)
         gates_TE = torch.where(taken_TE, scores_TE, 0)
-        notes = self.experts_by_token(taken_TE, given.mask_T)
+        diagnostics = self.experts_by_token(taken_TE, given.mask_T)
         return Routed(
-            chosen_TE, gates_TE, logits_TE, scores_TE, selection_TE, notes=notes, filled_at_most=at_most
+            chosen_TE,
+            gates_TE,
+            logits_TE,
+            scores_TE,
+            selection_TE,
+            diagnostics=diagnostics,
+            filled_at_most=at_most,
         )
 
-    def experts_by_token(self, taken_TE: Tensor, mask_T: Tensor) -> dict[str, Note]:
+    def experts_by_token(self, taken_TE: Tensor, mask_T: Tensor) -> dict[str, Diagnostic]:
         """How many experts a token has: the share of tokens with none, mean and spread over tokens.
 
         Beside them experts that take a share p = factor k / n each, independently of each other (binomial),
@@ -104,9 +110,9 @@ class ExpertChoice(Router):
         variance = (count_T.square().sum() / tokens - mean.square()).clamp(min=0)
         without = ((count_T == 0) & mask_T).sum() / tokens
         return {
-            "tokens_without_expert": Note(without, (1 - p) ** n, 1 - p),
-            "experts_a_token": Note(mean, n * p),
-            "experts_a_token_spread": Note(
+            "tokens_without_expert": Diagnostic(without, (1 - p) ** n, 1 - p),
+            "experts_a_token": Diagnostic(mean, n * p),
+            "experts_a_token_spread": Diagnostic(
                 variance.sqrt(), math.sqrt(n * p * (1 - p)), n * math.sqrt(p * (1 - p))
             ),
         }

@@ -11,7 +11,7 @@ from torch.nn import functional
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.decoder.routers.topk import choice_counts, masked_mean
 from moescope.errors import BadInput
-from moescope.types import Note
+from moescope.types import Diagnostic
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option
@@ -56,17 +56,17 @@ class LossFree(Router):
         gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)
         self.accumulate("counts", choice_counts(chosen_TK, self.config.experts))
         scores_TE = sigmoids_TE / sigmoids_TE.sum(-1, keepdim=True)
-        notes = {"bias_spread": self.bias_spread(sigmoids_TE.detach(), given.mask_T)}
-        return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE, notes=notes)
+        diagnostics = {"bias_spread": self.bias_spread(sigmoids_TE.detach(), given.mask_T)}
+        return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE, diagnostics=diagnostics)
 
-    def bias_spread(self, sigmoids_TE: Tensor, mask_T: Tensor) -> Note:
+    def bias_spread(self, sigmoids_TE: Tensor, mask_T: Tensor) -> Diagnostic:
         """The standard deviation of b over experts; at the worst as large as that of a token's own scores.
 
         Then b chooses, not the text.
         """
         # torch's own std takes several times as long along short rows on a CPU
         spread_T = (sigmoids_TE - sigmoids_TE.mean(-1, keepdim=True)).square().mean(-1).sqrt()
-        return Note(self.bias_E.std(correction=0), 0.0, masked_mean(spread_T, mask_T))
+        return Diagnostic(self.bias_E.std(correction=0), 0.0, masked_mean(spread_T, mask_T))
 
     def after_step(self) -> None:
         counts_E = self.total("counts")

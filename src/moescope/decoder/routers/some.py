@@ -15,7 +15,7 @@ from torch.nn import functional
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.errors import BadInput
 from moescope.execution.adapters import LinearView
-from moescope.types import Note
+from moescope.types import Diagnostic
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option
@@ -135,10 +135,10 @@ class SoME(Router):
             logits_TE=logits_TE,
             scores_TE=logits_TE.softmax(-1),
             selection_TE=scores_TE.detach(),
-            notes=self.of_keys(),
+            diagnostics=self.of_keys(),
         )
 
-    def of_keys(self) -> dict[str, Note]:
+    def of_keys(self) -> dict[str, Diagnostic]:
         """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says
         more), their mean
         strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used
@@ -149,9 +149,9 @@ class SoME(Router):
         begun = (self.steps > options["decay_after"]).float()
         below = math.ceil(options["decay_percentile"] / 100 * (n - 1) - 1e-9) / n
         return {
-            "key_cosine": Note(cosine, 0.0, 1.0),
-            "key_strength": Note(self.strength_E.mean(), 1.0, 0.0),
-            "weakened_keys": Note((self.strength_E < 1).float().mean(), begun * below, 1.0),
+            "key_cosine": Diagnostic(cosine, 0.0, 1.0),
+            "key_strength": Diagnostic(self.strength_E.mean(), 1.0, 0.0),
+            "weakened_keys": Diagnostic((self.strength_E < 1).float().mean(), begun * below, 1.0),
         }
 
     def linear_view(self) -> LinearView:

@@ -19,7 +19,7 @@ from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.decoder.routers.spectra_sinkhorn import balance, column_error
 from moescope.decoder.routers.topk import choice_counts
 from moescope.errors import BadInput, unknown_name
-from moescope.types import Note
+from moescope.types import Diagnostic
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option
@@ -170,11 +170,11 @@ class Spectra(Router):
         gram_EE = self.gram(v_TER, given.mask_T)
         logits_TE = self.logits(s_TE, gram_EE)
         scores_TE = logits_TE.softmax(-1)
-        notes = {"direction_overlap": self.direction_overlap(gram_EE.detach())}
+        diagnostics = {"direction_overlap": self.direction_overlap(gram_EE.detach())}
         if self.training or self.options["evaluation"] == "published":
             selection_TE, left = self.balanced(logits_TE.detach(), given.mask_T)
             untreated = column_error(scores_TE.detach(), given.mask_T)
-            notes["column_error"] = Note(left, untreated, float(self.config.experts - 1))
+            diagnostics["column_error"] = Diagnostic(left, untreated, float(self.config.experts - 1))
         else:
             selection_TE = logits_TE.detach() + self.potential_E
         chosen_TK = self.choose(selection_TE, given.mask_T)
@@ -192,7 +192,7 @@ class Spectra(Router):
             losses=self.losses(logits_TE, gram_EE, v_TER, given.mask_T) if self.training else {},
             dropped_T=dropped_T,
             carried_TR=carried_TR,
-            notes=notes,
+            diagnostics=diagnostics,
         )
 
     def plain(self, given: RouterInput) -> Routed:
@@ -253,10 +253,10 @@ class Spectra(Router):
         m_ER = functional.normalize(m_ER, dim=-1)
         return m_ER @ m_ER.T
 
-    def direction_overlap(self, gram_EE: Tensor) -> Note:
+    def direction_overlap(self, gram_EE: Tensor) -> Diagnostic:
         """The mean squared cosine of two experts' directions: 1/R for random ones, 1 when all are one."""
         n = self.config.experts
-        return Note(
+        return Diagnostic(
             gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1),
             1 / self.options["router_dim"],
             1.0,

@@ -1,15 +1,15 @@
 """What the lab's routers say of themselves in training: values of `routing_layers.metric` that only one
 router has.
 
-Chance is the table's floor column and the worst case its collapse column. Each is the mean over the passes of
-a stretch of steps.
+Chance is the table's chance column and the worst case its collapse column. Each is the mean over the passes
+of a stretch of steps.
 """
 
 from __future__ import annotations
 
 from moescope.glossary.column import Column
 
-NOTES: dict[str, Column] = {
+DIAGNOSTICS: dict[str, Column] = {
     "column_error": Column(
         "float",
         "SPECTRA: how far from even Sinkhorn leaves the busiest or idlest expert of its plan.",

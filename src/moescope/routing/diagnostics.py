@@ -11,23 +11,23 @@ from torch import Tensor
 
 from moescope.routing.arrays import Array
 from moescope.routing.rows import Row, row
-from moescope.types import Note
+from moescope.types import Diagnostic
 
 Cell = tuple[int, str]  # a layer's row, a note's name
-Slot = tuple[int, str, int]  # the same, and which part of the note: value, floor, collapse
-PARTS = len(Note._fields)
+Slot = tuple[int, str, int]  # the same, and which part of the note: value, chance, collapse
+PARTS = len(Diagnostic._fields)
 
 
 @dataclass
-class NoteSums:
+class DiagnosticSums:
     """Notes over some steps, off the device.
 
-    Cell -> passes, then sums over passes and ranks of value, floor and collapse.
+    Cell -> passes, then sums over passes and ranks of value, chance and collapse.
     """
 
     sums: dict[Cell, Array] = field(default_factory=dict)
 
-    def __iadd__(self, other: NoteSums) -> NoteSums:
+    def __iadd__(self, other: DiagnosticSums) -> DiagnosticSums:
         for cell, more in other.sums.items():
             self.sums[cell] = self.sums[cell] + more if cell in self.sums else more
         return self
@@ -39,8 +39,8 @@ class NoteSums:
                 yield {"phase": "prefill", "domain": "", **row(name, *(sums[1:] / sums[0]).tolist())}
 
 
-class NoteTally:
-    """The notes of all layers since they were last moved, on their device.
+class DiagnosticTally:
+    """The diagnostics of all layers since they were last moved, on their device.
 
     Two kernels a pass, whatever there is to note.
     """
@@ -52,12 +52,12 @@ class NoteTally:
             Slot, float
         ] = {}  # references that are the same in every pass never go to the device
 
-    def add(self, noted: list[tuple[int, dict[str, Note]]]) -> None:
-        """Add what the layers of one pass noted: (a layer's row, its notes)."""
+    def add(self, diagnosed: list[tuple[int, dict[str, Diagnostic]]]) -> None:
+        """Add what the layers of one pass diagnosed: (a layer's row, its diagnostics)."""
         slots: list[Slot] = []
         numbers: list[Tensor] = []
-        for layer_row, notes in noted:
-            for name, note in notes.items():
+        for layer_row, diagnostics in diagnosed:
+            for name, note in diagnostics.items():
                 for part, number in enumerate(note):
                     slot = (layer_row, name, part)
                     if isinstance(number, Tensor):
@@ -85,9 +85,9 @@ class NoteTally:
             [*parts, *(sums.to(device) for sums in self.sums.values()), torch.zeros(0, device=device)]
         )
 
-    def moved(self, flat: Array) -> NoteSums:
+    def moved(self, flat: Array) -> DiagnosticSums:
         """What `flat` gave, added up, with names to it; the device starts again at 0."""
-        found = NoteSums()
+        found = DiagnosticSums()
         passes, values = flat[: len(self.sums)], flat[len(self.sums) :]
         for key, count in zip(self.sums, passes, strict=True):
             mine, values = values[: len(key)], values[len(key) :]
@@ -97,6 +97,6 @@ class NoteTally:
                     told.get((*cell, part), count * self.fixed.get((*cell, part), np.nan))
                     for part in range(PARTS)
                 ]
-                found += NoteSums({cell: np.array([count, *parts])})
+                found += DiagnosticSums({cell: np.array([count, *parts])})
         self.sums, self.passes = {}, {}
         return found
