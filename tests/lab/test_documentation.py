@@ -14,8 +14,8 @@ from moescope.decoder.config import PRESETS, DataConfig, ModelConfig, TrainConfi
 from moescope.decoder.model import LabModel, parameter_counts
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.routers.spectra import ABLATIONS
-from moescope.glossary import DIAGNOSTICS
 from moescope.lab.study_config import KEYS, study_from
+from moescope.routing.metrics import DIAGNOSTICS
 from moescope.types import Routing
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
