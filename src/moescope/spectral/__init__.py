@@ -1,1 +1,6 @@
-"""What the weights alone say: decompositions, alignment, its nulls and tests, subspaces, ambiguity."""
+"""Spectral analysis of expert weights: decompositions, alignment with router rows, its nulls, subspaces."""
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
