@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.errors import BadInput
-from moescope.execution.adapters import LinearView
-from moescope.types import Diagnostic, Routing, Tokens
+from moescope.types import Diagnostic, LinearView, Routing, Tokens
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option

@@ -12,8 +12,7 @@ from torch.nn import functional
 from moescope.decoder.routers.capacity import capacity_of
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.errors import BadInput
-from moescope.execution.adapters import LinearView
-from moescope.types import Diagnostic
+from moescope.types import Diagnostic, LinearView
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig, Option
