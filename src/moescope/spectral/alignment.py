@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from moescope.spectral import Array
+from moescope.types import Array
 
 if TYPE_CHECKING:
     from torch import Tensor

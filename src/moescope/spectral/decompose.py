@@ -14,7 +14,7 @@ from moescope.spectral.solvers import Solution, solve_bidiagonal, solve_gram
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.spectral import Array
+    from moescope.types import Array
 
 LEADING_VECTORS = 64  # how many singular vectors the subspace analyses may use
 TOLERANCE = {"fast": 1e-6, "exact": 1e-9}  # of the possible error of align by the Gram method

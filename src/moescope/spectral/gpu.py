@@ -21,7 +21,7 @@ from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decompositio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.spectral import Array
+    from moescope.types import Array
 
 logger = logging.getLogger("moescope")
 ARRAYS_HELD = 14  # n x n arrays per matrix while a batch is solved, at most

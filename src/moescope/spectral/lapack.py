@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moescope.spectral import Array
+from moescope.types import Array
 
 CAPSULE_NAME = ctypes.pythonapi.PyCapsule_GetName
 CAPSULE_NAME.restype, CAPSULE_NAME.argtypes = ctypes.c_char_p, [ctypes.py_object]

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
-from moescope.spectral import Array
 from moescope.spectral.alignment import TIE, AlignmentMatrix, argmax_accuracy, diagonal, hit_shares, margins
+from moescope.types import Array
 
 Indices = npt.NDArray[np.intp]
 

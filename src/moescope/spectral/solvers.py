@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moescope.spectral import Array
 from moescope.spectral.lapack import blas, lapack, lapack_with_workspace, product
+from moescope.types import Array
 
 LEAF = 25  # size at which dlasda stops dividing
 DENSE = 64  # up to this size forming all singular vectors costs nothing

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moescope.spectral import Array
 from moescope.spectral.decompose import LEADING_VECTORS
+from moescope.types import Array
 
 REDUNDANT, COLLAPSED = 0.3, 0.7  # |cosine| above which two experts are called redundant, and collapsed
 

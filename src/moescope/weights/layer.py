@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput, UnusableExpert
-from moescope.spectral import Array, alignment
+from moescope.spectral import alignment
 from moescope.spectral.alignment import AlignmentMatrix
 from moescope.spectral.decompose import make_k_grid, spectrum_statistics
 from moescope.spectral.pairing import PairingTest, pairing_test
 from moescope.spectral.parallel import decompose_each, matrix_readers
 from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
+from moescope.types import Array
 from moescope.weights import views as readings
 from moescope.weights.ambiguity import DEFAULT_WEIGHTS, choose_k_star
 
