@@ -17,7 +17,7 @@ RANKS = [
     {"__init__", "__main__"},
     {"cli"},
     {"demo", "lab", "compression", "comparison", "weights", "routing", "reporting", "figures", "execution"}
-    | {"decoder", "families", "run", "spectral", "geometry", "plotting", "engine", "processes"}
+    | {"decoder", "families", "run", "spectral", "geometry", "plotting", "engine"}
     | {"arguments", "progress", "statistics"},  # one rank until the tree has settled
     {"checkpoint", "tables", "glossary", "types", "storage", "errors"},
 ]

@@ -26,9 +26,7 @@ from moescope.types import ExpertWeights
 
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED_L2 = sqrt(2)
-MAX_SAMPLED_NEURONS = (
-    2048  # random experts up to this size are sampled and matched; beyond, see matched_chance
-)
+MAX_SAMPLED_NEURONS = 2048  # larger random experts are extrapolated, see matched_chance
 MAX_SAMPLED_WIDTH = 1024
 FITTED_NEURONS = (256, 512, 1024, 2048)
 
