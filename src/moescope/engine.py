@@ -131,8 +131,8 @@ class ProcessEngine:
                         yield tasks[at], future.result()
             except BrokenProcessPool:
                 raise BadInput(
-                    "a worker process died, most likely out of memory; resume with the same command and fewer "
-                    f"than --jobs {self.jobs}"
+                    "a worker process died, most likely out of memory; resume with the same command "
+                    f"and fewer than --jobs {self.jobs}"
                 ) from None
             finally:
                 stop.set()  # running tasks stop at their next tick
