@@ -200,7 +200,7 @@ def test_a_study_survives_json():
         ({"arms": {"x": {"question": "why"}}}, "unknown question 'why'"),
         (
             {"arms": {"x": {"model": {"router": "topk", "top_k": 9}}}},
-            "arm 'x': [model] top_k 9 is more than the 8 experts there are",
+            "arm 'x': [model] top_k 9 exceeds the number of experts, 8",
         ),
         (
             {"arms": {"x": {"train": {"seed": 9}}}},
