@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moescope.decoder.routers import ROUTERS
+from moescope.decoder.routers import ROUTERS as CLASSES
 from moescope.lab.study_statistics import compare
 from moescope.run import Run, write_json, write_table
 
@@ -189,7 +189,7 @@ def study_run(
     )
     described = []
     for arm in arms:
-        kind = ROUTERS.get({**BASE["model"], **arm["overrides"].get("model", {})}["router"])
+        kind = CLASSES.get({**BASE["model"], **arm["overrides"].get("model", {})}["router"])
         facts = {} if kind is None else {"routes": kind.routes, "fixed_top_k": kind.fixed_top_k}
         described.append({**{key: arm[key] for key in TOLD}, "router_facts": facts})
     info = {
