@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
 
 if TYPE_CHECKING:
-    from moescope.decoder.config import LabConfig
     from moescope.decoder.vocabulary import Vocabulary
+    from moescope.lab.config import LabConfig
     from moescope.lab.corpus import Corpus
 
 VALIDATION_BYTES = 60_000  # of each domain, kept beside the run for tracing

@@ -524,7 +524,7 @@ DIAGNOSTICS: dict[str, Metric] = {
             title="tokens without an expert",
         ),
         diagnostic(
-            "experts_a_token",
+            "experts_per_token",
             "expert_choice: mean number of experts per token; in training the capacity alone decides it.",
             "Σ tokens chosen/N",
             PURPOSE,
@@ -533,7 +533,7 @@ DIAGNOSTICS: dict[str, Metric] = {
             title="experts per token",
         ),
         diagnostic(
-            "experts_a_token_spread",
+            "experts_per_token_spread",
             "expert_choice: spread of the number of experts per token.",
             "std over tokens of the number of experts",
             "n √(p(1 − p)): all experts choose the same tokens",
