@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 from moescope.errors import BadInput, unknown_name
-from moescope.run import read_run_json
 
 
 def choose_device(device: str) -> str:
@@ -100,29 +97,3 @@ def weights(value: str | Sequence[float]) -> tuple[float, ...]:
         raise BadInput(
             f"ambiguity weights {value!r}: give three numbers parted by commas, such as 0.4,0.3,0.3"
         ) from None
-
-
-def run_to_resume(
-    folder: Path | None, verb: str, called: str, others_given: bool
-) -> tuple[Path, dict[str, Any]]:
-    """The run that --resume goes on with, and its run.json.
-
-    That of the folder, or the newest unfinished one of the verb in runs/.
-    """
-    if others_given:
-        raise BadInput(
-            "--resume takes everything from the run itself; give it --out alone, or the same "
-            "command without it"
-        )
-    if folder is None:
-        found = sorted(Path("runs").glob(f"{verb}-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [
-            file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"
-        ]
-        if not open_ones:
-            raise BadInput(f"--resume: no unfinished {called} in runs/; give its folder with --out")
-        folder = open_ones[-1]
-    info = read_run_json(folder)
-    if info is None or info["verb"] != verb:
-        raise BadInput(f"{folder}: no {called} there to go on with; give the folder of one with --out")
-    return folder, info
