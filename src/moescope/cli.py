@@ -1,4 +1,4 @@
-"""The command line, generated from VERBS: one subcommand per verb, its options those of the verb's function."""
+"""The command line, generated from VERBS: one subcommand per verb with the options of the verb's function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, unknown_name
 from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
@@ -28,13 +28,12 @@ def typer_parameter(option: Option) -> inspect.Parameter:
     more: dict[str, Any] = {"help": option.help, "metavar": option.metavar or None}
     default = option.default if isinstance(option.default, str | int | float | bool) else None
     if option.choices:
-        kind, more["metavar"] = Literal[option.choices], "|".join(option.choices)  # type: ignore[valid-type]
+        more["metavar"] = "|".join(option.choices)
     if option.positional:
         info: Any = typer.Argument(show_default=option.shown_default or False, **more)
     else:
-        names = [option.flag] if option.kind == "flag" else [option.flag]
         panel = MORE if option.more else None
-        info = typer.Option(*names, show_default=shown, rich_help_panel=panel, **more)
+        info = typer.Option(option.flag, show_default=shown, rich_help_panel=panel, **more)
     if option.kind == "flag":
         default = False  # --no-x turns off what is on by default
     if option.repeated:
@@ -57,7 +56,6 @@ def command_of(verb: Verb) -> TyperCommand:
         parameters.append(named("dry_run", dry))
     if verb.name != "report":
         parameters.append(named("as_json", flag("--json", help="Print the result as JSON.")))
-    quiet = [parameter for parameter in parameters if parameter.name == "quiet"]
 
     def callback(**values: Any) -> None:
         execute(verb, values)
@@ -68,7 +66,7 @@ def command_of(verb: Verb) -> TyperCommand:
     app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
     app.command(verb.name, context_settings={"help_option_names": ["-h", "--help"]})(callback)
     command = typer.main.get_command(app)
-    assert isinstance(command, TyperCommand) and quiet is not None
+    assert isinstance(command, TyperCommand)
     return command
 
 
@@ -85,6 +83,8 @@ def execute(verb: Verb, values: dict[str, Any]) -> None:
     for option in verb.options:
         if option.kind == "flag" and option.default:
             values[option.name] = not values[option.name]
+        if option.choices and values[option.name] not in (None, *option.choices):
+            raise unknown_name(option.flag, values[option.name], list(option.choices))
         if values[option.name] is None:
             values[option.name] = () if option.repeated else option.default
         if option.positional and option.repeated:
@@ -106,7 +106,9 @@ def show(verb: Verb, made: Any, as_json: bool, quiet: bool) -> None:
 
     is_run = isinstance(made, Run) and verb.lines is None
     if as_json:
-        typer.echo(json.dumps(summary_facts(made) if is_run else made, indent=2, ensure_ascii=False, default=str))
+        typer.echo(
+            json.dumps(summary_facts(made) if is_run else made, indent=2, ensure_ascii=False, default=str)
+        )
     elif not quiet:
         for line in run_lines(made) if is_run else verb.lines(made) if verb.lines else [str(made)]:
             typer.echo(line)
@@ -144,7 +146,10 @@ def run_lines(run: Any) -> list[str]:
     lines += [f"- {finding}" for finding in summary.findings]
     lines.append(f"run: {run.path}")
     report = run.path / "report.html"
-    return [*lines, f"report: {report}" if report.exists() else f"next: moescope report {shlex.quote(str(run.path))}"]
+    return [
+        *lines,
+        f"report: {report}" if report.exists() else f"next: moescope report {shlex.quote(str(run.path))}",
+    ]
 
 
 class VerbGroup(TyperGroup):

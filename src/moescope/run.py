@@ -159,6 +159,15 @@ class Run:
         )
 
 
+def open(path: str | Path) -> Run:  # as moescope.open
+    """Open a run folder.
+
+    >>> run = moescope.open("runs/scan-mixtral-1")  # doctest: +SKIP
+    >>> run.figures()  # doctest: +SKIP
+    """
+    return Run.load(path)
+
+
 def old_command(run: Run) -> str:
     """Return the command that makes a run of an older version again, as far as its run.json tells."""
     info = run.info
@@ -241,9 +250,7 @@ class RunWriter:
         import pandas as pd
 
         files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
-        return pd.concat(
-            [read_parquet(str(file)) for file in files if file.exists()], ignore_index=True
-        )
+        return pd.concat([read_parquet(str(file)) for file in files if file.exists()], ignore_index=True)
 
     def join_streamed(self, name: str) -> None:
         """The same for a table too large for memory: its row groups go one by one into the finished file."""

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Column:
-    """A column's kind (int, float, bool, text, floats, ints) and what a reader needs to judge a number in it."""
+    """A column: its kind (int, float, bool, text, floats, ints) and what a reader needs to judge a number."""
 
     kind: str
     meaning: str
@@ -69,7 +69,9 @@ class Table:
     keys: tuple[str, ...]
     values: tuple[str, ...]
     optional: tuple[str, ...] = ()  # keys that may be null: what the row is about has none
-    terms: Mapping[str, Column] = field(default_factory=dict)  # meanings of names in its rows, such as metrics
+    terms: Mapping[str, Column] = field(
+        default_factory=dict
+    )  # meanings of names in its rows, such as metrics
     meanings: Mapping[str, Column] = field(default_factory=dict, repr=False)  # glossary key -> column
 
     @property
@@ -93,7 +95,7 @@ class Table:
 
 
 def define_tables(columns: Mapping[str, Column], *tables: Table) -> dict[str, Table]:
-    """Return the tables by name, each with the meanings of its columns: its own, the subject's or the shared."""
+    """Return the tables by name, each with the meanings of its columns."""
     meanings = {**SHARED, **columns}
     return {table.name: replace(table, meanings=meanings) for table in tables}
 
@@ -146,7 +148,9 @@ def read_parquet(path: str) -> pd.DataFrame:
         arrow = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         why = str(error).splitlines()[0]
-        raise BadInput(f"{path}: damaged parquet file ({why}); run its command again with --overwrite") from None
+        raise BadInput(
+            f"{path}: damaged parquet file ({why}); run its command again with --overwrite"
+        ) from None
     written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
     if written != str(SCHEMA_VERSION):
         raise BadInput(

@@ -1,4 +1,4 @@
-"""What a verb gives the command line and the report: one `Verb` record per verb, and the values it is made of.
+"""What a verb gives the command line and the report: one `Verb` record per verb and its values.
 
 A verb's options are defined once, in the signature and the numpydoc text of its public function. The command
 line, the identity by which a run is resumed and the command under "Reproduce this run" follow from them.
@@ -51,7 +51,7 @@ class Slider:
 
 @dataclass(frozen=True)
 class Figure:
-    """Traces and layout for plotly, with a title, a caption and the glossary entries that define its terms."""
+    """Traces and layout for plotly, a title, a caption, and the glossary entries that define its terms."""
 
     name: str
     title: str
@@ -102,7 +102,7 @@ class FigureSpec:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a reader has selected: column -> value, e.g. layer=3, matrix="gate"; absent: the verb's default."""
+    """What a reader has selected: column -> value, such as layer=3; absent: the verb's default."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -118,8 +118,8 @@ class Selection:
 class Section:
     """One part of the page: text, figures, tables, then sections inside it.
 
-    A folded section is one line until it is opened. Of sections with a `view`, the page shows the view that is
-    selected at its top. A widget is drawn by the page's script: (name of its function, its data).
+    A folded section is one line until it is opened. Of sections with a `view`, the page shows the view that
+    is selected at its top. A widget is drawn by the page's script: (name of its function, its data).
     """
 
     anchor: str  # its id in the page, unique within a run
@@ -162,7 +162,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Measure:
-    """What the layers x experts map can be coloured by: one value per layer and expert, with its chance level."""
+    """A colour of the layers x experts map: one value per layer and expert, with its chance level."""
 
     name: str
     title: str
@@ -232,7 +232,7 @@ def options_of(function: Callable[..., Any]) -> list[Option]:
                 positional=parameter.kind is not inspect.Parameter.KEYWORD_ONLY,
                 repeated=several or "repeatable" in words,
                 required=parameter.default is inspect.Parameter.empty and not several,
-                choices=tuple(map(str, literals)) if literals and members <= {str, *literal_members(members)} else (),
+                choices=tuple(map(str, literals)) if members == literal_members(members) else (),
                 metavar=words[0] if words[0].isupper() else "",
                 shown_default=shown,
                 more=more,
@@ -321,7 +321,9 @@ class Verb:
     expert: Callable[[Run, int, int], Section] | None = None  # run, layer, expert -> part of the expert page
     overlay: Callable[[list[Run]], list[Section]] = lambda runs: []  # all runs of this verb on one page
     guide: Callable[[Run], list[str]] = lambda run: []  # paragraphs on how to read it
-    title: Callable[[Run], str] | None = None  # of the page, where checkpoint names do not say what it is about
+    title: Callable[[Run], str] | None = (
+        None  # of the page, where checkpoint names do not say what it is about
+    )
     parts: tuple[str, ...] = ()  # folders of runs inside a run that the same page shows
     view_label: str = "View"  # what the selector of views is called
     opens_last: bool = False  # whether the page opens with the last view, such as the last step
@@ -339,7 +341,7 @@ class Verb:
         return next((spec for spec in self.figures if spec.name == name), None)
 
     def identity(self, given: Mapping[str, Any], **parsed: Any) -> dict[str, Any]:
-        """Return the options that change a number, as they are stored: `given` with what was parsed from it."""
+        """Return the options that change a number, as stored: those given, with what was parsed from them."""
         outside = INCIDENTAL | self.incidental
         values = {**given, **parsed}
         names = [option.name for option in self.options if not option.positional]

@@ -1,4 +1,4 @@
-"""The verbs: name, one-line help, and where the record is. A verb's module is imported when the verb is used."""
+"""The verbs: name, one-line help, and where the record is; imported when the verb is used."""
 
 from __future__ import annotations
 

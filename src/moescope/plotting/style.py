@@ -9,8 +9,7 @@ dark.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from moescope.verb import FigureSpec as FigureSpec
 from moescope.verb import Slider as Slider
 from moescope.verb import Tables as Tables
 from moescope.verb import Trace as Trace
-
 
 GREY = "#8A9099"
 CATEGORICAL = (
@@ -321,3 +319,19 @@ def reference_k(ks: Iterable[int]) -> int:
     """k = 128 where it exists, else the median of the ladder: where experts are compared at one k."""
     rungs = sorted(set(ks))
     return 128 if 128 in rungs else rungs[len(rungs) // 2]
+
+
+def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
+    """Return the rows of a routing metric, one per layer: all domains together unless one is named.
+
+    Layers without a value are skipped.
+    """
+    rows = tables["routing_layers"]
+    of_metric = rows[(rows["metric"] == metric) & (rows["domain"] == domain) & rows["value"].notna()]
+    return of_metric.sort_values("layer")
+
+
+def span(values: pd.Series) -> str:
+    """Return one number, or "low to high" where the values differ."""
+    low, high = number(values.min()), number(values.max())
+    return low if low == high else f"{low} to {high}"

@@ -83,13 +83,17 @@ def table_payload(table: Table, frame: pd.DataFrame, columns: Sequence[str], tit
 
 
 def plain_table(
-    name: str, title: str, heads: Sequence[tuple[str, str, str]], rows: Sequence[Sequence[Any]], links: str = ""
+    name: str,
+    title: str,
+    heads: Sequence[tuple[str, str, str]],
+    rows: Sequence[Sequence[Any]],
+    links: str = "",
 ) -> dict[str, Any]:
     """Return a table that stands in no file; heads are (glossary entry, title, kind).
 
     With `links`, a cell of the column `layer` links to the folded section `<links><layer>` of the same view.
     """
-    columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
+    columns = [{"name": entry, "title": head, "kind": kind} for entry, head, kind in heads]
     return {"name": name, "title": title, "columns": columns, "rows": plain(list(rows)), "links": links}
 
 

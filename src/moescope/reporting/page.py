@@ -1,4 +1,4 @@
-"""The content of the page: every run's summary and sections as its verb gives them, as data for the template."""
+"""The content of the page: every run's summary and sections, as its verb gives them, for the template."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class Page:
                 entry = self.entry(section, f"{verb.name}{index}", run)
                 entry["run"] = self.names[run.path] if len(self.names) > 1 else ""
                 top = merged.setdefault(
-                    section.anchor, {"anchor": f"{verb.name}-{section.anchor}", "title": section.title, "parts": []}
+                    section.anchor,
+                    {"anchor": f"{verb.name}-{section.anchor}", "title": section.title, "parts": []},
                 )
                 top["parts"].append(entry)
         for section in verb.overlay(group):
@@ -103,7 +104,9 @@ class Page:
             merged[f"overlay {section.anchor}"] = top
         return list(merged.values())
 
-    def entry(self, section: Section, prefix: str, run: Run | None = None, view: int | None = None) -> dict[str, Any]:
+    def entry(
+        self, section: Section, prefix: str, run: Run | None = None, view: int | None = None
+    ) -> dict[str, Any]:
         """Return a section as data for the template; a folded one is a single payload, drawn when opened."""
         if run is not None and section.view:
             view = self.view_number(run, section.view)
@@ -224,6 +227,10 @@ def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
         sections.append({"table": name, "meaning": table.meaning, "entries": entries(columns)})
         if table.terms:
             sections.append(
-                {"table": f"{name}: terms", "meaning": "The names in its rows.", "entries": entries(dict(table.terms))}
+                {
+                    "table": f"{name}: terms",
+                    "meaning": "The names in its rows.",
+                    "entries": entries(dict(table.terms)),
+                }
             )
     return sections
