@@ -54,8 +54,7 @@ def command_of(verb: Verb) -> TyperCommand:
     if verb.dry_run is not None:
         dry = flag("--dry-run", help="Print what would be done and what it takes, and stop.")
         parameters.append(named("dry_run", dry))
-    if verb.name != "report":
-        parameters.append(named("as_json", flag("--json", help="Print the result as JSON.")))
+    parameters.append(named("as_json", flag("--json", help="Print the result as JSON.")))
 
     def callback(**values: Any) -> None:
         execute(verb, values)
@@ -97,24 +96,18 @@ def execute(verb: Verb, values: dict[str, Any]) -> None:
     made = function(*arguments, **values)
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun the first process speaks for all
-    show(verb, made, as_json, values.get("quiet", False))
+    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, values.get("quiet", False))
 
 
-def show(verb: Verb, made: Any, as_json: bool, quiet: bool) -> None:
-    """Print what a verb returned: a run's summary, or the value of a command without tables."""
-    from moescope.run import Run
-
-    is_run = isinstance(made, Run) and verb.lines is None
+def show(lines: Callable[[Any], list[str]] | None, made: Any, as_json: bool, quiet: bool) -> None:
+    """Print what a verb returned: a run's summary, or with `lines` the value of a command without tables."""
     if as_json:
-        typer.echo(
-            json.dumps(summary_facts(made) if is_run else made, indent=2, ensure_ascii=False, default=str)
-        )
+        facts = made if lines else summary_facts(made)
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str))
     elif not quiet:
-        for line in run_lines(made) if is_run else verb.lines(made) if verb.lines else [str(made)]:
-            typer.echo(line)
-        if is_run:
-            for warning in made.info.get("warnings", []):
-                typer.echo(f"warning: {warning}", err=True)
+        typer.echo("\n".join(lines(made) if lines else run_lines(made)))
+        for warning in [] if lines else made.info.get("warnings", []):
+            typer.echo(f"warning: {warning}", err=True)
 
 
 def summary_facts(run: Any) -> dict[str, Any]:
@@ -146,10 +139,8 @@ def run_lines(run: Any) -> list[str]:
     lines += [f"- {finding}" for finding in summary.findings]
     lines.append(f"run: {run.path}")
     report = run.path / "report.html"
-    return [
-        *lines,
-        f"report: {report}" if report.exists() else f"next: moescope report {shlex.quote(str(run.path))}",
-    ]
+    following = f"next: moescope report {shlex.quote(str(run.path))}"
+    return [*lines, f"report: {report}" if report.exists() else following]
 
 
 class VerbGroup(TyperGroup):

@@ -1,7 +1,4 @@
-"""A run folder: run.json and one parquet file a table.
-
-Pieces are flushed as they finish, so a run can be taken up again.
-"""
+"""A run folder: run.json and one parquet file per table. A run is flushed task by task, so it can resume."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +38,7 @@ class DamagedRun(BadInput):
 
 
 class OtherRun(BadInput):
-    """A folder that holds a run of other arguments, or of another version; `--overwrite` may replace it."""
+    """A folder that holds a run with other arguments or of another version; `--overwrite` may replace it."""
 
 
 @dataclass
@@ -197,10 +194,7 @@ def old_command(run: Run) -> str:
 
 @dataclass
 class RunWriter:
-    """A run being written.
-
-    Each piece of work lands whole in parts/ or not at all; `finish` joins them into tables.
-    """
+    """A run being written: each task is flushed to parts/ completely or not at all; `finish` joins them."""
 
     path: Path
     verb: Verb
@@ -209,24 +203,26 @@ class RunWriter:
 
     def done_tasks(self) -> set[str]:
         folder = self.path / "parts"
-        return (
-            {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
-        )
+        return {task.name for task in folder.iterdir() if task.suffix != ".tmp"} if folder.exists() else set()
+
+    def task_files(self, name: str) -> list[Path]:
+        """Return the files of a table, one per task that has rows of it."""
+        files = [self.path / "parts" / task / f"{name}.parquet" for task in sorted(self.done_tasks())]
+        return [file for file in files if file.exists()]
 
     def flush_task(
         self,
-        piece: str,
+        task: str,
         frames: Frames,
         setup: dict[str, Any],
         arrays: dict[str, NDArray[Any]] | None = None,
         files: dict[str, Path] | None = None,
     ) -> None:
-        """Write one piece's tables and its setup record under parts/<piece>, atomically.
+        """Write one task's tables and its setup record under parts/<task>, atomically.
 
-        `arrays` are kept beside them for later pieces to read; `files` (name -> where it was written) are
-        moved in.
+        `arrays` are stored with them for later tasks; `files` (name -> where it was written) are moved in.
         """
-        target = self.path / "parts" / piece
+        target = self.path / "parts" / task
         partial = target.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -242,24 +238,22 @@ class RunWriter:
         sync_folder(target.parent)
 
     def has(self, name: str) -> bool:
-        """Whether some piece has rows of that table."""
-        return any((self.path / "parts" / piece / f"{name}.parquet").exists() for piece in self.done_tasks())
+        """Return whether some task has rows of that table."""
+        return bool(self.task_files(name))
 
     def joined(self, name: str) -> pd.DataFrame:
-        """One table from all pieces flushed so far."""
+        """Return one table, joined from all tasks flushed so far."""
         import pandas as pd
 
-        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
-        return pd.concat([read_parquet(str(file)) for file in files if file.exists()], ignore_index=True)
+        return pd.concat([read_parquet(str(file)) for file in self.task_files(name)], ignore_index=True)
 
     def join_streamed(self, name: str) -> None:
-        """The same for a table too large for memory: its row groups go one by one into the finished file."""
+        """Join a table that is too large for memory, one row group at a time."""
         import pyarrow.parquet as pq
 
-        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
         partial = self.path / f"{name}.tmp"
         with pq.ParquetWriter(partial, arrow_schema(self.verb.tables[name]), compression="zstd") as writer:
-            for file in filter(Path.exists, files):
+            for file in self.task_files(name):
                 part = pq.ParquetFile(file)
                 for group in range(part.num_row_groups):
                     rows = part.read_row_group(group)
@@ -267,23 +261,21 @@ class RunWriter:
                     writer.write_table(rows)
         replace_synced(partial, self.path / f"{name}.parquet")
 
-    def array(self, piece: str, name: str) -> NDArray[Any]:
-        """An array kept with a piece, mapped rather than read."""
+    def array(self, task: str, name: str) -> NDArray[Any]:
+        """Return an array stored with a task, memory-mapped."""
         import numpy as np
 
-        return np.load(self.path / "parts" / piece / f"{name}.npy", mmap_mode="r")
+        return np.load(self.path / "parts" / task / f"{name}.npy", mmap_mode="r")
 
     def setups(self) -> list[dict[str, Any]]:
-        return [
-            json.loads((self.path / "parts" / piece / "setup.json").read_text())
-            for piece in sorted(self.done_tasks())
-        ]
+        folder = self.path / "parts"
+        return [json.loads((folder / task / "setup.json").read_text()) for task in sorted(self.done_tasks())]
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return timed(self.timings, stage)
 
     def add_timings(self, timings: dict[str, float]) -> None:
-        """Count the seconds that a piece of work took, stage by stage, wherever it was done."""
+        """Add the seconds that a task took per stage, wherever it ran."""
         for stage, seconds in timings.items():
             self.timings[stage] = self.timings.get(stage, 0.0) + seconds
 
@@ -293,10 +285,7 @@ class RunWriter:
         write_json(self.path / "run.json", self.info)
 
     def finish(self, frames: Frames) -> Run:
-        """Write the joined tables, mark the run done, then drop the pieces.
-
-        A crash in between loses nothing.
-        """
+        """Write the joined tables, mark the run done, then delete the tasks: a crash loses nothing."""
         for name, frame in frames.items():
             table = self.verb.tables[name]
             ordered = frame.sort_values(list(table.keys), ignore_index=True)
@@ -375,7 +364,7 @@ def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
 
 
 def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Refuse a folder that holds something else; True when there is nothing of ours in it yet."""
+    """Raise an error if the folder holds something else; return whether it holds no run yet."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: a file is in the way; give another --out")
     if not folder.exists() or not any(file.name not in (".lock", TRAIN_LOCK) for file in folder.iterdir()):
@@ -400,25 +389,20 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
 
 
 def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) -> str:
-    """The words that differ, as precisely as they can be named."""
+    """Return what differs, as precisely as it can be named."""
     if keys == ["arguments"]:
         old, new = info.get("arguments") or {}, identity["arguments"]
-        return (
-            "arguments ("
-            + ", ".join(word for word in sorted({*old, *new}) if old.get(word) != new.get(word))
-            + ")"
-        )
+        names = ", ".join(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+        return f"arguments ({names})"
     return " and ".join(keys) if keys else "schema version"
 
 
 def clear_run(folder: Path, verb: Verb) -> None:
     """Remove what moescope writes into a run folder, and nothing else."""
     verbs = [verb]
-    try:
+    with suppress(BadInput):  # damaged, or of an unknown verb
         before = read_run_json(folder)
         verbs += [load_verb(before["verb"])] if before else []
-    except BadInput:  # damaged, or of no verb that is known
-        pass
     tables = {f"{name}.parquet" for of in verbs for name in of.tables}
     for name in {*OWN_FILES, *tables, *(file for of in verbs for file in of.files)}:
         (folder / name).unlink(missing_ok=True)
@@ -428,10 +412,7 @@ def clear_run(folder: Path, verb: Verb) -> None:
 
 
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
-    """runs/<verb>-<model>-<number>.
-
-    The newest one if it is the same work left unfinished, else the next free number.
-    """
+    """Return runs/<verb>-<model>-<number>: the newest if it is this run, unfinished, else the next."""
     stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
     numbers = [
         int(path.name[len(stem) + 1 :])
@@ -442,13 +423,10 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
         newest = base / f"{stem}-{max(numbers)}"
         try:
             info = read_run_json(newest)
-        except BadInput:  # damaged, or not ours: passed over
+        except BadInput:  # damaged, or not a run: skipped
             info = None
-        if (
-            info
-            and info.get("status") != "done"
-            and all(info.get(key) == jsonable(identity[key]) for key in identity)
-        ):
+        same = info is not None and all(info.get(key) == jsonable(identity[key]) for key in identity)
+        if info and same and info.get("status") != "done":
             return newest
     return base / f"{stem}-{max(numbers, default=0) + 1}"
 
@@ -460,9 +438,7 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise DamagedRun(
-            f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew"
-        ) from None
+        raise DamagedRun(f"{path}: not valid JSON; give --overwrite to write the run again") from None
     if not isinstance(info, dict) or "verb" not in info:
         raise BadInput(f"{path}: not written by moescope; give another folder")
     return info
@@ -495,7 +471,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """The value as JSON would give it back, so that what was written and what is asked for compare equal."""
+    """Return the value as JSON gives it back, so that a stored and a requested value compare equal."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -504,8 +480,9 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in (
+    """Return the versions of Python and of the packages that numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for package in [
         "moescope",
         "torch",
         "transformers",
@@ -514,19 +491,14 @@ def versions() -> dict[str, str]:
         "safetensors",
         "pandas",
         "pyarrow",
-    ):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    ]:
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 def git_commit() -> str | None:
-    """The commit of the folder the user works in, if it is a git checkout.
-
-    It says which code or config made the run.
-    """
+    """Return the commit of the working folder, if it is a git checkout."""
     try:
         shown = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
@@ -539,24 +511,18 @@ def git_commit() -> str | None:
 def run_to_resume(
     folder: Path | None, verb: str, called: str, others_given: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """The run that --resume goes on with, and its run.json.
-
-    That of the folder, or the newest unfinished one of the verb in runs/.
-    """
+    """Return the run to resume and its run.json: that in the folder, or the newest unfinished one."""
     if others_given:
         raise BadInput(
-            "--resume takes everything from the run itself; give it --out alone, or the same "
-            "command without it"
+            "--resume takes its options from the run; give --out alone, or the same command without --resume"
         )
     if folder is None:
-        found = sorted(Path("runs").glob(f"{verb}-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [
-            file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"
-        ]
-        if not open_ones:
+        folders = [file.parent for file in Path("runs").glob(f"{verb}-*/run.json")]
+        unfinished = [place for place in folders if (read_run_json(place) or {}).get("status") != "done"]
+        if not unfinished:
             raise BadInput(f"--resume: no unfinished {called} in runs/; give its folder with --out")
-        folder = open_ones[-1]
+        folder = max(unfinished, key=lambda place: (place / "run.json").stat().st_mtime)
     info = read_run_json(folder)
     if info is None or info["verb"] != verb:
-        raise BadInput(f"{folder}: no {called} there to go on with; give the folder of one with --out")
+        raise BadInput(f"{folder}: no {called} to resume there; give the folder of one with --out")
     return folder, info

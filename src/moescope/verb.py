@@ -331,7 +331,8 @@ class Verb:
     grows: bool = False  # whether its tables can be read before it is done: training may take weeks
     files: tuple[str, ...] = ()  # what it writes besides tables
     lines: Callable[[Any], list[str]] | None = None  # of a command without tables: its value for a person
-    dry_run: Callable[..., Any] | None = None  # called with the same options by --dry-run; `lines` shows it
+    dry_run: Callable[..., Any] | None = None  # called with the same options by --dry-run
+    dry_run_lines: Callable[[Any], list[str]] | None = None  # what it returns, for a person
 
     @cached_property
     def options(self) -> list[Option]:
