@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.arguments import choose_device, run_to_resume
+from moescope.arguments import choose_device
+from moescope.run import run_to_resume
 from moescope.engine import LocalEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.study_task import NOT_RUN, TRAININGS, TrainingPiece, costs, prune, train_piece
