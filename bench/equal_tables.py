@@ -35,9 +35,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-RENAMED_TABLES: dict[str, str] = {}  # old name -> new name
-RENAMED_COLUMNS: dict[str, str] = {}  # "column", or "table.column" with the old table's name -> new column
-RENAMED_VALUES: dict[str, dict[str, str]] = {}  # texts in cells, such as {"phase": {"decode": "generate"}}
+# What version 0.2 renamed; replace these for another pair of versions.
+LOADS = "cv max_violation max_over_mean gini min_max_ratio load_entropy load_entropy_bits load_entropy_share"
+RENAMED_TABLES: dict[str, str] = {"pieces": "token_text"}  # old name -> new name
+# "column", or "table.column" with the old table's name -> new column
+RENAMED_COLUMNS: dict[str, str] = {"gate_mass": "gate_weight", "routing_layers.floor": "chance"}
+RENAMED_VALUES: dict[str, dict[str, str]] = {  # texts in cells: column -> old text -> new text
+    "metric": {f"gate_mass_{name}": f"gate_weight_{name}" for name in LOADS.split()}
+    | {f"experts_a_token{end}": f"experts_per_token{end}" for end in ("", "_spread")},
+    "method": {"gate_mass": "gate_weight"},
+}
 IGNORED = {  # times, speeds and memory: "column", or "table.column"
     "tokens_per_second", "step_seconds", "peak_memory_bytes", "seconds", "milliseconds", "overhead.share",
 }  # fmt: skip
@@ -100,8 +107,9 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_router_logits=True).train()
 optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(0)
+scan = {"scan": moescope.scan_model} if hasattr(moescope, "scan_model") else {}  # version 0.1 has its own
 monitor = moescope.Monitor(
-    out=sys.argv[2], every=4, decisions_every=2, gradients_every=4, scan_every=8, coactivation=True
+    out=sys.argv[2], every=4, decisions_every=2, gradients_every=4, scan_every=8, coactivation=True, **scan
 ).watch(model)
 for _ in range(12):
     ids = torch.randint(3, 60, (4, 24), generator=generator)
