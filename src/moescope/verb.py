@@ -45,13 +45,16 @@ class Slider:
     values: list[str]
     start: int = 0
     per_value: int = 1
-    titles: list[str] = field(default_factory=list)  # the figure's title at each value
+    captions: list[str] = field(default_factory=list)  # the figure's caption at each value
     orders: list[list[str]] = field(default_factory=list)  # another order of the categories per value
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Traces and layout for plotly, a title, a caption, and the glossary entries that define its terms."""
+    """Traces and layout for plotly, with words: title (what is plotted), caption (what this run shows).
+
+    `columns` are the glossary entries that define its terms; `details` stands with them behind a click.
+    """
 
     name: str
     title: str
@@ -61,6 +64,7 @@ class Figure:
     layout: dict[str, Any]
     slider: Slider | None = None
     height: int = 340
+    details: str = ""
 
     def to_plotly(self, **layout: Any) -> PlotlyFigure:
         """Return the figure as a plotly Figure; of a slider's traces only those of its starting value."""

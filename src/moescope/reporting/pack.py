@@ -50,6 +50,7 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
         "name": figure.name,
         "title": figure.title,
         "caption": figure.caption,
+        "details": figure.details,
         "columns": figure.columns,
         "height": figure.height,
         "wide": wide,
@@ -62,7 +63,7 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
             "start": slider.start,
             "per": slider.per_value,
             "orders": slider.orders,
-            "titles": slider.titles,
+            "captions": slider.captions,
         },
     }
 

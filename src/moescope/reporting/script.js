@@ -40,8 +40,8 @@
   wanted.addEventListener("change", (event) => { setTheme(event.matches); repaint(); });
 
   // ---- figures
-  function definition(columns, caption) {
-    const box = make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"), make("p", {}, caption));
+  function definition(columns, details) {
+    const box = make("details", { class: "definition" }, make("summary", {}, "Definitions"), details ? make("p", {}, details) : "");
     for (const name of columns) {
       const entry = glossary[name];
       if (!entry) continue;
@@ -61,7 +61,8 @@
   // A picture is for paper: light whatever the page is, with its title in it.
   function picture(figure, plot) {
     const light = { "font.color": "#1a1d21", paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", "xaxis.gridcolor": "#e9ecef", "yaxis.gridcolor": "#e9ecef" };
-    const title = plot.closest("figure").querySelector("h4").textContent;
+    const frame = plot.closest("figure");
+    const title = `${frame.querySelector("h4").textContent}. ${frame.querySelector(".caption").textContent}`;
     const lines = title.match(/.{1,95}(\s|$)/g) || [title];
     const layout = assign(structuredClone(plot.layout), { ...light, title: { text: lines.map((line) => line.replaceAll("<", "&lt;")).join("<br>"), x: 0.02, font: { size: 14 } },
       margin: { ...plot.layout.margin, t: 70 + 20 * lines.length }, height: figure.height + 90, width: 900, autosize: false });
@@ -88,9 +89,10 @@
   function figureElement(figure) {
     const div = make("div", { class: "plot", style: `height:${figure.height}px` });
     const title = make("h4", {}, figure.title);
-    const element = make("figure", { "data-name": figure.name }, title);
+    const caption = make("p", { class: "caption" }, figure.caption);
+    const element = make("figure", { "data-name": figure.name }, title, caption);
     if (figure.slider) {
-      const { label, values, start, orders, titles } = figure.slider;
+      const { label, values, start, orders, captions } = figure.slider;
       let position = start;
       const output = make("output", {}, values[start]);
       const range = make("input", { type: "range", min: 0, max: values.length - 1, value: start, step: 1, "aria-label": label });
@@ -102,7 +104,7 @@
       range.addEventListener("input", () => {
         position = Number(range.value);
         output.textContent = values[position];
-        if (titles.length) title.textContent = titles[position];
+        if (captions.length) caption.textContent = captions[position];
         Plotly.update(div, { visible: shown(figure, position) }, orders.length ? reorder() : {});
       });
       similar.addEventListener("change", () => Plotly.relayout(div, reorder()));
@@ -111,7 +113,7 @@
       if (orders.length) controls.append(make("label", {}, similar, "order by similarity"));
       element.append(controls);
     }
-    element.append(div, definition(figure.columns, figure.caption));
+    element.append(div, definition(figure.columns, figure.details));
     return { element, start: () => draw(figure, div) };
   }
 
