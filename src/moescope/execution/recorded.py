@@ -233,7 +233,7 @@ def moescope(file: Path, shape: Shape) -> Iterator[Stretch]:
     """A tokens table written with --save-tokens: documents, domains, positions and gates included."""
     from moescope.tables import read_parquet
 
-    frame = read_parquet("tokens", str(file))
+    frame = read_parquet(str(file))
     if frame["step"].nunique() > 1:
         raise BadInput(f"{file}: holds {frame['step'].nunique()} steps; give one at a time")
     layers = tuple(sorted(int(layer) for layer in frame["layer"].unique()))
