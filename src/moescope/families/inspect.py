@@ -11,6 +11,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.source import Checkpoint
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.types import LayerWeights
+from moescope.verb import Verb
 
 FP64_FLOPS = 40e9  # what two modest processor cores sustain: the estimate is of the order of magnitude only
 # A stored number, its share of a scale included where that counts: MXFP4 has one byte for 32, INT4 commonly
@@ -30,10 +31,20 @@ BYTES = {
 READ_BYTES = 500e6  # a second, from a plain disk
 
 
-def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Family, shape, parameters, bytes, coverage, about what a gate scan will cost.
+def inspect(model: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """Show what a checkpoint is, from its headers alone: family, shape, parameters, coverage, cost of a scan.
 
-    And what it cannot tell.
+    Parameters
+    ----------
+    model : MODEL
+        Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL.
+    revision : REVISION, default main
+        Branch, tag or commit of a hub id.
+
+    Examples
+    --------
+    >>> moescope.inspect("mistralai/Mixtral-8x7B-v0.1")["family"]  # doctest: +SKIP
+    'mixtral'
     """
     moe = read_moe(open_checkpoint(model, revision))
     checkpoint, layers = moe.checkpoint, list(moe.layers.values())
@@ -188,3 +199,6 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+VERB = Verb("inspect", inspect, lines=lines)
