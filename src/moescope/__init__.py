@@ -29,16 +29,7 @@ _HOME = {
     "BadInput": "moescope.errors",
     "Monitor": "moescope.routing.monitor",
     "Run": "moescope.run",
-    "compare": "moescope.comparison.verb",
-    "compress": "moescope.compression.verb",
-    "demo": "moescope.demo.verb",
-    "inspect": "moescope.families.inspect",
     "open": "moescope.run",
-    "report": "moescope.reporting.verb",
-    "scan": "moescope.weights.verb",
-    "study": "moescope.lab.study",
-    "trace": "moescope.routing.trace",
-    "train": "moescope.lab.train",
 }
 __all__ = [
     "BadInput",
@@ -62,6 +53,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:  # imported when first used: `moescope --help` must not wait for torch
-    if name not in _HOME:
+    from moescope.verbs import VERBS
+
+    homes = _HOME | {verb: place.partition(":")[0] for verb, _, place in VERBS}
+    if name not in homes:
         raise AttributeError(f"module 'moescope' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(homes[name]), name)
