@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from checkpoints import expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 
 SOURCE = Path(__file__).parents[1] / "src" / "moescope"
 
@@ -239,3 +243,156 @@ def test_a_verb_is_one_package_and_one_line(copy, tmp_path):
     page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
     assert "Numbers per expert" in page
     assert "How many numbers the expert has." in page
+
+
+METRIC = """Metric(
+    "busiest_share", "load", "Share of all choices that the busiest expert has.",
+    "max c/Σ c", "1/k", "near 1/n", "1/n",
+    lambda loads: loads.max(-1) / loads.sum(-1),
+    collapse=lambda setting: 1 / setting.k,
+)"""
+
+
+def test_a_metric_is_one_record(copy, tmp_path):
+    copy.add_line("routing/metrics.py", "LOAD", METRIC)
+    assert copy.changed() == {"routing/metrics.py"}
+    chosen_TLK = np.array([[[0, 1]], [[0, 2]], [[0, 3]], [[3, 1]]])
+    np.save(tmp_path / "recorded.npy", chosen_TLK)
+    run = tmp_path / "run"
+    recorded = ("--recorded", tmp_path / "recorded.npy", "--format", "vllm", "--experts", "4")
+    assert copy.json("trace", *recorded, "--out", run)["status"] == "done"
+    rows = pd.read_parquet(run / "routing_layers.parquet").set_index("metric")
+    assert rows.loc["busiest_share", ["value", "collapse"]].tolist() == [3 / 8, 1 / 2]
+    page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
+    assert "Share of all choices that the busiest expert has." in page
+
+
+FIGURE = '''
+def draw_widths(tables):
+    """Rank of every expert, one bar each."""
+    from moescope.verb import Figure
+
+    bars = {"type": "bar", "y": tables["spectra"]["rank"].tolist()}
+    return Figure("rank_bars", "Rank of every expert", "All layers.", ("rank",), [bars], {})
+'''
+
+
+def test_a_figure_is_one_function_and_one_line(copy, tmp_path):
+    copy.append("weights/figures.py", FIGURE)
+    copy.add_line("weights/figures.py", "FIGURES", 'FigureSpec("rank_bars", ("spectra",), draw_widths)')
+    assert copy.changed() == {"weights/figures.py"}
+    copy.moescope("scan", tiny_checkpoint(tmp_path / "model"), "--out", tmp_path / "run", "--quiet")
+    source = "import moescope, sys; run = moescope.open(sys.argv[1]); print(run.figures()['rank_bars'])"
+    drawn = "print(len(run.figure('rank_bars').data[0].y))"
+    shown = copy.python("-c", f"{source}; {drawn}", tmp_path / "run").splitlines()
+    assert shown == ["Rank of every expert, one bar each.", "8"]
+
+
+ROUTER = '''
+"""Every token id has its experts, in turn."""
+
+import torch
+
+from moescope.decoder.routers.contract import Routed, Router
+
+
+class Rotating(Router):
+    name = "rotating"
+    has_rows = False
+    has_logits = False
+    learns_from_text = False
+
+    def forward(self, inputs):
+        slots_K = torch.arange(self.config.top_k, device=inputs.x_TD.device)
+        chosen_TK = (inputs.token_ids_T[:, None] + self.layer + slots_K) % self.config.experts
+        real_T1 = inputs.mask_T[:, None]
+        gates_TK = real_T1.expand_as(chosen_TK) / self.config.top_k
+        return Routed(chosen_TK.masked_fill(~real_T1, -1), gates_TK.to(inputs.x_TD.dtype))
+'''
+
+
+TRAINING = """
+[model]
+d_model = 32
+layers = 2
+heads = 2
+d_ff = 32
+experts = 4
+max_positions = 64
+[data]
+max_bytes = 60_000
+[train]
+steps = 4
+batch_size = 8
+sequence_length = 32
+warmup = 1
+evaluate_every = 4
+checkpoint_every = 4
+evaluation_rows = 20
+"""
+
+
+def test_a_router_is_one_file_and_one_line(copy, tmp_path):
+    copy.add_file("decoder/routers/rotating.py", ROUTER)
+    copy.add_line(
+        "decoder/routers/__init__.py",
+        "ROUTERS",
+        '"rotating": Rotating',
+        "from moescope.decoder.routers.rotating import Rotating",
+    )
+    assert copy.changed() == {"decoder/routers/rotating.py", "decoder/routers/__init__.py"}
+    (tmp_path / "config.toml").write_text(TRAINING)
+    run = tmp_path / "run"
+    facts = copy.json("train", tmp_path / "config.toml", "--router", "rotating", "--out", run, "--quiet")
+    assert (facts["status"], facts["warnings"]) == ("done", [])
+    load = pd.read_parquet(run / "load.parquet")
+    assert set(load["expert"]) == set(range(4))
+    model = max((run / "checkpoints").glob("*/config.json")).parent
+    assert copy.json("inspect", model)["lab_router"] == "rotating"
+    assert {"scan", "trace"} <= {file.parent.name for file in run.glob("*/run.json")}
+    assert (run / "report.html").exists()
+
+
+METHOD = '''
+"""Keep the experts with the lowest numbers."""
+
+import numpy as np
+
+from moescope.compression.method import Decided, Method
+from moescope.compression.pruning import keep_best
+
+
+def decide(evidence):
+    scores = {number: -np.arange(float(layer.n_experts)) for number, layer in evidence.moe.layers.items()}
+    return Decided(keep_best(evidence.keep, scores, evidence.moe))
+
+
+METHOD = Method("first", "keeps the experts with the lowest numbers", decide, needs_text=False)
+'''
+
+
+def test_a_compression_method_is_one_file_and_one_line(copy, tmp_path):
+    copy.add_file("compression/first.py", METHOD)
+    copy.add_line(
+        "compression/methods.py", "METHODS", "first.METHOD", "from moescope.compression import first"
+    )
+    assert copy.changed() == {"compression/first.py", "compression/methods.py"}
+    model, smaller = tiny_checkpoint(tmp_path / "model"), tmp_path / "smaller"
+    options = (
+        "--method",
+        "first",
+        "--keep",
+        "2",
+        "--no-judge",
+        "--out",
+        tmp_path / "run",
+        "--apply",
+        smaller,
+    )
+    assert copy.json("compress", model, *options)["status"] == "done"
+    assert copy.json("inspect", smaller)["experts"] == 2
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, smaller))
+    name = expert_name(1, 1, "up")
+    assert torch.equal(before[name], after[name])
+    page = Path(copy.moescope("report", tmp_path / "run").split()[-1]).read_text(encoding="utf-8")
+    assert "first" in page
