@@ -510,7 +510,7 @@ def compress(
         merge_weights=merge_weights,
         distance=distance,
         router=router,
-        signed=not unsigned,
+        unsigned=unsigned,
         adaptive=adaptive,
         sequential=sequential,
         seed=seed,

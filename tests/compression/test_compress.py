@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import moescope
 from families.test_writing import on_disk, same_bits
 from moescope import cli
-from moescope.compression import verb as compress_module
-from moescope.compression.judging import is_held_out
+from moescope.compression import steps
+from moescope.compression.calibration_text import is_held_out
 from moescope.compression.plan import read_plan
 from moescope.compression.verb import compress
 from moescope.errors import BadInput
@@ -207,7 +207,7 @@ def test_every_saliency_prunes_by_its_own_column(place, tmp_path, method):
 
 
 def test_the_same_run_twice_computes_nothing_anew(run, place, monkeypatch):
-    monkeypatch.setattr(compress_module, "carry_out", lambda *given: pytest.fail("computed again"))
+    monkeypatch.setattr(steps, "carry_out", lambda *given: pytest.fail("computed again"))
     again = compress(
         place / "model",
         method="reap",
@@ -221,13 +221,10 @@ def test_the_same_run_twice_computes_nothing_anew(run, place, monkeypatch):
     assert again.info["finished"] == run.info["finished"]
 
 
-@pytest.mark.parametrize("stopped_in", ["make_plan", "apply_to", "judge"])
+@pytest.mark.parametrize("stopped_in", ["plan_step", "apply_step", "judge_models"])
 def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(
     run, place, tmp_path, monkeypatch, stopped_in
 ):
-    from moescope.compression import calibration_text as compress_text
-    from moescope.compression import held_out as compress_judging
-
     given = {
         "method": "reap",
         "keep": 0.5,
@@ -242,16 +239,13 @@ def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        module, name = (
-            (compress_judging, "judge_models") if stopped_in == "judge" else (compress_module, stopped_in)
-        )
-        patch.setattr(module, name, stop)
+        patch.setattr(steps, stopped_in, stop)
         with pytest.raises(KeyboardInterrupt):
             compress(place / "model", **given)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["status"] == "interrupted"
     with monkeypatch.context() as patch:
-        patch.setattr(compress_text, "calibrate_text", lambda *given: pytest.fail("calibrated again"))
+        patch.setattr(steps, "calibrate_text", lambda *given: pytest.fail("calibrated again"))
         resumed = compress(place / "model", **given)
     assert plain(resumed) == plain(run)
     same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))

@@ -27,9 +27,8 @@ def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFr
 
     from scipy.spatial.distance import pdist, squareform
 
-    from moescope.compression.clusters import merge_rows
     from moescope.compression.grouping import average_linkage
-    from moescope.compression.rows import cluster_rows
+    from moescope.compression.rows import cluster_rows, merge_rows
     from moescope.types import LayerPlan, Plan
 
     names = {layer: f"layers.{layer}" for layer in features}

@@ -148,19 +148,22 @@ def test_members_weigh_by_use_alike_or_by_their_leader(tmp_path, text):
 
 
 def test_random_groups_of_a_control_have_the_plan_s_sizes(tmp_path, text):
-    from moescope.compression.merging import at_random, layer_evidence
+    from moescope.compression.merging import layer_evidence
     from moescope.compression.method import Evidence, PlanSettings
-    from moescope.types import LayerPlan
+    from moescope.compression.plan import checkpoint_mark
+    from moescope.compression.random_merge import group_at_random
+    from moescope.types import LayerPlan, Plan
 
     moe = read_moe(open_checkpoint(model_of(tmp_path)))
-    like = LayerPlan(0, 4, ((0, 1, 3), (2,)), (0, 2), ((0.2, 0.4, 0.4), (1.0,)))
-    dealt = set()
+    layer = LayerPlan(0, 4, ((0, 1, 3), (2,)), (0, 2), ((0.2, 0.4, 0.4), (1.0,)))
+    control_of = Plan("hc_smoe", checkpoint_mark(moe.checkpoint), (layer,), "none", "fold", None, {})
+    groupings = set()
     for seed in range(12):
-        given = Evidence(moe, {0: 2}, PlanSettings(seed=seed), like={0: like})
-        grouping = at_random(given, layer_evidence(given, 0))
-        assert sorted(grouping.sizes) == [1, 3]
-        dealt.add(grouping.groups)
-    assert len(dealt) == 4
+        evidence = Evidence(moe, {0: 2}, PlanSettings(seed=seed), control_of=control_of)
+        grouping = group_at_random(evidence, layer_evidence(evidence, 0))
+        assert sorted(map(len, grouping.groups)) == [1, 3]
+        groupings.add(grouping.groups)
+    assert len(groupings) == 4
 
 
 def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
@@ -170,9 +173,7 @@ def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
     edit_json(model / "config.json", n_group=2, topk_group=2)
     with pytest.raises(BadInput, match="nearest possible: 4"):
         planned(model, text, tmp_path / "run", "m_smoe", keep=3)
-    with pytest.raises(
-        BadInput, match="each of the 2 routing groups of layer 2 as many experts; leave out --adaptive"
-    ):
+    with pytest.raises(BadInput, match="each of the 2 routing groups of layer 2; omit --adaptive"):
         planned(model, text, tmp_path / "run", "m_smoe", keep=4, adaptive=True)
     assert not (tmp_path / "run").exists()
     run = planned(model, None, tmp_path / "weights", "weights", keep=4)
@@ -182,12 +183,14 @@ def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
 def test_controls_match_neurons_just_where_their_plan_does(tmp_path, text):
     from moescope.compression.method import Evidence, PlanSettings
     from moescope.compression.methods import method_named
+    from moescope.types import Plan
 
     model = model_of(tmp_path)
     moe = read_moe(open_checkpoint(model))
     for matching, matched in (("none", False), ("signed", True), (None, True)):
-        given = Evidence(moe, dict.fromkeys(moe.layers, 3), PlanSettings(), like_matching=matching)
-        decided = method_named("random_merge").decide(given)
+        plan = Plan("hc_smoe", {}, (), matching, "fold", None, {}) if matching else None
+        evidence = Evidence(moe, dict.fromkeys(moe.layers, 3), PlanSettings(), control_of=plan)
+        decided = method_named("random_merge").propose(evidence)
         assert (decided.matching != "none") == matched
         assert any(fit.orders for fit in decided.fits.values()) == matched
     errors = []

@@ -13,11 +13,12 @@ from checkpoints import edit_json, tiny_checkpoint
 from compression.tiny_plans import saved
 from families.tiny_models import tiny_model
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.methods import METHODS, Evidence, PlanSettings, check_settings, method_named
+from moescope.compression.calibration import Gating, LayerStates
+from moescope.compression.method import Evidence, PlanSettings
+from moescope.compression.methods import METHODS, check_settings, method_named
 from moescope.compression.plan import check_plan, checkpoint_mark
-from moescope.compression.pruning import gate_scales, keep_best, keep_counts, random_scores, read_keep
-from moescope.compression.rerouting import Gating
-from moescope.compression.states import LayerStates
+from moescope.compression.pruning import gate_scales, keep_best, keep_counts, read_keep
+from moescope.compression.random_pruning import random_scores
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 from moescope.families import read_moe
@@ -104,7 +105,7 @@ def test_random_pruning_is_nested_differs_by_seed_and_by_layer_and_needs_no_text
 
     def kept(count: int, seed: int) -> list[set[int]]:
         given = Evidence(moe, dict.fromkeys(moe.layers, count), PlanSettings(seed))
-        return [set(layer.dominants) for layer in method_named("random").decide(given).layers]
+        return [set(layer.dominants) for layer in method_named("random").propose(given).layers]
 
     assert kept(2, 0) == kept(2, 0)
     assert all(two <= three for two, three in zip(kept(2, 0), kept(3, 0), strict=True))

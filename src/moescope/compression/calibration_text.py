@@ -252,9 +252,7 @@ def calibrate_text(
         "tokens": calibrated.tokens,
         "held_out": text.find_split(),
         "scoring": scoring,
-        "asked": [
-            layer for layer, block in calibrated.blocks.items() if block.with_router is not None
-        ],
+        "asked": [layer for layer, block in calibrated.blocks.items() if block.with_router is not None],
     }
     save_sums(file, sums | states_to_arrays(sample.states) | biases, facts)
 

@@ -235,8 +235,7 @@ def groups_chosen(chosen_TK: Tensor, member_KE: Tensor, dtype: torch.dtype) -> T
 
 
 def load_thresholds(rows_KD: Tensor, groups: Groups, states: LayerStates) -> tuple[Tensor, float]:
-    """A threshold per group, and the gate sum after over before: each takes as many states as its members
-    did.
+    """A threshold per group by which it takes as many states as its members did, and the gate scale.
 
     With c states it is between the c-th and the next largest probability, as in training; below all where
     every state is taken.

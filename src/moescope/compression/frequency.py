@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moescope.compression.grouping import Array
 from moescope.compression.pruning import prune_by
+from moescope.types import Array
 
 
 def frequency(sums: Mapping[str, Array]) -> Array:

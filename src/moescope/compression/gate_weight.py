@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moescope.compression.grouping import Array
 from moescope.compression.pruning import prune_by
+from moescope.types import Array
 
 
 def gate_weight(sums: Mapping[str, Array]) -> Array:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 
 from moescope.errors import BadInput, unknown_name
+from moescope.types import Array
 
-Array = npt.NDArray[np.float64]
 ChooseDominant = Callable[[tuple[int, ...]], int]
 MERGE_WEIGHTS = ("usage", "uniform", "dominant", "saliency")
 DOMINANT_SHARE = 0.75

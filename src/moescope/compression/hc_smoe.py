@@ -10,12 +10,12 @@ from scipy.spatial.distance import pdist, squareform
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, add_to_layer, named_sums, real_tokens
-from moescope.compression.grouping import Array, Grouping, average_linkage, most_used
+from moescope.compression.grouping import Grouping, average_linkage, most_used
 from moescope.compression.merging import LayerEvidence, merge_by
 from moescope.compression.method import Evidence
 from moescope.errors import unknown_name
 from moescope.execution.adapters import Block, ungated_output
-from moescope.types import Routing
+from moescope.types import Array, Routing
 
 MEASURES = ("euclidean", "cosine")
 CHUNK = 2048  # tokens per call of an expert

@@ -106,14 +106,13 @@ def judge_models(
     }
 
 
-def check_judgeable(text: CalibrationText) -> None:
-    """Raise early where the model or the held-out text gives no next token to predict."""
-    traced = text.traced
+def check_judgeable(traced: TracedModel, documents: Sequence[Document]) -> None:
+    """Raise early where the model or the held-out text has no next token to predict."""
     if traced.two_stacks or traced.model.get_output_embeddings() is None:
         raise BadInput(
             f"{traced.name}: does not predict the next token, so it cannot be judged; give --no-judge"
         )
-    if not any(len(document.ids) > 1 for document in text.held_out_documents()):
+    if not any(len(document.ids) > 1 for document in documents):
         raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
 
 

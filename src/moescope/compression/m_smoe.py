@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moescope.compression.calibration import Sums, add_to_layer, named_sums, real_tokens
 from moescope.compression.grouping import (
-    Array,
     Grouping,
     Merge,
     keep_per_section,
@@ -22,7 +21,7 @@ from moescope.compression.grouping import (
 from moescope.compression.merging import LayerEvidence, adaptive_layer_dominants, merge_by
 from moescope.compression.method import Evidence
 from moescope.execution.adapters import Block
-from moescope.types import Routing
+from moescope.types import Array, Routing
 
 
 class LogitProfiles:
@@ -68,8 +67,7 @@ def choose_dominants(usage_E: Array, keep: int, n_groups: int = 1) -> list[int]:
 
 
 def join_dominants(cosine_EE: Array, dominants: Sequence[int], n_groups: int = 1) -> Grouping:
-    """Join each other expert to the dominant of its routing group with the nearest profile; of equals the
-    first.
+    """Join each other expert to the dominant of its routing group with the nearest profile.
 
     The height of such a merge is 1 - cosine.
     """

@@ -29,7 +29,6 @@ from moescope.compression.folding import (
     mean_router,
 )
 from moescope.compression.grouping import (
-    Array,
     Grouping,
     adaptive_dominants,
     merge_weights,
@@ -40,12 +39,12 @@ from moescope.compression.plan import LayerFit
 from moescope.compression.reap import reap
 from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
-from moescope.execution.adapters import CONTRACT, Block, LinearView, adapter_of, find_blocks
+from moescope.execution.adapters import CONTRACT, Block, adapter_of, find_blocks
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import GROUPS
 from moescope.families.reading import stated, text_config
 from moescope.geometry.matching import can_flip, match_neurons
-from moescope.types import LayerPlan, LayerWeights, Routing
+from moescope.types import Array, LayerPlan, LayerWeights, LinearView, Routing
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise for another checkpoint than the plan's, from headers only."""
     if plan.checkpoint.get("header_hash") != checkpoint.header_hash():
         raise BadInput(
-            f"{checkpoint.shown}: the plan was made for another checkpoint ({plan.checkpoint.get('path')}), or "
-            "its files changed since; give that checkpoint, or plan again"
+            f"{checkpoint.shown}: the plan was made for another checkpoint ({plan.checkpoint.get('path')}), "
+            "or its files changed since; give that checkpoint, or plan again"
         )
 
 

@@ -8,14 +8,13 @@ import numpy as np
 
 from moescope.compression.calibration import Gating, LayerStates
 from moescope.compression.folding import gate_scale
-from moescope.compression.grouping import Array
 from moescope.compression.method import Evidence, Method, Proposal, rescaling_warnings
 from moescope.compression.saliency import Score, score_experts
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import check_counts
 from moescope.families.writing import NewLayer, check_layer
-from moescope.types import LayerPlan
+from moescope.types import Array, LayerPlan
 
 
 def prune_by(name: str, score: Score, summary: str) -> Method:
@@ -72,8 +71,7 @@ def gate_scales(
 
 
 def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> dict[int, int]:
-    """Layer -> number of experts to keep, from a share (0.5, 50%) or a number (4); raises what no plan can
-    do.
+    """Layer -> number of experts to keep, from a share (0.5, 50%) or a number (4).
 
     Pruning must leave a token as many experts as it is routed to; merging may lower that number.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moescope.compression.grouping import Array
 from moescope.compression.method import Evidence, Method, Proposal
 from moescope.compression.pruning import prune
 from moescope.families import MoeCheckpoint
+from moescope.types import Array
 
 
 def random_scores(moe: MoeCheckpoint, seed: int) -> dict[int, Array]:

@@ -13,13 +13,13 @@ from moescope.compression.calibration import Sums
 from moescope.compression.ean import ean
 from moescope.compression.frequency import frequency
 from moescope.compression.gate_weight import gate_weight
-from moescope.compression.grouping import Array, Grouping
+from moescope.compression.grouping import Grouping
 from moescope.compression.reap import reap
 from moescope.compression.saliency import Score, layer_sums, score_experts
 from moescope.families import MoeCheckpoint
 from moescope.geometry.chart import layer_geometry
 from moescope.statistics import FEWEST_DOCUMENTS
-from moescope.types import Plan
+from moescope.types import Array, Plan
 
 MOST_PAIRS = 32  # compared per layer: matching and decomposing more would take longer than planning
 RESAMPLED = 1000

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, outputs_of_chosen
-from moescope.compression.grouping import Array
 from moescope.execution.adapters import Block
 from moescope.statistics import BUCKETS
-from moescope.types import Routing
+from moescope.types import Array, Routing
 
 SUM_NAMES = ("tokens_BE", "gate_weight_BE", "norm_BE", "gated_norm_BE")  # per bucket of documents and expert
 Score = Callable[[Mapping[str, Array]], Array]  # sums [..., E] -> score [..., E]

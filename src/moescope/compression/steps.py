@@ -29,6 +29,7 @@ from moescope.compression.plan import Fits, check_same_checkpoint, checkpoint_ma
 from moescope.compression.pruning import keep_counts
 from moescope.compression.reap import reap
 from moescope.compression.rows import cluster_geometry, cluster_rows, damage_rows, merge_rows, saliency_rows
+from moescope.decoder.routers import Router, router_class
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.families import MoeCheckpoint
@@ -83,7 +84,7 @@ def prepare(
     with_text: bool,
 ) -> Work:
     """Validate the inputs against headers, before any work."""
-    if all(weights.n_experts == 1 for weights in moe.layers.values()):
+    if (router := lab_router(moe)) is not None and not router.routes:
         raise BadInput(f"{moe.checkpoint.shown}: a dense model has one expert per layer, nothing to compress")
     target = None if apply is None else Path(apply).expanduser().resolve()
     loaded: tuple[Plan, Fits] | None = None
@@ -137,26 +138,26 @@ def prepare(
     return Work(moe, chosen, counts, settings, plan_settings, loaded, target, judges, controls, earlier)
 
 
-def lab_router(moe: MoeCheckpoint) -> str | None:
-    """The name of a lab checkpoint's router; None for every other model."""
+def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
+    """The router class of a lab checkpoint; None for every other model."""
     lab = (moe.checkpoint.config or {}).get("moescope_lab")
-    return str(lab.get("router")) if isinstance(lab, dict) else None
+    return router_class(str(lab.get("router"))) if isinstance(lab, dict) else None
 
 
 def check_router(moe: MoeCheckpoint, method: Method, sequential: bool) -> None:
-    """Raise for methods that need something the router does not have."""
-    if not method.merges:
+    """Raise for a lab router that the method cannot compress."""
+    router = lab_router(moe)
+    if router is None or not method.merges:
         return
-    states = [state for weights in moe.layers.values() for state in weights.router_state]
-    if method.needs_logits and any(state.kind == "table" for state in states):
+    if method.needs_logits and not router.has_logits:
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {lab_router(moe)}, has no logits for {method.name}; "
+            f"{moe.checkpoint.shown}: its router, {router.name}, has no logits for {method.name}; "
             "merge with hc_smoe or weights, or prune with reap"
         )
-    if sequential and states:
+    if sequential and any(weights.router_state for weights in moe.layers.values()):
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {lab_router(moe)}, has more state per expert than a "
-            "row, which sequential merging does not support; omit --sequential"
+            f"{moe.checkpoint.shown}: its router, {router.name}, has more state per expert than a row, which "
+            "sequential merging does not support; omit --sequential"
         )
 
 
@@ -198,7 +199,9 @@ def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: 
         with writer.timed("load"):
             text.traced  # noqa: B018
         if work.judge:
-            check_judgeable(text)  # now rather than after everything else is done
+            check_judgeable(
+                text.traced, text.held_out_documents()
+            )  # now rather than after everything else is done
         collectors = [collector() for collector in work.method.collectors]
         (writer.path / "parts").mkdir(exist_ok=True)
         file = writer.path / "parts" / "calibration-file.tmp"
@@ -342,11 +345,12 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
     for name in ("merges", *GEOMETRY_TABLES):
         if (writer.path / "parts" / "plan" / f"{name}.parquet").exists():
             frames[name] = writer.joined(name)
+    router = lab_router(work.moe)
     facts: dict[str, Any] = {
         "gating": {},
         "plan_settings": plan.settings,
         "router": plan.router,
-        "router_effects": router_effects(work.moe),
+        "router_effects": router.compression_effects if router else {},
         "matching": plan.matching,
         "top_k": plan.top_k,
         "top_k_before": next(iter(work.moe.layers.values())).top_k,
@@ -356,7 +360,10 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         # this text's sums only: with those of earlier runs, adding would count them twice
         header = {**calibration.facts(), "header_hash": plan.checkpoint["header_hash"]}
         save_sums(writer.path / CALIBRATION_FILE, calibration.sums, header)
-        facts |= {"gating": describe_gating(calibration, lab_router(work.moe)), **calibration.facts()}
+        facts |= {
+            "gating": describe_gating(calibration, router.name if router else None),
+            **calibration.facts(),
+        }
     if sums := all_sums(calibration, work.earlier):
         score = work.method.score or reap
         frames["saliency"] = saliency_rows(sums, names, score, documents, work.settings.seed)
@@ -389,25 +396,3 @@ def describe_gating(calibration: Calibration, router: str | None) -> dict[int, s
         layer for layer in calibration.callable_routers if layer not in gating or not gating[layer].explains
     ]
     return known | dict.fromkeys(unexplained, f"as the lab's {router} router does")
-
-
-EFFECTS = {  # of compressing a router, by a tensor it stores besides rows
-    "table_VK": {
-        "slice": "Tokens of dropped experts are assigned to the others in turn, by token id.",
-        "join": "A merged expert gets the tokens of all its members.",
-    },
-    "midpoints_E": {
-        "slice": "The other thresholds stay, and probabilities grow: experts take more tokens.",
-        "fold": "Thresholds are set so that each group takes as many tokens as its members did.",
-    },
-    "strength_E": {"fold": "The rows are keys, fitted on the queries they meet."},
-}
-
-
-def router_effects(moe: MoeCheckpoint) -> dict[str, str]:
-    """What becomes of the router -> a sentence, where the router has more state than rows."""
-    effects: dict[str, str] = {}
-    for weights in moe.layers.values():
-        for state in weights.router_state:
-            effects |= EFFECTS.get(state.tensor.name.rsplit(".", 1)[-1], {})
-    return effects

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moescope.compression.grouping import Array, Grouping, average_linkage, most_central
+from moescope.compression.grouping import Grouping, average_linkage, most_central
 from moescope.compression.merging import LayerEvidence, merge_by
 from moescope.compression.method import Evidence
 from moescope.errors import unknown_name
 from moescope.geometry.matching import Matching, can_flip, match_neurons
 from moescope.geometry.nulls import matched_chance
 from moescope.geometry.polar import PolarFactor, polar_factor, sv_alignment
-from moescope.types import ExpertWeights
+from moescope.types import Array, ExpertWeights
 
 MEASURES = ("l2", "sv")
 MOST_PAIRS = 256  # matched per layer; the cost of a match is cubic in the number of neurons

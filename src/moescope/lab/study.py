@@ -210,6 +210,8 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
 
     A first piece, so that an interrupted study is never taken for one that left nothing.
     """
+    from moescope.decoder.routers import router_class
+
     told = {
         "reference": settled.reference,
         "references": settled.references,
@@ -222,6 +224,7 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
                 "question": arm.question,
                 "overrides": arm.overrides,
                 "axes": arm.axes,
+                "router_facts": router_class(arm.config.model.router).facts(arm.config.model),
                 "trainings": {str(seed): f"{TRAININGS}/{arm.training_name(seed)}" for seed in settled.seeds},
             }
             for arm in settled.arms

@@ -7,8 +7,8 @@ import pytest
 
 from checkpoints import tiny_checkpoint
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.clusters import MOST_PAIRS, cluster_geometry, cluster_pairs, merge_rows
 from moescope.compression.grouping import Grouping, Merge
+from moescope.compression.rows import MOST_PAIRS, cluster_geometry, cluster_pairs, merge_rows
 from moescope.families import read_moe
 from moescope.geometry.distances import relative_l2
 from moescope.geometry.matching import match_neurons

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.compression.grouping import Grouping
-from moescope.compression.merge_weights import MERGE_WEIGHTS, merge_weights
+from moescope.compression.grouping import MERGE_WEIGHTS, Grouping, merge_weights
 from moescope.errors import BadInput
 
 GROUPING = Grouping(5, ((0, 3, 4), (1,), (2,)), (3, 1, 2))
