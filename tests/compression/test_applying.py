@@ -196,12 +196,12 @@ def test_a_plan_with_tied_router_rows_a_wrong_shape_or_another_checkpoint_is_not
     wrong_layer = LayerPlan(99, 4, ((0,), (1,)), (0, 1), ((1.0,), (1.0,)))
     short = {layer: replace(fit, orders={0: torch.arange(3)}) for layer, fit in fits.items()}
     for bad, arrays, said in (
-        (replace(plan, router="tie"), {}, "plan with 'fold' to write it"),
-        (replace(plan, layers=(*plan.layers, wrong_layer)), fits, "layer 99 has no experts"),
+        (replace(plan, router="tie"), {}, "plan with --router fold"),
+        (replace(plan, layers=(*plan.layers, wrong_layer)), fits, "layer 99 has 0 experts"),
         (
             replace(plan, layers=tuple(replace(layer, n_experts=5) for layer in plan.layers)),
             fits,
-            "4 experts, and the plan is for 5",
+            "4 experts, but the plan is for 5",
         ),
         (plan, short, "orders 3 neurons of expert 0, which has 24"),
         (

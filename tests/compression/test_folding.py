@@ -110,7 +110,7 @@ def test_a_router_that_reads_something_else_than_the_experts_is_refused():
     case = routed(*drawn())
     case.states = replace(case.states, x_TD=torch.nn.functional.normalize(case.states.x_TD, dim=-1))
     with pytest.raises(
-        BadInput, match="layer 0: the router's logits are not its rows times what the experts are given"
+        BadInput, match="layer 0: the router's logits differ from its rows times the experts' input"
     ):
         fold(case)
 

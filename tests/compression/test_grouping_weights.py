@@ -37,7 +37,7 @@ def test_weights_of_every_kind_sum_to_one_in_every_group(kind):
 
 
 def test_weights_that_need_text_are_refused_without_it():
-    with pytest.raises(BadInput, match="by usage need text"):
+    with pytest.raises(BadInput, match="merge weights usage need text"):
         merge_weights(GROUPING, "usage")
     with pytest.raises(
         BadInput, match="unknown merge weights 'mean'; known: usage, uniform, dominant, saliency"

@@ -74,5 +74,5 @@ def test_every_layer_keeps_its_most_used_expert_under_the_adaptive_budget():
     usage = [rng.gamma(0.3, size=8) for _ in range(6)]
     chosen = adaptive_dominants(usage, keep=1)
     assert chosen == [[int(np.argmax(layer))] for layer in usage]
-    with pytest.raises(BadInput, match="9 experts a layer cannot be kept; keep 1 to 8"):
+    with pytest.raises(BadInput, match="keep 9: give a number of experts per layer from 1 to 8"):
         adaptive_dominants(usage, keep=9)

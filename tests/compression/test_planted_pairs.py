@@ -117,7 +117,7 @@ def test_unsigned_matching_leaves_half_of_the_neurons_wrong_and_costs_more(one_p
 def test_without_a_text_the_twins_are_merged_and_their_rows_averaged(one_planted, compressed):
     run, folder = compressed(one_planted, "weights", text=False)
     assert groups(run, 0) == groups(run, 1) == GROUPS
-    assert any("members count alike" in said for said in run.info["warnings"])
+    assert any("merge weights are uniform" in said for said in run.info["warnings"])
     assert any("no text was given to fit them on" in said for said in run.info["warnings"])
     rows = read_moe(open_checkpoint(one_planted.folder)).layers[0].router_ED.read()
     new = read_moe(open_checkpoint(folder)).layers[0].router_ED.read()

@@ -59,7 +59,8 @@ def test_a_share_is_rounded_to_whole_experts_of_every_layer(tmp_path):
 def test_keeping_fewer_than_a_token_goes_to_is_refused_with_the_nearest_possible_number(tmp_path):
     _, moe = saved(tmp_path / "model", "mixtral")
     with pytest.raises(
-        BadInput, match="keep 1: leaves 1 of 4 experts in layer 0, and a token goes to 2; nearest possible: 2"
+        BadInput,
+        match="keep 1: leaves 1 of 4 experts in layer 0, but a token is routed to 2; nearest possible: 2",
     ):
         keep_counts(moe, 1, merges=False)
     with pytest.raises(BadInput, match="layer 0 has 4 experts; give a number from 2 to 4"):
@@ -127,9 +128,7 @@ def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list(
 
 
 def test_choices_of_merging_are_refused_where_nothing_is_merged():
-    with pytest.raises(
-        BadInput, match="method reap drops experts and merges none; leave merge weights as it is"
-    ):
+    with pytest.raises(BadInput, match="method reap drops experts and merges none; omit --merge-weights"):
         check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
     check_settings(method_named("reap"), PlanSettings(seed=3), written=True)
 

@@ -1,7 +1,4 @@
-"""The report's part on a compression.
-
-What it costs, beside the original and random controls, and which experts it takes.
-"""
+"""The report of a compression: damage next to the original and random controls, and the experts removed."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from moescope.compression.figures import (
     score_column,
     whole_rows,
 )
-from moescope.compression.figures_dendrogram import GROUPS
+from moescope.compression.figures_groups import GROUPS
 from moescope.plotting.style import Tables, byte_size, counted, number
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
@@ -39,10 +36,9 @@ MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "
 WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
 USUAL_CONTROLS = 3  # of small models
 VIEW = (
-    "A compression is read between two marks: the original, and random controls that drop or "
-    "merge as many experts without looking. What a method saves over the "
-    "controls is what its choice is worth. Perplexity and divergence are of text that took no "
-    "part in choosing."
+    "Compare a compression with two references: the original, and random controls that drop or merge as many "
+    "experts. The difference to the controls is the value of the method. Perplexity and divergence are "
+    "measured on held-out text."
 )
 
 
@@ -54,17 +50,17 @@ def tables_of(run: Run) -> Tables:
 
 
 def compression_findings(run: Run) -> list[str]:
-    """What was done and what it costs; each number with what the original and chance give."""
+    """What was done and the damage, each number with the original's and the controls'."""
     tables = tables_of(run)
     found = [done_words(run, tables)]
     whole = whole_rows(tables)
     own, others = of_plan(tables, whole).iloc[0], of_controls(tables, whole)
     if pd.notna(own["bytes"]):
         saved = 1 - own["bytes"] / own["bytes_original"]
-        word = "is" if run.info.get("applied") else "would be"
+        word = "written" if run.info.get("applied") else "planned"
         found.append(
-            f"The checkpoint {word} {byte_size(own['bytes'])}, {number(100 * saved)} % less than "
-            f"the original's {byte_size(own['bytes_original'])}"
+            f"Checkpoint size {word}: {byte_size(own['bytes'])}, {number(100 * saved)} % less than the "
+            f"original's {byte_size(own['bytes_original'])}"
         )
     if pd.notna(own["perplexity"]):
         at_random = spread(others["perplexity"])
@@ -74,17 +70,13 @@ def compression_findings(run: Run) -> list[str]:
                 f"{number(own['perplexity_original'])}"
             )
             + (f", random controls {at_random}" if at_random else "")
-            + (
-                "; no better than choosing at random"
-                if own["perplexity"] >= others["perplexity"].min()
-                else ""
-            )
+            + ("; not better than random" if own["perplexity"] >= others["perplexity"].min() else "")
         )
         at_random = spread(others["js_divergence"])
         found.append(
             (
-                "Next-token distributions diverge from the original's by "
-                f"{number(own['js_divergence'])} nats (at most {number(math.log(2))})"
+                f"Next-token JS divergence from the original: {number(own['js_divergence'])} nats (maximum "
+                f"{number(math.log(2))})"
             )
             + (f", random controls {at_random}" if at_random else "")
         )
@@ -96,7 +88,7 @@ def compression_findings(run: Run) -> list[str]:
             at_random = spread(random[random["layer"] == worst["layer"]][column])
             found.append(
                 (
-                    f"{word} error of a layer's routed output: largest in layer {worst['layer']}, "
+                    f"{word} error of the routed output: largest in layer {worst['layer']}, "
                     f"{number(worst[column])}"
                 )
                 + (f", random controls {at_random} there" if at_random else "")
@@ -117,7 +109,7 @@ def done_words(run: Run, tables: Tables) -> str:
     what = [f"{counted(dropped, 'expert')} dropped"] if dropped else []
     what += [f"{counted(int(sizes[sizes > 1].sum()), 'expert')} merged into {merged}"] if merged else []
     return (
-        f"{method}: {one_or_span(before)} experts a layer become {one_or_span(after)}, in "
+        f"{method}: {one_or_span(before)} experts per layer become {one_or_span(after)} in "
         f"{counted(len(before), 'layer')}"
         f" ({', '.join(what) or 'nothing changes'})"
     )
@@ -129,7 +121,7 @@ def one_or_span(counts: pd.Series) -> str:
 
 
 def spread(values: pd.Series) -> str:
-    """The controls' numbers: one, or from the least to the most."""
+    """The controls' range, or their single number."""
     known = values.dropna()
     if known.empty:
         return ""
@@ -138,7 +130,7 @@ def spread(values: pd.Series) -> str:
 
 
 def rank_finding(tables: Tables) -> str | None:
-    """How many experts might be on the other side of the cut with another sample of documents."""
+    """How many experts could be on the other side of the cut with other documents."""
     if not cut_by_score(tables) or "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
         return None
     both = tables["saliency"].merge(tables["clusters"], on=["layer", "expert"])
@@ -147,10 +139,8 @@ def rank_finding(tables: Tables) -> str | None:
         return None
     unsure = (both["rank_low"] < kept + 0.5) & (both["rank_high"] > kept + 0.5)
     return (
-        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with "
-        "other documents of the kind "
-        f"(95 % intervals of their rank by {score_column(tables).replace('_', ' ')}); all of "
-        "them, were the score chance"
+        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with other "
+        f"documents, by 95 % intervals of their rank by {score_column(tables).replace('_', ' ')} (uninformative score: all)"
     )
 
 
@@ -173,42 +163,41 @@ def cost_section(tables: Tables, facts: dict[str, Any]) -> Section:
     whole, layers = whole_rows(tables), layer_rows(tables)
     payloads = []
     if whole["bytes"].notna().any() or whole["perplexity"].notna().any():
-        payloads.append(table_payload("damage", whole, WHOLE_COLUMNS, "The whole model, and every control"))
+        payloads.append(table_payload("damage", whole, WHOLE_COLUMNS, "Whole model, with controls"))
     if layers[LAYER_COLUMNS[2:]].notna().any(axis=None):
-        payloads.append(table_payload("damage", layers, LAYER_COLUMNS, "Every layer, and every control"))
+        payloads.append(table_payload("damage", layers, LAYER_COLUMNS, "Every layer, with controls"))
     words = []
     if facts.get("judged_tokens"):
         words.append(
             f"Judged on {counted(facts['judged_tokens'], 'token')} of "
-            f"{counted(facts['judged_documents'], 'document')} that took no part in choosing; "
-            f"whole distributions compared at {counted(facts['compared_tokens'], 'position')}."
+            f"{counted(facts['judged_documents'], 'held-out document')}; distributions compared at "
+            f"{counted(facts['compared_tokens'], 'position')}."
         )
     else:
         words.append(
-            "Nothing was judged: what is shown is foretold from the calibration text, or from headers alone."
+            "Not judged: the damage is predicted from the calibration text, or the size from headers only."
         )
     ways = sorted(set(facts.get("gating", {}).values()))
     if ways:
-        words.append(f"How the routers choose, found from what they did: {plot_words('; '.join(ways))}.")
+        words.append(f"Recognised gating: {plot_words('; '.join(ways))}.")
     figures = [(spec, tables) for spec in COST if can_draw(spec, tables)]
-    return Section("cost", "What compressing costs", " ".join(words), figures, payloads)
+    return Section("cost", "Damage of compression", " ".join(words), figures, payloads)
 
 
 def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["saliency"]
     columns = ["layer", "expert", "tokens", "gate_weight", "ean", "reap", "rank_low", "rank_high"]
     words = (
-        f"What each expert did on {counted(facts['calibration_tokens'], 'token')} of "
-        f"{counted(facts['calibration_documents'], 'document')}: its tokens, gates and output "
-        "norms, as the model's own call gave them."
+        f"Tokens, gate weights and output norms of each expert on "
+        f"{counted(facts['calibration_tokens'], 'token')} of {counted(facts['calibration_documents'], 'document')}."
     )
     figures = [(spec, tables) for spec in SALIENCY if can_draw(spec, tables)]
     return Section(
         "saliency",
-        "Which experts matter",
+        "Expert saliency",
         words,
         figures,
-        [table_payload("saliency", rows, columns, "Every expert's scores")],
+        [table_payload("saliency", rows, columns, "Scores of every expert")],
     )
 
 
@@ -216,12 +205,12 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["clusters"]
     columns = ["layer", "expert", "kept", "cluster", "dominant", "weight"]
     router = {
-        "slice": "What the router holds of the experts that go is taken out of it.",
-        "fold": "Router rows are fitted anew, one for each merged expert.",
-        "join": "A merged expert takes over its dominant member's part of the router, unchanged.",
+        "slice": "The router's parameters of dropped experts are removed.",
+        "fold": "Router rows are fitted again, one per merged expert.",
+        "join": "A merged expert keeps its dominant member's part of the router.",
         "tie": (
-            "Every old router row is kept and points at the merged expert: a plan to measure, which "
-            "no file format holds."
+            "Every old router row is kept and points at the merged expert: for measuring only, no file "
+            "format holds it."
         ),
     }[facts["router"]]
     special = facts.get("router_effects", {}).get(facts["router"])  # of a lab checkpoint's router
@@ -230,7 +219,9 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
     chosen = (
-        f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
+        f" A token is routed to {after} experts instead of {before}."
+        if after is not None and after != before
+        else ""
     )
     sizes = rows[rows["cluster"].notna()].groupby(["layer", "cluster"]).size()
     merged = sizes[sizes > 1]
@@ -244,13 +235,13 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     )
     return Section(
         "experts-after",
-        "What becomes of every expert",
+        "Merged and dropped experts",
         router + chosen + said,
         [(spec, tables) for spec in GROUPS if len(merged) and all(name in tables for name in spec.needs)],
         [
             table_payload("clusters", rows, columns, "Every expert"),
             *(
-                [table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")]
+                [table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every merge")]
                 if "merges" in tables
                 else []
             ),
@@ -259,25 +250,23 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
 
 
 def fold_words(settings: dict[str, Any]) -> str:
-    """What fitting the router's rows brought, beside the rows it started from."""
+    """The divergence of the fitted rows, next to that of the members' mean rows."""
     if settings.get("router_kl_of_mean_rows") is None:
         return ""
     said = (
-        " Mean divergence from the groups' joint probabilities, over layers: "
+        " Mean KL from the groups' probabilities over layers: "
         f"{number(settings['router_kl_of_mean_rows'])} nats for the members' mean rows, "
     )
-    said += f"{number(settings['router_kl'])} for those taken"
+    said += f"{number(settings['router_kl'])} for the fitted rows"
     held_out = settings.get("router_kl_held_out")
-    return said + (
-        f", {number(held_out)} on states that the fit did not see." if held_out is not None else "."
-    )
+    return said + (f", {number(held_out)} on held-out states." if held_out is not None else ".")
 
 
 # --- the rest of the page
 
 
 def compression_command(run: Run) -> str:
-    """The command that does it again; texts are named by their files."""
+    """The command that reproduces the run; texts are given by their files."""
     arguments = run.info["arguments"]
     words = ["moescope", "compress", run.info["checkpoints"][0]["path"]]
     if arguments["plan"]:

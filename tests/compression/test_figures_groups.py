@@ -9,7 +9,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.cluster.hierarchy import dendrogram as scipy_dendrogram
 from scipy.cluster.hierarchy import linkage
 
-from moescope.compression.figures_dendrogram import (
+from moescope.compression.figures_groups import (
     GROUPS,
     alone_by_chance,
     dendrogram,
