@@ -286,7 +286,7 @@ def test_multi_token_prediction_is_left_out_when_the_number_of_experts_changes_a
     source = write_checkpoint(tmp_path / "source", tensors, config)
     moe = read(source)
     extra = {name for name in tensors if name.startswith("model.layers.2.")}
-    assert set(plan_moe(moe, everywhere(moe, KEPT)).left_out) == extra
+    assert set(plan_moe(moe, everywhere(moe, KEPT)).excluded) == extra
     write_moe(moe, tmp_path / "pruned", everywhere(moe, KEPT))
     assert not extra & set(on_disk(tmp_path / "pruned"))
     assert json.loads((tmp_path / "pruned" / "config.json").read_text())["num_nextn_predict_layers"] == 0

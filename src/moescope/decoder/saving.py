@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moescope.checkpoint.writing import planned, write_checkpoint
+from moescope.checkpoint.writing import plan_tensor, write_checkpoint
 from moescope.decoder.attention import uses_qk_norm
 from moescope.decoder.config import ModelConfig, check_model, overlaid
 from moescope.decoder.model import LabModel
@@ -131,7 +131,7 @@ def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    tensors = [planned(name, tensor) for name, tensor in stored_tensors(model)]
+    tensors = [plan_tensor(name, tensor) for name, tensor in stored_tensors(model)]
     with tempfile.TemporaryDirectory() as beside:
         vocabulary.save(Path(beside))
         dtype = str(model.embed_tokens.weight.dtype).removeprefix(

@@ -72,9 +72,8 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
         if overwrite:
             clear_training(folder)
             clear_run(folder)
-        write_json(
-            folder / "run.json", info
-        )  # first: with it the folder is ours, whatever happens to the rest
+        # first: with it the folder is ours, whatever happens to the rest
+        write_json(folder / "run.json", info)
         for table in (SHIPPED / "training").glob("*.parquet"):
             shutil.copyfile(table, folder / table.name)
         states = folder / "checkpoints"

@@ -7,10 +7,18 @@ projection, dense has nothing to choose. Of such checkpoints the experts are rea
 
 from dataclasses import replace
 
-from moescope.families.experts import either, fused_gate_up
 from moescope.families.lab_router_state import lab_router_state
-from moescope.families.layout import Config, Family, LayerTensors, Model, Stacks, check_shape
-from moescope.families.sparsity import every_layer
+from moescope.families.layout import (
+    Config,
+    Family,
+    LayerTensors,
+    Model,
+    Stacks,
+    check_shape,
+    either,
+    every_layer,
+    fused_gate_up,
+)
 from moescope.types import ExpertStack
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)

@@ -9,16 +9,15 @@ STUDY: dict[str, Column] = {
     "seed": Column(
         "int",
         (
-            "The seed of a training: first weights and order of the text. Arms share their seeds, so "
-            "that they can be compared seed by seed."
+            "The seed of a training: first weights and order of the text. Arms share their seeds, so that "
+            "they can be compared seed by seed."
         ),
     ),
     "question": Column(
         "text",
         (
-            "What the arm is there for. main: routers against the reference; ablation: one part of a "
-            "router taken away; sweep: one option at several values; "
-            "scaling: more experts or larger models."
+            "What the arm is there for. main: routers against the reference; ablation: one part of a router "
+            "taken away; sweep: one option at several values; scaling: more experts or larger models."
         ),
     ),
     "study_runs.status": Column(
@@ -35,8 +34,8 @@ STUDY: dict[str, Column] = {
         "Lower end of the 95 % interval of that loss over validation documents, this one model held fixed.",
         "2.5 % quantile over documents drawn anew",
         misleads=(
-            "It is noise of the evaluation alone: training again with another seed may move the loss "
-            "by more. No test uses it."
+            "It is noise of the evaluation alone: training again with another seed may move the loss by "
+            "more. No test uses it."
         ),
         title="noise, low",
     ),
@@ -90,8 +89,8 @@ STUDY: dict[str, Column] = {
     "dropped_share": Column(
         "float",
         (
-            "The share of expert slots that went empty at the end of training because capacity was "
-            "spent, mean over layers."
+            "The share of expert slots that went empty at the end of training because capacity was spent, "
+            "mean over layers."
         ),
         "empty slots/(N k)",
         worst="1",
@@ -102,8 +101,8 @@ STUDY: dict[str, Column] = {
     "consistency": Column(
         "float",
         (
-            "Of the experts a token chose in one checkpoint, the share it still chooses in the next, "
-            "over the training's last checkpoints."
+            "Of the experts a token chose in one checkpoint, the share it still chooses in the next, over "
+            "the training's last checkpoints."
         ),
         "mean of |S ∩ S′|/k",
         worst="0",
@@ -137,8 +136,8 @@ STUDY: dict[str, Column] = {
     "study_runs.peak_memory_bytes": Column(
         "int",
         (
-            "The most memory torch held on the GPU while this was trained; null on a CPU, where "
-            "trainings share a process."
+            "The most memory torch held on the GPU while this was trained; null on a CPU, where trainings "
+            "share a process."
         ),
         title="peak memory",
     ),
@@ -178,16 +177,16 @@ STUDY: dict[str, Column] = {
         "Lower end of the mean's 95 % t interval over seeds.",
         "mean − t · sd/√S, ddof 1",
         misleads=(
-            "Seeds move all arms together, so intervals of means may overlap where the difference is "
-            "plain: read the difference."
+            "Seeds move all arms together, so intervals of means may overlap where the difference is plain: "
+            "read the difference."
         ),
     ),
     "study_comparisons.high": Column("float", "Upper end of that interval."),
     "difference": Column(
         "float",
         (
-            "Mean over shared seeds of the arm's loss less the reference's with the same seed: below "
-            "0 the arm is better."
+            "Mean over shared seeds of the arm's loss less the reference's with the same seed: below 0 the "
+            "arm is better."
         ),
         "mean of (arm − reference)",
         chance="0",
@@ -234,16 +233,16 @@ STUDY: dict[str, Column] = {
     "test": Column(
         "text",
         (
-            "blocked: loss = arm + seed, one residual variance for all arms. paired t: the arm and "
-            "the reference alone, where variances differ or there are only two arms. "
-            "paired t, shared seeds: so because the arm lacks seeds that the reference has."
+            "blocked: loss = arm + seed, one residual variance for all arms. paired t: the arm and the "
+            "reference alone, where variances differ or there are only two arms. paired t, shared seeds: so "
+            "because the arm lacks seeds that the reference has."
         ),
     ),
     "equal_variances_p": Column(
         "float",
         (
-            "p of the hypothesis that all arms scatter alike within seeds; below 0.1 every arm is "
-            "compared by a paired t. Null for two arms, where both are the same."
+            "p of the hypothesis that all arms scatter alike within seeds; below 0.1 every arm is compared "
+            "by a paired t. Null for two arms, where both are the same."
         ),
         (
             "Cochran's C of residuals, the noisiest arm's share of all squares, against 20,000 drawn "
@@ -256,8 +255,8 @@ STUDY: dict[str, Column] = {
     "hedges_g": Column(
         "float",
         (
-            "The difference in units of how much one training strays within its seed, corrected for "
-            "few degrees of freedom."
+            "The difference in units of how much one training strays within its seed, corrected for few "
+            "degrees of freedom."
         ),
         "J(df) · difference/s",
         chance="0 ± √(2/S)",
@@ -267,8 +266,8 @@ STUDY: dict[str, Column] = {
     "rank_p": Column(
         "float",
         (
-            "Wilcoxon's signed-rank test on the same pairs, corrected by Holm; null below 8 seeds, "
-            "where it could not pass."
+            "Wilcoxon's signed-rank test on the same pairs, corrected by Holm; null below 8 seeds, where it "
+            "could not pass."
         ),
         "never below (arms) × 2^(1−S)",
         chance="uniform on 0 to 1",
@@ -283,11 +282,10 @@ STUDY: dict[str, Column] = {
     "study_comparisons.verdict": Column(
         "text",
         (
-            "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too "
-            "few seeds to say: fewer than five shared ones. no spread over seeds: every "
-            "seed gave the same difference, so there is nothing to test with. failed: no seed gave a "
-            "result, and some were tried. not run: no result yet. reference: what the others are "
-            "compared with."
+            "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too few "
+            "seeds to say: fewer than five shared ones. no spread over seeds: every seed gave the same "
+            "difference, so there is nothing to test with. failed: no seed gave a result, and some were "
+            "tried. not run: no result yet. reference: what the others are compared with."
         ),
     ),
 }

@@ -47,9 +47,8 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     """Floating-point operations of a forward pass in training, for one token of rows of that length.
 
     Two for every weight of a matrix that the token meets, attention over half the row on average, and
-    everything a router does, elementwise
-    arithmetic included; norms, activations and rotations elsewhere are left out. A training step takes about
-    three times as much.
+    everything a router does, elementwise arithmetic included; norms, activations and rotations elsewhere are
+    left out. A training step takes about three times as much.
     """
     D = config.d_model
     attention = 8 * D * D + 4 * D * (length + 1) / 2

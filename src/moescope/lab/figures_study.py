@@ -148,10 +148,10 @@ def differences(tables: Tables) -> Figure:
             }
         )
     caption = (
-        f"Validation loss less that of {reference} with the same seed, in nats a token: left of "
-        "the grey line the arm is better. Dots are seeds; bars are 95 % "
-        "intervals of the mean over seeds, each of one arm by itself. Better and worse are said "
-        "where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
+        f"Validation loss less that of {reference} with the same seed, in nats a token: left of the grey "
+        "line the arm is better. Dots are seeds; bars are 95 % intervals of the mean over seeds, each of "
+        "one arm by itself. Better and worse are said where p ≤ 0.05 after Holm's correction for all arms, "
+        "from five seeds on."
     )
     layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
@@ -186,8 +186,8 @@ def with_interval(rows: pd.DataFrame, name: str, color: str, symbol: str) -> Tra
         "marker": {"size": 10, "color": color, "symbol": symbol},
         "customdata": rows[["p_adjusted", "seeds"]].to_numpy(float),
         "hovertemplate": (
-            f"%{{y}}: {name}<br>%{{x:.4f}} nats<br>p %{{customdata[0]:.3g}} after Holm, "
-            "%{customdata[1]} seeds<extra></extra>"
+            f"%{{y}}: {name}<br>%{{x:.4f}} nats<br>p %{{customdata[0]:.3g}} after Holm, %{{customdata[1]}} "
+            "seeds<extra></extra>"
         ),
     }
 
@@ -202,9 +202,8 @@ def difference_title(comparisons: pd.DataFrame) -> str:
         far = known.loc[known["difference"].abs().idxmax()]
         seeds = int(known["seeds"].max())
         return (
-            f"With {counted(seeds, 'seed')} nothing is claimed; {far['arm']} lies farthest from "
-            f"{reference}, {signed(far['difference'])} nats, "
-            "and 0 is no difference"
+            f"With {counted(seeds, 'seed')} nothing is claimed; {far['arm']} lies farthest from {reference}, "
+            f"{signed(far['difference'])} nats, and 0 is no difference"
         )
     words = [
         (
@@ -219,8 +218,8 @@ def difference_title(comparisons: pd.DataFrame) -> str:
         words.append(f"No arm can be told from {reference}")
     elif len(alike):
         words.append(
-            f"{listed(list(alike['arm'])) if len(alike) <= 3 else f'{len(alike)} others'} cannot "
-            "be told from it"
+            f"{listed(list(alike['arm'])) if len(alike) <= 3 else f'{len(alike)} others'} cannot be told "
+            "from it"
         )
     return "; ".join(words) + power_words(alike)
 
@@ -301,10 +300,9 @@ def losses(tables: Tables) -> Figure:
             else ""
         )
     caption = (
-        "Validation loss at the end of training. A line is a seed: where lines run side by side, "
-        "seeds move all arms together, and differences are surer than the intervals "
-        "of means, which are t intervals over seeds, suggest. An arm without a dot was not run "
-        "or failed."
+        "Validation loss at the end of training. A line is a seed: where lines run side by side, seeds move "
+        "all arms together, and differences are surer than the intervals of means, which are t intervals "
+        "over seeds, suggest. An arm without a dot was not run or failed."
     )
     columns = ("study_runs.validation_loss", "study_comparisons.mean", "study_comparisons.low")
     return Figure(
@@ -344,11 +342,10 @@ def noise_and_spread(tables: Tables) -> Figure:
         else " (medians over arms)"
     )
     caption = (
-        "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of "
-        "one trained model's loss if other validation documents of the kind had been "
-        "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part "
-        "in any test. Dashed: what is left when arm and seed are taken out, which is what tests "
-        "go by."
+        "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of one trained "
+        "model's loss if other validation documents of the kind had been drawn, a quarter of its 95 % "
+        "interval; it is the same text for all arms and has no part in any test. Dashed: what is left when "
+        "arm and seed are taken out, which is what tests go by."
     ) + (
         ""
         if own["noise"].notna().any()
@@ -414,9 +411,9 @@ def difference_by_domain(tables: Tables) -> Figure:
         f"{signed(found.loc[arm, domain])} nats a token; 0 is as good as {reference}"
     )
     caption = (
-        "Mean over seeds of the domain's validation loss less the reference's with the same seed. "
-        "Blue: better, red: worse, white: alike. Nothing is tested here: the one endpoint is the "
-        "loss over all domains."
+        "Mean over seeds of the domain's validation loss less the reference's with the same seed. Blue: "
+        "better, red: worse, white: alike. Nothing is tested here: the one endpoint is the loss over all "
+        "domains."
     )
     layout = base_layout(
         "domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"}

@@ -106,14 +106,13 @@ def loss_by_value(tables: Tables) -> Figure:
     best = means.loc[means["validation_loss"].idxmin()]
     where = f" ({best['line']})" if best["line"] else ""
     title = (
-        f"The lowest mean loss along {name} is {loss_words(best['validation_loss'])} nats a token, "
-        f"at {best['value']:g}{where}"
+        f"The lowest mean loss along {name} is {loss_words(best['validation_loss'])} nats a token, at "
+        f"{best['value']:g}{where}"
     )
     title += f"; {reference}, the reference, has {loss_words(level)}" if math.isfinite(level) else ""
     caption = (
-        "Validation loss at the end of training: dots are seeds, lines means over them. The "
-        "lowest of several means is low by luck, too: what may be said of single values "
-        "stands in the differences."
+        "Validation loss at the end of training: dots are seeds, lines means over them. The lowest of "
+        "several means is low by luck, too: what may be said of single values stands in the differences."
     ) + missing_words(tables, "validation_loss")
     layout = base_layout(name, "validation loss (nats a token)", xaxis=value_axis(values, name))
     return Figure(
@@ -137,8 +136,8 @@ def load_by_value(tables: Tables) -> Figure:
             f"Load CV stays above {TARGET_CV}: lowest at {name} {best['value']:g}, {number(best['load_cv'])}"
         )
     caption = (
-        "Coefficient of variation of experts' loads at the end of training, mean over layers; "
-        "dots are seeds. Dashed: the value that is aimed at."
+        "Coefficient of variation of experts' loads at the end of training, mean over layers; dots are "
+        "seeds. Dashed: the value that is aimed at."
     ) + missing_words(tables, "load_cv")
     layout = base_layout(name, "load CV", xaxis=value_axis(values, name), yaxis={"rangemode": "tozero"})
     return Figure(f"load_by_{slug(name)}", title, caption, ("load_cv",), data, layout, height=400)
@@ -187,8 +186,8 @@ def overhead_shares(tables: Tables) -> Figure:
         data.append(upright(float(experts[reference]), routers, f"experts' share under {reference}"))
     costly = routers[-1]
     title = (
-        f"{costly} spends most on routing: {number(100 * (1 - experts.get(costly, 0.0)))} % of a "
-        "block's time goes elsewhere than to experts"
+        f"{costly} spends most on routing: {number(100 * (1 - experts.get(costly, 0.0)))} % of a block's "
+        "time goes elsewhere than to experts"
     )
     title += (
         f", under {reference} {number(100 * (1 - experts[reference]))} %"

@@ -161,8 +161,8 @@ def difference_by_step(tables: Tables) -> Figure:
     data.append(grey_line(steps, [0.0, 0.0], f"{reference} (reference)"))
     title = between(f"The difference from {reference}", ends) + ", in nats a token; below 0 is better"
     caption = (
-        f"{shading([*ends])} Validation loss less that of {reference} with the same seed at the same "
-        "step. Nothing is tested here: the endpoint is the end."
+        f"{shading([*ends])} Validation loss less that of {reference} with the same seed at the same step. "
+        "Nothing is tested here: the endpoint is the end."
     )
     layout = base_layout("step", "difference (nats a token)", legend={"traceorder": "normal"})
     return Figure("difference_by_step", title, caption, ("difference",), data, layout, height=height(arms))

@@ -44,8 +44,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     on floats.
 
     One an element is a convention: a logarithm costs more than a sum. Sorting, comparing and moving numbers
-    count nothing, so
-    that a component may cost time without a single operation here.
+    count nothing, so that a component may cost time without a single operation here.
     """
 
     def __init__(self) -> None:

@@ -39,12 +39,9 @@ def overhead(
     time.
 
     One MoE block of each config, in training mode, on the same random tokens; forward passes, and the update
-    after a step. Experts
-    run in `dtype`, routers in float32 as they always do. Components are disjoint and add up to the block:
-    "rest" is what the router
-    does beside those it names, "routing" the whole of one that names none. With few tokens on a GPU the times
-    are those of
-    launching kernels, not of arithmetic.
+    after a step. Experts run in `dtype`, routers in float32 as they always do. Components are disjoint and
+    add up to the block: "rest" is what the router does beside those it names, "routing" the whole of one that
+    names none. With few tokens on a GPU the times are those of launching kernels, not of arithmetic.
     """
     import pandas as pd
 

@@ -30,13 +30,11 @@ from moescope.run import Run
 from moescope.tables import LAB_TABLES, STUDY_TABLES
 
 VIEW = (
-    "A study is read by differences: arms are trained under the same seeds, so each is compared "
-    "with the reference seed by seed, by one endpoint, the validation loss. Better and worse are "
-    "said from "
-    "five seeds on and where p ≤ 0.05 after Holm's correction for all arms of the question; else "
-    "the page says what size of difference would have been seen. "
-    "Drawing other validation documents is another thing than training again: that noise is "
-    "shown apart and used in no test."
+    "A study is read by differences: arms are trained under the same seeds, so each is compared with the "
+    "reference seed by seed, by one endpoint, the validation loss. Better and worse are said from five "
+    "seeds on and where p ≤ 0.05 after Holm's correction for all arms of the question; else the page says "
+    "what size of difference would have been seen. Drawing other validation documents is another thing than "
+    "training again: that noise is shown apart and used in no test."
 )
 QUESTIONS = {
     "main": (
@@ -54,8 +52,8 @@ QUESTIONS = {
     "scaling": (
         "More experts, larger models",
         (
-            "The same at several sizes; {reference} is what they are compared with, so differences "
-            "hold what size alone brings."
+            "The same at several sizes; {reference} is what they are compared with, so differences hold "
+            "what size alone brings."
         ),
     ),
 }
@@ -157,8 +155,8 @@ def sections(run: Run) -> list[Section]:
             "balance",
             "How even, and how steady",
             (
-                "Means over seeds at the end of training, random routing beside them. Every cell "
-                "comes from a run, or says that there was none."
+                "Means over seeds at the end of training, random routing beside them. Every cell comes from "
+                "a run, or says that there was none."
             ),
             [],
             [
@@ -179,8 +177,8 @@ def sections(run: Run) -> list[Section]:
     else:
         payloads = [cost_table(tables)]
     words = (
-        "What a training takes, and where a block's time goes. Trainings that ran side by side "
-        "slowed each other down."
+        "What a training takes, and where a block's time goes. Trainings that ran side by side slowed each "
+        "other down."
     )
     found.append(Section("cost", "What it costs", words, figures, payloads))
     return found
@@ -225,10 +223,9 @@ def how_tested(comparisons: pd.DataFrame) -> str:
         return ""
     if (known["test"] == "blocked").any():
         return (
-            "All arms share one residual variance within seeds "
-            f"({number(known['degrees_of_freedom'].max())} degrees of freedom); the hypothesis "
-            "that they scatter alike "
-            f"has p {number(equal.iloc[0])}, and would be given up below 0.1."
+            f"All arms share one residual variance within seeds ({number(known['degrees_of_freedom'].max())} "
+            f"degrees of freedom); the hypothesis that they scatter alike has p {number(equal.iloc[0])}, and "
+            "would be given up below 0.1."
         )
     if (known["test"] == "paired t, shared seeds").all():
         return (
@@ -236,8 +233,8 @@ def how_tested(comparisons: pd.DataFrame) -> str:
         )
     if len(equal):
         return (
-            f"Arms scatter differently within seeds (p {number(equal.iloc[0])}), so each is compared "
-            "with the reference by a paired t of its own."
+            f"Arms scatter differently within seeds (p {number(equal.iloc[0])}), so each is compared with "
+            "the reference by a paired t of its own."
         )
     return "With two arms the test is a paired t."
 
@@ -258,8 +255,8 @@ def findings(run: Run) -> list[str]:
     found = []
     if run.info["status"] != "done":
         found.append(
-            f"This study is {run.info['status']}: what is said here is of the trainings so far. "
-            "Stopping a study where it looks best makes false claims; judge it by its end."
+            f"This study is {run.info['status']}: what is said here is of the trainings so far. Stopping a "
+            "study where it looks best makes false claims; judge it by its end."
         )
     for question in questions_of(tables):
         own = of_question(tables, question)
@@ -288,9 +285,8 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     )
     for row in claimed.head(most).sort_values("difference").to_dict("records"):
         found.append(
-            f"{label}{row['arm']} is {number(abs(row['difference']))} nats a token "
-            f"{row['verdict']} than {reference} "
-            f"(95 % {interval_words(row)}; {p_words(row['p_adjusted'])} after Holm for "
+            f"{label}{row['arm']} is {number(abs(row['difference']))} nats a token {row['verdict']} than "
+            f"{reference} (95 % {interval_words(row)}; {p_words(row['p_adjusted'])} after Holm for "
             f"{counted(len(known), 'arm')}, {counted(int(row['seeds']), 'seed')})."
         )
     if len(claimed) > most:
@@ -313,25 +309,24 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
         near = few.loc[few["difference"].abs().idxmax()]
         found.append(
             (
-                f"{label}{seeds_words(few)} {'is' if few['seeds'].max() == 1 else 'are'} too few to "
-                f"say anything of {arms_words(few)}: nothing is claimed. "
-                f"The largest difference from {reference} is {near['arm']}'s, "
-                f"{number(near['difference'])} nats"
+                f"{label}{seeds_words(few)} {'is' if few['seeds'].max() == 1 else 'are'} too few to say "
+                f"anything of {arms_words(few)}: nothing is claimed. The largest difference from {reference} "
+                f"is {near['arm']}'s, {number(near['difference'])} nats"
             )
             + (f" (95 % {interval_words(near)})." if math.isfinite(near["difference_low"]) else ".")
         )
     flat = known[known["verdict"] == "no spread over seeds"]
     if len(flat):
         found.append(
-            f"{label}every seed gave the same difference from {reference} for {arms_words(flat)}: "
-            "there is nothing to test with."
+            f"{label}every seed gave the same difference from {reference} for {arms_words(flat)}: there is "
+            "nothing to test with."
         )
     part = known[known["test"] == "paired t, shared seeds"]
     if len(part):
         found.append(
-            f"{label}{arms_words(part)} {'lacks' if len(part) == 1 else 'lack'} seeds of "
-            f"{reference} and {'is' if len(part) == 1 else 'are'} compared on "
-            f"{seeds_words(part)}; an arm that fails where it does badly looks better than it is."
+            f"{label}{arms_words(part)} {'lacks' if len(part) == 1 else 'lack'} seeds of {reference} and "
+            f"{'is' if len(part) == 1 else 'are'} compared on {seeds_words(part)}; an arm that fails where "
+            "it does badly looks better than it is."
         )
     return found
 
@@ -366,8 +361,8 @@ def target_findings(runs: pd.DataFrame) -> list[str]:
     reached = own[own < TARGET_CV]
     return [
         (
-            f"Sweep: {len(reached)} of {counted(len(own), 'setting')} end with a load CV below "
-            f"{TARGET_CV}, which is aimed at; the lowest is {number(own.min())} ({own.idxmin()})."
+            f"Sweep: {len(reached)} of {counted(len(own), 'setting')} end with a load CV below {TARGET_CV}, "
+            f"which is aimed at; the lowest is {number(own.min())} ({own.idxmin()})."
         )
     ]
 
@@ -379,8 +374,8 @@ def unfinished_findings(runs: pd.DataFrame) -> list[str]:
         first = failed.iloc[0]
         why = f": {plot_words(str(first['message']))}" if first["message"] else ""
         found.append(
-            f"{len(failed)} of {counted(len(runs), 'training')} failed; the first, "
-            f"{first['arm']} with seed {first['seed']}{why}."
+            f"{len(failed)} of {counted(len(runs), 'training')} failed; the first, {first['arm']} with seed "
+            f"{first['seed']}{why}."
         )
     if len(left):
         found.append(f"{len(left)} of {counted(len(runs), 'training')} were not run.")
@@ -397,8 +392,8 @@ def coverage(run: Run) -> list[str]:
     lines = [
         (
             f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} "
-            f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; "
-            f"reference {run.info['reference']}"
+            f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; reference "
+            f"{run.info['reference']}"
         )
     ]
     base = run.info.get("base", {})
@@ -406,8 +401,7 @@ def coverage(run: Run) -> list[str]:
         model, train = base["model"], base["train"]
         lines.append(
             f"unless an arm says otherwise: {counted(model['layers'], 'layer')} of "
-            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, "
-            f"{train['steps']:,} steps of "
+            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {train['steps']:,} steps of "
             f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus "
             f"{run.info.get('corpus', 'unknown')}"
         )

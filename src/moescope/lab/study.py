@@ -168,8 +168,8 @@ def fact_lines(facts: dict[str, Any]) -> list[str]:
     seeds = ", ".join(map(str, facts["seeds"]))
     lines.append(f"{facts['trainings']} trainings: {len(facts['arms'])} arms, seeds {seeds}")
     lines.append(
-        f"work: {facts['tokens']:,} tokens, {facts['flops']:.2e} floating-point operations, "
-        "three forward passes a token"
+        f"work: {facts['tokens']:,} tokens, {facts['flops']:.2e} floating-point operations, three forward "
+        "passes a token"
     )
     lines.append(f"disk: {facts['bytes_kept'] / 1e9:,.1f} GB of checkpoints stay")
     if not facts["claims"]:

@@ -29,14 +29,8 @@ SEEDS = 5
 LONGEST_NAME = 200  # of an arm: folders are called by it, and file systems allow 255 bytes
 PAIRED = "all arms of a seed begin with the same weights, or seeds would not be blocks; leave it out"
 FEWEST_FOR_CLAIMS = 5  # seeds below which no significance is claimed
-SIZES = (
-    "experts",
-    "d_model",
-    "layers",
-    "heads",
-    "d_ff",
-    "top_k",
-)  # of [model]: an axis over one asks how things scale
+# of [model]: an axis over one asks how things scale
+SIZES = ("experts", "d_model", "layers", "heads", "d_ff", "top_k")
 
 # What all arms must have in common for their losses to be of the same text, told by the same tokens.
 SHARED: dict[str, Callable[[LabConfig], Any]] = {
@@ -191,8 +185,8 @@ def seeds_of(given: Any, where: str) -> tuple[int, ...]:
     )
     if not whole or len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise BadInput(
-            f"{where}: seeds must be a number from 2, or a list of at least two different whole "
-            f"numbers, not {given!r}"
+            f"{where}: seeds must be a number from 2, or a list of at least two different whole numbers, not "
+            f"{given!r}"
         )
     return tuple(seeds)
 
@@ -265,8 +259,8 @@ def axis(key: str, values: Any, where: str) -> list[Value]:
             tables = isinstance(changes, dict) and all(isinstance(table, dict) for table in changes.values())
             if not tables or not set(changes) <= {"model", "train"}:
                 raise BadInput(
-                    f"{where}: [axes.{key}] {name} must be a table of changes to model and "
-                    f"train, not {changes!r}"
+                    f"{where}: [axes.{key}] {name} must be a table of changes to model and train, not "
+                    f"{changes!r}"
                 )
         return [Value(key, name, changes, named=True) for name, changes in values.items()]
     if not isinstance(values, list) or not values:
@@ -450,6 +444,6 @@ def check_shared(arms: list[Arm], where: str) -> None:
         for arm in arms[1:]:
             if of(arm.config) != of(first.config):
                 raise BadInput(
-                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their "
-                    "losses are not of the same text; set it in [base]"
+                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their losses are "
+                    "not of the same text; set it in [base]"
                 )

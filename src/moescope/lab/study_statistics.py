@@ -2,10 +2,9 @@
 paid for.
 
 The model is loss = arm + seed + residual. Seeds are blocks: a seed fixes first weights and order of the text,
-and moves all arms together, so
-arms are compared within seeds. Noise of the evaluation (documents drawn anew) has no part in any test: it
-says how well one model was
-measured, not how another training of it would come out.
+and moves all arms together, so arms are compared within seeds. Noise of the evaluation (documents drawn anew)
+has no part in any test: it says how well one model was measured, not how another training of it would come
+out.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class Difference:
         ratio, exactly, for normal residuals.
 
         s is the residual standard deviation, of a pair sd(differences)/√2, so that t = d/(s √(2/S)) in both.
-        Hedges 1981. Spread over seeds
-        themselves is left out: it is common to both arms.
+        Hedges 1981. Spread over seeds themselves is left out: it is common to both arms.
         """
         return hedges_factor(self.degrees) * self.statistic * np.sqrt(2 / max(self.seeds, 1))
 
@@ -100,10 +98,9 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
     them.
 
     `references` names another reference for single questions, such as the whole router for its ablations.
-    Each question is a family of its
-    own. Arms that have every seed of the reference are compared by `blocked` differences; one that lacks some
-    by a paired t on those it shares,
-    which is kind to an arm that fails where it does badly: read `study_runs.status` beside it.
+    Each question is a family of its own. Arms that have every seed of the reference are compared by `blocked`
+    differences; one that lacks some by a paired t on those it shares, which is kind to an arm that fails
+    where it does badly: read `study_runs.status` beside it.
     """
     import pandas as pd
 
@@ -129,9 +126,8 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
 
 def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Arms by seeds; empty where a training is not done, or ended without a finite loss."""
-    losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(
-        float
-    )  # no such column where nothing ran
+    # no such column where nothing ran
+    losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(float)
     counted = runs.assign(validation_loss=losses.where((runs["status"] == "done") & np.isfinite(losses)))
     return counted.pivot(index="arm", columns="seed", values="validation_loss")
 
@@ -225,9 +221,8 @@ def differences(losses_RS: Array) -> tuple[list[Difference], float]:
     """(every arm less the first row, the p of equal variances). NaN where there is no loss.
 
     Blocked: s² = Σ residual²/((S−1)(R−1)), standard error √(2 s²/S), over the arms that have all of the
-    reference's seeds. That one s² serves
-    all arms only if they scatter alike; where `equal_variances_p` says they do not, each arm is paired with
-    the reference by itself.
+    reference's seeds. That one s² serves all arms only if they scatter alike; where `equal_variances_p` says
+    they do not, each arm is paired with the reference by itself.
     """
     seeds = np.isfinite(losses_RS[0])
     whole_R: NDArray[np.bool_] = np.isfinite(losses_RS[:, seeds]).all(1) & seeds.any()
@@ -275,18 +270,14 @@ def equal_variances_p(losses_RS: Array) -> float:
     residuals at all.
 
     Losses of an arm share their seeds with every other arm's, so Levene's and Bartlett's tests, which want
-    independent groups, would test the
-    seeds too. Residuals are free of arms and seeds, and any function of them that does not depend on their
-    scale has one distribution under
-    the hypothesis, whatever arms and seeds do: it is drawn, so p is exact for normal residuals, though those
-    of a seed sum to 0. The function is
-    Cochran's C, the noisiest arm's share of all squares: a noisy arm is what makes one s² too small for its
-    own comparison, or for all where it is
-    the reference. In simulations C finds it more often than Bartlett's or John's function. With five seeds
-    and level 0.1 it finds 9 in 10 of
-    arms that scatter four times as much as the eight others, 4 in 10 that scatter twice as much. For two arms
-    residuals are mirror images, and the
-    blocked test is the paired t.
+    independent groups, would test the seeds too. Residuals are free of arms and seeds, and any function of
+    them that does not depend on their scale has one distribution under the hypothesis, whatever arms and
+    seeds do: it is drawn, so p is exact for normal residuals, though those of a seed sum to 0. The function
+    is Cochran's C, the noisiest arm's share of all squares: a noisy arm is what makes one s² too small for
+    its own comparison, or for all where it is the reference. In simulations C finds it more often than
+    Bartlett's or John's function. With five seeds and level 0.1 it finds 9 in 10 of arms that scatter four
+    times as much as the eight others, 4 in 10 that scatter twice as much. For two arms residuals are mirror
+    images, and the blocked test is the paired t.
     """
     arms, seeds = losses_RS.shape
     if arms < 3 or seeds < 2:

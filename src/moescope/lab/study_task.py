@@ -121,9 +121,8 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
     )
 
 
-_COSTS: dict[
-    str, dict[str, int]
-] = {}  # counted once: every row of a table that is written again and again has them
+# counted once: every row of a table that is written again and again has them
+_COSTS: dict[str, dict[str, int]] = {}
 
 
 def costs(config: LabConfig) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device, device_warnings, one_of
-from moescope.checkpoint.places import find_place, shown_url
+from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.errors import BadInput
 from moescope.execution.texts import Content, Source, sources
 from moescope.progress import progress
@@ -297,11 +297,11 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
             raise BadInput(f"{name}: given twice; give each step once")
         if "://" in name:
             raise BadInput(
-                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it "
+                f"{hide_credentials(name)}: a model to be run cannot be read from a URL; download it "
                 "and give its folder"
             )
         if not Path(name).is_dir():
-            find_place(name)  # refuses in a second what transformers would look for for half a minute
+            find_location(name)  # refuses in a second what transformers would look for for half a minute
     return given
 
 
