@@ -338,7 +338,7 @@ def test_a_tensor_that_lies_in_two_files_is_refused_with_both_names(tmp_path, in
 def test_an_empty_folder_is_refused(tmp_path):
     message = refusal(tmp_path)
     assert message.startswith(f"{tmp_path}: no .safetensors file (it is empty)")
-    assert "give the folder of a checkpoint" in message
+    assert "give the folder of a safetensors checkpoint" in message
 
 
 class Explosive:

@@ -269,7 +269,7 @@ def either(*readers: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[
                 return reader(tensors)
         first, *others = (tensors.name(template, 0) for template, _ in readers)
         instead = "".join(f" (or {other})" for other in others)
-        raise BadInput(f"{tensors.checkpoint.shown}: tensor {first}{instead} is missing; download its shard")
+        raise BadInput(f"{tensors.checkpoint.shown}: tensor {first}{instead} is missing; download the shard")
 
     return read
 

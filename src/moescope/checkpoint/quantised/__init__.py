@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.checkpoint.quantised.fp8 import fp8
 from moescope.checkpoint.quantised.int_packed import int_packed
 from moescope.checkpoint.quantised.mxfp4 import mxfp4
-from moescope.checkpoint.quantised.packed import Packed, Scheme, find_quantisation, unsupported
+from moescope.checkpoint.quantised.packed import Packed, Scheme, find_quantisation, rejected
 from moescope.checkpoint.quantised.unsupported import nvfp4, reject_unsupported
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def logical_tensors(
                 left.pop(part, None)
             if info.name in left or info.name in logical:
                 why = "is stored twice, in two formats"
-                how = unsupported(how.scheme, info, how.parts, why, "keep one of the two")
+                how = rejected(how.scheme, info, how.parts, why, "keep one of the two")
                 left.pop(info.name, None)
             logical[info.name], packed[info.name] = info, how
     return {**left, **logical}, packed

@@ -24,7 +24,7 @@ from moescope.checkpoint.quantised.packed import (
     is_count,
     misshapen,
     present,
-    unsupported,
+    rejected,
 )
 from moescope.errors import BadInput
 
@@ -120,19 +120,19 @@ def one_tensor(stored: Stored, packed: TensorInfo, settings: WeightSettings) -> 
     parts = (packed.name, *present(stored, scale, shape, zero_point, order))
     logical = replace(packed, name=name, shape=(*rows, words * WORD // max(settings.bits, 1)), dtype=scheme)
     if settings.bits not in BITS:
-        return logical, unsupported(
+        return logical, rejected(
             scheme, logical, parts, f"is packed in {settings.bits} bits, which is not supported"
         )
     if order in stored:
         why = "has its columns grouped by activation (weight_g_idx), which is not supported"
-        return logical, unsupported(scheme, logical, parts, why)
+        return logical, rejected(scheme, logical, parts, why)
     needed = (scale, shape) if settings.symmetric else (scale, shape, zero_point)
     for part in needed:
         if part not in stored:
             return logical, incomplete(scheme, logical, parts, part)
     if settings.symmetric and zero_point in stored:
         why = f"is symmetric by config.json, and yet {zero_point} is there"
-        return logical, unsupported(scheme, logical, parts, why, "check that they belong together")
+        return logical, rejected(scheme, logical, parts, why, "check that they belong together")
     return check_parts(stored, logical, packed, settings, parts)
 
 

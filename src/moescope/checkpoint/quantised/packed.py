@@ -49,7 +49,7 @@ class Packed:
         return self.decode(read_part, index)
 
 
-def unsupported(
+def rejected(
     scheme: str, info: TensorInfo, parts: tuple[str, ...], why: str, remedy: str = USE_INSTEAD
 ) -> Packed:
     return Packed(scheme, parts, None, f"{info.file}: tensor {info.name} {why}; {remedy}")
@@ -57,7 +57,7 @@ def unsupported(
 
 def incomplete(scheme: str, info: TensorInfo, parts: tuple[str, ...], missing: str) -> Packed:
     remedy = f"download the shard that holds it; if none does, {USE_INSTEAD}"
-    return unsupported(scheme, info, parts, f"is {scheme}, but {missing} is missing", remedy)
+    return rejected(scheme, info, parts, f"is {scheme}, but {missing} is missing", remedy)
 
 
 def misshapen(
@@ -67,7 +67,7 @@ def misshapen(
         f"is {scheme} of shape {list(info.shape)}, but {part.name} has shape {list(part.shape)}, expected "
         f"{expected}"
     )
-    return unsupported(scheme, info, parts, why, "check how it was saved")
+    return rejected(scheme, info, parts, why, "check how it was saved")
 
 
 def present(stored: Stored, *names: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from moescope.checkpoint.quantised.packed import (
     Stored,
     incomplete,
     present,
-    unsupported,
+    rejected,
 )
 from moescope.errors import BadInput
 
@@ -78,6 +78,6 @@ def nvfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
         )
         if overall in stored:
             why = "is quantised as NVFP4, which is not supported"
-            yield logical, unsupported("NVFP4", logical, parts, why)
+            yield logical, rejected("NVFP4", logical, parts, why)
         else:
             yield logical, incomplete("NVFP4", logical, parts, f"its global scale {overall}")
