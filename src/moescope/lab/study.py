@@ -143,9 +143,7 @@ def check_options(engine: str, address: str | None, device: str, jobs: int) -> N
     if not isinstance(jobs, int) or jobs < 1:
         raise BadInput(f"--jobs {jobs}: give a whole number from 1")
     if engine == "ray" and jobs > 1:
-        raise BadInput(
-            f"--jobs {jobs}: Ray starts as many trainings as its machines have room for; remove it"
-        )
+        raise BadInput(f"--jobs {jobs}: Ray starts as many trainings as fit its machines; remove it")
     if started_by_torchrun():
         raise BadInput("a study trains each model in one process; start it without torchrun, with --jobs")
 
@@ -232,7 +230,7 @@ def open_workers(engine: str, address: str | None, device: str, jobs: int) -> Ab
 def train_all(
     writer: RunWriter, plan: Study, corpus: str, engine: AbstractContextManager[Any], quiet: bool
 ) -> None:
-    """Train and measure what is not finished; this process alone writes each result as soon as it is there."""
+    """Train and measure what is not finished; only this process writes, after each training."""
     folder = writer.path.resolve()
     tasks = [
         TrainingTask(folder, arm.training_name(seed), arm.name, seed, arm.question, arm.of_seed(seed), corpus)

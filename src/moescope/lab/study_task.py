@@ -156,7 +156,7 @@ def measure(
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
-    """Return step and the columns of LOAD: means over layers. Empty for a dense model, whose load is constant."""
+    """Return step and the columns of LOAD, means over layers; empty for a dense model."""
     import pandas as pd
 
     if "routing_layers" not in run.tables or run.info["arguments"]["model"]["router"] == "dense":
@@ -182,7 +182,7 @@ def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
 
 
 def speed(run: Run) -> dict[str, float | None]:
-    """Return tokens per second over all steps without evaluations, peak GPU memory, and seconds of all attempts.
+    """Return tokens per second without evaluations, peak GPU memory, and seconds over all attempts.
 
     A CPU's peak memory is that of the process, which trainings share.
     """
