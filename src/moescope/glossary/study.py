@@ -8,7 +8,7 @@ STUDY: dict[str, Column] = {
     "arm": Column("text", "One setting of the study, trained once per seed."),
     "seed": Column(
         "int",
-        "Seed of a training: initial weights and text order. Arms share seeds and are compared per seed.",
+        "Seed of initial weights and text order; arms are compared seed by seed.",
     ),
     "question": Column(
         "text",
@@ -80,7 +80,7 @@ STUDY: dict[str, Column] = {
     ),
     "dropped_share": Column(
         "float",
-        "Share of expert slots left empty at the end of training because capacity was exhausted, mean over layers.",
+        "Share of expert slots left empty by capacity at the end of training, mean over layers.",
         "empty slots/(N k)",
         worst="1",
         chance="0 without capacity",
@@ -159,7 +159,7 @@ STUDY: dict[str, Column] = {
         "float",
         "Lower end of the mean's 95 % t interval over seeds.",
         "mean − t · sd/√S, ddof 1",
-        misleads="Seeds shift all arms together: intervals of means may overlap where the difference is clear.",
+        misleads="Seeds shift all arms together: intervals may overlap where the difference is clear.",
     ),
     "study_comparisons.high": Column("float", "Upper end of that interval."),
     "difference": Column(
@@ -173,7 +173,7 @@ STUDY: dict[str, Column] = {
         "Lower end of the difference's 95 % interval.",
         "difference − t · standard error",
         chance="below 0",
-        misleads="Per arm: with many arms some intervals exclude 0 at chance level; p_adjusted corrects for that.",
+        misleads="Per arm: of many arms some exclude 0 by chance; p_adjusted corrects for that.",
         title="difference, low",
     ),
     "difference_high": Column(
@@ -213,8 +213,8 @@ STUDY: dict[str, Column] = {
     ),
     "equal_variances_p": Column(
         "float",
-        "p of equal residual variances in all arms; below 0.1 each arm is compared by a paired t. Null for two "
-        "arms, where both tests agree.",
+        "p of equal residual variances in all arms; below 0.1 each arm is compared by a paired t. Null for "
+        "two arms, where both tests agree.",
         "Cochran's C of residuals (the noisiest arm's share of all squares) against 20,000 simulated studies",
         chance="uniform on 0 to 1",
         misleads="With five seeds only ratios of several times are detected.",
@@ -222,7 +222,7 @@ STUDY: dict[str, Column] = {
     ),
     "hedges_g": Column(
         "float",
-        "The difference in units of one training's spread within its seed, corrected for few degrees of freedom.",
+        "The difference in units of one training's spread within its seed, corrected for few df.",
         "J(df) · difference/s",
         chance="0 ± √(2/S)",
         misleads="Large where seeds hardly matter: a large g may be a small difference in loss.",
@@ -230,7 +230,7 @@ STUDY: dict[str, Column] = {
     ),
     "rank_p": Column(
         "float",
-        "Wilcoxon's signed-rank test on the same pairs, Holm-corrected; null below 8 seeds, where it has no power.",
+        "Wilcoxon's signed-rank test on the same pairs, Holm-corrected; null below 8 seeds (no power).",
         "never below (arms) × 2^(1−S)",
         chance="uniform on 0 to 1",
         title="rank p, Holm",
