@@ -74,7 +74,7 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
 
     Held-out documents are chosen by name, so the choice is the same under another Python, whose texts differ.
     """
-    from moescope.decoder.config import config_from
+    from moescope.lab.config import config_from
     from moescope.lab.train_text import read_corpus
 
     if not folder.exists():

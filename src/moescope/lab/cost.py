@@ -26,13 +26,8 @@ MOVES = {
 
 
 def slots_per_token(config: ModelConfig) -> float:
-    """Return how many experts a token meets on average: k; capacity factor times k; 1 for dense."""
-    if config.router == "dense":
-        return 1.0
-    if config.router == "expert_choice":
-        factor = float(router_class(config.router).checked_options(config)["capacity_factor"])
-        return min(factor * config.top_k, config.experts)
-    return float(config.top_k)
+    """Return how many experts a token meets on average."""
+    return router_class(config.router).slots_per_token(config)
 
 
 def expert_parameters(config: ModelConfig) -> int:

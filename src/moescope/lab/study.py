@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device, run_to_resume
-from moescope.engine import LocalEngine, check_engine, open_engine
+from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.study_task import (
     NOT_RUN,
@@ -23,7 +23,6 @@ from moescope.lab.study_task import (
 )
 from moescope.lab.train_settings import bytes_on_disk
 from moescope.lab.train_text import read_corpus, vocabulary_of
-from moescope.processes import ProcessEngine
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,
@@ -184,12 +183,15 @@ def check_space(folder: Path, plan: Study, jobs: int) -> None:
 
 def describe(writer: RunWriter, plan: Study, config: Any) -> None:
     """Write the study's description to run.json, and a first task, so that an interruption leaves a trace."""
+    from moescope.decoder.routers import router_class
+
     arms = [
         {
             "name": arm.name,
             "question": arm.question,
             "overrides": arm.overrides,
             "axes": arm.axes,
+            "router_facts": router_class(arm.config.model.router).facts(arm.config.model),
             "trainings": {str(seed): f"{TRAININGS}/{arm.training_name(seed)}" for seed in plan.seeds},
         }
         for arm in plan.arms

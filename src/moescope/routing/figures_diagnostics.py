@@ -128,9 +128,9 @@ PANELS = [
         "for independent experts",
         "when all take the same tokens",
     ),
-    Panel("experts_a_token", "Experts a token", "experts", "by capacity alone", ""),
+    Panel("experts_per_token", "Experts a token", "experts", "by capacity alone", ""),
     Panel(
-        "experts_a_token_spread",
+        "experts_per_token_spread",
         "How far tokens differ in their number of experts",
         "std over tokens",
         "for independent experts",
