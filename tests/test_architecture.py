@@ -66,7 +66,6 @@ STILL_TO_DO: dict[str, set[str]] = {
     "figures.": {"arrows"},
     "glossary.": {"arrows"},
     "lab.": {"arrows", "router names"},
-    "processes": {"arrows"},
     "reporting.": {"arrows"},
     "routing.": {"arrows"},
 }

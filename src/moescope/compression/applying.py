@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moescope.checkpoint.in_memory import in_memory
+from moescope.checkpoint.source import in_memory
 from moescope.checkpoint.writing import Written
 from moescope.compression.plan import Fits, LayerFit, check_same_checkpoint
 from moescope.errors import BadInput

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, RouterReads, adapter_of
-from moescope.execution.capture import Capture
-from moescope.execution.documents import Batch, Document, batches, windows
-from moescope.execution.models import TracedModel, run_batch
+from moescope.execution.collect import Collected, Collector, collect
+from moescope.execution.documents import Document
+from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring, find_scoring
 from moescope.types import Routing, Tokens
 
@@ -32,45 +32,16 @@ GATES_FIT = 0.02  # relative error up to which gates count as reproduced: half p
 SPREAD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
-class Collector(Protocol):
-    """Sums over tokens of every layer: `consume` sees each layer's routing as it happens, under no_grad.
-
-    `sums` returns sums and counts only, named layer.N.NAME. The block may be asked for expert outputs
-    (`outputs_of_chosen`, `ungated_output`); capture ignores such calls.
-    """
-
-    def consume(self, routing: Routing, block: Block) -> None: ...
+class SumCollector(Collector, Protocol):
+    """A collector of sums and counts over tokens, named layer.N.NAME; those of two texts can be added."""
 
     def sums(self) -> Sums: ...
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """What a pass found besides the collectors' sums."""
+class ScoringFinder:
+    """Collector that finds the scoring of blocks that hand out their routing themselves."""
 
-    documents: int
-    tokens: int
-    blocks: dict[int, Block]  # by layer, with the scoring that was found
-
-
-def calibrate(
-    traced: TracedModel,
-    documents: Iterable[Document],
-    collectors: Sequence[Collector],
-    batch_size: int = 8,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> Calibrated:
-    """Read the documents once; every collector sees every layer's routing, as the experts received it."""
-    seen: set[int] = set()
-    tokens = 0
-
-    def count() -> Iterable[Document]:
-        for document in documents:
-            seen.add(document.number)
-            yield document
-
-    def consume(routing: Routing) -> None:
-        block = blocks[routing.layer]
+    def consume(self, routing: Routing, block: Block) -> None:
         if block.scoring is None and routing.logits_TE is not None:
             real_T = real_tokens(routing)
             block.scoring = find_scoring(
@@ -81,23 +52,17 @@ def calibrate(
                 block.groups,
                 block.expected_scoring,
             )
-        capture.busy = True  # calls of experts by collectors are not part of the model's pass
-        try:
-            for collector in collectors:
-                collector.consume(routing, block)
-        finally:
-            capture.busy = False
 
-    capture = Capture(traced.model, consume, runner=traced.runner)
-    blocks = {block.layer: block for block in capture.blocks}
-    with capture:
-        for rows in batches(windows(count(), traced.window), batch_size):
-            batch = Batch.of(rows, traced.padding)
-            for _ in run_batch(traced, capture, batch, "prefill"):
-                pass
-            tokens += int(batch.real_BL.sum())
-            advance(int(batch.real_BL.sum()))
-    return Calibrated(len(seen), tokens, blocks)
+
+def calibrate(
+    traced: TracedModel,
+    documents: Iterable[Document],
+    collectors: Sequence[Collector],
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Collected:
+    """Read the documents once; every collector sees every layer's routing, and every block has a scoring."""
+    return collect(traced, documents, [ScoringFinder(), *collectors], batch_size, advance=advance)
 
 
 def real_tokens(routing: Routing) -> Tensor:

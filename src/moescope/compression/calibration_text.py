@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moescope.compression.calibration import (
-    Calibrated,
-    Collector,
     Gating,
     LayerStates,
     StateSample,
+    SumCollector,
     Sums,
     add_sums,
     calibrate,
@@ -26,13 +25,13 @@ from moescope.compression.calibration import (
 from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
-from moescope.execution.documents import Document, fingerprint
+from moescope.execution.collect import Collected
+from moescope.execution.documents import Document, fingerprint, read_documents
 from moescope.execution.lab_models import load_any_model
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring
-from moescope.execution.texts import Source
+from moescope.execution.texts import ReadSettings, Source
 from moescope.families import MoeCheckpoint
-from moescope.routing.trace import TraceSettings, documents
 from moescope.statistics import FEWEST_DOCUMENTS
 
 ONE_IN = 5  # documents: one is held out, the others calibrate
@@ -48,10 +47,7 @@ class CalibrationText:
     sources: list[Source]
     device: str
     hold_out: bool
-    max_tokens: int | None = None
-    dtype: str = "auto"
-    batch_size: int = 8
-    chat_template: bool = False
+    settings: ReadSettings
     loaded: TracedModel | None = field(default=None, repr=False)
     split: str | None = None
 
@@ -59,12 +55,12 @@ class CalibrationText:
     def traced(self) -> TracedModel:
         if self.loaded is None:
             self.loaded = self.load(self.model)
-            if self.chat_template and not getattr(self.loaded.tokenizer, "chat_template", None):
+            if self.settings.chat_template and not getattr(self.loaded.tokenizer, "chat_template", None):
                 raise BadInput(f"{self.model}: its tokenizer has no chat template; omit --chat-template")
         return self.loaded
 
     def load(self, model: str) -> TracedModel:
-        return load_any_model(model, self.dtype, self.device, prefer_transformers=True)
+        return load_any_model(model, self.settings.dtype, self.device, prefer_transformers=True)
 
     def release(self) -> None:
         """Free the model's memory: the compressed one comes next."""
@@ -85,8 +81,8 @@ class CalibrationText:
         return self.split
 
     def documents(self) -> Iterator[Document]:
-        settings = TraceSettings(self.max_tokens, chat_template=self.chat_template)
-        return documents(self.traced, self.sources, settings)
+        settings = self.settings
+        return read_documents(self.traced, self.sources, settings.max_tokens, settings.chat_template)
 
     def calibration_documents(self) -> Iterator[Document]:
         split = self.find_split()
@@ -104,9 +100,11 @@ class CalibrationText:
         )
 
     def calibrate(
-        self, collectors: Sequence[Collector], advance: Callable[[int], None] = lambda tokens: None
-    ) -> Calibrated:
-        return calibrate(self.traced, self.calibration_documents(), collectors, self.batch_size, advance)
+        self, collectors: Sequence[SumCollector], advance: Callable[[int], None] = lambda tokens: None
+    ) -> Collected:
+        return calibrate(
+            self.traced, self.calibration_documents(), collectors, self.settings.batch_size, advance
+        )
 
 
 def is_held_out(document: Document) -> bool:
@@ -215,7 +213,7 @@ def all_sums(calibration: Calibration | None, earlier: Sequence[EarlierSums]) ->
 def calibrate_text(
     text: CalibrationText,
     moe: MoeCheckpoint,
-    collectors: Sequence[Collector],
+    collectors: Sequence[SumCollector],
     seed: int,
     file: Path,
     advance: Callable[[int], None],

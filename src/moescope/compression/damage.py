@@ -17,7 +17,7 @@ from moescope.execution.adapters import Ask, Asked, Block, Decision, RouterReads
 from moescope.execution.capture import Capture
 from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
-from moescope.families.router_rewriting import changed_router
+from moescope.families.writing import changed_router
 from moescope.types import LayerPlan, Plan, Routing
 
 SAME_CHOICE = 0.98  # share of tokens with equal choices from which a router depends on single tokens only

@@ -188,8 +188,8 @@ def group_sizes(tables: Tables) -> Figure:
     return Figure(
         "group_sizes",
         "Group sizes per layer",
-        f"{number(float(np.mean(alone)))} of {number(groups)} experts stay alone on average "
-        f"(joined at random: {number(float(np.mean(by_chance)))}). Largest group: {largest} members, layer {where}.",
+        f"{number(float(np.mean(alone)))} of {number(groups)} experts stay alone on average (joined at "
+        f"random: {number(float(np.mean(by_chance)))}). Largest group: {largest} members, layer {where}.",
         ("cluster",),
         data,
         base_layout(

@@ -64,7 +64,7 @@ def judge_models(
 
     A control is written into `scratch`, judged, and removed.
     """
-    size = text.batch_size
+    size = text.settings.batch_size
     documents = text.held_out_documents()
     with progress(None, 0, "tokens", quiet) as advance:
         sample = StateSample(seed, layers=len(moe.layers))

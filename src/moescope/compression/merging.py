@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from moescope.compression.applying import RunningExperts, merged_expert
 from moescope.compression.calibration import (
-    Collector,
     Gating,
     LayerStates,
     StateSample,
+    SumCollector,
     Sums,
     find_gating,
 )
@@ -42,7 +42,7 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import CONTRACT, Block, adapter_of, find_blocks
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import GROUPS
-from moescope.families.reading import stated, text_config
+from moescope.families.reading import config_value, text_config
 from moescope.geometry.matching import can_flip, match_neurons
 from moescope.types import Array, LayerPlan, LayerWeights, LinearView, Routing
 
@@ -108,7 +108,7 @@ def merge_by(
     *,
     matched: bool,
     needs_text: bool = True,
-    collectors: tuple[Callable[[], Collector], ...] = (),
+    collectors: tuple[Callable[[], SumCollector], ...] = (),
     distances: tuple[str, ...] = (),
     needs_logits: bool = False,
     adapts: bool = False,
@@ -223,7 +223,7 @@ def linear_view(evidence: Evidence, layer: int) -> LinearView | None:
 
 def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
     """DeepSeek's n_group, 1 where there are none."""
-    groups = stated(text_config(moe.checkpoint.config), GROUPS, layer)
+    groups = config_value(text_config(moe.checkpoint.config), GROUPS, layer)
     return groups if isinstance(groups, int) and groups > 1 else 1
 
 
@@ -360,9 +360,9 @@ def fold_start(layer: LayerEvidence, plan: LayerPlan, grouping: Grouping) -> tup
 
 
 class OneLayer:
-    """Collector that shows another collector one layer only."""
+    """SumCollector that shows another collector one layer only."""
 
-    def __init__(self, layer: int, collector: Collector):
+    def __init__(self, layer: int, collector: SumCollector):
         self.layer, self.collector = layer, collector
 
     def consume(self, routing: Routing, block: Block) -> None:
@@ -374,7 +374,7 @@ class OneLayer:
 
 
 def merge_in_sequence(
-    evidence: Evidence, group: Group, matched: bool, collectors: tuple[Callable[[], Collector], ...]
+    evidence: Evidence, group: Group, matched: bool, collectors: tuple[Callable[[], SumCollector], ...]
 ) -> list[MergedLayer]:
     """Merge layer by layer, each on states recomputed through the merged layers before it (as in REAM).
 
@@ -398,7 +398,9 @@ def merge_in_sequence(
     return merged
 
 
-def recalibrate_layer(evidence: Evidence, layer: LayerEvidence, collectors: list[Collector]) -> LayerEvidence:
+def recalibrate_layer(
+    evidence: Evidence, layer: LayerEvidence, collectors: list[SumCollector]
+) -> LayerEvidence:
     """The layer's evidence from another pass over the text through the model as merged so far."""
     assert evidence.recalibrate is not None
     sample = StateSample(evidence.settings.seed, layers=len(evidence.keep))

@@ -12,8 +12,9 @@ from moescope.families import MoeCheckpoint
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
-    from moescope.compression.calibration import Calibrated, Collector, Gating, LayerStates, Sums
+    from moescope.compression.calibration import Gating, LayerStates, SumCollector, Sums
     from moescope.compression.saliency import Score
+    from moescope.execution.collect import Collected
     from moescope.execution.models import TracedModel
 
 RESCALED = 0.05  # relative change of the gate sum that is worth a warning
@@ -43,7 +44,7 @@ class Evidence:
     states: Mapping[int, LayerStates] = field(default_factory=dict)
     gating: Mapping[int, Gating] = field(default_factory=dict)  # layer -> how its router was seen to choose
     traced: Callable[[], TracedModel] | None = None  # returns the running model; None without text
-    recalibrate: Callable[[Sequence[Collector]], Calibrated] | None = None  # another pass over the text
+    recalibrate: Callable[[Sequence[SumCollector]], Collected] | None = None  # another pass over the text
     control_of: Plan | None = None  # the plan whose group sizes and matching a random control copies
 
 
@@ -71,7 +72,7 @@ class Method:
     needs_text: bool = True
     merges: bool = False
     control: str = "random"  # the method that does as much at random
-    collectors: tuple[Callable[[], Collector], ...] = ()  # besides `RoutedSums`
+    collectors: tuple[Callable[[], SumCollector], ...] = ()  # besides `RoutedSums`
     score: Score | None = None  # the saliency it prunes by; rank intervals use REAP where there is none
     distances: tuple[str, ...] = ()  # what `distance` may be; the first is the default
     needs_logits: bool = False

@@ -17,7 +17,7 @@ from moescope.compression.grouping import Grouping
 from moescope.compression.reap import reap
 from moescope.compression.saliency import Score, layer_sums, score_experts
 from moescope.families import MoeCheckpoint
-from moescope.geometry.chart import layer_geometry
+from moescope.geometry.pairs import layer_geometry
 from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.types import Array, Plan
 

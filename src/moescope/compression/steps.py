@@ -205,7 +205,7 @@ def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: 
         collectors = [collector() for collector in work.method.collectors]
         (writer.path / "parts").mkdir(exist_ok=True)
         file = writer.path / "parts" / "calibration-file.tmp"
-        with writer.timed("calibrate"), progress(text.max_tokens, 0, "tokens", quiet) as advance:
+        with writer.timed("calibrate"), progress(text.settings.max_tokens, 0, "tokens", quiet) as advance:
             calibrate_text(
                 text, work.moe, collectors, work.settings.seed, file, partial(advance, "calibrating")
             )

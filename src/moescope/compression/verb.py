@@ -9,9 +9,9 @@ from pathlib import Path
 from moescope.arguments import choose_device, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
-from moescope.execution.texts import sources
+from moescope.execution.model_names import DTYPES, step_names
+from moescope.execution.texts import ReadSettings, sources
 from moescope.families import read_moe
-from moescope.routing.trace import DTYPES, step_names
 from moescope.run import Run, default_folder, open_run
 from moescope.storage import check_target
 from moescope.weights.verb import finished_run
@@ -129,12 +129,7 @@ def compress(
     for name, (value, least) in {**minimums, "controls": (controls, 0)}.items():
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
-    reading = {
-        "max_tokens": max_tokens,
-        "dtype": one_of("dtype", dtype, DTYPES),
-        "batch_size": batch_size,
-        "chat_template": chat_template,
-    }
+    reading = ReadSettings(max_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(as_list(text), as_list(domain), token_ids) if with_text else []
     settings = PlanSettings(seed, merge_weights, distance, not unsigned, router, adaptive, sequential)
@@ -148,7 +143,7 @@ def compress(
     identity = {
         "arguments": {
             **asdict(settings),
-            **reading,
+            **asdict(reading),
             "method": work.method.name,
             "keep": None if keep is None else str(keep),
             "plan": plan_identity(plan),
@@ -168,7 +163,7 @@ def compress(
         if work.apply is not None and "applied" not in writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
-        reader = CalibrationText(str(model), texts, place, judge, **reading) if with_text else None  # type: ignore[arg-type]
+        reader = CalibrationText(str(model), texts, place, judge, reading) if with_text else None
         return carry_out(writer, work, reader, place, quiet)
 
 

@@ -14,9 +14,8 @@ from moescope.compression.grouping import Grouping, average_linkage, most_centra
 from moescope.compression.merging import LayerEvidence, merge_by
 from moescope.compression.method import Evidence
 from moescope.errors import unknown_name
-from moescope.geometry.matching import Matching, can_flip, match_neurons
-from moescope.geometry.nulls import matched_chance
-from moescope.geometry.polar import PolarFactor, polar_factor, sv_alignment
+from moescope.geometry.distances import PolarFactor, polar_factor, sv_alignment
+from moescope.geometry.matching import Matching, can_flip, match_neurons, matched_chance
 from moescope.types import Array, ExpertWeights
 
 MEASURES = ("l2", "sv")
