@@ -139,8 +139,8 @@ def rank_finding(tables: Tables) -> str | None:
         return None
     unsure = (both["rank_low"] < kept + 0.5) & (both["rank_high"] > kept + 0.5)
     return (
-        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with other documents: "
-        f"95 % intervals of their rank by {score_column(tables).replace('_', ' ')} (uninformative score: all)"
+        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with other "
+        f"documents: 95 % intervals of their rank by {score_column(tables).replace('_', ' ')} (uninformative score: all)"
     )
 
 
@@ -188,8 +188,8 @@ def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["saliency"]
     columns = ["layer", "expert", "tokens", "gate_weight", "ean", "reap", "rank_low", "rank_high"]
     words = (
-        f"Tokens, gate weights and output norms of each expert on {counted(facts['calibration_tokens'], 'token')}"
-        f" of {counted(facts['calibration_documents'], 'document')}."
+        "Tokens, gate weights and output norms of each expert on "
+        f"{counted(facts['calibration_tokens'], 'token')} of {counted(facts['calibration_documents'], 'document')}."
     )
     figures = [(spec, tables) for spec in SALIENCY if can_draw(spec, tables)]
     return Section(
