@@ -138,9 +138,10 @@ def rank_finding(tables: Tables) -> str | None:
     if (kept == both.groupby("layer")["kept"].transform("size")).all():
         return None
     unsure = (both["rank_low"] < kept + 0.5) & (both["rank_high"] > kept + 0.5)
+    score = score_column(tables).replace("_", " ")
     return (
-        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with other "
-        f"documents: 95 % intervals of their rank by {score_column(tables).replace('_', ' ')} (uninformative score: all)"
+        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with other documents "
+        f"by the 95 % interval of their {score} rank (uninformative score: all)"
     )
 
 
@@ -187,10 +188,9 @@ def cost_section(tables: Tables, facts: dict[str, Any]) -> Section:
 def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["saliency"]
     columns = ["layer", "expert", "tokens", "gate_weight", "ean", "reap", "rank_low", "rank_high"]
-    words = (
-        "Tokens, gate weights and output norms of each expert on "
-        f"{counted(facts['calibration_tokens'], 'token')} of {counted(facts['calibration_documents'], 'document')}."
-    )
+    tokens = counted(facts["calibration_tokens"], "token")
+    documents = counted(facts["calibration_documents"], "document")
+    words = f"Tokens, gate weights and output norms of each expert on {tokens} of {documents}."
     figures = [(spec, tables) for spec in SALIENCY if can_draw(spec, tables)]
     return Section(
         "saliency",
