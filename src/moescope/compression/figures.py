@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
+from moescope.comparison.figures import EXPERT_DISTANCE
+from moescope.compression.figures_groups import dendrogram, group_sizes, has_groups
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     counted,
     grey_line,
+    layer_axis,
     named_layers,
     number,
 )
 from moescope.routing.figures_load import fold_of, ratio_heatmap
-from moescope.weights.figures_alignment import layer_axis
+from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 SCORES = {"frequency": "tokens", "gate_weight": "gate_weight", "ean": "ean", "reap": "reap"}
 SCORE_NAMES = {"tokens": "Routed tokens", "gate_weight": "Gate weight", "ean": "EAN", "reap": "REAP score"}
@@ -124,11 +123,12 @@ def errors_by_layer(tables: Tables) -> Figure:
     return Figure(
         "errors_by_layer",
         "Error of the routed output per layer",
-        f"Largest in layer {layer}: {number(value)}{beside}. 0: unchanged; 1: as without routed experts. "
-        "Each layer gets the original's input.",
+        f"Largest in layer {layer}: {number(value)}{beside}. 0: unchanged; 1: as without routed experts.",
         ("predicted_error", "measured_error"),
         data,
         layer_layout(rows, "error of the routed output"),
+        details="Predicted on calibration states before writing, measured on held-out states in the written "
+        "model. Each layer gets the original's input. Shaded: range of the random controls.",
     )
 
 
@@ -141,10 +141,12 @@ def router_kl_by_layer(tables: Tables) -> Figure:
     return Figure(
         "router_kl_by_layer",
         "KL divergence of the router per layer",
-        f"Largest in layer {layer}: {number(value)} nats{beside}. 0: unchanged. On calibration states.",
+        f"Largest in layer {layer}: {number(value)} nats{beside}. 0: unchanged.",
         ("router_kl",),
         data,
         layer_layout(rows, "router KL (nats)"),
+        details="From the old router's probabilities to the new one's, on calibration states. Pruned "
+        "experts: -log of the kept probability; merged ones: KL from the sum over each group's members.",
     )
 
 
@@ -191,7 +193,7 @@ def perplexities(tables: Tables) -> Figure:
         "perplexities",
         "Perplexity on held-out text",
         f"{number(after)}, {number(abs(change))} % {'above' if change >= 0 else 'below'} the original's "
-        f"{number(before)}{control_mean(controls['perplexity'])}. Controls keep as many experts, at random.",
+        f"{number(before)}{control_mean(controls['perplexity'])}.",
         ("perplexity", "perplexity_original"),
         data,
         base_layout(
@@ -200,6 +202,8 @@ def perplexities(tables: Tables) -> Figure:
             xaxis=categories(names),
             yaxis=wide_axis([before, after, *controls["perplexity"]]),
         ),
+        details="Each random control drops or merges as many experts at random, with another seed. A method "
+        "can save at most the difference between the controls and the original.",
     )
 
 
@@ -221,6 +225,7 @@ def divergences(tables: Tables) -> Figure:
         ("js_divergence",),
         data,
         base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
+        details="Mean over held-out positions of the divergence from the original's distribution.",
     )
 
 
@@ -340,6 +345,7 @@ def rank_intervals(tables: Tables) -> Figure:
             yaxis={"autorange": "reversed", "tick0": 1, "dtick": max(1, len(kept.loc[layers[0]]) // 8)},
         ),
         Slider("layer", [str(layer) for layer in layers], 0, 3, captions=captions),
+        details="Rank 1 is the most salient expert. Intervals: groups of documents resampled 1,000 times.",
     )
 
 
@@ -367,30 +373,39 @@ def rank_trace(rows: pd.DataFrame, color: str, name: str, legend: bool) -> Trace
     }
 
 
-COST = [
-    FigureSpec("perplexities", ("damage", "clusters"), perplexities),
-    FigureSpec("divergences", ("damage", "clusters"), divergences),
-    FigureSpec("errors_by_layer", ("damage", "clusters"), errors_by_layer),
-    FigureSpec("router_kl_by_layer", ("damage", "clusters"), router_kl_by_layer),
+@dataclass(frozen=True)
+class ConditionalFigure(FigureSpec):
+    """A figure that is drawn only where its condition holds."""
+
+    condition: Callable[[Tables], bool] = lambda tables: True
+
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and self.condition(tables)
+
+
+def of_numbers(draw: Callable[[Tables], Figure], table: str, *columns: str) -> ConditionalFigure:
+    """A figure of columns of which the plan must have one."""
+
+    def condition(tables: Tables) -> bool:
+        rows = tables[table]
+        rows = of_plan(tables, rows) if "method" in rows else rows
+        return bool(rows[list(columns)].notna().any(axis=None))
+
+    return ConditionalFigure(draw.__name__, (table, "clusters"), draw, condition=condition)
+
+
+DAMAGE = [
+    of_numbers(perplexities, "damage", "perplexity"),
+    of_numbers(divergences, "damage", "js_divergence"),
+    of_numbers(errors_by_layer, "damage", "predicted_error", "measured_error"),
+    of_numbers(router_kl_by_layer, "damage", "router_kl"),
 ]
 SALIENCY = [
-    FigureSpec("saliency_heatmap", ("saliency", "clusters"), saliency_heatmap),
-    FigureSpec("rank_intervals", ("saliency", "clusters"), rank_intervals),
+    of_numbers(saliency_heatmap, "saliency", "reap"),
+    of_numbers(rank_intervals, "saliency", "rank_low"),
 ]
-NEEDED = {
-    "perplexities": ("damage", "perplexity"),
-    "divergences": ("damage", "js_divergence"),
-    "errors_by_layer": ("damage", "predicted_error", "measured_error"),
-    "router_kl_by_layer": ("damage", "router_kl"),
-    "saliency_heatmap": ("saliency", "reap"),
-    "rank_intervals": ("saliency", "rank_low"),
-}  # table, and columns of which the plan must have one
-
-
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    table, *columns = NEEDED[spec.name]
-    if table not in tables:
-        return False
-    rows = tables[table]
-    rows = rows[rows["method"] == method_of(tables)] if "method" in rows else rows
-    return bool(rows[columns].notna().any(axis=None))
+GROUPS = [
+    ConditionalFigure("dendrogram", ("merges", "clusters"), dendrogram, wide=True, condition=has_groups),
+    ConditionalFigure("group_sizes", ("clusters",), group_sizes, condition=has_groups),
+]
+FIGURES: list[FigureSpec] = [*DAMAGE, *SALIENCY, *GROUPS, *EXPERT_DISTANCE]

@@ -10,18 +10,14 @@ import pandas as pd
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     blend,
     counted,
     grey_line,
+    layer_axis,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis
+from moescope.verb import Figure, Slider, Tables, Trace
 
 MOST_LABELS = 64  # experts whose numbers fit below a dendrogram
 ONE_ROW = 12  # labels that fit in one row on a phone; more are written in three rows
@@ -127,6 +123,9 @@ def dendrogram(tables: Tables) -> Figure:
         layout,
         Slider("layer", [str(layer) for layer in layers], 0, 6, captions=captions),
         400,
+        "Each link joins two experts or groups at the height of their distance in the method's measure, "
+        "divided by that of unrelated experts (dashed). Blue: merged; grey: above the cut. Orange: the "
+        "dominant member, whose neurons the others are matched to.",
     )
 
 
@@ -199,6 +198,8 @@ def group_sizes(tables: Tables) -> Figure:
             yaxis={"rangemode": "tozero"},
             barmode="stack",
         ),
+        details="Experts of the compressed model by how many of the original's they stand for. Dashed: those "
+        "that stand for one if each removed expert joins any other at random.",
     )
 
 
@@ -216,7 +217,7 @@ def alone_by_chance(n_experts: int, groups: int) -> float:
     return groups * (1 - 1 / groups) ** (n_experts - groups) if groups else 0.0
 
 
-GROUPS = [
-    FigureSpec("dendrogram", ("merges", "clusters"), dendrogram, wide=True),
-    FigureSpec("group_sizes", ("clusters",), group_sizes),
-]
+def has_groups(tables: Tables) -> bool:
+    """Whether any experts are merged."""
+    clusters = tables["clusters"]
+    return bool(clusters.groupby(["layer", "cluster"]).size().gt(1).any())

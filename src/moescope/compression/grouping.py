@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 
+from moescope.compression.plan import MergeWeights
 from moescope.errors import BadInput, unknown_name
 from moescope.types import Array
 
 ChooseDominant = Callable[[tuple[int, ...]], int]
-MERGE_WEIGHTS = ("usage", "uniform", "dominant", "saliency")
+MERGE_WEIGHTS = get_args(MergeWeights)
 DOMINANT_SHARE = 0.75
 
 

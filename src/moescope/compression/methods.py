@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import get_args
 
 from moescope.compression import (
     ean,
@@ -17,6 +18,7 @@ from moescope.compression import (
 )
 from moescope.compression.grouping import MERGE_WEIGHTS
 from moescope.compression.method import Method, PlanSettings
+from moescope.compression.plan import RouterAfter
 from moescope.errors import BadInput, unknown_name
 
 METHODS: list[Method] = [
@@ -32,7 +34,6 @@ METHODS: list[Method] = [
     weights_clustering.METHOD,
     random_merge.METHOD,
 ]
-ROUTER_CHOICES = ("fold", "tie")
 
 
 def method_named(name: str) -> Method:
@@ -51,7 +52,7 @@ def check_settings(method: Method, settings: PlanSettings, written: bool) -> Non
         raise BadInput(f"method {method.name} drops experts and merges none; omit {option}")
     for kind, value, known in (
         ("merge weights", settings.merge_weights, MERGE_WEIGHTS),
-        ("router", settings.router, ROUTER_CHOICES),
+        ("router", settings.router, get_args(RouterAfter)),
         (f"distance of {method.name}", settings.distance, ("default", *method.distances)),
     ):
         if value not in known:

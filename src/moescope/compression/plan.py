@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
@@ -19,6 +19,8 @@ from moescope.types import LayerPlan, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
+MergeWeights = Literal["usage", "uniform", "dominant", "saliency"]
+RouterAfter = Literal["fold", "tie"]
 PLAN_VERSION = 1
 MATCHINGS = ("signed", "unsigned", "none")
 ROUTERS = ("slice", "fold", "tie", "join")

@@ -36,7 +36,6 @@ from moescope.families import MoeCheckpoint
 from moescope.families.writing import NewLayer, plan_moe
 from moescope.progress import progress
 from moescope.run import Run, RunWriter
-from moescope.tables import GEOMETRY_TABLES
 from moescope.types import Plan
 
 SMALL = 2 * 2**30  # bytes of a checkpoint up to which three random controls are judged, beyond it one
@@ -342,9 +341,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         "clusters": cluster_rows(plan, names),
         "damage": damage_rows(plan, names, predicted, judged, perplexity, record["bytes"]),
     }
-    for name in ("merges", *GEOMETRY_TABLES):
-        if (writer.path / "parts" / "plan" / f"{name}.parquet").exists():
-            frames[name] = writer.joined(name)
+    frames |= {name: writer.joined(name) for name in writer.verb.tables if writer.has(name)}
     router = lab_router(work.moe)
     facts: dict[str, Any] = {
         "gating": {},

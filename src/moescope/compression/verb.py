@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args
 
 from moescope.arguments import choose_device, one_of
 from moescope.checkpoint import open_checkpoint
+from moescope.comparison.tables import TABLES as DISTANCE_TABLES
+from moescope.compression.figures import FIGURES
+from moescope.compression.plan import MergeWeights, RouterAfter, checkpoint_mark, plan_identity
+from moescope.compression.report import guide, sections, summary
+from moescope.compression.tables import TABLES
 from moescope.errors import BadInput
-from moescope.execution.model_names import DTYPES, step_names
+from moescope.execution.model_names import Dtype, step_names
 from moescope.execution.texts import ReadSettings, sources
 from moescope.families import read_moe
-from moescope.run import Run, default_folder, open_run
+from moescope.run import Run, open_run, place_run
 from moescope.storage import check_target
-from moescope.weights.verb import finished_run
+from moescope.verb import Verb
 
 
 def compress(
@@ -31,86 +37,84 @@ def compress(
     domain: str | Iterable[str] = (),
     token_ids: str | Path | None = None,
     add: str | Path | Iterable[str | Path] = (),
-    merge_weights: str = "usage",
+    merge_weights: MergeWeights = "usage",
     distance: str = "default",
-    router: str = "fold",
+    router: RouterAfter = "fold",
     unsigned: bool = False,
     adaptive: bool = False,
     sequential: bool = False,
     judge: bool = True,
     controls: int | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Merge or drop experts: plan, predict the damage, and with `apply` write and measure the checkpoint.
+    """Prune or merge experts: plan, predict the damage, and with --apply write and measure the checkpoint.
 
-    One document in five of the text is held out. The compressed checkpoint is judged on it, next to the
-    original and to random controls that keep as many experts.
+    A fifth of the text is held out; on it the compressed checkpoint is compared with the original and with
+    random controls that keep as many experts.
 
     Parameters
     ----------
-    model
+    model : MODEL
         Model folder or hub id; a checkpoint to rewrite must be on this machine.
-    method
-        Drop experts by frequency, gate_weight, ean, reap (default) or random; merge them by hc_smoe, m_smoe,
-        weights or random_merge (hc_smoe_permuted, m_smoe_permuted: neurons matched).
-    keep
+    method : METHOD, default reap
+        Drop by frequency, gate_weight, ean, reap or random; merge by hc_smoe, m_smoe, weights or random_merge
+        (hc_smoe_permuted, m_smoe_permuted: neurons matched).
+    keep : SHARE_OR_COUNT
         Experts to keep per layer: a share (0.5) or a number (4).
-    text
-        Calibration text: file, folder, .jsonl, or - for standard input; repeat for more.
-    plan
+    text : PATH, repeatable
+        Calibration text: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input.
+    plan : PLAN
         An existing plan to apply: plan.json, or its run folder.
-    apply
-        Folder to write the compressed checkpoint to; it is then judged.
-    max_tokens
-        Most tokens to read, divided evenly among the domains.
-    out
-        Run folder.
-    device
+    apply : DIR
+        Write the compressed checkpoint into this folder, and judge it.
+    max_tokens : int, default all
+        Tokens to read at most, shared evenly by the domains.
+    out : DIR, default runs/compress-MODEL-N
+        Run folder to write.
+    device : DEVICE
         auto, cpu, cuda or cuda:0.
-    domain
-        Named text: code=src; repeat per domain.
-    token_ids
-        Token ids instead of text: .npy, or one list per line.
-    add
-        An earlier run of this model on another text, whose sums are added; repeat for more.
-    merge_weights
-        Weights of a group's members: usage, uniform, dominant or saliency.
-    distance
-        Distance that experts are clustered by; default: the method's own.
-    router
-        Router of merged experts: fold (rows fitted again) or tie (all rows kept; plan only).
-    unsigned
-        Match neurons by order only, without signs.
-    adaptive
-        Let layers share one budget by usage; plan only.
-    sequential
-        Calibrate each layer on the output of the compressed layers before it.
-    judge
-        Hold text out and judge the compressed checkpoint on it.
-    controls
-        Number of random controls; default 3, or 1 for models over 2 GiB.
-    dtype
-        auto (as stored), float32, bfloat16 or float16.
-    batch_size
-        Documents per batch.
-    chat_template
-        Read each document as a user's message.
-    seed
-        Seed of samples and controls.
-    overwrite
-        Recompute instead of reusing or resuming the run folder.
-    quiet
-        Show no progress.
 
-    Returns
-    -------
-    Run
-        With the tables `clusters` and `damage`, and `saliency`, `merges` and `geometry` where they apply.
+    Other Parameters
+    ----------------
+    domain : NAME=PATH, repeatable
+        Text of a named domain, such as code=src.
+    token_ids : FILE
+        Token ids instead of text: .npy, or .jsonl with one list per line.
+    add : RUN, repeatable
+        An earlier run of this model on another text, whose sums are added.
+    merge_weights : HOW
+        Weights of a group's members in the merged expert.
+    distance : DISTANCE
+        Distance that experts are clustered by; default: the method's first.
+    router : HOW
+        Router of merged experts: fold fits new rows, tie keeps all rows (plan only).
+    unsigned : bool
+        Match neurons by order alone, without signs.
+    adaptive : bool
+        Let layers share one budget by usage (plan only).
+    sequential : bool
+        Calibrate each layer on the output of the compressed layers before it.
+    judge : bool
+        Judge the written checkpoint on held-out text; --no-judge holds out none.
+    controls : int, default 3 (1 for models over 2 GiB)
+        Random controls to compare with.
+    dtype : DTYPE
+        Precision of the model; auto: as stored.
+    batch_size : int
+        Documents per batch.
+    chat_template : bool
+        Read each document as a user's message.
+    seed : int
+        Seed of the sample, the bootstrap and the controls.
+    overwrite : bool
+        Replace what the run folder holds.
+    quiet : bool
+        Print nothing but errors.
 
     References
     ----------
@@ -118,18 +122,19 @@ def compress(
 
     Examples
     --------
-    >>> run = compress("Qwen/Qwen3-30B-A3B", keep=0.5, text="calibration.jsonl")  # doctest: +SKIP
+    >>> run = moescope.compress("allenai/OLMoE-1B-7B-0924", keep=0.5, text="docs")  # doctest: +SKIP
+    >>> run.table("damage")  # doctest: +SKIP
     """
+    given = dict(locals())
     from moescope.compression.calibration_text import CalibrationText
     from moescope.compression.method import PlanSettings
-    from moescope.compression.plan import checkpoint_mark, plan_identity
     from moescope.compression.steps import carry_out, prepare
 
     minimums = {"max_tokens": (max_tokens, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
     for name, (value, least) in {**minimums, "controls": (controls, 0)}.items():
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
-    reading = ReadSettings(max_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template)
+    reading = ReadSettings(max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(as_list(text), as_list(domain), token_ids) if with_text else []
     settings = PlanSettings(seed, merge_weights, distance, not unsigned, router, adaptive, sequential)
@@ -140,26 +145,25 @@ def compress(
     if with_text:
         step_names([model], ())
     place = choose_device(device)
+    parsed = {
+        "method": work.method.name,
+        "keep": None if keep is None else str(keep),
+        "text": [[source.domain, source.identity] for source in texts],
+        "plan": plan_identity(plan),
+        "apply": work.apply,
+        "domain": [],
+        "token_ids": token_ids is not None,
+        "add": [earlier.file_identity for earlier in work.earlier],
+        "controls": work.controls,
+    }
     identity = {
-        "arguments": {
-            **asdict(settings),
-            **asdict(reading),
-            "method": work.method.name,
-            "keep": None if keep is None else str(keep),
-            "plan": plan_identity(plan),
-            "judge": judge,
-            "apply": None if work.apply is None else str(work.apply),
-            "controls": work.controls,
-            "text": [[source.domain, source.identity] for source in texts],
-            "token_ids": token_ids is not None,
-            "add": [earlier.file_identity for earlier in work.earlier],
-        },
+        "arguments": VERB.identity(given, **parsed),
         "checkpoints": [{"step": 0, **checkpoint_mark(moe.checkpoint)}],
     }
-    folder = Path(out) if out is not None else default_folder("compress", moe.checkpoint.name, identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(VERB, out, moe.checkpoint.name, identity, overwrite)
+    if done:
         return done
-    with open_run(folder, "compress", identity, overwrite) as writer:
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         if work.apply is not None and "applied" not in writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
@@ -167,5 +171,17 @@ def compress(
         return carry_out(writer, work, reader, place, quiet)
 
 
-def as_list(values: str | Path | Iterable[str | Path]) -> list[str | Path]:
+def as_list(values: Any) -> list[Any]:
     return [values] if isinstance(values, str | Path) else list(values)
+
+
+VERB = Verb(
+    name="compress",
+    run=compress,
+    tables={**DISTANCE_TABLES, **TABLES},
+    figures=FIGURES,
+    summary=summary,
+    sections=sections,
+    guide=guide,
+    files=("plan.json", "plan.safetensors", "calibration.safetensors"),
+)
