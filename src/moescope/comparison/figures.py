@@ -223,8 +223,9 @@ def drift_heatmap(tables: Tables) -> Figure:
         grid = group.pivot(index="layer", columns="expert_a", values="relative_l2").sort_index()
         values = grid.to_numpy(float)
         top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
-        colors = {"low": 0.0, "high": max(top, 1e-12), "label": "relative L2"}
-        data.append(heatmap(values, list(grid.columns), list(grid.index), axes=("expert", "layer"), **colors))
+        experts, layers, high = list(grid.columns), list(grid.index), max(top, 1e-12)
+        axes = ("expert", "layer")
+        data.append(heatmap(values, experts, layers, low=0.0, high=high, label="relative L2", axes=axes))
         captions.append(drift_caption(name, group))
     yaxis = {"type": "category", "autorange": "reversed"}
     return Figure(
