@@ -1,44 +1,38 @@
-"""trace: which experts real text goes to, counted while the model runs, into a run folder."""
+"""trace: record which experts each token of a text is routed to, while the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Literal, get_args
 
-from moescope.arguments import choose_device, device_warnings, one_of
-from moescope.checkpoint.places import find_place, shown_url
+from moescope.arguments import choose_device, device_warnings, one_of, step_numbers
 from moescope.errors import BadInput
-from moescope.execution.texts import Content, Source, sources
+from moescope.execution.model_names import (
+    Dtype,
+    check_routed,
+    checkpoint_identity,
+    checkpoint_layer_names,
+    short_name,
+    step_names,
+)
+from moescope.execution.texts import ReadSettings, Source, sources
 from moescope.progress import progress
-from moescope.run import Run, RunWriter, default_folder, open_run
-from moescope.weights.verb import finished_run, step_numbers
+from moescope.routing.tables import TRACE_TABLES
+from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.verb import Verb
 
-if TYPE_CHECKING:
-    from moescope.execution.documents import Document
-    from moescope.execution.models import TracedModel
-
-PHASES = ("prefill", "decode", "both")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Phase = Literal["prefill", "decode", "both"]
+Format = Literal["vllm", "sglang", "llamacpp", "moescope"]
 
 
 @dataclass(frozen=True)
-class TraceSettings:
-    """What changes a run's numbers."""
-
-    max_tokens: int | None = None
-    phase: str = "prefill"
+class TraceSettings(ReadSettings):
+    phases: tuple[str, ...] = ("prefill",)
     save_tokens: bool = False
-    dtype: str = "auto"
-    batch_size: int = 8
-    chat_template: bool = False
     seed: int = 0
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return ("prefill", "decode") if self.phase == "both" else (self.phase,)
 
 
 def trace(
@@ -47,14 +41,14 @@ def trace(
     domain: str | Iterable[str] = (),
     token_ids: str | Path | None = None,
     recorded: str | Path | None = None,
-    format: str | None = None,
+    format: Format | None = None,
     experts: int | None = None,
     revisions: str | Iterable[str] = (),
     out: str | Path | None = None,
     max_tokens: int | None = None,
-    phase: str = "prefill",
+    phase: Phase = "prefill",
     save_tokens: bool = False,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
     device: str = "auto",
@@ -62,36 +56,80 @@ def trace(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Trace one model's routing on text, or several models' as the steps of one run; or read a trace another
-    tool wrote.
+    """Record which experts each token of a text is routed to.
 
-    `text`, `domain` ("name=path") and `token_ids` say what to read; `recorded` with `format` and `experts`
-    takes a trace instead.
+    Measures load balance, router decisions, co-activation, specialisation by domain and token, and stability
+    over checkpoints. Give the same command again to resume an interrupted trace.
+
+    Parameters
+    ----------
+    *models : MODEL
+        Model folder or hub id. Several are the steps of one run.
+    text : PATH, repeatable
+        Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input.
+    domain : NAME=PATH, repeatable
+        Text of a named domain, such as code=src.
+    token_ids : FILE
+        Token ids instead of text: .npy, or .jsonl with one list per line.
+    max_tokens : int, default all
+        Tokens to read at most, shared evenly by the domains.
+    phase : PHASE
+        prefill reads documents at once, decode token by token.
+    out : DIR, default runs/trace-MODEL-N
+        Run folder to write.
+    device : DEVICE
+        auto, cpu, cuda or cuda:0.
+
+    Other Parameters
+    ----------------
+    recorded : FILE
+        A trace that another tool wrote, instead of running a model.
+    format : FORMAT
+        Format of the recorded trace.
+    experts : int
+        Experts per layer of the recorded trace.
+    revisions : LIST
+        Revisions of one hub model, as steps: step1000,step2000.
+    save_tokens : bool
+        Also store the experts and gates of every token.
+    dtype : DTYPE
+        Precision of the model; auto: as stored.
+    batch_size : int
+        Documents per batch; changes no number.
+    chat_template : bool
+        Read each document as a user's message.
+    seed : int
+        Seed of permutations.
+    overwrite : bool
+        Replace what the run folder holds.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.trace("allenai/OLMoE-1B-7B-0924", domain=["code=src", "text=docs"])  # doctest: +SKIP
+    >>> run.table("load")  # doctest: +SKIP
     """
-    settings = TraceSettings(
-        max_tokens,
-        one_of("phase", phase, PHASES),
-        save_tokens,
-        one_of("dtype", dtype, DTYPES),
-        batch_size,
-        chat_template,
-        seed,
-    )
-    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise BadInput(f"{name} {value}: must be at least 1")
-    if seed < 0:
-        raise BadInput(f"seed {seed}: must be at least 0")
+    given = dict(locals())
+    one_of("phase", phase, get_args(Phase))
+    for name, value, least in (
+        ("max_tokens", max_tokens, 1),
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+    ):
+        if value is not None and value < least:
+            raise BadInput(f"{name} {value}: must be at least {least}")
+    one_of("dtype", dtype, get_args(Dtype))
     if recorded is not None:
         if text or domain or token_ids or revisions:
-            raise BadInput("--recorded takes the place of a text; give one or the other")
+            raise BadInput("--recorded replaces the text; give one or the other")
         from moescope.routing.trace_recorded import trace_recorded
 
-        return trace_recorded(models, Path(recorded), format, experts, settings, out, overwrite)
+        return trace_recorded(VERB, given)
     if format is not None or experts is not None:
-        raise BadInput("--format and --experts belong to --recorded FILE; without it leave them out")
-    named = step_names(models, revisions)
-    for name in named:
+        raise BadInput("--format and --experts need --recorded FILE; give it, or leave them out")
+    names = step_names(models, revisions)
+    for name in names:
         check_routed(name)
     reading = sources(
         [text] if isinstance(text, str | Path) else text,
@@ -99,28 +137,27 @@ def trace(
         token_ids,
     )
     place = choose_device(device)
-    steps = sorted(zip(step_numbers([short_name(name) for name in named]), named, strict=True))
+    steps = sorted(zip(step_numbers([short_name(name) for name in names]), names, strict=True))
+    texts = [[source.domain, source.identity] for source in reading]
     identity = {
-        "arguments": {**asdict(settings), "text": [[source.domain, source.identity] for source in reading]},
+        "arguments": VERB.identity(given, text=texts, domain=[], token_ids=None, revisions=[]),
         "checkpoints": [{"step": number, **checkpoint_identity(name)} for number, name in steps],
     }
-    folder = Path(out) if out is not None else default_folder("trace", short_name(named[0]), identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(VERB, out, short_name(names[0]), identity, overwrite)
+    if done:
         return done
-    with open_run(folder, "trace", identity, overwrite) as writer:
+    phases = ("prefill", "decode") if phase == "both" else (str(phase),)
+    settings = TraceSettings(max_tokens, dtype, batch_size, chat_template, phases, save_tokens, seed)
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
-        finished = writer.done_tasks()
-        with progress(
-            settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases),
-            0,
-            "tokens",
-            quiet,
-        ) as advance:
+        done_tasks = writer.done_tasks()
+        total = max_tokens and max_tokens * len(steps) * len(phases)
+        with progress(total, 0, "tokens", quiet) as advance:
             for number, name in steps:
-                if task_name(number) not in finished:
+                if task_name(number) not in done_tasks:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
                     trace_step(writer, number, name, reading, settings, place, partial(advance, label))
-        return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
+        return finish(writer, [number for number, _ in steps], save_tokens, device_warnings(device))
 
 
 def trace_step(
@@ -135,9 +172,10 @@ def trace_step(
     """Run one model over the text; its tables are on disk before the next model is loaded."""
     from moescope.decoder.saving import is_lab_checkpoint
     from moescope.execution.adapters import find_blocks
+    from moescope.execution.documents import read_documents
     from moescope.execution.lab_models import load_traced
     from moescope.execution.models import load_model
-    from moescope.routing.collect import trace_model
+    from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
         load = load_traced if is_lab_checkpoint(name) else load_model
@@ -146,21 +184,22 @@ def trace_step(
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
         raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
-    domains = [source.domain for source in reading]
     blocks = find_blocks(traced.model)
-    check_shape(
-        writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks]
-    )
-    names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
+    shape = [block.layer for block in blocks], [block.n_experts for block in blocks]
+    for setup in writer.setups():
+        if (setup["layers"], setup["n_experts"]) != shape:
+            raise BadInput(
+                f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
+            )
     stream = writer.path / "parts" / f"{task_name(number)}-tokens.tmp" if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
             traced,
-            domains,
-            lambda: documents(traced, reading, settings),
+            [source.domain for source in reading],
+            read_documents(traced, reading, settings.max_tokens, settings.chat_template),
             settings.phases,
             settings.batch_size,
-            names,
+            checkpoint_layer_names(name, {block.layer: block.name for block in blocks}),
             number,
             stream,
             advance,
@@ -170,187 +209,36 @@ def trace_step(
     with writer.timed("tables"):
         frames = result.tables(number, settings.seed)
     setup = {"step": number, **result.facts(), "warnings": result.warnings()}
-    writer.flush_task(
-        task_name(number),
-        frames,
-        setup,
-        result.arrays(),
-        {"tokens.parquet": stream} if stream is not None else None,
-    )
+    streamed = {"tokens.parquet": stream} if stream is not None else None
+    writer.flush_task(task_name(number), frames, setup, result.arrays(), streamed)
     writer.save_info()
 
 
-def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_experts: list[int]) -> None:
-    """Refuse a step of another shape before it runs."""
-    for setup in setups:
-        if (setup["layers"], setup["n_experts"]) != (layers, n_experts):
-            raise BadInput(
-                f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
-            )
-
-
-def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
-    """Join the steps' tables, compare the steps with each other, and close the run."""
-    from moescope.routing.collect import TABLES_OF_A_STEP
-    from moescope.routing.compare_steps import stability_table
+def finish(writer: RunWriter, steps: list[int], save_tokens: bool, warnings: list[str]) -> Run:
+    """Join the tables of all steps, compare the steps with each other, and close the run."""
+    from moescope.routing.counts_to_tables import STEP_TABLES
+    from moescope.routing.stability import stability_table
 
     with writer.timed("join"):
-        frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
+        frames = {name: writer.joined(name) for name in STEP_TABLES}
         setups = sorted(writer.setups(), key=lambda setup: setup["step"])
         frames["stability"] = stability_table(
             steps,
             setups,
             lambda step, array: writer.array(task_name(step), array),
-            layer_names_in(frames["load"]),
+            dict(zip(frames["load"]["layer"], frames["load"]["layer_name"], strict=True)),
         )
-        if settings.save_tokens:
+        if save_tokens:
             writer.join_streamed("tokens")
             frames["token_text"] = writer.joined("token_text").drop_duplicates("token_id")
-    warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
-    writer.save_info(
-        setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups]
-    )
+    text_warnings = dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings"))
+    coverage = [setup["coverage"] for setup in setups]
+    writer.save_info(setup=setups, warnings=[*text_warnings, *warnings], coverage=coverage)
     return writer.finish(frames)
-
-
-def layer_names_in(load: Any) -> dict[int, str]:
-    pairs = load[["layer", "layer_name"]].drop_duplicates()
-    return dict(zip(pairs["layer"], pairs["layer_name"], strict=True))
 
 
 def task_name(step: int) -> str:
     return f"step{step}"
 
 
-# --- documents
-
-
-def documents(traced: TracedModel, reading: list[Source], settings: TraceSettings) -> Iterator[Document]:
-    """Every document as token ids, domain after domain; each domain gets the same share of --max-tokens."""
-    import numpy as np
-
-    from moescope.execution.documents import Document
-
-    number = 0
-    for index, source in enumerate(reading):
-        left = None if settings.max_tokens is None else quota(settings.max_tokens, len(reading), index)
-        for content in source.read():
-            if left == 0:
-                break
-            ids = np.asarray(token_ids_of(traced, content, settings)[:left], dtype=np.int64)
-            if len(ids):
-                check_ids(ids, traced)
-                yield Document(number, index, ids)
-                number += 1
-                left = None if left is None else left - len(ids)
-
-
-def quota(tokens: int, domains: int, index: int) -> int:
-    """An equal share of the tokens; what does not divide goes to the first domains."""
-    return tokens // domains + (index < tokens % domains)
-
-
-def token_ids_of(traced: TracedModel, content: Content, settings: TraceSettings) -> list[int]:
-    if isinstance(content, list) and all(isinstance(part, int) for part in content):
-        return content
-    if traced.tokenizer is None:
-        raise BadInput(f"{traced.name}: no tokenizer beside the model; give token ids with --token-ids FILE")
-    if settings.chat_template:
-        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        return list(traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-    if isinstance(content, list):
-        content = "\n".join(
-            str(message.get("content", "")) for message in content if isinstance(message, dict)
-        )
-    return list(traced.tokenizer(content, verbose=False)["input_ids"])
-
-
-def check_ids(ids: Any, traced: TracedModel) -> None:
-    if ids.min() < 0 or ids.max() >= traced.vocabulary:
-        worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
-        raise BadInput(
-            f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; "
-            "give ids of its own tokenizer"
-        )
-
-
-# --- models and what is known of them before they are loaded
-
-
-def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> list[str]:
-    given = [str(model) for model in models]
-    wanted = [part for part in (revisions.split(",") if isinstance(revisions, str) else revisions) if part]
-    if not given:
-        raise BadInput("no model given; give a model's folder or hub id")
-    if wanted:
-        if len(given) > 1:
-            raise BadInput("--revisions are of one model; give one")
-        if Path(given[0]).exists() or "@" in given[0]:
-            raise BadInput(
-                f"{given[0]}: --revisions are of a hub id such as owner/name; give folders one "
-                "by one as steps instead"
-            )
-        given = [f"{given[0]}@{revision}" for revision in wanted]
-    resolved = [str(Path(name).resolve()) if Path(name).exists() else name for name in given]
-    for index, name in enumerate(given):
-        if resolved[index] in resolved[:index]:
-            raise BadInput(f"{name}: given twice; give each step once")
-        if "://" in name:
-            raise BadInput(
-                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it "
-                "and give its folder"
-            )
-        if not Path(name).is_dir():
-            find_place(name)  # refuses in a second what transformers would look for for half a minute
-    return given
-
-
-def check_routed(name: str) -> None:
-    """Refuse a dense model of the lab before anything is loaded."""
-    from moescope.decoder.routers import router_class
-    from moescope.decoder.saving import is_lab_checkpoint, load_config
-
-    if not is_lab_checkpoint(name):
-        return
-    config = load_config(Path(name))
-    if router_class(config.router).expert_shape(config)[0] == 1:
-        raise BadInput(
-            f"{name}: nothing is routed in it (router {config.router}, one block a layer), so "
-            "there is nothing to trace; "
-            "moescope scan shows its spectra"
-        )
-
-
-def short_name(name: str) -> str:
-    return Path(name).resolve().name if Path(name).exists() else name.rsplit("/", 1)[-1]
-
-
-def checkpoint_identity(name: str) -> dict[str, Any]:
-    from moescope.checkpoint import open_checkpoint
-
-    try:
-        checkpoint = open_checkpoint(name)
-    except BadInput:  # weights in another form than safetensors: transformers may still read them
-        path, _, revision = name.partition("@")
-        return {"path": path, "revision": revision or None, "header_hash": None}
-    return {
-        "path": checkpoint.address,
-        "revision": checkpoint.revision,
-        "header_hash": checkpoint.header_hash(),
-    }
-
-
-def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:
-    """The blocks' names in the checkpoint, as scan has them.
-
-    As they are in memory where the checkpoint cannot tell.
-    """
-    from moescope.checkpoint import open_checkpoint
-    from moescope.families import read_moe
-
-    try:
-        moe = read_moe(open_checkpoint(name))
-    except BadInput:
-        return in_memory
-    on_disk = {number: layer.layer_name for number, layer in moe.layers.items()}
-    return on_disk if set(on_disk) == set(in_memory) else in_memory
+VERB = Verb("trace", trace, TRACE_TABLES)
