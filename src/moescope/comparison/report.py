@@ -19,6 +19,7 @@ from moescope.comparison.figures import (
 )
 from moescope.comparison.tables import TABLES
 from moescope.plotting.style import counted, number
+from moescope.reporting.joint import series_of_runs
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
@@ -202,15 +203,10 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
 
 def overlay(runs: list[Run]) -> list[Section]:
     """The series of several runs in one chart; nothing for one run, or for runs of different layers."""
-    frames = [(run, run.table("geometry_layers")) for run in runs if "geometry_layers" in run.tables]
-    if len(frames) < 2 or len({tuple(sorted(set(rows["layer"]))) for _, rows in frames}) > 1:
+    rows = series_of_runs(runs)
+    if rows is None:
         return []
-    times = pd.Series([name for _, rows in frames for name in rows["series"].unique()]).value_counts()
-    parts = [
-        rows.assign(series=[f"{name} ({run.name})" if times[name] > 1 else name for name in rows["series"]])
-        for run, rows in frames
-    ]
-    section = chart_section({"geometry_layers": pd.concat(parts, ignore_index=True)}, "distances-of-all")
+    section = chart_section({"geometry_layers": rows}, "distances-of-all")
     return [replace(section, title="Distances between experts, all runs")]
 
 
