@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pandas as pd
 
 from moescope.comparison.figures import (
     DRIFT,
+    EXPERT_DISTANCE,
     PROJECTIONS,
     UNRELATED_L2,
-    distance_charts,
     layer_range,
     unmatched,
 )
@@ -181,6 +182,10 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     return [section for section in parts if section.figures or section.tables]
 
 
+def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
+    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
+
+
 def chart_section(tables: Tables, anchor: str = "distances") -> Section:
     """The distances of all series in `geometry_layers`."""
     layers = tables["geometry_layers"]
@@ -189,7 +194,7 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
         "Distances between experts",
         "Distance of each series' pairs per layer and projection. Grey: chance level, for unrelated "
         "experts in stored order and after matching the neurons of random ones.",
-        [(spec, {"geometry_layers": layers}) for spec in distance_charts(layers)],
+        drawable(EXPERT_DISTANCE, {"geometry_layers": layers}),
         [
             table_payload(
                 TABLES["geometry_layers"],
@@ -212,18 +217,13 @@ def overlay(runs: list[Run]) -> list[Section]:
 
 def drift_section(tables: Tables) -> Section:
     geometry = tables["geometry"]
-    present = set(geometry["matrix"])
     return Section(
         "drift",
         "Drift of experts and router rows",
         "Every expert and router row compared with itself in the other checkpoint. Reference: the median "
         "over all experts.",
-        [
-            (spec, {"geometry": geometry})
-            for spec in DRIFT
-            if spec.name != "router_cosines" or "router" in present
-        ],
-        [changed_experts_table(geometry)] if present & set(PROJECTIONS) else [],
+        drawable(DRIFT, {"geometry": geometry}),
+        [changed_experts_table(geometry)] if geometry["matrix"].isin(PROJECTIONS).any() else [],
     )
 
 

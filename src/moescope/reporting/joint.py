@@ -185,12 +185,9 @@ def distance_sections(runs: list[Run]) -> list[Section]:
     if rows is None or len({run.verb.name for run in holders}) < 2:
         return []
     specs = [spec for run in holders for spec in run.verb.figures if spec.needs == ("geometry_layers",)]
-    present = set(rows["matrix"])  # a figure's name ends with its projection
-    figures = [
-        (spec, {"geometry_layers": rows})
-        for spec in {spec.name: spec for spec in specs}.values()
-        if spec.name.rpartition("_")[2] in present
-    ]
+    tables = {"geometry_layers": rows}
+    drawable = {spec.name: spec for spec in specs if spec.can_draw(tables)}
+    figures = [(spec, tables) for spec in drawable.values()]
     return [Section("distances", "Distances between experts, all runs", "", figures)] if figures else []
 
 
