@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.arguments import run_to_resume
+from moescope.run import run_to_resume
 from moescope.errors import BadInput
 from moescope.run import jsonable
 

@@ -1,23 +1,16 @@
-"""The columns of traces."""
+"""The tables of a trace and of a watched training: keys, columns and the meaning of each column."""
 
 from __future__ import annotations
 
-from moescope.glossary.column import Column
+from moescope.tables import Column, Table, define_tables
 
-ROUTING: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {
     # --- routing on text
     "phase": Column(
         "text",
         (
             "prefill: documents read whole, as in training too. decode: the same documents read one "
             "token at a time through the cache, as in generation."
-        ),
-    ),
-    "domain": Column(
-        "text",
-        (
-            "The name a text was given with, train for what a training run read; in routing_layers "
-            "empty for all domains together."
         ),
     ),
     "metric": Column(
@@ -295,4 +288,191 @@ ROUTING: dict[str, Column] = {
     ),
     "dimensions": Column("int", "Length of the compared vectors, d."),
     "expert_cosines.chance": Column("float", "The mean |cos| of two random directions.", "√(2/(π d))"),
+    # --- training
+    "steps.tokens": Column(
+        "int",
+        "Real tokens read from the start of training up to this step, over all ranks and micro-batches.",
+    ),
+    "lm_loss": Column(
+        "float",
+        "The same without the auxiliary loss.",
+        "loss − coefficient × auxiliary loss",
+        best="the entropy of the text",
+    ),
+    "aux_loss": Column(
+        "float",
+        "The load-balancing loss before its coefficient, as the model gives it; null where it gives none.",
+        chance="k for a router that spreads tokens evenly (Mixtral's formula)",
+    ),
+    "validation_loss": Column("float", "The evaluation's loss; null at steps without one."),
+    "validation_loss_published": Column(
+        "float", "The evaluation's loss by the formula of a published comparison; null where there is none."
+    ),
+    "learning_rate": Column("float", "The learning rate of the step."),
+    "gradient_norm": Column(
+        "float", "The norm of the whole gradient before it is clipped.", "‖∂ loss/∂ all weights‖"
+    ),
+    "tokens_per_second": Column("float", "Real tokens a second since the row before, over all ranks."),
+    "step_seconds": Column("float", "Seconds a step since the row before."),
+    "peak_memory_bytes": Column("int", "The most memory the first rank's device has held; null on a CPU."),
+    "lm_gradient_norm": Column(
+        "float",
+        "How strongly the language-model loss pulls on the layer's router.",
+        "‖∂ lm_loss/∂ W_router‖",
+        worst="0: the router learns nothing from the text, as with renormalised top-1 gates",
+        best="depends on the aim",
+    ),
+    "aux_gradient_norm": Column(
+        "float",
+        "How strongly the auxiliary loss pulls on it, its coefficient included; null where there is none.",
+        "‖∂ (coefficient × aux_loss)/∂ W_router‖",
+    ),
+    "alerts.expert": Column(
+        "int", "The expert, where the alert is about one; null where it is about its layer."
+    ),
+    "kind": Column(
+        "text",
+        (
+            "dead: an expert no token chose for that many steps. max_load: the busiest expert's load "
+            "over the mean. unused: the share of "
+            "experts without a token. entropy: the router is all but certain of every token, so its "
+            "gates teach it little; not raised for "
+            "routers that are built to be sure, such as SPECTRA. nan: gates or logits are not "
+            "numbers."
+        ),
+    ),
+    "alerts.value": Column("float", "What was seen; null for nan."),
+    "threshold": Column("float", "From where on it is an alert: a setting."),
+    "message": Column("text", "The same in a sentence."),
 }
+
+TABLES: dict[str, Table] = define_tables(
+    COLUMNS,
+    Table(
+        "load",
+        (
+            "How often each expert was chosen, and with how much gate; one row a domain and "
+            "phase, no sums over them."
+        ),
+        ("step", "layer", "phase", "domain", "expert"),
+        ("tokens", "gate_weight"),
+    ),
+    Table(
+        "routing_layers",
+        (
+            "Every routing metric of a layer beside its chance, its value at collapse and its "
+            "interval over documents; domain empty: all together."
+        ),
+        ("step", "layer", "phase", "domain", "metric"),
+        ("value", "chance", "collapse", "low", "high"),
+    ),
+    Table(
+        "coactivation",
+        (
+            "Which experts the same token chooses: every ordered pair. Of prefill, or of decode "
+            "where that is all there is."
+        ),
+        ("step", "layer", "expert_a", "expert_b"),
+        ("tokens", "share_of_a", "lift", "chance_lift"),
+    ),
+    Table(
+        "domains",
+        (
+            "Which domains use which experts, every domain counted alike. Of prefill, or of "
+            "decode where that is all there is."
+        ),
+        ("step", "layer", "expert", "domain"),
+        ("tokens", "affinity", "share", "share_chance"),
+    ),
+    Table(
+        "vocabulary",
+        (
+            "The 50 tokens that set an expert apart, by what they are, what follows, and what is "
+            "predicted; from a sample of at most a million tokens."
+        ),
+        ("step", "layer", "expert", "role", "token_id"),
+        ("token", "count", "share", "lift"),
+    ),
+    Table(
+        "stability",
+        "How alike two checkpoints route the same tokens; from the same sample.",
+        ("layer", "step_a", "step_b"),
+        (
+            "routing_consistency",
+            "routing_consistency_corrected",
+            "top1_agreement",
+            "top1_corrected",
+            "usage_sigma",
+            "kendall_tau",
+            "tau_is_noise",
+            "saturation_top1",
+            "saturation_topk",
+        ),
+    ),
+    Table(
+        "tokens",
+        (
+            "Every token with the experts it chose, where asked for with --save-tokens; of "
+            "prefill, or of decode where that is all there is."
+        ),
+        ("step", "document", "position", "layer"),
+        ("token_id", "domain", "phase", "experts", "gates", "entropy"),
+    ),
+    Table(
+        "contexts",
+        (
+            "The places of the text where an expert's gate is largest, one a window and one a "
+            "phrase; from the same sample as the vocabulary."
+        ),
+        ("step", "layer", "expert", "rank"),
+        ("document", "position", "domain", "token_id", "token", "before", "after", "gate"),
+    ),
+    Table(
+        "expert_cosines",
+        (
+            "How alike every two experts are, by their router rows and by what they give on "
+            "average: what maps of experts are drawn from."
+        ),
+        ("step", "layer", "of", "expert_a", "expert_b"),
+        ("cosine", "chance"),
+    ),
+    Table(
+        "token_text",
+        "The words of the tokens table's ids, where asked for with --save-tokens.",
+        ("token_id",),
+        ("token",),
+    ),
+    Table(
+        "steps",
+        "Training as a whole: loss, speed and memory, at the steps that were logged.",
+        ("step",),
+        (
+            "tokens",
+            "train_loss",
+            "lm_loss",
+            "aux_loss",
+            "validation_loss",
+            "validation_loss_published",
+            "learning_rate",
+            "gradient_norm",
+            "tokens_per_second",
+            "step_seconds",
+            "peak_memory_bytes",
+        ),
+    ),
+    Table(
+        "router_gradients",
+        "How strongly each loss pulls on each router, at sampled steps.",
+        ("step", "layer"),
+        ("lm_gradient_norm", "aux_gradient_norm"),
+    ),
+    Table(
+        "alerts",
+        "What went wrong in training, at the step and in the layer where it was first seen.",
+        ("step", "layer", "expert", "kind"),
+        ("value", "threshold", "message"),
+        optional=("expert",),
+    ),
+)
+
+TRACE_TABLES = {name: TABLES[name] for name in TABLES if name not in ("steps", "router_gradients", "alerts")}

@@ -1,10 +1,34 @@
-"""The columns of studies: many trainings in a design with paired seeds."""
+"""The tables of studies: trainings under paired seeds, their curves, comparisons and overhead."""
 
 from __future__ import annotations
 
-from moescope.glossary.column import Column
+from moescope.tables import Column, Table, define_tables
 
-STUDY: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {
+    "overhead.router": Column("text", "The router, with its ablation if any."),
+    "component": Column(
+        "text",
+        "A part of the block, disjoint from the others: experts; update (changes after a step without "
+        "gradients); routing (all of the router), or the router's named parts and rest.",
+    ),
+    "milliseconds": Column(
+        "float",
+        "Median time of a forward pass in training mode.",
+        misleads="With few tokens on a GPU it is the time to launch kernels. Excludes backward passes.",
+    ),
+    "flops": Column(
+        "int",
+        "Floating-point operations of one pass.",
+        "2 m n k per matrix product, 1 per element elsewhere",
+        misleads="Sorting and moving numbers count nothing, yet take time.",
+    ),
+    "overhead.share": Column(
+        "float",
+        "Share of the block's time.",
+        "milliseconds/Σ milliseconds of the router's rows",
+        worst="1",
+        best="0 for all but the experts",
+    ),
     "arm": Column("text", "One setting of the study, trained once per seed."),
     "seed": Column(
         "int",
@@ -134,6 +158,13 @@ STUDY: dict[str, Column] = {
         "2 m n k per matrix product",
         title="FLOPs per token",
     ),
+    "study_runs.n_experts": Column(
+        "int", "Experts per layer; null if the arm has no router.", title="experts"
+    ),
+    "study_runs.top_k": Column(
+        "int", "Experts that the router chooses per token; null if the arm has no router."
+    ),
+    "study_runs.tokens_per_step": Column("int", "Training tokens per step."),
     "study_runs.message": Column("text", "Reason of a failure; else empty."),
     "study_documents.document": Column(
         "int", "Number of the validation document, the same for every arm and seed."
@@ -248,3 +279,47 @@ STUDY: dict[str, Column] = {
         "there is no test. failed: all attempts failed. not run: no result yet.",
     ),
 }
+
+TABLES: dict[str, Table] = define_tables(
+    COLUMNS,
+    Table(
+        "overhead",
+        "Time and FLOPs of each part of a router and of its experts.",
+        ("router", "component"),
+        ("milliseconds", "flops", "share"),
+    ),
+    Table(
+        "study_runs",
+        "The trainings of a study: one row per arm and seed, whether or not it ran.",
+        ("arm", "seed"),
+        (
+            *("question", "status", "validation_loss", "noise_low", "noise_high", "load_cv", "max_over_mean"),
+            *("routing_entropy", "unused_share", "dropped_share", "consistency", "usage_sigma"),
+            *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
+            *("parameters_trainable", "parameters_active", "flops_per_token"),
+            *("n_experts", "top_k", "tokens_per_step", "message"),
+        ),
+    ),
+    Table(
+        "study_documents",
+        "Loss of each trained model on each validation document; evaluation noise is resampled from it.",
+        ("arm", "seed", "document"),
+        ("domain", "tokens", "loss"),
+    ),
+    Table(
+        "study_curves",
+        "Training curves of each arm and seed, at the logged steps.",
+        ("arm", "seed", "step"),
+        ("train_loss", "validation_loss", "routing_entropy", "load_cv", "unused_share"),
+    ),
+    Table(
+        "study_comparisons",
+        "Each arm of a study against the reference, seed by seed.",
+        ("question", "arm"),
+        (
+            *("reference", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high"),
+            *("statistic", "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p"),
+            *("hedges_g", "rank_p", "detectable_difference", "verdict"),
+        ),
+    ),
+)
