@@ -158,14 +158,13 @@ COLUMNS: dict[str, Column] = {
         "2 m n k per matrix product",
         title="FLOPs per token",
     ),
-    "study_runs.n_experts": Column(
-        "int", "Experts per layer; null if the arm has no router.", title="experts"
-    ),
-    "study_runs.top_k": Column(
-        "int", "Experts that the router chooses per token; null if the arm has no router."
-    ),
+    "study_runs.n_experts": Column("int", "Experts per layer; null without a router.", title="experts"),
+    "study_runs.top_k": Column("int", "Experts that the router chooses per token; null without a router."),
     "study_runs.tokens_per_step": Column("int", "Training tokens per step."),
     "study_runs.message": Column("text", "Reason of a failure; else empty."),
+    "axis": Column("text", "An axis of the study: an option or size that its grid varies."),
+    "study_axes.value": Column("float", "The arm's value on the axis; null if it is a name."),
+    "study_axes.label": Column("text", "The arm's value or name on the axis, as text."),
     "study_documents.document": Column(
         "int", "Number of the validation document, the same for every arm and seed."
     ),
@@ -299,6 +298,12 @@ TABLES: dict[str, Table] = define_tables(
             *("parameters_trainable", "parameters_active", "flops_per_token"),
             *("n_experts", "top_k", "tokens_per_step", "message"),
         ),
+    ),
+    Table(
+        "study_axes",
+        "Positions of the arms on the study's axes.",
+        ("arm", "axis"),
+        ("value", "label"),
     ),
     Table(
         "study_documents",
