@@ -183,10 +183,10 @@ def summary(run: Run) -> Summary:
 
 
 def key_numbers(tables: Tables) -> list[KeyNumber]:
-    """Return the best arm's difference and load CV, the detectable difference, and the trainings done."""
-    runs, comparisons = tables["study_runs"], tables["study_comparisons"]
-    reference = reference_of(comparisons)
-    known = compared(comparisons[comparisons["reference"] == reference])
+    """Return the first question's best difference and its load CV, the detectable difference, progress."""
+    runs, questions = tables["study_runs"], compared_questions(tables)
+    comparisons = next((own["study_comparisons"] for own in questions.values()), tables["study_comparisons"])
+    reference, known = reference_of(comparisons), compared(comparisons)
     done = KeyNumber("Trainings done", int((runs["status"] == "done").sum()), unit=f"of {len(runs)}")
     if known.empty:
         return [done]
