@@ -92,6 +92,18 @@ def ranges(values: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
+def step_numbers(model_names: list[str]) -> list[int]:
+    """Return the training steps in the names (step1000-tokens4B, or checkpoint-500), else 0, 1, 2, ..."""
+    marked = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
+    endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
+    steps: list[int] = []
+    if all(marked):
+        steps = [int(match[1]) for match in marked if match]
+    elif all(endings) and len({match[1] for match in endings if match}) == 1:
+        steps = [int(match[2]) for match in endings if match]
+    return steps if len(set(steps)) == len(model_names) > 1 else list(range(len(model_names)))
+
+
 def weights(value: str | Sequence[float]) -> tuple[float, ...]:
     """Return the ambiguity weights, given as a list or separated by commas."""
     try:
