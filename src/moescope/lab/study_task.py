@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from moescope.lab.train import STATE, Job, data_of, held, saved_checkpoints, train_in
 from moescope.lab.train_settings import as_plain
 from moescope.progress import unsaid_alerts
-from moescope.run import Run, jsonable, read_run_json, write_json
+from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
 from moescope.storage import check_disk, sync_file, sync_folder
-from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,7 +89,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     elif device.startswith("cuda"):
         torch.cuda.init()  # type: ignore[no-untyped-call] # a process without a GPU context has nothing to reset
         torch.cuda.reset_peak_memory_stats()
-    row = {**task.keys, "question": task.question, **costs(task.config)}
+    row = {**task.keys, "question": task.question, **costs(task.config), **routing_size(task.config)}
     try:
         # Alerts are in each training's table; printed, they would not name their training.
         with unsaid_alerts(), held(task.folder):
@@ -128,6 +127,19 @@ def costs(config: LabConfig) -> dict[str, int]:
             "flops_per_token": round(flops_per_token(config.model, config.train.sequence_length)),
         }
     return _COSTS[key]
+
+
+def routing_size(config: LabConfig) -> dict[str, int | None]:
+    """Return experts and top-k of the arm's router, if it routes, and tokens per step."""
+    from moescope.decoder.routers import router_class
+
+    model, train = config.model, config.train
+    facts = router_class(model.router).facts(model)
+    return {
+        "n_experts": model.experts if facts["routes"] else None,
+        "top_k": (facts["fixed_top_k"] or model.top_k) if facts["routes"] else None,
+        "tokens_per_step": train.batch_size * train.sequence_length,
+    }
 
 
 def measure(
