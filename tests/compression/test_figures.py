@@ -6,16 +6,15 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.compression.figures import (
-    COST,
+    DAMAGE,
     SALIENCY,
-    can_draw,
     divergences,
     errors_by_layer,
     perplexities,
     rank_intervals,
     saliency_heatmap,
 )
-from moescope.glossary import COLUMNS
+from moescope.compression.verb import VERB
 from moescope.plotting.style import CATEGORICAL, GREY
 
 
@@ -30,7 +29,7 @@ def validate(figure):
     for caption in (figure.caption, *(figure.slider.captions if figure.slider else ())):
         assert 0 < len(caption.split()) <= 25, caption
         assert "nan" not in caption
-    assert set(figure.columns) <= set(COLUMNS)
+    assert set(figure.columns) <= {key for table in VERB.tables.values() for key in table.glossary}
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
     if figure.slider:
@@ -39,8 +38,8 @@ def validate(figure):
 
 
 def test_every_figure_is_drawn_from_a_judged_run(tables):
-    for spec in (*COST, *SALIENCY):
-        assert can_draw(spec, tables), spec.name
+    for spec in (*DAMAGE, *SALIENCY):
+        assert spec.can_draw(tables), spec.name
         validate(spec.draw(tables))
 
 
@@ -53,7 +52,7 @@ def planned_only(tables):
 
 def test_a_plan_that_was_not_applied_shows_predictions_only(tables):
     given = planned_only(tables)
-    drawn = [spec.name for spec in COST if can_draw(spec, given)]
+    drawn = [spec.name for spec in DAMAGE if spec.can_draw(given)]
     assert drawn == ["errors_by_layer", "router_kl_by_layer"]
     figure = errors_by_layer(given)
     validate(figure)
@@ -65,13 +64,13 @@ def test_without_text_controls_or_intervals_what_is_left_is_drawn(tables):
         "clusters": tables["clusters"],
         "damage": planned_only(tables)["damage"].assign(predicted_error=np.nan, router_kl=np.nan),
     }
-    assert not any(can_draw(spec, bare) for spec in (*COST, *SALIENCY))
+    assert not any(spec.can_draw(bare) for spec in (*DAMAGE, *SALIENCY))
     alone = {**tables, "damage": tables["damage"].query("method == 'reap'")}
     few = {**alone, "saliency": tables["saliency"].assign(rank_low=np.nan, rank_high=np.nan)}
-    assert [spec.name for spec in (*COST, *SALIENCY) if can_draw(spec, few)] == [
-        spec.name for spec in (*COST, *SALIENCY)
+    assert [spec.name for spec in (*DAMAGE, *SALIENCY) if spec.can_draw(few)] == [
+        spec.name for spec in (*DAMAGE, *SALIENCY)
     ][:-1]
-    for spec in (*COST, SALIENCY[0]):
+    for spec in (*DAMAGE, SALIENCY[0]):
         validate(spec.draw(few))
 
 

@@ -9,8 +9,8 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.cluster.hierarchy import dendrogram as scipy_dendrogram
 from scipy.cluster.hierarchy import linkage
 
+from moescope.compression.figures import GROUPS
 from moescope.compression.figures_groups import (
-    GROUPS,
     alone_by_chance,
     dendrogram,
     group_sizes,
@@ -18,7 +18,7 @@ from moescope.compression.figures_groups import (
     links,
     size_bins,
 )
-from moescope.glossary import COLUMNS
+from moescope.compression.verb import VERB
 
 
 def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFrame]:
@@ -56,7 +56,7 @@ def test_every_figure_is_valid_and_speaks_of_known_columns(tables):
     for spec in GROUPS:
         figure = spec.draw(tables)
         PlotlyFigure({"data": figure.data, "layout": figure.layout})
-        assert set(figure.columns) <= set(COLUMNS)
+        assert set(figure.columns) <= {key for table in VERB.tables.values() for key in table.glossary}
         assert len(figure.title.split()) <= 8
         assert "nan" not in figure.caption
         if figure.slider:

@@ -20,8 +20,9 @@ from moescope.plotting.style import (
     layer_axis,
     named_layers,
     number,
+    ratio_heatmap,
+    ratio_range,
 )
-from moescope.routing.figures_load import fold_of, ratio_heatmap
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 SCORES = {"frequency": "tokens", "gate_weight": "gate_weight", "ean": "ean", "reap": "reap"}
@@ -104,7 +105,7 @@ def worst_layer(tables: Tables, column: str) -> tuple[int, float, str]:
 
 
 def layer_layout(rows: pd.DataFrame, quantity: str) -> dict[str, object]:
-    axis = layer_axis(pd.Index(sorted(rows["layer"].unique())))
+    axis = layer_axis(sorted(rows["layer"].unique()))
     return base_layout("layer", quantity, xaxis=axis, yaxis={"rangemode": "tozero"})
 
 
@@ -263,7 +264,7 @@ def saliency_heatmap(tables: Tables) -> Figure:
     layers, experts = [str(layer) for layer in grid.index], [str(expert) for expert in grid.columns]
     label = f"{column} / mean"
     axes = ("expert", "layer")
-    heat = ratio_heatmap(times, experts, layers, axes, "times the layer's mean", label, fold_of([times]))
+    heat = ratio_heatmap(times, experts, layers, axes, "times the layer's mean", label, ratio_range([times]))
     dropped = tables["clusters"][~tables["clusters"]["kept"].astype(bool)]
     few = len(experts) <= 32
     crosses: Trace = {

@@ -194,7 +194,7 @@ def group_sizes(tables: Tables) -> Figure:
         base_layout(
             "layer",
             "experts after merging",
-            xaxis=layer_axis(pd.Index(layers)),
+            xaxis=layer_axis(layers),
             yaxis={"rangemode": "tozero"},
             barmode="stack",
         ),

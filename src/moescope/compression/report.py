@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from moescope.comparison.report import chart_section
+from moescope.comparison.figures import EXPERT_DISTANCE
+from moescope.comparison.tables import TABLES as DISTANCE_TABLES
 from moescope.compression.figures import (
     DAMAGE,
     GROUPS,
@@ -20,7 +22,7 @@ from moescope.compression.figures import (
     whole_rows,
 )
 from moescope.compression.tables import TABLES
-from moescope.plotting.style import byte_size, counted, number
+from moescope.plotting.style import byte_size, counted, number, span
 from moescope.reporting.pack import table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
@@ -121,8 +123,8 @@ def compression_finding(tables: Tables) -> str:
     if len(merged):
         parts.append(f"{counted(int(merged.sum()), 'expert')} merged into {len(merged)}")
     return (
-        f"Compression by {clusters['method'].iloc[0]}: {value_range(before)} experts per layer become "
-        f"{value_range(after)} in {counted(len(before), 'layer')} ({', '.join(parts) or 'nothing changes'})."
+        f"Compression by {clusters['method'].iloc[0]}: {span(before)} experts per layer become "
+        f"{span(after)} in {counted(len(before), 'layer')} ({', '.join(parts) or 'nothing changes'})."
     )
 
 
@@ -130,16 +132,10 @@ def group_sizes(clusters: pd.DataFrame) -> pd.Series:
     return clusters[clusters["cluster"].notna()].groupby(["layer", "cluster"]).size()
 
 
-def value_range(values: pd.Series) -> str:
-    """ "2", or "2 to 4"."""
-    low, high = number(values.min()), number(values.max())
-    return low if low == high else f"{low} to {high}"
-
-
 def beside(controls: pd.Series) -> str:
     """The range of the random controls in parentheses; "" without them."""
     known = controls.dropna()
-    return "" if known.empty else f" (random controls: {value_range(known)})"
+    return "" if known.empty else f" (random controls: {span(known)})"
 
 
 def worst_layer_error(tables: Tables) -> tuple[str, int, float, pd.Series] | None:
@@ -180,11 +176,11 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         parts.append(saliency_section(tables, facts))
     parts.append(experts_section(tables, facts))
     if "geometry_layers" in tables:
-        parts.append(chart_section(tables))
+        parts.append(distance_section(tables))
     return parts
 
 
-def drawable(specs: list[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
+def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
     return [(spec, tables) for spec in specs if spec.can_draw(tables)]
 
 
@@ -238,7 +234,7 @@ def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
     sizes = group_sizes(clusters)
     if len(merged := sizes[sizes > 1]):
         alone = counted(int((sizes == 1).sum()), "expert")
-        text += f" {counted(len(merged), 'group')} of {value_range(merged)} members, {alone} alone."
+        text += f" {counted(len(merged), 'group')} of {span(merged)} members, {alone} alone."
     payloads = [
         table_payload(TABLES[name], tables[name], columns, title)
         for name, title, columns in (
@@ -248,6 +244,19 @@ def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
         if name in tables
     ]
     return Section("experts", "Merged and dropped experts", text, drawable(GROUPS, tables), payloads)
+
+
+def distance_section(tables: Tables) -> Section:
+    table = DISTANCE_TABLES["geometry_layers"]
+    columns = [name for name in table.columns if name != "layer_name"]
+    return Section(
+        "distances",
+        "Distances within merged groups",
+        "Dominant member against each other member, in stored order and with neurons matched. Grey: "
+        "unrelated experts, and random ones after matching.",
+        drawable(EXPERT_DISTANCE, tables),
+        [table_payload(table, tables[table.name], columns, "Every layer")],
+    )
 
 
 def fitting_text(settings: dict[str, Any]) -> str:
