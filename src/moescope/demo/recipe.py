@@ -17,7 +17,7 @@ EXCLUDED = (
     "process",
     "tasks_resumed",
     "asked",
-)  # specific to this machine, or set by each demo
+)  # of one machine, or set by each demo
 
 
 def make_demo_model(work: str | Path = "runs/demo-model", shipped: Path = SHIPPED) -> Run:

@@ -185,9 +185,7 @@ def summary(run: Run) -> Summary:
 def key_numbers(tables: Tables) -> list[KeyNumber]:
     """Return the first question's best difference and its load CV, the detectable difference, progress."""
     runs, questions = tables["study_runs"], compared_questions(tables)
-    comparisons = next(
-        (part["study_comparisons"] for part in questions.values()), tables["study_comparisons"]
-    )
+    comparisons = next(iter(questions.values()), tables)["study_comparisons"]
     reference, known = reference_of(comparisons), compared(comparisons)
     done = KeyNumber("Trainings done", int((runs["status"] == "done").sum()), unit=f"of {len(runs)}")
     if known.empty:
