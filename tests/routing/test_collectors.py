@@ -21,6 +21,7 @@ from moescope.families.lab import LAB
 from moescope.routing.collectors import trace_model
 from moescope.routing.counts_to_tables import Traced
 from moescope.routing.metrics import METRICS
+from moescope.routing.tables import TABLES
 from moescope.routing.tally import LayerCounts
 from moescope.tables import conform
 
@@ -220,7 +221,7 @@ def test_every_metric_is_in_the_glossary_and_every_entry_is_a_metric():
     assert set(tables["routing_layers"]["metric"]) == set(METRICS)
     for name, frame in tables.items():
         assert len(frame), name
-        conform(name, frame)
+        conform(TABLES[name], frame)
     for name, entry in METRICS.items():
         assert entry.meaning.endswith("."), name
         assert entry.formula, name
