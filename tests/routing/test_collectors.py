@@ -225,9 +225,7 @@ def test_every_metric_is_in_the_glossary_and_every_entry_is_a_metric():
     for name, entry in METRICS.items():
         assert entry.meaning.endswith("."), name
         assert entry.formula, name
-        assert entry.worst, name
-        assert entry.at_chance, name
-        assert entry.best, name
+        assert all(entry.levels), name
 
 
 def test_every_metric_has_a_value_and_a_floor_on_a_plain_text():
