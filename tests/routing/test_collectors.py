@@ -249,7 +249,7 @@ def test_one_document_a_domain_gives_no_domain_information():
     result = trace("mixtral", documents(2))
     metrics = set(result.tables(0, 0)["routing_layers"]["metric"])
     assert metrics.isdisjoint({"domain_information", "purity"})
-    assert any("one document a domain" in warning for warning in result.warnings())
+    assert any("one document per domain" in warning for warning in result.warnings())
 
 
 def test_a_model_without_a_cache_has_no_decode_phase(monkeypatch):
