@@ -19,7 +19,6 @@ from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Selection, all_rows
 from report_payloads import payloads
-from reporting.test_browser import scroll_through
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +125,8 @@ print(moescope.report({str(tmp_path / "run")!r}))
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(browser, page, width, scheme):
+    from reporting.test_browser import scroll_through
+
     troubles: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     opened = context.new_page()
