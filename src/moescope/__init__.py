@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.families.inspect import inspect
     from moescope.lab.study import study
-    from moescope.lab.train import train
+    from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
     from moescope.routing.monitor import Monitor
     from moescope.routing.trace import trace
@@ -32,6 +32,7 @@ __all__ = [
     "Run",
     "compare",
     "compress",
+    "count_parameters",
     "demo",
     "inspect",
     "report",
@@ -47,6 +48,7 @@ _HOME = {
     "Run": "moescope.run",
     "compare": "moescope.comparison.verb",
     "compress": "moescope.compression.verb",
+    "count_parameters": "moescope.lab.train",
     "demo": "moescope.demo.verb",
     "inspect": "moescope.families.inspect",
     "report": "moescope.reporting.verb",

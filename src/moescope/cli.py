@@ -575,31 +575,30 @@ def train(
     An interrupted training goes on from its last checkpoint, exactly: give the same command. Several
     processes: torchrun -m moescope train ...
     """
+    from moescope.lab.train import count_parameters, size_lines
     from moescope.lab.train import train as run_train
-    from moescope.lab.train_settings import fact_lines
 
-    made = run_train(
+    if dry_run:
+        if resume:
+            raise BadInput("--dry-run and --resume exclude each other; pass one of them")
+        size = count_parameters(config, preset, router, from_, seed)
+        if as_json or not quiet:
+            typer.echo(json.dumps(size, indent=2) if as_json else "\n".join(size_lines(size)))
+        return
+    run = run_train(
         config,
         preset=preset,
         router=router,
         from_=from_,
         out=out,
-        dry_run=dry_run,
         resume=resume,
         device=device,
         seed=seed,
         overwrite=overwrite,
         quiet=quiet,
     )
-    if int(os.environ.get("RANK", "0")):
-        return  # the first process speaks for all
-    if isinstance(made, dict):
-        if as_json or not quiet:
-            typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
-    else:
-        show_run(made, as_json, quiet)
-        if not quiet and not as_json and (made.path / "report.html").exists():
-            typer.echo(f"report: {made.path / 'report.html'}")
+    if not int(os.environ.get("RANK", "0")):  # the first process speaks for all
+        show_run(run, as_json, quiet)
 
 
 @app.command()

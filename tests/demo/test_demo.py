@@ -20,10 +20,9 @@ from moescope.demo.recipe import keep_model, make_demo_model
 from moescope.demo.verb import CHARACTERS, SHIPPED, beginning, demo
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
-from moescope.lab.config import config_from
+from moescope.lab.config import config_from, settle
 from moescope.lab.corpus import embedded_corpus
 from moescope.lab.evaluation import evaluate
-from moescope.lab.train_settings import settle
 from moescope.run import Run
 
 GENERATED = ("arithmetic", "records")  # the domains that are the same under every Python

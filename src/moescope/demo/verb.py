@@ -94,7 +94,7 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
     are others.
     """
     from moescope.lab.config import config_from
-    from moescope.lab.train_text import read_corpus
+    from moescope.lab.corpus import read_corpus
 
     if not folder.exists():
         settings = {key: value for key, value in run.info["arguments"].items() if key != "from"}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device, run_to_resume
 from moescope.engine import LocalEngine, check_engine, open_engine
 from moescope.errors import BadInput
+from moescope.lab.corpus import read_corpus, training_vocabulary
 from moescope.lab.study_task import NOT_RUN, TRAININGS, TrainingPiece, costs, prune, train_piece
 from moescope.lab.study_text import FOLDER, keep_text
-from moescope.lab.train_settings import bytes_on_disk
-from moescope.lab.train_text import read_corpus, vocabulary_of
+from moescope.lab.train import bytes_on_disk
 from moescope.processes import ProcessEngine
 from moescope.progress import progress
 from moescope.run import (
@@ -77,7 +77,7 @@ def study(
     chosen = folder or default_folder("study", name, identity)
     if not overwrite and (done := finished_run(chosen, identity)):
         return done
-    vocabulary = vocabulary_of(settled.base, corpus)
+    vocabulary = training_vocabulary(settled.base, corpus)
     replaced = overwrite and holds_study(chosen)
     with open_run(chosen, "study", identity, overwrite) as writer:
         if replaced:  # under the lock: another process may still be writing it

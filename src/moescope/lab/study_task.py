@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.lab.study_text import StudyText, study_text
-from moescope.lab.train import STATE, Job, held, saved_checkpoints, train_in
-from moescope.lab.train_settings import as_plain
+from moescope.lab.train import STATE, Job, lock_training, run_training, saved_checkpoints
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, jsonable, read_run_json, write_json
 from moescope.weights.verb import finished_run
@@ -75,10 +74,10 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
     import torch
 
     from moescope.decoder.ranks import Ranks
-    from moescope.lab.divergence import Diverged
+    from moescope.lab.training import Diverged
 
     text = study_text(piece.study, piece.corpus, piece.config)
-    identity = {"arguments": {**jsonable(as_plain(piece.config)), "from": None}, "corpus": piece.corpus}
+    identity = {"arguments": {**jsonable(asdict(piece.config)), "from": None}, "corpus": piece.corpus}
     job = Job(
         piece.folder,
         piece.config,
@@ -103,8 +102,10 @@ def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> 
     row = {**piece.keys, "question": piece.question, **costs(piece.config)}
     try:
         # Alerts are kept in each training's table; printed, nobody could tell whose they are.
-        with unsaid_alerts(), held(piece.folder):
-            run = run or train_in(job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False)
+        with unsaid_alerts(), lock_training(piece.folder):
+            run = run or run_training(
+                job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False
+            )
         assert run is not None
         more, documents = measures(run, piece, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
@@ -148,8 +149,7 @@ def measures(
 ) -> tuple[dict[str, float | None], pd.DataFrame]:
     """Values of study_runs from the finished training, and the losses of its validation documents."""
     from moescope.decoder.saving import load_model
-    from moescope.lab.checkpoint_stability import checkpoint_stability
-    from moescope.lab.document_losses import document_losses, evaluation_noise, mean_loss
+    from moescope.lab.evaluation import checkpoint_stability, document_losses, evaluation_noise, mean_loss
 
     train = piece.config.train
     checkpoints = [(item["step"], Path(item["path"])) for item in saved_checkpoints(run.path / "checkpoints")]

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moescope.lab.train import data_of
+from moescope.lab.train import make_data
 from moescope.storage import check_disk, sync_file, sync_folder
 
 if TYPE_CHECKING:
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.config import LabConfig
     from moescope.lab.corpus import Corpus
-    from moescope.lab.document_losses import DocumentSample
+    from moescope.lab.evaluation import DocumentSample
     from moescope.lab.training import Data
 
 FOLDER = "text"
@@ -74,11 +74,11 @@ def study_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
 def read_text(folder: Path, config: LabConfig) -> StudyText:
     from moescope.decoder.vocabulary import load_vocabulary
     from moescope.lab.corpus import Corpus
-    from moescope.lab.document_losses import WINDOWS, DocumentSample
+    from moescope.lab.evaluation import WINDOWS, DocumentSample
 
     content = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
     vocabulary = load_vocabulary(folder)
     windows = 1 if config.data.layout == "documents" else WINDOWS
     documents = DocumentSample.of(corpus.validation, vocabulary, config.train.sequence_length, windows)
-    return StudyText(corpus, vocabulary, data_of(config, corpus, vocabulary), documents)
+    return StudyText(corpus, vocabulary, make_data(config, corpus, vocabulary), documents)
