@@ -8,12 +8,12 @@ TRAINING: dict[str, Column] = {
     # --- training
     "steps.tokens": Column(
         "int",
-        "Real tokens read from the start of training up to this step, over all ranks and micro-batches.",
+        "Real tokens from the start of training to this step, over all ranks and micro-batches.",
     ),
-    "train_loss": Column("float", "The loss as trained, mean over the steps since the row before."),
+    "train_loss": Column("float", "Trained loss, mean over the steps since the previous row."),
     "lm_loss": Column(
         "float",
-        "The same without the auxiliary loss.",
+        "Trained loss without the auxiliary loss.",
         "loss − coefficient × auxiliary loss",
         best="the entropy of the text",
     ),
@@ -22,27 +22,26 @@ TRAINING: dict[str, Column] = {
         "The load-balancing loss before its coefficient, as the model gives it; null where it gives none.",
         chance="k for a router that spreads tokens evenly (Mixtral's formula)",
     ),
-    "validation_loss": Column("float", "The evaluation's loss; null at steps without one."),
+    "validation_loss": Column("float", "Loss on held-out text; null at steps without an evaluation."),
     "validation_loss_published": Column(
-        "float", "The evaluation's loss by the formula of a published comparison; null where there is none."
+        "float",
+        "Validation loss with padding as targets, as SoME was published; null without padding.",
     ),
-    "learning_rate": Column("float", "The learning rate of the step."),
-    "gradient_norm": Column(
-        "float", "The norm of the whole gradient before it is clipped.", "‖∂ loss/∂ all weights‖"
-    ),
-    "tokens_per_second": Column("float", "Real tokens a second since the row before, over all ranks."),
-    "step_seconds": Column("float", "Seconds a step since the row before."),
-    "peak_memory_bytes": Column("int", "The most memory the first rank's device has held; null on a CPU."),
+    "learning_rate": Column("float", "Learning rate of the step."),
+    "gradient_norm": Column("float", "Norm of the full gradient before clipping.", "‖∂ loss/∂ all weights‖"),
+    "tokens_per_second": Column("float", "Real tokens per second since the previous row, over all ranks."),
+    "step_seconds": Column("float", "Seconds per step since the previous row."),
+    "peak_memory_bytes": Column("int", "Peak memory: of the first rank's GPU, of the process on a CPU."),
     "lm_gradient_norm": Column(
         "float",
-        "How strongly the language-model loss pulls on the layer's router.",
+        "Gradient norm of the language-model loss into the layer's router.",
         "‖∂ lm_loss/∂ W_router‖",
         worst="0: the router learns nothing from the text, as with renormalised top-1 gates",
         best="depends on the aim",
     ),
     "aux_gradient_norm": Column(
         "float",
-        "How strongly the auxiliary loss pulls on it, its coefficient included; null where there is none.",
+        "Gradient norm of the auxiliary loss with its coefficient; null where there is none.",
         "‖∂ (coefficient × aux_loss)/∂ W_router‖",
     ),
     "alerts.expert": Column(
@@ -51,17 +50,15 @@ TRAINING: dict[str, Column] = {
     "kind": Column(
         "text",
         (
-            "dead: an expert no token chose for that many steps. max_load: the busiest expert's load "
-            "over the mean. unused: the share of "
-            "experts without a token. entropy: the router is all but certain of every token, so its "
-            "gates teach it little; not raised for "
-            "routers that are built to be sure, such as SPECTRA. nan: gates or logits are not "
-            "numbers."
+            "dead: an expert without a token for that many steps. max_load: the busiest expert's load over "
+            "the mean. unused: the share of experts without a token. entropy: the router is near-certain of "
+            "every token, so its gates have little gradient; not raised for routers that are near-certain by "
+            "design, such as SPECTRA. nan: gates or logits are not numbers."
         ),
     ),
-    "alerts.value": Column("float", "What was seen; null for nan."),
-    "threshold": Column("float", "From where on it is an alert: a setting."),
-    "message": Column("text", "The same in a sentence."),
+    "alerts.value": Column("float", "The measured value; null for nan."),
+    "threshold": Column("float", "The alert's threshold, a setting."),
+    "message": Column("text", "The alert in a sentence."),
     # --- the lab
     "overhead.router": Column("text", "The router, and what was switched off or on in it."),
     "component": Column(
