@@ -15,10 +15,10 @@ from moescope.lab.figures_training import (
     gradient_by_step,
     key_map,
     loss_by_step,
-    router_gradient_by_step,
     speed_by_step,
 )
 from moescope.plotting.style import GREY, Figure, Tables
+from moescope.routing.figures_monitor import router_gradient_by_step
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_the_published_loss_is_drawn_where_there_is_one_and_called_by_its_name(t
 def test_domains_are_compared_by_their_gain_over_the_unigram_baseline(tables: Tables):
     figure = checked(gain_by_domain(tables))
     assert list(figure.data[0]["y"]) == [-2.5, 1.0]
-    assert "Code gains most: 1 nats per token; prose least: -0.2" in figure.caption
+    assert "Code gains most: 1 nats per token; prose least: −0.2" in figure.caption
     assert grey(figure) == {"unigram baseline": [0, 0]}
 
 
 def test_a_loss_above_the_unigram_baseline_is_a_negative_gain(tables: Tables):
     tables["domain_losses"]["unigram"] = 1.5
-    assert "Code gains most: -0.5 nats per token; prose least: -2.1" in gain_by_domain(tables).caption
+    assert "Code gains most: −0.5 nats per token; prose least: −2.1" in gain_by_domain(tables).caption
     alone = tables["domain_losses"][lambda rows: rows["domain"] == "code"]
     assert "least" not in gain_by_domain({**tables, "domain_losses": alone}).caption
 

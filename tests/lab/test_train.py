@@ -238,7 +238,7 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     scanned = set(Run.load(run.path / "scan").tables)
     assert scanned == tables[router] if router in tables else "alignment" in scanned
     sections = page_content([run])["told"]
-    assert ("Load while it learned" in [section["title"] for section in sections]) == (router != "dense")
+    assert ("Load balance in training" in [section["title"] for section in sections]) == (router != "dense")
     if router == "some":
         page = (run.path / "report.html").read_text()
         assert "How the keys organised themselves" in page

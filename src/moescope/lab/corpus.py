@@ -19,8 +19,7 @@ from pathlib import Path
 
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary, make_vocabulary
 from moescope.errors import BadInput
-from moescope.execution.hub_texts import is_hub_text
-from moescope.execution.texts import STDIN, Source, existing, sources
+from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
 from moescope.lab.config import LabConfig
 
 BYTES_PER_DOMAIN = 1_000_000

@@ -15,7 +15,7 @@ from moescope.decoder.model import LabModel
 from moescope.decoder.saving import load_model
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.lab.batches import IGNORED, Ids, TokenRows
-from moescope.routing.compare_steps import layer_stability
+from moescope.routing.stability import layer_stability
 from moescope.types import Array, Integers, Routing
 
 if TYPE_CHECKING:

@@ -8,21 +8,21 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.figures import OVER_STEPS
-from moescope.lab.figures_training import DROPPED, KEYS, LOSSES, ROUTER_GRADIENT, SPEED, USAGE_BY_STEP
-from moescope.plotting.style import FigureSpec, Tables, byte_size, counted, listed, named_layers, number
+from moescope.lab.figures_training import KEYS, LOSSES, SPEED
+from moescope.plotting.style import Tables, byte_size, counted, listed, number
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
-from moescope.routing.figures_diagnostics import in_words, told_and_drawn
+from moescope.routing.report_monitor import (
+    STEP_COLUMNS,
+    TABLES,
+    diagnostic_sections,
+    gradient_sections,
+    load_findings,
+    load_section,
+)
 from moescope.run import Run
 
-TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
-STEP_COLUMNS = [
-    *("step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss"),
-    *("learning_rate", "gradient_norm", "tokens_per_second"),
-]
-ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
 VIEW = (
     "The validation loss is compared with two baselines: uniform (every token equally likely) and unigram "
     "(token frequencies). Load balance and routing decisions come from the training passes, one point per "
@@ -46,60 +46,14 @@ def sections(run: Run) -> list[Section]:
         )
     ]
     if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
-        watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
-        drawable = load_figures(watched)
-        alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()  # none yet while running
-        shown = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
-        found.append(Section("load", "Load balance in training", load_words(run), drawable, shown))
-        found += diagnostic_sections(run)
-    gradients = run.table("router_gradients") if "router_gradients" in run.tables else pd.DataFrame()
-    if len(gradients) and gradients["lm_gradient_norm"].notna().any():
-        words = "A router learns from the text only through its gates."
-        drawn = [(ROUTER_GRADIENT, {"router_gradients": gradients})]
-        found.append(Section("routers", "Router gradients", words, drawn))
+        found += [load_section(run, []), *diagnostic_sections(run)]
+    found += gradient_sections(run)
     if "keys" in run.info:
         found.append(key_section(run))
     speed = [(spec, tables) for column, spec in SPEED.items() if steps[column].notna().any()]
     if speed:
         found.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
     return found
-
-
-def load_figures(watched: Tables) -> list[tuple[FigureSpec, Tables]]:
-    """Return the drawable figures over steps; dropped tokens only where there are any."""
-    rows = watched["routing_layers"]
-    dropped = (rows["metric"] == "dropped") & (rows["value"] > 0)
-    specs = [*OVER_STEPS, *([DROPPED] if dropped.any() else [])]
-    return [(spec, watched) for spec in specs if can_draw(spec, watched)]
-
-
-def load_words(run: Run) -> str:
-    words = "Tokens per expert and routing entropy, counted in every training pass."
-    if layers := run.info.get("low_entropy_expected"):
-        words += (
-            " This router is near-certain by design, so low routing entropy in "
-            f"{named_layers(layers)} raises no alert; uneven load and unused experts do."
-        )
-    return words
-
-
-def diagnostic_sections(run: Run) -> list[Section]:
-    """Return router diagnostics: figures of those that change, a sentence for the others; usage of keys."""
-    rows = run.table("routing_layers")
-    tables: Tables = {"routing_layers": rows}
-    model = run.info["arguments"].get("model")
-    if model is not None:
-        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
-    still, moving = told_and_drawn(tables)
-    specs = [panel.spec() for panel in moving]
-    if (rows["metric"] == "key_cosine").any():
-        specs += [spec for spec in USAGE_BY_STEP if can_draw(spec, tables)]
-    if not specs and not still:
-        return []
-    words = "Metrics specific to this router, from its training passes, with their reference values."
-    if still:
-        words += f" Constant at their reference: {listed([in_words(panel, tables) for panel in still])}."
-    return [Section("diagnostics", "Router diagnostics", words, [(spec, tables) for spec in specs])]
 
 
 def key_section(run: Run) -> Section:
@@ -128,14 +82,6 @@ METRIC_WORDS = {
     "load_entropy_bits": "entropy of the load in bits",
     "used": "share of experts used",
 }
-
-
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Return whether the figure's tables have its metrics and more than one step."""
-    if not set(spec.needs) <= set(tables):
-        return False
-    metrics = set(tables["routing_layers"]["metric"].unique())
-    return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
 
 
 def references(run: Run) -> pd.DataFrame:
@@ -177,34 +123,13 @@ def findings(run: Run) -> list[str]:
     if run.info["status"] != "done":
         stopped = f": {run.info['error']}" if run.info.get("error") else ""
         found.append(f"This training is {run.info['status']}{stopped}.")
-    found += load_findings(run)
+    if is_routed(run):
+        equal = ", by construction: experts choose tokens" if router_facts(run).get("experts_choose") else ""
+        found += load_findings(run, equal)
     alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
     if len(alerts):
         first_alert = alerts.sort_values("step").iloc[0]
         found.append(f"{counted(len(alerts), 'alert')} in training; the first: {first_alert['message']}.")
-    return found
-
-
-def load_findings(run: Run) -> list[str]:
-    """Return sentences about the load balance in the last window of training."""
-    if "routing_layers" not in run.tables or not is_routed(run):
-        return []
-    rows = run.table("routing_layers")
-    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
-    even = rows[rows["metric"] == "cv"]
-    if not len(even) or not even["value"].notna().any():
-        return []
-    worst = even.loc[even["value"].idxmax()]
-    if worst["value"] == 0:
-        why = ", by construction: experts choose tokens" if router_facts(run).get("experts_choose") else ""
-        return [f"Load balance: CV 0 in every layer{why} (random routing: {number(worst['chance'])})."]
-    found = [
-        f"Load balance: worst in {named_layers([worst['layer']])}, CV {number(worst['value'])} "
-        f"(random routing: {number(worst['chance'])})."
-    ]
-    unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
-    if len(unused):
-        found.append(f"Unused experts at the end of training: {named_layers(unused['layer'])}.")
     return found
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device, run_to_resume
-from moescope.engine import LocalEngine, check_engine, open_engine
+from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.corpus import read_corpus, training_vocabulary
 from moescope.lab.study_task import NOT_RUN, TRAININGS, TrainingPiece, costs, prune, train_piece
 from moescope.lab.study_text import FOLDER, keep_text
 from moescope.lab.train import bytes_on_disk
-from moescope.processes import ProcessEngine
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
+from moescope.execution.model_names import checkpoint_identity
 from moescope.lab.config import LabConfig, TrainConfig, resumed_config, settle
 from moescope.lab.corpus import (
     Corpus,
@@ -24,7 +25,7 @@ from moescope.lab.corpus import (
     training_vocabulary,
 )
 from moescope.progress import progress, unsaid_alerts
-from moescope.routing.trace import checkpoint_identity, trace
+from moescope.routing.trace import trace
 from moescope.run import (
     TRAIN_LOCK,
     DamagedRun,
