@@ -101,8 +101,8 @@ def of_question(tables: Tables, question: str) -> Tables:
 
 def compared_questions(tables: Tables) -> dict[str, Tables]:
     """Return the tables of each question with at least two arms."""
-    found = {name: of_question(tables, name) for name in questions_of(tables)}
-    return {name: own for name, own in found.items() if len(own["study_comparisons"]) > 1}
+    by_question = {name: of_question(tables, name) for name in questions_of(tables)}
+    return {name: part for name, part in by_question.items() if len(part["study_comparisons"]) > 1}
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:
@@ -112,7 +112,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     if not by_question:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
     first = next(iter(by_question))
-    parts = [question_section(own, name, name == first) for name, own in by_question.items()]
+    parts = [question_section(part, name, name == first) for name, part in by_question.items()]
     figures = [(spec, by_question[first]) for spec in CURVES if spec.can_draw(by_question[first])]
     if figures:
         text = "Loss on held-out text, and routing in training, by step."
@@ -173,11 +173,11 @@ def summary(run: Run) -> Summary:
             "looks best makes false claims."
         )
     for question in questions_of(tables):
-        own = of_question(tables, question)
-        if len(own["study_comparisons"]) > 1:
-            sentences += question_findings(own["study_comparisons"], question)
+        part = of_question(tables, question)
+        if len(part["study_comparisons"]) > 1:
+            sentences += question_findings(part["study_comparisons"], question)
         if question == "sweep":
-            sentences += target_findings(own["study_runs"])
+            sentences += target_findings(part["study_runs"])
     sentences += unfinished_findings(tables["study_runs"])
     return Summary(coverage(run), sentences, key_numbers(tables))
 
@@ -185,7 +185,7 @@ def summary(run: Run) -> Summary:
 def key_numbers(tables: Tables) -> list[KeyNumber]:
     """Return the first question's best difference and its load CV, the detectable difference, progress."""
     runs, questions = tables["study_runs"], compared_questions(tables)
-    comparisons = next((own["study_comparisons"] for own in questions.values()), tables["study_comparisons"])
+    comparisons = next(iter(questions.values()), tables)["study_comparisons"]
     reference, known = reference_of(comparisons), compared(comparisons)
     done = KeyNumber("Trainings done", int((runs["status"] == "done").sum()), unit=f"of {len(runs)}")
     if known.empty:
