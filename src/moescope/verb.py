@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moescope.checkpoint.places import shown_url
+from moescope.checkpoint.location import hide_credentials
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -375,4 +375,4 @@ def option_word(value: Any) -> str:
     if isinstance(value, Iterable) and not isinstance(value, str | Path):
         return ",".join(map(str, value))
     text = str(value)
-    return shown_url(text) if "://" in text else text
+    return hide_credentials(text) if "://" in text else text

@@ -1,10 +1,6 @@
-"""`mlp.router` over fused experts without biases.
+"""Router `mlp.router` over fused experts without biases: Phi-3.5-MoE as transformers holds it in memory."""
 
-How Phi-3.5-MoE lies in transformers' memory, and where that is saved as it is.
-"""
-
-from moescope.families.experts import fused_gate_up
-from moescope.families.layout import Family
+from moescope.families.layout import Family, fused_gate_up
 
 FUSED = "{L}.mlp.experts.gate_up_proj"
 

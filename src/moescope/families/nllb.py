@@ -1,11 +1,6 @@
-"""NLLB's layout.
+"""NLLB: encoder and decoder stacks, experts of two matrices with biases and a ReLU."""
 
-Two stacks of layers, experts of two matrices with biases and nothing between them but a ReLU.
-"""
-
-from moescope.families.experts import per_expert
-from moescope.families.layout import Family, LayerTensors, Model
-from moescope.families.sparsity import nllb
+from moescope.families.layout import Family, LayerTensors, Model, nllb, per_expert
 from moescope.types import ExpertStack
 
 FIRST, SECOND = "{L}.ffn.experts.expert_{e}.fc1", "{L}.ffn.experts.expert_{e}.fc2"

@@ -1,11 +1,6 @@
-"""Switch Transformers' layout.
+"""Switch Transformers: encoder and decoder stacks, the MoE a sublayer, experts of two matrices, no gate."""
 
-Two stacks of blocks, the MoE a sublayer of its block, experts of two matrices without a gate.
-"""
-
-from moescope.families.experts import per_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import switch
+from moescope.families.layout import Family, Model, per_expert, switch
 
 FIRST = "{L}.layer.{S}.mlp.experts.expert_{e}.wi.weight"
 
