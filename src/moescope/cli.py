@@ -734,7 +734,7 @@ def show_run(run: Any, as_json: bool, quiet: bool) -> None:
     if (kind := kind_of(run)) is not None:
         facts = kind_summary(run, kind)
     elif run.info["verb"] == "trace":
-        from moescope.routing.report_summary import trace_summary
+        from moescope.routing.report import trace_summary
 
         facts = trace_summary(run)
     else:

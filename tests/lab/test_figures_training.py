@@ -12,7 +12,6 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from moescope.lab.figures_training import (
     gradient_by_step,
     loss_by_step,
-    pull_on_routers,
     saved_by_domain,
     speed_by_step,
 )
@@ -41,15 +40,7 @@ def tables() -> Tables:
             "unigram": [3.0, 3.0, 3.4, 3.4],
         }
     )
-    gradients = pd.DataFrame(
-        {
-            "step": [10, 10, 20, 20],
-            "layer": [0, 1, 0, 1],
-            "lm_gradient_norm": [0.1, 0.2, 0.3, 0.05],
-            "aux_gradient_norm": [0.01, 0.03, 0.02, 0.04],
-        }
-    )
-    return {"steps": steps, "references": references, "domain_losses": domains, "router_gradients": gradients}
+    return {"steps": steps, "references": references, "domain_losses": domains}
 
 
 def checked(figure: Figure) -> Figure:
@@ -95,16 +86,6 @@ def test_what_is_worse_than_frequencies_is_not_called_learned(tables: Tables):
     alone = tables["domain_losses"][lambda rows: rows["domain"] == "code"]
     title = saved_by_domain({**tables, "domain_losses": alone}).title
     assert title == "Code is not learned yet: 0.5 nats a token above frequencies alone"
-
-
-def test_the_weakest_pull_is_named_beside_the_auxiliary_one(tables: Tables):
-    figure = checked(pull_on_routers(tables))
-    assert "router of layer 1: 0.05; the auxiliary loss pulls 0.03 on average" in figure.title
-
-
-def test_a_router_without_any_pull_is_drawn_on_a_plain_axis(tables: Tables):
-    tables["router_gradients"]["lm_gradient_norm"] = 0.0
-    assert "type" not in checked(pull_on_routers(tables)).layout["yaxis"]
 
 
 def test_gradient_and_speed_have_their_references(tables: Tables):

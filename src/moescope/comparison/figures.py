@@ -24,10 +24,10 @@ from moescope.plotting.style import (
     from_to,
     grey_line,
     heatmap,
+    layer_axis,
     listed,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis
 
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED = "unrelated experts"

@@ -22,11 +22,12 @@ from moescope.plotting.style import (
     capital,
     counted,
     grey_line,
+    layer_axis,
     named_layers,
     number,
+    ratio_heatmap,
+    ratio_range,
 )
-from moescope.routing.figures_load import fold_of, ratio_heatmap
-from moescope.weights.figures_alignment import layer_axis
 
 SCORES = {"frequency": "tokens", "gate_weight": "gate_weight", "ean": "ean", "reap": "reap"}
 SCORE_WORDS = {
@@ -295,7 +296,7 @@ def saliency_heatmap(tables: Tables) -> Figure:
         ("expert", "layer"),
         "times the layer's mean",
         f"{column} / mean",
-        fold_of([times]),
+        ratio_range([times]),
     )
     dropped = tables["clusters"][~tables["clusters"]["kept"].astype(bool)]
     data = [heat]

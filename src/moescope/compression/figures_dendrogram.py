@@ -19,9 +19,9 @@ from moescope.plotting.style import (
     blend,
     counted,
     grey_line,
+    layer_axis,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis
 
 NAMED_UP_TO = 64  # experts whose numbers fit below a dendrogram
 ONE_ROW = 12  # experts whose numbers fit side by side on a phone; more are written in three rows

@@ -138,7 +138,7 @@ def demo_summary(run: Run) -> dict[str, Any]:
     """Everything worth printing of a demo, as plain data: its parts, each as its own verb tells it."""
     from moescope.lab.report_training import TRAINING
     from moescope.reporting.run_kind import kind_summary
-    from moescope.routing.report_summary import trace_summary
+    from moescope.routing.report import trace_summary
     from moescope.weights.report import summary
 
     where = {"run": str(run.path), "report": str(run.path / "report.html")}

@@ -5,7 +5,6 @@ Who gets how much, over the steps and at the end, and where keys lie.
 
 from __future__ import annotations
 
-from moescope.glossary import METRICS
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
@@ -14,10 +13,8 @@ from moescope.plotting.style import (
     FigureSpec,
     Tables,
     base_layout,
-    grey_line,
     number,
 )
-from moescope.routing.figures_steps import step_axis
 
 
 def usage_by_decade(tables: Tables) -> Figure:
@@ -101,62 +98,6 @@ def key_places(tables: Tables) -> Figure:
     return Figure("key_places", title, caption, ("tokens",), data, layout, height=420)
 
 
-def usage_by_step(metric: str, axis: str, complement: bool = False) -> FigureSpec:
-    """A metric of the middle layer's load at every stretch of steps, beside random routing; `complement`.
-
-    1 less it.
-    """
-
-    def draw(tables: Tables) -> Figure:
-        rows = tables["routing_layers"]
-        layers = sorted(rows["layer"].unique())
-        middle = layers[len(layers) // 2]
-        rows = rows[
-            (rows["metric"] == metric) & (rows["domain"] == "") & (rows["layer"] == middle)
-        ].sort_values("step")
-        columns = rows[["value", "chance", "collapse"]].to_numpy(float)
-        value, chance, collapse = (1 - columns if complement else columns).T
-        steps = rows["step"].to_numpy()
-        data = [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"layer {middle}",
-                "x": steps,
-                "y": value,
-                "line": {"color": CATEGORICAL[0], "width": 2},
-                "marker": {"size": 6},
-                "hovertemplate": "step %{x}<br>%{y:.4g}<extra></extra>",
-            },
-            grey_line(steps, chance, "random routing"),
-            grey_line(steps, collapse, "collapse", "dot"),
-        ]
-        title = (
-            f"{axis[0].upper()}{axis[1:]} in layer {middle}, the middle one, goes from "
-            f"{number(value[0])} (step {steps[0]}) to {number(value[-1])} "
-            f"(step {steps[-1]}); {number(chance[-1])} with random routing, "
-            f"{number(collapse[-1])} at collapse"
-        )
-        about = (
-            "The share of experts that any token chose" if complement else METRICS[metric].meaning.rstrip(".")
-        )
-        caption = (
-            f"{about}, over a stretch of steps. Dashed: random routing; dotted: all tokens take the "
-            "same experts."
-        )
-        layout = base_layout("step", axis, xaxis=step_axis(rows["step"]), yaxis={"rangemode": "tozero"})
-        return Figure(
-            f"middle_{metric}_by_step", title, caption, (metric, "chance", "collapse"), data, layout
-        )
-
-    return FigureSpec(f"middle_{metric}_by_step", ("routing_layers",), draw, metrics=(metric,))
-
-
-USAGE_BY_STEP = [
-    usage_by_step("gini", "Gini of the load"),
-    usage_by_step("load_entropy_bits", "entropy of the load (bits)"),
-    usage_by_step("unused", "share of experts used", complement=True),
-]
 KEYS = [
     FigureSpec("usage_by_decade", (), usage_by_decade),
     FigureSpec("key_places", (), key_places),

@@ -19,10 +19,8 @@ from moescope.plotting.style import (
     capital,
     category_style,
     grey_line,
-    layer_lines,
     number,
 )
-from moescope.routing.figures_steps import metric_by_step, step_axis
 
 UNIFORM, UNIGRAM = "every token alike", "frequencies alone"
 
@@ -143,36 +141,6 @@ def saved_by_domain(tables: Tables) -> Figure:
     )
 
 
-def pull_on_routers(tables: Tables) -> Figure:
-    """Gradient norms of the text's loss into each router; the auxiliary loss's in grey."""
-    rows = tables["router_gradients"]
-    pulled = rows[rows["lm_gradient_norm"].notna()]
-    aux = rows[rows["aux_gradient_norm"].notna()].groupby("step")["aux_gradient_norm"].mean()
-    data = layer_lines(pulled.rename(columns={"lm_gradient_norm": "pull"}), "step", "pull")
-    if len(aux) and (aux > 0).any():
-        data.append(grey_line(aux.index.to_numpy(), aux.to_numpy(float), "auxiliary loss, mean over layers"))
-    last = pulled[pulled["step"] == pulled["step"].max()]
-    weakest = last.loc[last["lm_gradient_norm"].idxmin()]
-    title = (
-        f"At step {int(weakest['step'])} the text pulls least on the router of layer "
-        f"{int(weakest['layer'])}: {number(weakest['lm_gradient_norm'])}"
-    )
-    if len(aux):
-        title += f"; the auxiliary loss pulls {number(aux.iloc[-1])} on average"
-    shown = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
-    caption = (
-        "Norm of the gradient of the text's loss into each router. A router it does not reach learns "
-        "nothing from the text, whatever its auxiliary loss does."
-    )
-    layout = base_layout(
-        "step",
-        "norm of the gradient",
-        yaxis=plain_log(shown) or {},
-        xaxis=step_axis(pd.Index(sorted(pulled["step"].unique()))),
-    )
-    return Figure("pull_on_routers", title, caption, ("lm_gradient_norm", "aux_gradient_norm"), data, layout)
-
-
 def gradient_by_step(tables: Tables) -> Figure:
     """Norm of the whole gradient, and the norm at which it is clipped."""
     steps = tables["steps"]
@@ -231,8 +199,6 @@ LOSSES = [
     FigureSpec("loss_by_step", ("steps",), loss_by_step, wide=True),
     FigureSpec("saved_by_domain", (), saved_by_domain, wide=True),
 ]
-DROPPED = metric_by_step("dropped_by_step", "dropped", "share of slots", "experts without a capacity")
-PULL = FigureSpec("pull_on_routers", ("router_gradients",), pull_on_routers, wide=True)
 COURSE = {  # by the column of steps that it cannot do without
     "gradient_norm": FigureSpec("gradient_by_step", ("steps",), gradient_by_step),
     "tokens_per_second": FigureSpec("speed_by_step", ("steps",), speed_by_step),

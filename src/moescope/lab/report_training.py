@@ -11,29 +11,23 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.figures import OVER_STEPS
-from moescope.lab.figures_keys import KEYS, USAGE_BY_STEP
-from moescope.lab.figures_training import COURSE, DROPPED, LOSSES, PULL
-from moescope.plotting.style import FigureSpec, Tables, byte_size, counted, listed, named_layers, number
+from moescope.lab.figures_keys import KEYS
+from moescope.lab.figures_training import COURSE, LOSSES
+from moescope.plotting.style import Tables, byte_size, counted, listed, number
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
-from moescope.routing.figures_diagnostics import in_words, told_and_drawn
+from moescope.routing.report_monitor import (
+    STEP_COLUMNS,
+    TABLES,
+    alert_findings,
+    diagnostic_sections,
+    gradient_sections,
+    load_findings,
+    load_section,
+)
 from moescope.run import Run
 
-TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
-STEP_COLUMNS = [
-    "step",
-    "tokens",
-    "train_loss",
-    "lm_loss",
-    "aux_loss",
-    "validation_loss",
-    "learning_rate",
-    "gradient_norm",
-    "tokens_per_second",
-]
-ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
 VIEW = (
     "A training is judged by its validation loss, beside two models without skill: one that "
     "gives every token the same chance, and one that knows how "
@@ -63,20 +57,8 @@ def sections(run: Run) -> list[Section]:
         )
     ]
     if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
-        watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
-        drawable = load_figures(watched)
-        alerts = (
-            run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
-        )  # none yet in a training under way
-        told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
-        found.append(Section("load", "Load while it learned", load_words(run), drawable, told))
-        found += note_sections(run)
-    gradients = run.table("router_gradients") if "router_gradients" in run.tables else pd.DataFrame()
-    if len(gradients) and gradients["lm_gradient_norm"].notna().any():
-        words = "A router learns from the text through its gates alone; here is how strongly."
-        found.append(
-            Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})])
-        )
+        found += [load_section(run, []), *diagnostic_sections(run)]
+    found += gradient_sections(run)
     if "keys" in run.info:
         found.append(key_section(run))
     words = "Gradient and speed, from the run itself."
@@ -84,57 +66,6 @@ def sections(run: Run) -> list[Section]:
     if course:
         found.append(Section("course", "How it went", words, course))
     return found
-
-
-def load_figures(watched: Tables) -> list[tuple[FigureSpec, Tables]]:
-    """Figures over steps that can be drawn; what capacity turned away only where it did."""
-    rows = watched["routing_layers"]
-    dropped = (rows["metric"] == "dropped") & (rows["value"] > 0)
-    specs = [*OVER_STEPS, *([DROPPED] if dropped.any() else [])]
-    return [(spec, watched) for spec in specs if can_draw(spec, watched)]
-
-
-def load_words(run: Run) -> str:
-    words = (
-        "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
-    )
-    if sure := run.info.get("sure_by_design"):
-        words += (
-            " This router is built to be sure of every token, so low routing entropy in "
-            f"{named_layers(sure)} raises no alert; uneven load and "
-            "experts without a token do."
-        )
-    return words
-
-
-def note_sections(run: Run) -> list[Section]:
-    """Router diagnostics that move in figures, the others in a sentence.
-
-    SoME's usage beside them.
-    """
-    rows = run.table("routing_layers")
-    tables: Tables = {"routing_layers": rows}
-    model = run.info["arguments"].get("model")
-    if model is not None:
-        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
-    still, moving = told_and_drawn(tables)
-    specs = [panel.spec() for panel in moving]
-    if (rows["metric"] == "key_cosine").any():
-        specs += [spec for spec in USAGE_BY_STEP if can_draw(spec, tables)]
-    if not specs and not still:
-        return []
-    words = (
-        "Numbers that only this kind of router has, from its training passes, each beside what "
-        "chance, or nothing done, would give."
-    )
-    if still:
-        words += (
-            " At their reference all the time, so not drawn: "
-            f"{listed([in_words(panel, tables) for panel in still])}."
-        )
-    return [
-        Section("diagnostics", "What the router says of itself", words, [(spec, tables) for spec in specs])
-    ]
 
 
 def key_section(run: Run) -> Section:
@@ -166,14 +97,6 @@ METRIC_WORDS = {
     "load_entropy_bits": "entropy of the load in bits",
     "used": "share of experts used",
 }
-
-
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether the figure's tables are there with rows at more than one step, and its metrics among them."""
-    if not set(spec.needs) <= set(tables):
-        return False
-    metrics = set(tables["routing_layers"]["metric"].unique())
-    return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
 
 
 def references(run: Run) -> pd.DataFrame:
@@ -223,49 +146,10 @@ def findings(run: Run) -> list[str]:
     if run.info["status"] != "done":
         stopped = f": {run.info['error']}" if run.info.get("error") else ""
         found.append(f"This training is {run.info['status']}{stopped}.")
-    found += load_findings(run)
-    alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
-    if len(alerts):
-        first_alert = alerts.sort_values("step").iloc[0]
-        found.append(
-            f"{counted(len(alerts), 'alert')} while it learned, none in a training without "
-            f"trouble; the first: {first_alert['message']}."
-        )
-    return found
-
-
-def load_findings(run: Run) -> list[str]:
-    """The last stretch of training: how even the load was, and how that compares with random routing."""
-    if "routing_layers" not in run.tables or not is_routed(run):
-        return []
-    rows = run.table("routing_layers")
-    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
-    even = rows[rows["metric"] == "cv"]
-    if not len(even) or not even["value"].notna().any():
-        return []
-    worst = even.loc[even["value"].idxmax()]
-    if worst["value"] == 0:
-        why = (
-            " by construction: experts choose the tokens, each as many"
-            if router_of(run) == "expert_choice"
-            else ""
-        )
-        return [
-            (
-                f"At the end of training load is even in every layer{why}; random routing gives a CV "
-                f"of {number(worst['chance'])}."
-            )
-        ]
-    found = [
-        (
-            f"At the end of training load is least even in {named_layers([worst['layer']])}: CV "
-            f"{number(worst['value'])}, random routing gives {number(worst['chance'])}."
-        )
-    ]
-    unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
-    if len(unused):
-        found.append(f"Experts without a token at the end of training in {named_layers(unused['layer'])}.")
-    return found
+    if is_routed(run):
+        chosen = router_of(run) == "expert_choice"
+        found += load_findings(run, " by construction (experts choose the tokens)" if chosen else "")
+    return found + alert_findings(run)
 
 
 def is_routed(run: Run) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER, OVER_STEPS, ROUTING
-from moescope.plotting.style import Figure
+from moescope.plotting.style import Figure, can_draw
 from moescope.reporting.run_kinds import kind_of
-from moescope.routing.figures_metrics import can_draw
 from moescope.routing.report_views import load_trace, routing_views
 from moescope.run import Run
 from moescope.weights.report_views import readings, run_names

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from moescope.figures import TOGETHER
-from moescope.plotting.style import Tables
+from moescope.plotting.style import Tables, can_draw
 from moescope.reporting.joint_figures import FEWEST_LAYERS, QUESTIONS, answer, correlation_of, paired
-from moescope.routing.figures_metrics import can_draw
 from moescope.routing.report import Keep
 from moescope.routing.report_views import View
 from moescope.weights.report_layer import drawn

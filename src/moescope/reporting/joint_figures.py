@@ -10,17 +10,21 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from moescope.glossary import METRICS
 from moescope.plotting.style import (
+    RANDOM,
+    UNIFORM,
     Figure,
     FigureSpec,
     Tables,
     base_layout,
+    between,
     grey_line,
     layer_colorbar,
     layer_colors,
     number,
+    values_of,
 )
-from moescope.routing.figures_metrics import KNOWS_NOTHING, RANDOM, between, metric_name, values_of
 
 FEWEST_LAYERS = 5
 
@@ -75,10 +79,14 @@ def correlation_of(tables: Tables, metric: str) -> Correlation | None:
 
 # metric, what a higher value means in words, chance's name
 QUESTIONS = {
-    "confidence": ("more confidently", "less confidently", KNOWS_NOTHING),
-    "routing_entropy": ("less decidedly (higher entropy)", "more decidedly (lower entropy)", KNOWS_NOTHING),
+    "confidence": ("more confidently", "less confidently", UNIFORM),
+    "routing_entropy": ("less decidedly (higher entropy)", "more decidedly (lower entropy)", UNIFORM),
     "cv": ("less evenly", "more evenly", RANDOM),
 }
+
+
+def metric_name(metric: str) -> str:
+    return METRICS[metric].title or metric.replace("_", " ")
 
 
 def answer(metric: str, found: Correlation | None, layers: int) -> str:
@@ -136,7 +144,7 @@ def against(metric: str) -> FigureSpec:
                 "neighbouring layers are not, so it is rather too narrow. A correlation over layers "
                 "of one model says nothing of causes."
             ),
-            ("ambiguity_score", metric, "chance"),
+            ("ambiguity_score", metric, "routing_layers.chance"),
             data,
             base_layout("ambiguity score (weights)", f"{metric_name(metric)} (text)"),
         )

@@ -89,6 +89,7 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
             "per": slider.per_value,
             "orders": slider.orders,
             "titles": slider.titles,
+            "captions": slider.captions,
         },
     }
 

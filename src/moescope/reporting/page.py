@@ -24,10 +24,11 @@ from moescope.routing.report import (
     text_notice,
     trace_command,
     trace_coverage,
+    trace_findings,
     view_entry,
+    which_findings,
 )
-from moescope.routing.report_summary import trace_findings, which_findings
-from moescope.routing.report_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
+from moescope.routing.report_views import TraceTables, first_shown, load_trace, routing_views, skipped_steps
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, SCAN_TABLES, TABLES, VIEW
 from moescope.weights.report import coverage_lines, findings, headline
@@ -307,7 +308,7 @@ def trace_entry(trace: TraceTables) -> dict[str, Any]:
     return {
         "name": run.name,
         "info": run.info,
-        "coverage": [*trace_coverage(run), *steps_left_out(trace)],
+        "coverage": [*trace_coverage(run), *skipped_steps(trace)],
         "command": trace_command(trace),
         "warnings": run.info.get("warnings", []),
         "seconds": number(sum(run.info["timings"].values())),

@@ -5,7 +5,7 @@ from moescope.compression.report import COMPRESSION
 from moescope.lab.report_study import STUDY
 from moescope.lab.report_training import TRAINING
 from moescope.reporting.run_kind import RunKind
-from moescope.routing.report_monitor import WATCHED
+from moescope.routing.report_monitor import MONITORED
 from moescope.run import Run
 
 KINDS: list[RunKind] = [
@@ -13,7 +13,7 @@ KINDS: list[RunKind] = [
     COMPRESSION,
     TRAINING,
     STUDY,
-    WATCHED,
+    MONITORED,
 ]
 
 

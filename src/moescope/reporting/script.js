@@ -56,8 +56,8 @@
   wanted.addEventListener("change", (event) => { setTheme(event.matches); repaint(); });
 
   // ---- figures
-  function definition(columns, caption) {
-    const box = make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"), make("p", {}, caption));
+  function definition(columns) {
+    const box = make("details", { class: "definition" }, make("summary", {}, "Definitions"));
     for (const name of columns) {
       const entry = glossary[name];
       if (!entry) continue;
@@ -103,10 +103,10 @@
 
   function figureElement(figure) {
     const div = make("div", { class: "plot", style: `height:${figure.height}px` });
-    const title = make("h4", {}, figure.title);
-    const element = make("figure", { "data-name": figure.name }, title);
+    const title = make("h4", {}, figure.title), caption = make("figcaption", {}, figure.caption);
+    const element = make("figure", { "data-name": figure.name }, title, caption);
     if (figure.slider) {
-      const { label, values, start, orders, titles } = figure.slider;
+      const { label, values, start, orders, titles, captions } = figure.slider;
       let position = start;
       const output = make("output", {}, values[start]);
       const range = make("input", { type: "range", min: 0, max: values.length - 1, value: start, step: 1, "aria-label": label });
@@ -119,6 +119,7 @@
         position = Number(range.value);
         output.textContent = values[position];
         if (titles.length) title.textContent = titles[position];
+        if (captions.length) caption.textContent = captions[position];
         Plotly.update(div, { visible: shown(figure, position) }, orders.length ? reorder() : {});
       });
       similar.addEventListener("change", () => Plotly.relayout(div, reorder()));
@@ -127,7 +128,7 @@
       if (orders.length) controls.append(make("label", {}, similar, "order by similarity"));
       element.append(controls);
     }
-    element.append(div, definition(figure.columns, figure.caption));
+    element.append(div, definition(figure.columns));
     return { element, start: () => draw(figure, div) };
   }
 

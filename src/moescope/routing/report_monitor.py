@@ -1,28 +1,41 @@
-"""A watched training's part of the report: load, decisions and the pull on routers over its steps."""
+"""Monitor's part of the report: load, router diagnostics, router gradients and alerts over training steps."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_training import PULL
-from moescope.lab.report_training import (
-    ALERT_COLUMNS,
-    STEP_COLUMNS,
-    TABLES,
-    load_figures,
-    load_findings,
-    load_words,
-    note_sections,
-)
-from moescope.plotting.style import counted
+from moescope.plotting.style import RANDOM, FigureSpec, Tables, counted, listed, named_layers, number
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
+from moescope.routing.figures_steps import (
+    DROPPED,
+    MIDDLE_LAYER,
+    OVER_STEPS,
+    ROUTER_GRADIENT,
+    last_value,
+    split_diagnostics,
+)
 from moescope.run import Run
 
+TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
+STEP_COLUMNS = [
+    "step",
+    "tokens",
+    "train_loss",
+    "lm_loss",
+    "aux_loss",
+    "validation_loss",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+]
+ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
 VIEW = (
-    "Load and decisions are of the training's own passes, each point a stretch of steps; chances are "
-    "those of random routing."
+    "Load and decisions are counted in the training's own passes; each point covers the steps since the "
+    "previous one. Chance levels are those of random routing."
 )
 
 
@@ -30,59 +43,123 @@ def rows_of(run: Run, table: str) -> pd.DataFrame:
     return run.table(table) if table in run.tables else pd.DataFrame()
 
 
+def can_draw(spec: FigureSpec, tables: Tables) -> bool:
+    """Whether the figure's tables have more than one step, and its metrics rows."""
+    if not set(spec.needs) <= set(tables):
+        return False
+    metrics = set(tables["routing_layers"]["metric"].unique())
+    return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
+
+
+def load_section(run: Run, tables: list[dict[str, Any]]) -> Section:
+    """Load and decisions over the steps; `tables` are shown below the figures, after the alerts."""
+    frames = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
+    rows, alerts = frames["routing_layers"], rows_of(run, "alerts")
+    dropped = ((rows["metric"] == "dropped") & (rows["value"] > 0)).any()
+    specs = [*OVER_STEPS, *([DROPPED] if dropped else [])]
+    words = "Load balance and routing decisions, counted in every training pass."
+    if certain := run.info.get("sure_by_design"):
+        words += (
+            " This router is certain of every token by design, so low routing entropy in "
+            f"{named_layers(certain)} raises no alert; uneven load and unused experts do."
+        )
+    figures = [(spec, frames) for spec in specs if can_draw(spec, frames)]
+    if len(alerts):
+        tables = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts"), *tables]
+    return Section("load", "Load balance during training", words, figures, tables)
+
+
+def diagnostic_sections(run: Run) -> list[Section]:
+    """Router diagnostics: figures of those that vary, a sentence on the others."""
+    rows = run.table("routing_layers")
+    tables: Tables = {"routing_layers": rows}
+    if model := run.info["arguments"].get("model"):
+        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
+    constant, varying = split_diagnostics(tables)
+    specs = [panel.spec for panel in varying]
+    if (rows["metric"] == "key_cosine").any():
+        specs += [spec for spec in MIDDLE_LAYER if can_draw(spec, tables)]
+    if not specs and not constant:
+        return []
+    words = "Metrics specific to this router, from its training passes, each with its chance level."
+    if constant:
+        values = listed([last_value(panel, tables) for panel in constant])
+        words += f" Constant at their chance level and not drawn: {values}."
+    return [Section("diagnostics", "Router diagnostics", words, [(spec, tables) for spec in specs])]
+
+
+def gradient_sections(run: Run) -> list[Section]:
+    """Gradient norms into each router, where they were measured."""
+    gradients = rows_of(run, "router_gradients")
+    if not len(gradients) or not gradients["lm_gradient_norm"].notna().any():
+        return []
+    words = "A router learns from the text only through its gates; one without gradient learns nothing."
+    figures = [(ROUTER_GRADIENT, {"router_gradients": gradients})]
+    return [Section("routers", "Router gradients", words, figures)]
+
+
+def load_findings(run: Run, reason: str = "") -> list[str]:
+    """Load balance at the last step; `reason` says why a router's load is even by construction."""
+    rows = rows_of(run, "routing_layers")
+    if not len(rows):
+        return []
+    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
+    cv = rows[(rows["metric"] == "cv") & rows["value"].notna()]
+    if not len(cv):
+        return []
+    worst = cv.loc[cv["value"].idxmax()]
+    chance = f"({RANDOM}: {number(worst['chance'])})"
+    if worst["value"] == 0:
+        return [f"Load balance at the end of training: even in every layer{reason}, CV 0 {chance}."]
+    findings = [
+        f"Load balance at the end of training: worst in layer {worst['layer']}, CV {number(worst['value'])} "
+        f"{chance}."
+    ]
+    unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
+    if len(unused):
+        findings.append(f"Unused experts at the end of training in {named_layers(unused['layer'])}.")
+    return findings
+
+
+def alert_findings(run: Run) -> list[str]:
+    alerts = rows_of(run, "alerts")
+    if not len(alerts):
+        return []
+    first = alerts.sort_values("step").iloc[0]
+    return [f"{counted(len(alerts), 'alert')}; the first: {first['message']}."]
+
+
 def sections(run: Run) -> list[Section]:
-    """Did experts share the work, and what taught the routers."""
+    """Load, router diagnostics and router gradients over the steps."""
     if not len(rows_of(run, "load")):
         raise BadInput(
             f"{run.path}: no table of this training is on disk yet; wait for its first "
             f"{run.info['arguments']['every']} steps"
         )
-    watched = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
-    alerts, steps, gradients = (rows_of(run, name) for name in ("alerts", "steps", "router_gradients"))
-    told = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
-    told += [table_payload("steps", steps, STEP_COLUMNS, "Every point")] if len(steps) else []
-    found = [
-        Section("load", "Load while it learned", load_words(run), load_figures(watched), told),
-        *note_sections(run),
-    ]
-    if len(gradients) and gradients["lm_gradient_norm"].notna().any():
-        words = "A router learns from the text through its gates alone; here is how strongly."
-        found.append(
-            Section("routers", "What taught the routers", words, [(PULL, {"router_gradients": gradients})])
-        )
-    return found
+    steps = rows_of(run, "steps")
+    tables = [table_payload("steps", steps, STEP_COLUMNS, "Every point")] if len(steps) else []
+    return [load_section(run, tables), *diagnostic_sections(run), *gradient_sections(run)]
 
 
 def findings(run: Run) -> list[str]:
-    found = load_findings(run)
-    alerts = rows_of(run, "alerts")
-    if len(alerts):
-        first = alerts.sort_values("step").iloc[0]
-        found.append(
-            f"{counted(len(alerts), 'alert')}, the first at step {first['step']}: {first['message']}"
-        )
-    if run.info["status"] != "done":
-        found.append(f"this training is {run.info['status']}: what was written so far is shown")
-    return found
+    status = run.info["status"]
+    unfinished = [] if status == "done" else [f"This training is {status}; the report shows what is written."]
+    return [*load_findings(run), *alert_findings(run), *unfinished]
 
 
 def coverage(run: Run) -> list[str]:
-    steps = rows_of(run, "load")
-    upto = f", up to step {int(steps['step'].max()):,}" if len(steps) else ""
-    experts = sorted(set(run.info["n_experts"]))
-    return [
-        (
-            f"{run.info['model_type']}: {counted(len(run.info['layers']), 'MoE layer')} of "
-            f"{' or '.join(map(str, experts))} experts, watched in training{upto}"
-        )
-    ]
+    load = rows_of(run, "load")
+    steps = f", up to step {int(load['step'].max()):,}" if len(load) else ""
+    experts = " or ".join(map(str, sorted(set(run.info["n_experts"]))))
+    layers = counted(len(run.info["layers"]), "MoE layer")
+    return [f"{run.info['model_type']}: {layers} of {experts} experts, monitored in training{steps}"]
 
 
 def command(run: Run) -> str:
     return f"moescope.Monitor(out={str(run.path)!r})"
 
 
-WATCHED = RunKind(
+MONITORED = RunKind(
     "monitor",
     TABLES,
     findings,
@@ -90,5 +167,5 @@ WATCHED = RunKind(
     command,
     coverage,
     VIEW,
-    lambda run: f"{run.name}: a training watched",
+    lambda run: f"{run.name}: a monitored training",
 )

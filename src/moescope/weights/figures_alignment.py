@@ -17,6 +17,7 @@ from moescope.plotting.style import (
     grey_line,
     heatmap,
     k_axis,
+    layer_axis,
     layer_colorbar,
     layer_colors,
     layer_lines,
@@ -209,13 +210,6 @@ def cos_squared_by_layer(tables: Tables) -> Figure:
         data,
         base_layout("layer", "cos²", xaxis=layer_axis(means.index)),
     )
-
-
-def layer_axis(layers: pd.Index) -> dict[str, object]:
-    """Whole layers only on the axis."""
-    values = [int(layer) for layer in layers]
-    every = max(1, -(-len(values) // 16))
-    return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
 
 
 def experts_at_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int], int]:

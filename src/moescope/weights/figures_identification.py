@@ -15,11 +15,12 @@ from moescope.plotting.style import (
     capital,
     grey_line,
     k_axis,
+    layer_axis,
     layer_lines,
     named_layers,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis, usable
+from moescope.weights.figures_alignment import usable
 
 DEFAULT_ACCURACY_WEIGHT = 0.4
 VERDICT_WORDS = {

@@ -20,11 +20,11 @@ from moescope.plotting.style import (
     from_to,
     grey_line,
     heatmap,
+    layer_axis,
     layer_lines,
     named_layers,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis
 
 
 def cosine_matrix(pairs: pd.DataFrame) -> tuple[np.ndarray, list[int]]:

@@ -18,10 +18,10 @@ from moescope.plotting.style import (
     base_layout,
     category_style,
     grey_line,
+    layer_axis,
     layer_lines,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis
 from moescope.weights.figures_identification import score_at_chance
 
 
