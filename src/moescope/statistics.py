@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy import stats
 
-from moescope.routing.arrays import Array
+from moescope.types import Array
 
 BUCKETS = 256  # documents are hashed into so many groups, so that memory does not grow with their number
 FEWEST_DOCUMENTS = 20

@@ -31,7 +31,7 @@ LEARNING = pytest.mark.parametrize(
     ],
 )
 NOTED = {
-    "expert_choice": {"tokens_without_expert", "experts_a_token", "experts_a_token_spread"},
+    "expert_choice": {"tokens_without_expert", "experts_per_token", "experts_per_token_spread"},
     "loss_free": {"bias_spread"},
     "spectra": {"column_error", "direction_overlap"},
     "some": {"key_cosine", "key_strength", "weakened_keys"},

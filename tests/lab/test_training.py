@@ -200,7 +200,7 @@ def test_a_router_built_to_be_sure_raises_no_alert_for_it_and_one_that_is_not_do
         limits = Thresholds(min_entropy=9.0)
         run = trained(tiny_training(tiny_config(router, steps=4)), tmp_path / router, thresholds=limits)
         alerts[router] = set(run.table("alerts")["kind"])
-        assert run.info["sure_by_design"] == ([0, 1] if router == "spectra" else [])
+        assert run.info["low_entropy_expected"] == ([0, 1] if router == "spectra" else [])
     assert "entropy" in alerts["top2"]
     assert "entropy" not in alerts["spectra"]
 

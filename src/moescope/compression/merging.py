@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moescope.compression.folding import FoldedRouter, RouterParts
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
-    from moescope.execution.adapters import LinearView
+    from moescope.types import LinearView
 
 Array = npt.NDArray[np.float64]
 

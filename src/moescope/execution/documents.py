@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moescope.routing.arrays import Integers
 from moescope.statistics import BUCKETS
-from moescope.types import Tokens
+from moescope.types import Integers, Tokens
 
 WINDOW = 4096  # tokens a model reads at once, at most; longer documents are cut, and each part starts afresh
 TOKENS_A_PASS = 16_384  # rows x length of a batch: bounds activations whatever the batch size

@@ -20,7 +20,7 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import Capture, check_transformers
 from moescope.execution.documents import WINDOW, Batch
-from moescope.routing.arrays import Integers
+from moescope.types import Integers
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HEAD_TOKENS = 1024  # positions whose logits over the vocabulary exist at once

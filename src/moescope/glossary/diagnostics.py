@@ -83,7 +83,7 @@ DIAGNOSTICS: dict[str, Column] = {
         best="0",
         title="tokens without an expert",
     ),
-    "experts_a_token": Column(
+    "experts_per_token": Column(
         "float",
         "expert_choice: how many experts a token has on average; its capacity alone decides it in training.",
         "Σ tokens taken/N",
@@ -92,7 +92,7 @@ DIAGNOSTICS: dict[str, Column] = {
         best="depends on the aim",
         title="experts a token",
     ),
-    "experts_a_token_spread": Column(
+    "experts_per_token_spread": Column(
         "float",
         "expert_choice: how unevenly experts fall to tokens.",
         "std over tokens of how many experts each has",

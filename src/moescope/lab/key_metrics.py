@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moescope.routing.arrays import Array
 from moescope.routing.chance import Setting
 from moescope.routing.load import LOAD
+from moescope.types import Array
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from moescope.routing.arrays import Array
+from moescope.types import Array
 
 DRAWS = 200
 

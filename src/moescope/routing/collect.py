@@ -12,7 +12,6 @@ import numpy as np
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Batch, Document, batches, windows
 from moescope.execution.models import TracedModel, predicted_tokens, run_batch
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.contexts import Contexts, LargestGates
 from moescope.routing.output_means import OutputMeans
 from moescope.routing.rows import (
@@ -33,7 +32,7 @@ from moescope.routing.tally import LayerCounts, Tally
 from moescope.routing.token_table import TokenTable
 from moescope.routing.words import Words
 from moescope.statistics import FEWEST_DOCUMENTS
-from moescope.types import Routing
+from moescope.types import Array, Integers, Routing
 
 if TYPE_CHECKING:
     import pandas as pd

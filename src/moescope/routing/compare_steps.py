@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moescope.errors import BadInput
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.stability import (
     corrected,
     expected_consistency,
@@ -21,6 +20,7 @@ from moescope.routing.stability import (
     usage_sigma,
 )
 from moescope.tables import TABLES
+from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moescope.execution.documents import Window
-from moescope.routing.arrays import Array, Integers
-from moescope.types import Routing
+from moescope.types import Array, Integers, Routing
 
 MOST = 5  # places kept an expert
 BEFORE, AFTER = 10, 8  # tokens shown around

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.routing.arrays import Array
 from moescope.routing.rows import Row, row
-from moescope.types import Diagnostic
+from moescope.types import Array, Diagnostic
 
 Cell = tuple[int, str]  # a layer's row, a note's name
 Slot = tuple[int, str, int]  # the same, and which part of the note: value, chance, collapse

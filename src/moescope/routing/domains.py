@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.load import divide
+from moescope.types import Array, Integers
 
 PERMUTATIONS = 200
 

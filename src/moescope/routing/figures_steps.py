@@ -184,9 +184,9 @@ DIAGNOSTIC_PANELS = [
         "for independent experts",
         "when all take the same tokens",
     ),
-    StepMetric("experts_a_token", "Experts per token", "experts", "by capacity alone", ""),
+    StepMetric("experts_per_token", "Experts per token", "experts", "by capacity alone", ""),
     StepMetric(
-        "experts_a_token_spread",
+        "experts_per_token_spread",
         "Spread of experts per token",
         "std over tokens",
         "for independent experts",

@@ -14,12 +14,11 @@ import torch
 from moescope.errors import BadInput
 from moescope.execution.documents import Window, fingerprint
 from moescope.execution.recorded import Shape, Stretch
-from moescope.routing.arrays import Integers
 from moescope.routing.collect import Traced
 from moescope.routing.rows import Corpus
 from moescope.routing.sample import Sample
 from moescope.routing.tally import Tally
-from moescope.types import Routing, Tokens
+from moescope.types import Integers, Routing, Tokens
 
 
 @dataclass

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moescope.routing.arrays import Array
 from moescope.routing.metric import Metric
+from moescope.types import Array
 
 
 def cv(load_E: Array) -> Array:

@@ -14,8 +14,7 @@ from torch import Tensor
 from moescope.execution.adapters import Block, adapter_of
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Batch, Document
-from moescope.routing.arrays import Array, Integers
-from moescope.types import Routing
+from moescope.types import Array, Integers, Routing
 
 DOCUMENTS = 16  # looked at, all domains together
 TOKENS_EACH = 64  # from their beginning: a text of 20,000 tokens then takes some 3 % longer

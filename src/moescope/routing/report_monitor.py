@@ -58,7 +58,7 @@ def load_section(run: Run, tables: list[dict[str, Any]]) -> Section:
     dropped = ((rows["metric"] == "dropped") & (rows["value"] > 0)).any()
     specs = [*OVER_STEPS, *([DROPPED] if dropped else [])]
     words = "Load balance and routing decisions, counted in every training pass."
-    if certain := run.info.get("sure_by_design"):
+    if certain := run.info.get("low_entropy_expected"):
         words += (
             " This router is certain of every token by design, so low routing entropy in "
             f"{named_layers(certain)} raises no alert; uneven load and unused experts do."

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.chance import Setting, gate_relative_std
 from moescope.routing.contexts import Contexts
 from moescope.routing.decision import DECISION
@@ -47,6 +46,7 @@ from moescope.routing.vocabulary import (
 )
 from moescope.routing.words import Words
 from moescope.statistics import NOT_AVAILABLE, interval
+from moescope.types import Array, Integers
 
 Row = dict[str, Any]
 ROLES = ("input", "next", "predicted")

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from moescope.execution.documents import Batch, Window
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import routing_entropy
-from moescope.types import Routing
+from moescope.types import Array, Integers, Routing
 
 MOST_TOKENS = 1_000_000
 MOST_BYTES = 2**28  # of expert numbers kept, all layers together

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.load import divide
 from moescope.routing.metric import Metric
+from moescope.types import Array, Integers
 
 
 def pair_counts(chosen_TK: Integers, n_experts: int, adjacent: bool = False) -> Array:

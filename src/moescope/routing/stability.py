@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 from scipy import stats
 
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.load import cv
+from moescope.types import Array, Integers
 
 EVEN = 3.0  # loads whose cv is below so many times its chance have no ranks worth comparing
 

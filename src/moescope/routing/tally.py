@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moescope.routing.arrays import Array, Integers
 from moescope.routing.decision import DECISION, first_choice
 from moescope.statistics import BUCKETS
-from moescope.types import Routing, Tokens
+from moescope.types import Array, Integers, Routing, Tokens
 
 MOST_WAITING = (
     2**23

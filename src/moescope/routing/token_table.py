@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moescope.execution.documents import Window
-from moescope.routing.arrays import Array, Integers
 from moescope.storage import check_disk
 from moescope.tables import arrow_schema
+from moescope.types import Array, Integers
 
 ROWS_AT_ONCE = 200_000  # rows of a row group, about
 

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from moescope.execution.adapters import Block
-from moescope.routing.arrays import Array
 from moescope.routing.decision import DECISION
 from moescope.routing.load import cv, load_entropy_share, max_over_mean, unused
 from moescope.routing.rows import Corpus, Row, coactivation_columns, load_rows, metric_rows, separation_rows
 from moescope.routing.step_tally import Place, Window
+from moescope.types import Array
 
 DOMAIN = "train"
 PERCENTILES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from scipy import sparse
 
-from moescope.routing.arrays import Array, Integers
+from moescope.types import Array, Integers
 
 TOP = 50  # tokens listed for an expert
 FEWEST = 8  # occurrences a token needs to count for specialisation

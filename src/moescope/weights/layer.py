@@ -13,12 +13,11 @@ import pandas as pd
 from moescope.errors import BadInput, UnusableExpert
 from moescope.spectral import alignment
 from moescope.spectral.alignment import AlignmentMatrix
-from moescope.spectral.arrays import Array
-from moescope.spectral.at_once import decompose_each, reads
-from moescope.spectral.decompose import k_ladder
+from moescope.spectral.decompose import make_k_grid, spectrum_statistics
 from moescope.spectral.pairing import PairingTest, pairing_test
-from moescope.spectral.spectra import spectrum_statistics
-from moescope.spectral.subspaces import expert_pairs, orthogonality, similarities, subspace_ladder
+from moescope.spectral.parallel import decompose_each, matrix_readers
+from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
+from moescope.types import Array
 from moescope.weights import views as readings
 from moescope.weights.ambiguity import DEFAULT_WEIGHTS, choose_k_star
 
@@ -183,7 +182,7 @@ def decompose_layer(
         else [readings.normalised_rows(weights, rows_ED[usable_rows], reading) for reading in routers]
     ).to(device)
     scale_D = readings.norm_scale(weights).to(device) if settings.fold_norm else None
-    ladder = k_ladder(min(weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model), settings.k)
+    ladder = make_k_grid(min(weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model), settings.k)
     energies: dict[int, Array] = {}
     ranks, leading, values, fallback = [], [], [], []
     for _ in marked:
@@ -193,7 +192,7 @@ def decompose_layer(
         return readings.expert_matrix(weights, matrix, expert, scale_D, device)
 
     def readable() -> Iterator[tuple[int, Tensor]]:
-        for expert, get in reads(read, usable_rows, device):
+        for expert, get in matrix_readers(read, usable_rows, device):
             try:
                 with timed("read"):
                     W_FD = get()
@@ -260,7 +259,7 @@ def matrix_frames(
             frames.setdefault(name, []).append(frame.assign(**keys))
     if len(layer.experts) > 1:
         smallest_rank = min(len(values) for values in layer.singular_values)
-        ks = subspace_ladder(len(layer.experts), smallest_rank, d_model)
+        ks = make_subspace_grid(len(layer.experts), smallest_rank, d_model)
         similarity, statistics = similarity_frames(layer, ks, d_model)
         frames["similarity"] = [similarity.assign(matrix=matrix)]
         frames["orthogonality"] = [statistics.assign(matrix=matrix)]

@@ -14,7 +14,7 @@ from scipy.special import bdtrc
 from moescope.plotting.style import capital, listed, named_layers, number
 from moescope.run import Run
 from moescope.spectral.alignment import TIE
-from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, benjamini_hochberg
+from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
 from moescope.types import Coverage
 from moescope.weights.figures_identification import FEWEST_TESTED, verdict_sentence
@@ -196,8 +196,10 @@ def small_k_findings(reading: Reading) -> list[str]:
 
 
 def avoidance_findings(reading: Reading) -> list[str]:
+    from scipy.stats import false_discovery_control
+
     tests = reading.tables["alignment_tests"].sort_values("layer")
-    q = benjamini_hochberg(tests["p_lower"].to_numpy(float))
+    q = false_discovery_control(tests["p_lower"].to_numpy(float))
     layers = reading.tables["alignment_layers"]
     sentences = []
     for layer, p in tests.loc[q <= ALPHA, ["layer", "p_lower"]].itertuples(index=False):

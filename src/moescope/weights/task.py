@@ -16,7 +16,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import timed
-from moescope.spectral.at_once import beside_others
+from moescope.spectral.parallel import layer_stream
 from moescope.weights.layer import LayerResult, ScanSettings, analyse_layer
 
 
@@ -58,7 +58,7 @@ def analyse_here(
     start = time.perf_counter()
     stages = functools.partial(timed, timings)
     try:
-        with beside_others(device):
+        with layer_stream(device):
             result = analyse_layer(
                 moe.layers[piece.layer], piece.settings, device, piece.keep_going, stages, tick
             )

@@ -27,7 +27,6 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.spectral.decompose import TOLERANCE
-from moescope.spectral.pairing import benjamini_hochberg
 from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, VIEW
 from moescope.weights.ambiguity import ambiguity_ranking, check_settings
 from moescope.weights.layer import ScanSettings
@@ -180,7 +179,7 @@ def scan_layers(
     done = sum(count for piece, count in experts.items() if piece.name in finished)
     with progress(sum(experts.values()), done, "experts", quiet) as advance, engine as workers:
         writer.save_info(engine=workers.name, device=workers.device)
-        analyse = analyse_elsewhere if workers.elsewhere else functools.partial(analyse_here, opened)
+        analyse = analyse_elsewhere if workers.remote else functools.partial(analyse_here, opened)
         work = functools.partial(analyse, workers.device)
         for piece, analysed in workers.run(work, left, lambda piece: advance(piece.label(len(steps)))):
             for frame in analysed.frames.values():
@@ -212,7 +211,10 @@ def rank_layers(layers: pd.DataFrame, settings: ScanSettings) -> pd.DataFrame:
 
 def q_values(tests: pd.DataFrame) -> pd.Series:
     """Benjamini-Hochberg over the layers of one step, matrix and router reading."""
-    return tests.groupby(["step", *VIEW])["p_value"].transform(lambda p: benjamini_hochberg(p.to_numpy()))
+    from scipy.stats import false_discovery_control
+
+    groups = tests.groupby(["step", *VIEW])["p_value"]
+    return groups.transform(lambda p: false_discovery_control(p.to_numpy()))
 
 
 def unused_ks(setups: list[dict[str, Any]], settings: ScanSettings) -> list[str]:

@@ -19,11 +19,9 @@ from geometry.experts import shuffled
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import read_moe
-from moescope.geometry.chart import bootstrap, layer_geometry, layer_means
-from moescope.geometry.distances import distance
-from moescope.geometry.matching import PROJECTIONS, match_neurons
-from moescope.geometry.nulls import matched_chance
-from moescope.geometry.polar import polar_factor, sv_alignment
+from moescope.geometry.distances import distance, polar_factor, sv_alignment
+from moescope.geometry.matching import PROJECTIONS, match_neurons, matched_chance
+from moescope.geometry.pairs import MATCHINGS, bootstrap, layer_chance, layer_geometry, layer_means
 from moescope.tables import conform
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "merge_chart.csv").read_text()
@@ -39,7 +37,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """The same model after a training that moved later layers more.
+    """The same model after a training that matched later layers more.
 
     Noise of 5 % in the first layer, 10 % in the last.
     """
@@ -79,11 +77,11 @@ def test_a_matched_series_is_the_distance_after_matching(base):
     geometry = layer_geometry(base[0], base[0], [(1, 3)], series)["geometry"]
     dominant, member = base[0].expert(1), base[0].expert(3)
     for name, signed in (("cluster_permuted", True), ("plain", False)):
-        moved = match_neurons(dominant, member, signed).apply(member)
+        matched = match_neurons(dominant, member, signed).apply(member)
         found = row_of(geometry, series=name, matrix="up")
         assert found["matched"]
-        assert found["relative_l2"] == pytest.approx(distance(dominant.up_FD, moved.up_FD).relative_l2)
-        expected = sv_alignment(polar_factor(dominant.up_FD), polar_factor(moved.up_FD))
+        assert found["relative_l2"] == pytest.approx(distance(dominant.up_FD, matched.up_FD).relative_l2)
+        expected = sv_alignment(polar_factor(dominant.up_FD), polar_factor(matched.up_FD))
         assert found["sv_alignment"] == pytest.approx(expected, abs=1e-5)
     apart = {name: row_of(geometry, series=name, matrix="up")["relative_l2"] for name in series}
     assert apart["cluster_permuted"] < apart["plain"] < apart["cluster"]
@@ -106,7 +104,7 @@ def test_a_dominant_expert_is_read_once_for_all_its_members(base):
     assert sorted(read) == sorted((name, e) for name in ("gate_EFD", "down_EDF") for e in range(4))
 
 
-def test_the_chart_has_the_published_shape(base, tuned):
+def test_drift_and_clusters_have_the_published_distances(base, tuned):
     """Drift small and rising with the layer, R near 1; clusters of unrelated experts at chance.
 
     Matching moves them to the random band, no further.
@@ -141,14 +139,14 @@ def test_the_chart_has_the_published_shape(base, tuned):
     assert np.allclose(table["null_l2"], 2**0.5)
 
 
-def test_a_permuted_copy_comes_back_whole_after_matching_and_down_even_when_held_out(base):
+def test_a_permuted_copy_is_restored_by_matching_and_down_even_when_held_out(base):
     copy, _, _ = shuffled(base[0].expert(0), 3, flip=True)
     pretended = dataclasses.replace(base[0])
     object.__setattr__(pretended, "expert", lambda number: base[0].expert(0) if number == 0 else copy)
-    series = {"as_they_lie": "none", "signed": "signed", "held_out": "held_out"}
+    series = {"stored_order": "none", "signed": "signed", "held_out": "held_out"}
     geometry = layer_geometry(pretended, pretended, [(0, 1)], series)["geometry"]
     for matrix in PROJECTIONS:
-        assert row_of(geometry, series="as_they_lie", matrix=matrix)["relative_l2"] > 1.2
+        assert row_of(geometry, series="stored_order", matrix=matrix)["relative_l2"] > 1.2
         for name in ("signed", "held_out"):
             assert row_of(geometry, series=name, matrix=matrix)["relative_l2"] == pytest.approx(0, abs=1e-6)
             assert row_of(geometry, series=name, matrix=matrix)["sv_alignment"] == pytest.approx(1, abs=1e-5)
@@ -166,7 +164,7 @@ def test_random_experts_gain_nothing_on_what_was_held_out(base):
 
 
 def test_without_sv_nothing_is_decomposed_and_r_is_null(base, monkeypatch):
-    monkeypatch.setattr("moescope.geometry.chart.polar_factor", None)
+    monkeypatch.setattr("moescope.geometry.pairs.polar_factor", None)
     frames = layer_geometry(base[0], base[0], [(0, 1), (2, 3)], {"cluster": "none"}, sv=False)
     assert frames["geometry"]["sv_alignment"].isna().all()
     assert frames["geometry_layers"]["sv_alignment_low"].isna().all()
@@ -178,7 +176,7 @@ def test_no_pairs_are_no_rows(base):
     assert all(frame.empty for frame in frames.values())
 
 
-def test_bad_names_and_weights_are_refused(base, tmp_path):
+def test_bad_names_and_weights_are_rejected(base, tmp_path):
     with pytest.raises(BadInput, match="unknown matching 'loose'; known: none, signed"):
         layer_geometry(base[0], base[0], [(0, 1)], {"x": "loose"})
     tensors = tiny_tensors(**SIZES)
@@ -223,7 +221,7 @@ def test_one_pair_has_no_interval_and_missing_values_do_not_count():
     assert np.isnan(bootstrap(np.array([np.nan]), np.array([0]))["mean"])
 
 
-def test_means_stand_beside_the_chance_of_their_own_series():
+def test_means_have_the_chance_level_of_their_series():
     rows = [
         {
             "series": name,
@@ -245,10 +243,8 @@ def test_means_stand_beside_the_chance_of_their_own_series():
     assert chance["x"]["gate"].relative_l2 < chance["y"]["gate"].relative_l2
 
 
-def test_biased_experts_are_held_against_unsigned_chance(base):
+def test_biased_experts_have_the_chance_level_of_unsigned_matching(base):
     """GPT-OSS's experts have biases: a flip would be another function, so chance must not use one."""
-    from moescope.geometry.chart import MATCHINGS, layer_chance
-
     biased = dataclasses.replace(base[0], gate_bias_EF=base[0].gate_EFD)
     assert layer_chance(biased, MATCHINGS["signed"]) == matched_chance(64, 96, False)
     assert layer_chance(base[0], MATCHINGS["signed"]) == matched_chance(64, 96, True)

@@ -4,9 +4,9 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 
-from moescope.spectral import at_once, lapack
-from moescope.spectral.at_once import MOST_AT_ONCE, experts_at_once, in_order
+from moescope.spectral import lapack, parallel
 from moescope.spectral.lapack import ThreadControls, one_blas_thread, thread_controls
+from moescope.spectral.parallel import MAX_THREADS, count_threads, map_in_order
 from moescope.weights.layer import ScanSettings, analyse_layer
 from spectral.builders import random_weights
 
@@ -22,7 +22,7 @@ def test_results_come_in_the_order_given(workers):
             later[number - 1].set()
         return number * number
 
-    found = list(in_order(slow_at_first, enumerate(range(6)), workers, nullcontext))
+    found = list(map_in_order(slow_at_first, enumerate(range(6)), workers, nullcontext))
     assert found == [(number, number * number) for number in range(6)]
 
 
@@ -34,7 +34,7 @@ def test_only_one_expert_more_than_are_worked_on_is_held():
             taken.append(number)
             yield number, number
 
-    results = in_order(lambda number: number, items(), 2, nullcontext)
+    results = map_in_order(lambda number: number, items(), 2, nullcontext)
     next(results)
     assert taken == [0, 1, 2]
 
@@ -47,9 +47,9 @@ def test_what_goes_wrong_in_the_work_or_the_reading_is_raised_and_blas_gets_its_
 
     before = thread_controls().get()
     with pytest.raises(ZeroDivisionError):
-        list(in_order(lambda number: 1 // number, enumerate([1, 0, 1]), workers, nullcontext))
+        list(map_in_order(lambda number: 1 // number, enumerate([1, 0, 1]), workers, nullcontext))
     with pytest.raises(ValueError, match="unreadable"):
-        list(in_order(lambda number: number, items(), workers, nullcontext))
+        list(map_in_order(lambda number: number, items(), workers, nullcontext))
     assert thread_controls().get() == before
 
 
@@ -61,7 +61,7 @@ def test_the_time_spent_waiting_is_taken():
         entered.append(threading.current_thread())
         yield
 
-    list(in_order(lambda number: number, enumerate(range(3)), 2, waiting))
+    list(map_in_order(lambda number: number, enumerate(range(3)), 2, waiting))
     assert entered == [threading.current_thread()] * 3
 
 
@@ -78,17 +78,16 @@ def test_blas_has_one_thread_within_and_as_many_as_before_after():
         controls.set(before)
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (64, MOST_AT_ONCE)])
+@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (64, MAX_THREADS)])
 def test_as_many_experts_at_once_as_blas_has_threads_within_reason(threads, expected, monkeypatch):
-    monkeypatch.setattr(at_once, "thread_controls", lambda: ThreadControls(lambda: threads, lambda _: None))
-    assert experts_at_once("cpu") == expected
-    assert experts_at_once("cuda") == 1
+    monkeypatch.setattr(parallel, "thread_controls", lambda: ThreadControls(lambda: threads, lambda _: None))
+    assert count_threads() == expected
 
 
 def test_a_blas_that_cannot_be_told_is_left_alone_and_experts_go_one_by_one(monkeypatch):
-    for module in (at_once, lapack):
+    for module in (parallel, lapack):
         monkeypatch.setattr(module, "thread_controls", lambda: None)
-    assert experts_at_once("cpu") == 1
+    assert count_threads() == 1
     with one_blas_thread():
         pass
 
@@ -100,7 +99,7 @@ def test_a_layer_comes_out_the_same_whether_experts_go_one_by_one_or_at_once(mon
     weights = random_weights(0, n=5, hidden=120, width=90, gates=gates)
     frames = {}
     for workers in (1, 3):
-        monkeypatch.setattr(at_once, "experts_at_once", lambda device, workers=workers: workers)
+        monkeypatch.setattr(parallel, "count_threads", lambda workers=workers: workers)
         with one_blas_thread():
             frames[workers] = analyse_layer(weights, ScanSettings(router=("raw",))).frames
     assert frames[1]["spectra"]["fallback"].tolist() == [False, False, False, True, False]

@@ -1,15 +1,13 @@
-"""What runs on a GPU, held to the CPU's results.
-
-Everything but the recording of kernels runs on the CPU too, and is tested there.
-"""
+"""The GPU code against the CPU's results. All but the recording of kernels also runs on the CPU, and is
+tested there."""
 
 import numpy as np
 import pytest
 import torch
 
-from moescope.spectral import on_gpu
+from moescope.spectral import gpu
 from moescope.spectral.alignment import cumulative_energy
-from moescope.spectral.decompose import LEADING_VECTORS, decompose_on_cpu, k_ladder
+from moescope.spectral.decompose import LEADING_VECTORS, decompose, make_k_grid
 from moescope.spectral.subspaces import similarities
 from spectral.builders import orthonormal
 from spectral.test_decompose import BOUND, SHAPES, expert_and_rows, spectrum
@@ -28,16 +26,16 @@ KINDS = [
 def test_a_batch_gives_what_each_expert_alone_gives_on_the_cpu(shape):
     made = [expert_and_rows(seed, shape, spectrum(kind, min(shape))) for seed, kind in enumerate(KINDS)]
     matrices, rows = [torch.from_numpy(matrix) for matrix, _ in made], torch.from_numpy(made[1][1])
-    ladder = k_ladder(min(shape))
-    for tolerance in BOUND.values():
-        batch = on_gpu.decompose_batch(matrices, rows, ladder, tolerance)
+    k_grid = make_k_grid(min(shape))
+    for precision, tolerance in BOUND.items():
+        batch = gpu.decompose_batch(matrices, rows, k_grid, tolerance)
         for kind, matrix, theirs in zip(KINDS, matrices, batch, strict=True):
-            ours = decompose_on_cpu(matrix, rows, ladder, tolerance)
+            ours = decompose(matrix, rows, k_grid, precision)
             assert (ours.rank, ours.fallback) == (theirs.rank, theirs.fallback), kind
             np.testing.assert_allclose(ours.singular_values_R, theirs.singular_values_R, atol=1e-9)
             np.testing.assert_allclose(
-                cumulative_energy(ours.energy_ER, ladder),
-                cumulative_energy(theirs.energy_ER, ladder),
+                cumulative_energy(ours.energy_ER, k_grid),
+                cumulative_energy(theirs.energy_ER, k_grid),
                 atol=tolerance,
             )
             count = min(LEADING_VECTORS, ours.rank)
@@ -49,7 +47,7 @@ def test_a_batch_gives_what_each_expert_alone_gives_on_the_cpu(shape):
 
 def test_weights_far_from_one_are_scaled_without_rounding():
     matrix, rows = map(torch.from_numpy, expert_and_rows(0, (60, 40), spectrum("power law", 40)))
-    plain, huge, tiny = on_gpu.decompose_batch(
+    plain, huge, tiny = gpu.decompose_batch(
         [matrix, matrix * 2.0**600, matrix * 2.0**-600], rows, [1, 8, 40], 1e-9
     )
     for scaled, factor in ((huge, 2.0**600), (tiny, 2.0**-600)):
@@ -62,7 +60,7 @@ def test_an_eigenbasis_that_is_wrong_is_found_out_and_the_expert_decomposed_agai
     from dataclasses import replace
 
     matrix, rows = map(torch.from_numpy, expert_and_rows(0, (60, 40), spectrum("flat", 40)))
-    solve = on_gpu.divide_and_conquer
+    solve = gpu.divide_and_conquer
 
     def wrong(*given):
         found = solve(*given)
@@ -70,9 +68,9 @@ def test_an_eigenbasis_that_is_wrong_is_found_out_and_the_expert_decomposed_agai
             return replace(found, coordinates_BVN=found.coordinates_BVN * (1 + 1e-9))
         return replace(found, converged_B=torch.zeros_like(found.converged_B))
 
-    assert not on_gpu.decompose_batch([matrix], rows, [1, 40], 1e-6)[0].fallback
-    monkeypatch.setattr(on_gpu, "divide_and_conquer", wrong)
-    again = on_gpu.decompose_batch([matrix], rows, [1, 40], 1e-6)[0]
+    assert not gpu.decompose_batch([matrix], rows, [1, 40], 1e-6)[0].fallback
+    monkeypatch.setattr(gpu, "divide_and_conquer", wrong)
+    again = gpu.decompose_batch([matrix], rows, [1, 40], 1e-6)[0]
     assert again.fallback
     np.testing.assert_allclose(again.singular_values_R, spectrum("flat", 40), atol=1e-12)
 
@@ -81,15 +79,19 @@ def test_coordinates_in_the_wrong_order_are_found_out(monkeypatch):
     from dataclasses import replace
 
     matrix, rows = map(torch.from_numpy, expert_and_rows(0, (60, 40), spectrum("flat", 40)))
-    solve = on_gpu.divide_and_conquer
-    swapped = lambda *given: replace(found := solve(*given), coordinates_BVN=found.coordinates_BVN.roll(1, 2))  # noqa: E731
-    monkeypatch.setattr(on_gpu, "divide_and_conquer", swapped)
-    assert on_gpu.decompose_batch([matrix], rows, [1, 40], 1e-6)[0].fallback
+    solve = gpu.divide_and_conquer
+
+    def swapped(*arguments):
+        eigen = solve(*arguments)
+        return replace(eigen, coordinates_BVN=eigen.coordinates_BVN.roll(1, 2))
+
+    monkeypatch.setattr(gpu, "divide_and_conquer", swapped)
+    assert gpu.decompose_batch([matrix], rows, [1, 40], 1e-6)[0].fallback
 
 
 @pytest.mark.parametrize("ks", [[1, 2, 4, 8, 16], [1], [1, 16]])
 def test_similarities_of_tensors_equal_those_of_arrays(ks, monkeypatch):
-    monkeypatch.setattr(on_gpu, "ROWS_AT_ONCE", 200)  # four pairs at a time
+    monkeypatch.setattr(gpu, "ROWS_PER_BLOCK", 200)  # four pairs at a time
     generator = np.random.default_rng(0)
     bases = [orthonormal(generator, 50, 16) for _ in range(7)]
     bases[3] = bases[2]  # one pair that is the same
@@ -110,12 +112,12 @@ def test_similarities_of_tensors_equal_those_of_arrays(ks, monkeypatch):
 def test_the_largest_eigenvalue_is_right_whatever_the_gap(second):
     basis = torch.from_numpy(orthonormal(np.random.default_rng(0), 12, 12))
     values = torch.tensor([0.7, 0.7 * second, *[0.1] * 10], dtype=torch.float64)
-    found = on_gpu.largest_eigenvalue(((basis * values) @ basis.T)[None])
+    found = gpu.largest_eigenvalue(((basis * values) @ basis.T)[None])
     np.testing.assert_allclose(found, 0.7, atol=1e-9)
 
 
 def test_the_largest_eigenvalue_of_nothing_is_nothing():
-    assert on_gpu.largest_eigenvalue(torch.zeros(2, 3, 3, dtype=torch.float64)).tolist() == [0, 0]
+    assert gpu.largest_eigenvalue(torch.zeros(2, 3, 3, dtype=torch.float64)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -124,27 +126,44 @@ def test_the_largest_eigenvalue_of_nothing_is_nothing():
 )
 def test_batches_are_of_one_size_and_fit_the_memory(monkeypatch, count, free, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
-    on_gpu.batch_size.cache_clear()
-    found = on_gpu.batch_size(count, 2048, 7168)
-    on_gpu.batch_size.cache_clear()
+    gpu.batch_size.cache_clear()
+    found = gpu.batch_size(count, 2048, 7168)
+    gpu.batch_size.cache_clear()
     assert found == expected
 
 
 def test_experts_are_solved_in_their_order_batch_by_batch(monkeypatch):
     from contextlib import nullcontext
 
-    monkeypatch.setattr(on_gpu, "batch_size", lambda *_: 3)
-    sizes, solve = [], on_gpu.decompose_batch
+    monkeypatch.setattr(gpu, "batch_size", lambda *_: 3)
+    sizes, solve = [], gpu.decompose_batch
     monkeypatch.setattr(
-        on_gpu,
+        gpu,
         "decompose_batch",
         lambda matrices, *rest: sizes.append(len(matrices)) or solve(matrices, *rest),
     )
     made = [expert_and_rows(seed, (30, 20), spectrum("flat", 20)) for seed in range(8)]
     rows = torch.from_numpy(made[0][1])
     given = [(10 + number, torch.from_numpy(matrix)) for number, (matrix, _) in enumerate(made)]
-    found = list(on_gpu.in_batches(given, 8, rows, [1, 20], "fast", nullcontext))
+    found = list(gpu.in_batches(given, 8, rows, [1, 20], "fast", nullcontext))
     assert sizes == [3, 3, 2]
     assert [number for number, _ in found] == list(range(10, 18))
     for (_, matrix), (_, result) in zip(given, found, strict=True):
         np.testing.assert_allclose(result.singular_values_R, np.linalg.svd(matrix)[1], atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=str)
+@pytest.mark.parametrize("kind", ["power law", "condition 1e4, geometric", "rank-deficient"])
+def test_one_expert_by_torch_agrees_with_the_cpu_method(kind, shape):
+    matrix, rows = map(torch.from_numpy, expert_and_rows(13, shape, spectrum(kind, min(shape))))
+    k_grid = make_k_grid(min(shape))
+    ours = decompose(matrix, rows, k_grid, "exact")
+    theirs = gpu.decompose_one(matrix, rows, k_grid, BOUND["exact"])  # on the CPU here: torch does not mind
+    assert (ours.rank, ours.fallback) == (theirs.rank, theirs.fallback)
+    np.testing.assert_allclose(ours.singular_values_R, theirs.singular_values_R, atol=1e-12)
+    np.testing.assert_allclose(
+        cumulative_energy(ours.energy_ER, k_grid), cumulative_energy(theirs.energy_ER, k_grid), atol=1e-9
+    )
+    np.testing.assert_allclose(
+        np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(axis=0)), 1, atol=1e-8
+    )
