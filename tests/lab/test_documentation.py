@@ -14,9 +14,9 @@ from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import LabModel, parameter_counts
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.routers.spectra import ABLATIONS
-from moescope.glossary import DIAGNOSTICS
 from moescope.lab.config import PRESETS, DataConfig, TrainConfig
 from moescope.lab.study_config import KEYS, study_from
+from moescope.routing.metrics import DIAGNOSTICS
 from moescope.types import Routing
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()

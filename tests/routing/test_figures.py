@@ -10,15 +10,15 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.glossary import COLUMNS, METRICS
+from moescope.glossary import COLUMNS
 from moescope.plotting.maps import Cloud, principal_plane
 from moescope.plotting.style import GREY, can_draw, ratio_heatmap, ratio_range, values_of
 from moescope.routing.figures_experts import (
     MAPS,
     coactivation_order,
     coactivation_profiles,
-    expected_together,
     fill_diagonal,
+    layer_pairs,
     lift_over_chance,
     plane_of_noise,
     strongest_pair,
@@ -28,11 +28,11 @@ from moescope.routing.figures_steps import (
     FIGURES,
     MONITOR_FIGURES,
     OVER_STEPS,
-    expected_agreement,
     saturation_curves,
     shares_by_step,
     usage_area,
 )
+from moescope.routing.metrics import METRICS
 from moescope.routing.report_views import load_trace, routing_views
 
 ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
@@ -125,9 +125,9 @@ def test_a_line_draws_the_tables_numbers_with_chance_and_collapse_in_grey(tables
     np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])
 
 
-def test_the_number_of_tokens_is_read_back_from_the_floor(tables, traced_run):
-    read = sum(traced_run.info["coverage"][1]["tokens"].values())
-    assert tokens_by_layer(tables) == pytest.approx(dict.fromkeys(range(3), read))
+def test_the_number_of_tokens_is_a_column(tables, traced_run):
+    tokens = sum(traced_run.info["coverage"][1]["tokens"].values())
+    assert tokens_by_layer(tables).to_dict() == dict.fromkeys(range(3), tokens)
 
 
 def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routing():
@@ -140,32 +140,26 @@ def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routi
         ]
     )
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(n), "tokens": counts[0]})
-    chance = np.sqrt((n - k) / (tokens * k))
-    rows = pd.DataFrame(
-        {"layer": [0], "metric": "cv", "domain": "", "value": [0.1], "chance": [chance], "collapse": [1.0]}
-    )
+    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": tokens})
     (usage,) = usages({"load": load, "routing_layers": rows})
     assert usage.even == tokens * k / n
     assert usage.stray == pytest.approx(2 * counts.std(), rel=0.06)
 
 
 def pair_rows(chosen: np.ndarray, k: int) -> pd.DataFrame:
-    """One layer's rows of the coactivation table, from tokens x experts of 0 and 1."""
+    """One layer's pairs, from a matrix tokens x experts of 0 and 1."""
     tokens, n = chosen.shape
     both, loads = chosen.T @ chosen, chosen.sum(axis=0)
     a, b = np.nonzero(~np.eye(n, dtype=bool))
     lift = tokens * both[a, b] / (loads[a] * loads[b])
     chance = n * (k - 1) / (k * (n - 1))
-    return pd.DataFrame(
-        {
-            "expert_a": a,
-            "expert_b": b,
-            "tokens": both[a, b],
-            "share_of_a": both[a, b] / loads[a],
-            "lift": lift,
-            "chance_lift": chance,
-        }
-    )
+    pairs = {"layer": 0, "expert_a": a, "expert_b": b, "lift": lift, "chance_lift": chance}
+    tables = {
+        "coactivation": pd.DataFrame({**pairs, "tokens": both[a, b]}),
+        "load": pd.DataFrame({"layer": 0, "expert": range(n), "tokens": loads}),
+        "routing_layers": pd.DataFrame({"layer": [0], "domain": "", "tokens": tokens}),
+    }
+    return layer_pairs(tables, 0)
 
 
 def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) -> np.ndarray:
@@ -179,7 +173,7 @@ def test_expected_pairs_and_their_largest_are_those_of_random_routing():
     generator = np.random.default_rng(1)
     runs = [pair_rows(random_choices(generator, 3000, 10, 3), 3) for _ in range(40)]
     counts = np.mean([rows["tokens"] for rows in runs], axis=0)
-    np.testing.assert_allclose(np.mean([expected_together(rows) for rows in runs], axis=0), counts, rtol=0.04)
+    np.testing.assert_allclose(np.mean([rows["expected"] for rows in runs], axis=0), counts, rtol=0.04)
     found = [strongest_pair(rows) for rows in runs]
     assert np.mean([pair.at_chance for pair in found]) - 1 == pytest.approx(
         np.mean([pair.over for pair in found]) - 1, rel=0.2
@@ -230,7 +224,7 @@ def test_noise_leaves_the_stated_share_on_two_axes():
 
 
 def test_the_lift_matrix_is_the_tables(tables):
-    pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
+    pairs = layer_pairs(tables, 1)
     matrix = lift_over_chance(pairs)
     row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
     assert matrix.loc[2, 0] == row["lift"] / row["chance_lift"]
@@ -260,9 +254,7 @@ def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
 
 def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(4), "tokens": [90, 10, 0, 0]})
-    rows = pd.DataFrame(
-        {"layer": [0], "metric": "cv", "domain": "", "value": [1.2], "chance": [0.17], "collapse": [1.7]}
-    )
+    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": 100})
     found = {"load": load, "routing_layers": rows}
     assert "unused experts in layer 0" in load_heatmap(found).caption
     figure = usage_by_rank(found)
@@ -299,10 +291,8 @@ def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_cha
             "layer": layer,
             "step_a": step,
             "step_b": 3,
-            "routing_consistency": o,
-            "routing_consistency_corrected": (o - 0.5) / 0.5,
-            "top1_agreement": one,
-            "top1_corrected": (one - 0.25) / 0.75,
+            "routing_consistency_chance": 0.5,
+            "top1_chance": 0.25,
             "saturation_topk": o,
             "saturation_top1": one,
         }
@@ -315,11 +305,6 @@ def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_cha
     np.testing.assert_allclose(drawn["top-1, mean"], [0.4, 0.7])
     np.testing.assert_allclose(drawn["top-1, usage alone"], [0.25, 0.25])
     assert figure.caption.endswith("(usage alone: 0.5); top-1 40 % (usage alone: 25 %).")
-
-
-def test_chance_is_taken_back_out_of_the_corrected_value():
-    o, e = pd.Series([0.7, 0.4]), pd.Series([0.3, 0.25])
-    np.testing.assert_allclose(expected_agreement(o, (o - e) / (1 - e)), e)
 
 
 def test_figures_have_unique_names_and_a_description():

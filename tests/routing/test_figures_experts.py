@@ -9,6 +9,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.plotting import maps as plane
 from moescope.plotting.maps import LAYOUTS
+from moescope.routing.counts_to_tables import expert_cosine_columns
 from moescope.routing.figures_experts import (
     LAYERS_LAID_OUT,
     MAPS,
@@ -19,7 +20,6 @@ from moescope.routing.figures_experts import (
     mapped_layers,
 )
 from moescope.routing.report_views import load_trace, routing_views
-from moescope.routing.rows import expert_cosine_columns
 
 N = 12
 

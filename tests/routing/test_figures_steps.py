@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.glossary import DIAGNOSTICS
 from moescope.plotting.style import GREY, Figure, Tables
 from moescope.routing.figures_steps import (
     DIAGNOSTIC_PANELS,
@@ -17,6 +16,7 @@ from moescope.routing.figures_steps import (
     router_gradient_by_step,
     split_diagnostics,
 )
+from moescope.routing.metrics import DIAGNOSTICS
 
 BY_METRIC = {panel.metric: panel for panel in DIAGNOSTIC_PANELS}
 

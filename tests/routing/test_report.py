@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 
 from moescope.errors import BadInput
-from moescope.glossary import METRICS
 from moescope.reporting.verb import report
 from moescope.routing.figures_experts import MAPS
 from moescope.routing.figures_steps import FIGURES, OVER_STEPS
+from moescope.routing.metrics import METRICS
 from moescope.routing.report import paths_of
 from moescope.routing.report_views import (
     first_shown,

@@ -12,7 +12,7 @@ import torch
 
 from moescope.decoder.saving import load_model
 from moescope.lab.batches import TokenRows
-from moescope.routing.compare_steps import layer_stability
+from moescope.routing.stability import layer_stability
 from moescope.types import Integers, Routing
 
 LAST = 4  # checkpoints looked at

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
+from moescope.execution.model_names import checkpoint_identity
 from moescope.lab.train_parts import complete
 from moescope.lab.train_settings import (
     as_plain,
@@ -28,7 +29,6 @@ from moescope.lab.train_settings import (
 )
 from moescope.lab.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 from moescope.progress import progress, unsaid_alerts
-from moescope.routing.trace import checkpoint_identity
 from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json
 from moescope.storage import check_disk, only_writer
 from moescope.weights.verb import finished_run

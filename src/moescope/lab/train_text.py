@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moescope.execution.hub_texts import is_hub_text
-from moescope.execution.texts import STDIN, Source, existing, sources
+from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
 
 if TYPE_CHECKING:
     from moescope.decoder.vocabulary import Vocabulary

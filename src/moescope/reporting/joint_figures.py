@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import METRICS
 from moescope.plotting.style import (
     RANDOM,
     UNIFORM,
@@ -85,13 +84,9 @@ QUESTIONS = {
 }
 
 
-def metric_name(metric: str) -> str:
-    return METRICS[metric].title or metric.replace("_", " ")
-
-
 def answer(metric: str, found: Correlation | None, layers: int) -> str:
     """The answer in a sentence, with its interval, or why there is none."""
-    name = metric_name(metric)
+    name = metric.replace("_", " ")
     if found is None:
         why = (
             f"{layers} layers in both runs, {FEWEST_LAYERS} are needed"
@@ -146,7 +141,7 @@ def against(metric: str) -> FigureSpec:
             ),
             ("ambiguity_score", metric, "routing_layers.chance"),
             data,
-            base_layout("ambiguity score (weights)", f"{metric_name(metric)} (text)"),
+            base_layout("ambiguity score (weights)", f"{metric.replace('_', ' ')} (text)"),
         )
 
     return FigureSpec(f"ambiguity_against_{metric}", ("ambiguity", "routing_layers"), draw, metrics=(metric,))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import METRICS
 from moescope.plotting.log_axis import cut_whiskers, cut_words, plain_log
 from moescope.plotting.style import (
     RANDOM,
@@ -25,6 +24,7 @@ from moescope.plotting.style import (
     layer_axis,
     values_of,
 )
+from moescope.routing.metrics import METRICS
 
 PERMUTED_TOKENS = "tokens permuted within documents"
 IN_LEGENDS = {UNIFORM: "uniform router", PERMUTED_TOKENS: "permuted tokens"}

@@ -41,12 +41,13 @@ from moescope.plotting.style import (
     values_of,
 )
 from moescope.routing.figures_decisions import by_layer, interval_words, references, span, value_line
-from moescope.routing.figures_load import total_load
+from moescope.routing.figures_load import tokens_by_layer, total_load
 
 NAMED_FROM = 5.0  # expected tokens of a pair, or tokens per domain, from which on it is named
 DRAWN_FROM = 1.0  # expected tokens of a pair from which on it is drawn
 PERMUTED_LABELS = "permuted labels"
 RANDOM_ROWS = "random rows"
+PAIRS = ("coactivation", "load", "routing_layers")
 UNUSED = "no token"  # in the place of a domain
 LAYERS_LAID_OUT = 8  # UMAP and t-SNE are slow: maps of so many layers; PCA of all
 
@@ -62,43 +63,38 @@ class Pair(NamedTuple):
     at_chance: float
 
 
-def expected_together(pairs: pd.DataFrame) -> pd.Series:
-    """Expected tokens of each pair of one layer under random routing: c_a c_b/N times chance_lift."""
-    f_a, f_b, tokens = loads_of(pairs)
-    return f_a * f_b * tokens * pairs["chance_lift"]
+def layer_pairs(tables: Tables, layer: int) -> pd.DataFrame:
+    """Pairs of one layer with `over` = lift/chance_lift and `expected` = c_a c_b/N chance_lift tokens.
 
-
-def loads_of(pairs: pd.DataFrame) -> tuple[pd.Series, pd.Series, float]:
-    """(share of tokens that chose a, the same of b, N), from c_ab/c_a and lift = N c_ab/(c_a c_b)."""
-    seen = pairs[pairs["tokens"] > 0]
-    loads = (seen["tokens"] / seen["share_of_a"]).groupby(seen["expert_a"]).max()
-    c_a, c_b = (pairs[name].map(loads).astype(float) for name in ("expert_a", "expert_b"))
-    tokens = float((seen["lift"] * (c_a * c_b)[seen.index] / seen["tokens"]).median())
-    return c_a / tokens, c_b / tokens, tokens
+    `share_a` and `share_b` are the shares c/N of tokens that chose either expert.
+    """
+    load, tokens = total_load(tables), tokens_by_layer(tables)[layer]
+    share = load[load["layer"] == layer].set_index("expert")["tokens"] / max(tokens, 1)
+    pairs = tables["coactivation"][tables["coactivation"]["layer"] == layer]
+    pairs = pairs.assign(share_a=pairs["expert_a"].map(share), share_b=pairs["expert_b"].map(share))
+    expected = pairs["share_a"] * pairs["share_b"] * tokens * pairs["chance_lift"]
+    return pairs.assign(expected=expected, over=pairs["lift"] / pairs["chance_lift"])
 
 
 def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
-    """The pair of one layer with the largest lift over chance; None if none is expected 5 times.
+    """The pair of `layer_pairs` with the largest lift over chance; None if none is expected 5 times.
 
-    A pair's count has standard deviation sqrt(expected (1 - f_a) (1 - f_b)), f the shares of tokens that
-    chose either expert; the largest of P pairs is placed at the median maximum of P normals.
+    A pair's count has standard deviation sqrt(expected (1 - share_a) (1 - share_b)); the largest of P pairs
+    is placed at the median maximum of P normals.
     """
-    expected = expected_together(pairs)
-    over = (pairs["lift"] / pairs["chance_lift"])[expected >= NAMED_FROM]
-    if not over.notna().any():
+    pairs = pairs[pairs["expected"] >= NAMED_FROM]
+    if not pairs["over"].notna().any():
         return None
-    top = over.idxmax()
-    a, b = sorted((int(pairs.loc[top, "expert_a"]), int(pairs.loc[top, "expert_b"])))
-    f_a, f_b, _ = loads_of(pairs)
-    spread = np.sqrt((1 - f_a[top]) * (1 - f_b[top]) / expected[top])
-    return Pair(a, b, float(over[top]), 1 + float(ndtri(0.5 ** (2 / max(len(over), 2))) * spread))
+    top = pairs.loc[pairs["over"].idxmax()]
+    a, b = sorted((int(top["expert_a"]), int(top["expert_b"])))
+    spread = np.sqrt((1 - top["share_a"]) * (1 - top["share_b"]) / top["expected"])
+    return Pair(a, b, float(top["over"]), 1 + float(ndtri(0.5 ** (2 / max(len(pairs), 2))) * spread))
 
 
 def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Matrix lift/chance_lift of one layer; empty where less than one token is expected."""
-    enough = expected_together(pairs) >= DRAWN_FROM
-    over = pairs.assign(over=(pairs["lift"] / pairs["chance_lift"]).where(enough))
-    return over.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
+    """Matrix lift/chance_lift of `layer_pairs`; empty where less than one token is expected."""
+    drawn = pairs.assign(over=pairs["over"].where(pairs["expected"] >= DRAWN_FROM))
+    return drawn.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
 
 
 def coactivation_order(over: np.ndarray) -> list[int]:
@@ -116,7 +112,7 @@ def coactivation_heatmap(tables: Tables) -> Figure:
     """Lift of every pair of experts over the lift of random routing, one layer at a time."""
     data: list[Trace] = []
     captions, orders, strongest = [], [], []
-    layers = {int(layer): pairs for layer, pairs in tables["coactivation"].groupby("layer", sort=True)}
+    layers = {layer: layer_pairs(tables, layer) for layer in sorted(tables["coactivation"]["layer"].unique())}
     matrices = {layer: lift_over_chance(pairs) for layer, pairs in layers.items()}
     fold = ratio_range([matrix.to_numpy(float) for matrix in matrices.values()])
     for layer, matrix in matrices.items():
@@ -147,7 +143,7 @@ def coactivation_heatmap(tables: Tables) -> Figure:
 
 
 SEPARATION = [
-    FigureSpec("coactivation_heatmap", ("coactivation",), coactivation_heatmap, metrics=("expert_overlap",)),
+    FigureSpec("coactivation_heatmap", PAIRS, coactivation_heatmap, metrics=("expert_overlap",)),
     by_layer("expert_overlap_by_layer", ["expert_overlap"], "mean Jaccard index"),
     by_layer("gram_orthogonality_by_layer", ["gram_orthogonality"], "Gram orthogonality", chance=RANDOM_ROWS),
     by_layer(
@@ -295,8 +291,7 @@ def plane_of_noise(n: int) -> float:
 
 
 def coactivation_points(tables: Tables, layer: int) -> tuple[np.ndarray, Cloud, float]:
-    rows = tables["coactivation"]
-    matrix = lift_over_chance(rows[rows["layer"] == layer])
+    matrix = lift_over_chance(layer_pairs(tables, layer))
     cloud = Cloud.of_rows(coactivation_profiles(matrix.to_numpy(float)))
     return matrix.index.to_numpy(), cloud, plane_of_noise(len(matrix))
 
@@ -309,8 +304,8 @@ def direction_points(of: str, tables: Tables, layer: int) -> tuple[np.ndarray, C
     a, b = rows["expert_a"].to_numpy(), rows["expert_b"].to_numpy()
     gram[a, b] = gram[b, a] = rows["cosine"].to_numpy(float)
     experts = np.flatnonzero(np.isfinite(gram).sum(axis=1) > 1)
-    width = max(round(2 / (np.pi * float(rows["chance"].iloc[0]) ** 2)), 1)
-    return experts, Cloud(gram[np.ix_(experts, experts)]), plane_of_directions(len(experts), width)
+    level = plane_of_directions(len(experts), int(rows["dimensions"].iloc[0]))
+    return experts, Cloud(gram[np.ix_(experts, experts)]), level
 
 
 SUBJECTS = [

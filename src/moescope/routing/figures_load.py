@@ -53,16 +53,10 @@ def total_load(tables: Tables) -> pd.DataFrame:
     return tables["load"].groupby(["layer", "expert"], as_index=False)["tokens"].sum()
 
 
-def tokens_by_layer(tables: Tables) -> dict[int, float]:
-    """Number of tokens N of each layer, from the chance of cv: sqrt((n - k)/(N k)) with N k assignments."""
+def tokens_by_layer(tables: Tables) -> pd.Series:
+    """Number of tokens of each layer, all domains together."""
     rows = tables["routing_layers"]
-    cv = rows[(rows["metric"] == "cv") & (rows["domain"] == "")].set_index("layer")["chance"]
-    tokens = {}
-    for layer, loads in total_load(tables).groupby("layer"):
-        assigned = float(loads["tokens"].sum())
-        k = len(loads) - float(cv.get(layer, np.nan)) ** 2 * assigned
-        tokens[int(layer)] = assigned / k if np.isfinite(k) and k > 0 else np.nan
-    return tokens
+    return rows[rows["domain"] == ""].groupby("layer")["tokens"].max()
 
 
 def usages(tables: Tables) -> list[Usage]:
@@ -71,8 +65,8 @@ def usages(tables: Tables) -> list[Usage]:
     for layer, loads in total_load(tables).groupby("layer", sort=True):
         counts = loads.sort_values("expert")["tokens"].to_numpy()
         even = float(counts.sum()) / len(loads)
-        share = even / tokens[int(layer)]
-        stray = 2 * np.sqrt(even * max(1 - share, 0)) if np.isfinite(share) else np.nan
+        share = even / max(tokens[layer], 1)
+        stray = 2 * np.sqrt(even * max(1 - share, 0))
         layers.append(Usage(int(layer), np.sort(loads["expert"].to_numpy()), counts, even, stray))
     return layers
 
@@ -81,10 +75,10 @@ def usage_caption(usage: Usage) -> str:
     if not usage.even:
         return f"Layer {usage.layer}: no token was routed."
     most, least = int(usage.counts.argmax()), int(usage.counts.argmin())
-    spread = f" (±{number(100 * usage.stray / usage.even)} % at chance)" if np.isfinite(usage.stray) else ""
     return (
         f"Layer {usage.layer}: expert {usage.experts[most]} gets {number(usage.times[most])} times an even "
-        f"share, expert {usage.experts[least]} {number(usage.times[least])}{spread}."
+        f"share, expert {usage.experts[least]} {number(usage.times[least])} "
+        f"(±{number(100 * usage.stray / usage.even)} % at chance)."
     )
 
 
@@ -103,8 +97,6 @@ def chance_band(usage: Usage) -> list[Trace]:
     """Three grey lines: the even share, and two standard deviations of random routing around it."""
     ends = [usage.experts[0] - 0.5, usage.experts[-1] + 0.5]
     lines = [grey_line(ends, [usage.even] * 2, f"even share (±2 sd of {RANDOM})")]
-    if not np.isfinite(usage.stray):
-        return lines + [{**lines[0], "showlegend": False}] * 2  # a slider needs equally many traces
     for sign in (-1, 1):
         edge = grey_line(ends, [max(usage.even + sign * usage.stray, 0.0)] * 2, "±2 sd", "dot")
         edge["line"]["width"] = 1

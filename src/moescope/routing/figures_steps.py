@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import DIAGNOSTICS
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     CATEGORICAL,
@@ -36,6 +35,7 @@ from moescope.plotting.style import (
 from moescope.routing.figures_decisions import DECISIONS, VOCABULARY, heading
 from moescope.routing.figures_experts import DOMAINS, MAPS, SEPARATION
 from moescope.routing.figures_load import LOAD
+from moescope.routing.metrics import DIAGNOSTICS
 
 AREAS = 12  # experts with an area each; the others share one
 STEPS_NAMED = 10  # ticks on an axis whose steps are categories
@@ -392,28 +392,20 @@ def usage_area(tables: Tables) -> Figure:
 # --- stability between checkpoints
 
 
-def expected_agreement(observed: pd.Series, corrected: pd.Series) -> pd.Series:
-    """The agreement e that usage alone gives, from corrected = (o - e)/(1 - e)."""
-    return (observed - corrected) / (1 - corrected).where(corrected < 1)
-
-
 def saturation_curves(tables: Tables) -> Figure:
     """Share of the final routing that an earlier step already has, with the share due to usage alone."""
     frame = tables["stability"]
     last = int(frame["step_b"].max())
     rows = frame[frame["step_b"] == last]
-    rows = rows.assign(
-        chance=expected_agreement(rows["routing_consistency"], rows["routing_consistency_corrected"]),
-        chance_top1=expected_agreement(rows["top1_agreement"], rows["top1_corrected"]),
-    )
-    means = rows.groupby("step_a")[["chance", "saturation_top1", "chance_top1"]].mean()
+    topk_chance, top1_chance = "routing_consistency_chance", "top1_chance"
+    means = rows.groupby("step_a")[[topk_chance, "saturation_top1", top1_chance]].mean()
     steps = means.index.to_numpy()
     top1 = grey_line(steps, means["saturation_top1"].to_numpy(float), "top-1, mean", "solid")
     data = [
         *layer_lines(rows, "step_a", "saturation_topk", hover="top-k %{y:.3f}"),
-        grey_line(steps, means["chance"].to_numpy(float), "top-k, usage alone"),
+        grey_line(steps, means[topk_chance].to_numpy(float), "top-k, usage alone"),
         {**top1, "mode": "lines+markers", "line": {"color": CATEGORICAL[0], "width": 1.5}},
-        grey_line(steps, means["chance_top1"].to_numpy(float), "top-1, usage alone", "dot"),
+        grey_line(steps, means[top1_chance].to_numpy(float), "top-1, usage alone", "dot"),
     ]
     first = rows[rows["step_a"] == rows["step_a"].min()]
     topk = first["saturation_topk"]
@@ -421,12 +413,12 @@ def saturation_curves(tables: Tables) -> Figure:
     caption = (
         f"At step {steps[0]} agreement with step {last} "
         f"{from_to(topk.min(), places[0], topk.max(), places[1])} "
-        f"(usage alone: {number(first['chance'].mean())}); "
+        f"(usage alone: {number(first[topk_chance].mean())}); "
         f"top-1 {number(100 * first['saturation_top1'].mean())} % "
-        f"(usage alone: {number(100 * first['chance_top1'].mean())} %)."
+        f"(usage alone: {number(100 * first[top1_chance].mean())} %)."
     )
     axes = {"xaxis": step_axis(steps), "yaxis": {"range": [0, 1.02]}}
-    columns = ("saturation_topk", "saturation_top1", "routing_consistency_corrected", "top1_corrected")
+    columns = ("saturation_topk", "saturation_top1", "routing_consistency_chance", "top1_chance")
     layout = base_layout("step", f"shared with step {last}", **axes)
     return Figure("saturation_curves", "Routing saturation by step", caption, columns, data, layout)
 

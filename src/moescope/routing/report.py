@@ -24,7 +24,14 @@ from moescope.plotting.style import (
 )
 from moescope.reporting.pack import plain, table_payload
 from moescope.routing.figures_decisions import DECISIONS, PERMUTED_TOKENS, VOCABULARY, references, span
-from moescope.routing.figures_experts import DOMAINS, MAPS, SEPARATION, drawable_maps, strongest_pair
+from moescope.routing.figures_experts import (
+    DOMAINS,
+    MAPS,
+    SEPARATION,
+    drawable_maps,
+    layer_pairs,
+    strongest_pair,
+)
 from moescope.routing.figures_load import LOAD, usages
 from moescope.routing.figures_steps import OVER_STEPS, rows_of
 from moescope.routing.report_views import (
@@ -127,11 +134,10 @@ def load_findings(view: View) -> list[str]:
 
 
 def pair_findings(view: View) -> list[str]:
-    pairs = view.tables.get("coactivation", pd.DataFrame())
-    pairs = pairs[pairs["lift"].notna()] if len(pairs) else pairs
-    if not len(pairs) or not len(values_of(view.tables, "expert_overlap")):
+    if not len(view.tables.get("coactivation", ())) or not len(values_of(view.tables, "expert_overlap")):
         return []
-    strongest = {layer: pair for layer, rows in pairs.groupby("layer") if (pair := strongest_pair(rows))}
+    layers = view.tables["coactivation"]["layer"].unique()
+    strongest = {layer: pair for layer in layers if (pair := strongest_pair(layer_pairs(view.tables, layer)))}
     if not strongest:
         return []
     layer = max(strongest, key=lambda layer: strongest[layer].over)

@@ -12,7 +12,7 @@ from moescope.errors import BadInput
 from moescope.plotting.style import Tables, number, values_of
 from moescope.reporting.pack import pack_array, plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
-from moescope.routing.figures_experts import NAMED_FROM, expected_together
+from moescope.routing.figures_experts import NAMED_FROM, layer_pairs
 from moescope.routing.figures_load import usages
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, TABLES
@@ -201,8 +201,8 @@ def expert_cards(rows: dict[str, pd.DataFrame], times: np.ndarray, most: int) ->
     domains = ranked(rows.get("domains"), "expert", "domain", "affinity")
     pairs = rows.get("coactivation")
     if pairs is not None and len(pairs):
-        pairs = pairs.assign(over=pairs["lift"] / pairs["chance_lift"])
-        pairs = pairs[expected_together(pairs) >= NAMED_FROM]
+        pairs = layer_pairs(rows, int(pairs["layer"].iloc[0]))
+        pairs = pairs[pairs["expected"] >= NAMED_FROM]
     coactivated = ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED)
     vocabulary = tokens_by_expert(rows.get("vocabulary"))
     return [

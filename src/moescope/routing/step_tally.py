@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moescope.execution.adapters import Block
-from moescope.routing.decision import DECISION
 from moescope.routing.diagnostics import DiagnosticSums, DiagnosticTally
+from moescope.routing.metrics import DECISION
 from moescope.routing.tally import SUMS, LayerCounts
 from moescope.types import Array, Integers
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from moescope.routing.words import Words
+from moescope.routing.contexts import TokenText
 
 TEXT = "Das Café von früher, 東京 und ein 🙂 am Ende"
 
@@ -39,25 +39,25 @@ def sentence_pieces():
 
 
 def test_a_word_s_blank_is_kept_and_a_piece_within_a_word_has_none():
-    words = Words(sentence_pieces())
+    words = TokenText(sentence_pieces())
     assert [words.of(token) for token in (2, 4, 5)] == [" upon", " time", "ly"]
 
 
 def test_before_token_and_after_read_together_as_the_text_does():
-    assert Words(sentence_pieces()).around([1, 2], 3, [4, 5]) == ("once upon", " a", " timely")
-    assert Words(sentence_pieces()).around([], 1, []) == ("", "once", "")
+    assert TokenText(sentence_pieces()).around([1, 2], 3, [4, 5]) == ("once upon", " a", " timely")
+    assert TokenText(sentence_pieces()).around([], 1, []) == ("", "once", "")
 
 
 @pytest.mark.parametrize("at", range(0, 48, 3))
 def test_letters_of_several_tokens_make_no_error_and_plain_ones_stay_the_text(at):
     tokenizer = byte_level()
     ids = tokenizer(TEXT)["input_ids"]
-    before, token, after = Words(tokenizer).around(ids[:at], ids[at], ids[at + 1 :])
+    before, token, after = TokenText(tokenizer).around(ids[:at], ids[at], ids[at + 1 :])
     if at < 7:  # ASCII only up to here
         assert before + token + after == TEXT
     assert token
 
 
 def test_without_a_tokenizer_there_are_no_words():
-    assert Words().of(5) is None
-    assert Words().around([1], 2, [3]) == (None, None, None)
+    assert TokenText().of(5) is None
+    assert TokenText().around([1], 2, [3]) == (None, None, None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing.rows import (
+from moescope.routing.counts_to_tables import (
     Corpus,
     coactivation_columns,
     domain_metric_rows,
@@ -53,10 +53,10 @@ def counted(
         torch.from_numpy(document[flat]),
         "prefill",
     )
-    tally.add(
+    tally.consume(
         Routing(0, "mlp", n_experts, torch.from_numpy(chosen[flat]), torch.from_numpy(gates[flat]), tokens)
     )
-    return tally.moved()[0]
+    return tally.to_cpu()[0]
 
 
 def random_routing(tokens: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

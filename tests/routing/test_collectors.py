@@ -13,13 +13,14 @@ import torch
 
 from families.tiny_models import tiny_model
 from moescope.errors import BadInput
-from moescope.execution import models
+from moescope.execution import collect
 from moescope.execution.documents import Document
 from moescope.execution.models import TracedModel, runner_of
 from moescope.families import MODELS
 from moescope.families.lab import LAB
-from moescope.glossary import METRICS
-from moescope.routing.collect import Traced, trace_model
+from moescope.routing.collectors import trace_model
+from moescope.routing.counts_to_tables import Traced
+from moescope.routing.metrics import METRICS
 from moescope.routing.tally import LayerCounts
 from moescope.tables import conform
 
@@ -50,7 +51,7 @@ def documents(count: int = 8, seed: int = 0, domains: int = 2) -> list[Document]
 def trace(
     kind: str, docs: list[Document], batch_size: int = 3, phases: tuple[str, ...] = ("prefill",)
 ) -> Traced:
-    return trace_model(traced(kind), ["a", "b"], lambda: docs, phases, batch_size)
+    return trace_model(traced(kind), ["a", "b"], docs, phases, batch_size)
 
 
 def naive(kind: str, docs: list[Document]) -> dict[str, np.ndarray]:
@@ -101,7 +102,7 @@ def counts_of(result: Traced, phase: str = "prefill") -> np.ndarray:
 
 
 def mass_of(result: Traced) -> np.ndarray:
-    return np.stack([counts.mass_MBE.sum(1) for counts in result.counts])
+    return np.stack([counts.gate_weight_MBE.sum(1) for counts in result.counts])
 
 
 def same(left: list[LayerCounts], right: list[LayerCounts]) -> None:
@@ -110,7 +111,7 @@ def same(left: list[LayerCounts], right: list[LayerCounts]) -> None:
         assert (a.layer, a.layer_name, a.k) == (b.layer, b.layer_name, b.k)
         assert np.array_equal(a.counts_MBE, b.counts_MBE)
         assert np.array_equal(a.pairs_EE, b.pairs_EE)
-        np.testing.assert_allclose(a.mass_MBE, b.mass_MBE, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(a.gate_weight_MBE, b.gate_weight_MBE, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(a.sums_MBS, b.sums_MBS, rtol=1e-3, atol=1e-3)
 
 
@@ -156,7 +157,7 @@ def test_reading_in_chunks_changes_nothing(monkeypatch, kind, chunk):
         length = batch.ids_BL.shape[1]
         return ((start, min(start + chunk, length)) for start in range(0, length, chunk))
 
-    monkeypatch.setattr(models, "passes", chunks)
+    monkeypatch.setattr(collect, "passes", chunks)
     same(at_once.counts, trace(kind, docs, phases=("decode",)).counts)
 
 
@@ -181,7 +182,7 @@ def test_documents_longer_than_the_window_are_cut_and_every_token_counted(monkey
     model = traced("mixtral")
     monkeypatch.setattr(TracedModel, "window", 8)
     docs = documents()
-    result = trace_model(model, ["a", "b"], lambda: docs, ("prefill",), 3)
+    result = trace_model(model, ["a", "b"], docs, ("prefill",), 3)
     tokens = sum(len(document.ids) for document in docs)
     pairs = sum(
         max(len(document.ids[start : start + 8]) - 1, 0) for document in docs for start in range(0, 20, 8)
@@ -224,7 +225,7 @@ def test_every_metric_is_in_the_glossary_and_every_entry_is_a_metric():
         assert entry.meaning.endswith("."), name
         assert entry.formula, name
         assert entry.worst, name
-        assert entry.chance, name
+        assert entry.at_chance, name
         assert entry.best, name
 
 
@@ -270,4 +271,4 @@ def test_a_model_without_a_cache_has_no_decode_phase(monkeypatch):
 
     monkeypatch.setattr(model.runner, "forward", forget)
     with pytest.raises(BadInput, match="'mixtral' keeps no cache"):
-        trace_model(forgetful, ["a", "b"], lambda: documents(), ("decode",), 3)
+        trace_model(forgetful, ["a", "b"], documents(), ("decode",), 3)

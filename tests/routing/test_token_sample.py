@@ -7,8 +7,8 @@ import pytest
 
 from moescope.execution import documents as documents_module
 from moescope.execution.documents import Batch, Document, Window, batches, fingerprint, windows
-from moescope.routing import sample as sample_module
-from moescope.routing.sample import Sample
+from moescope.routing import token_sample as sample_module
+from moescope.routing.token_sample import Sample
 
 
 def some_documents(count: int = 60, seed: int = 0) -> list[Document]:
@@ -53,7 +53,7 @@ def test_documents_spread_over_all_buckets_and_halves():
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
 def test_batches_hold_every_window_once_and_keep_to_their_limits(monkeypatch, batch_size):
-    monkeypatch.setattr(documents_module, "TOKENS_A_PASS", 100)
+    monkeypatch.setattr(documents_module, "TOKENS_PER_PASS", 100)
     parts = list(windows(some_documents(), 40))
     dealt = list(batches(iter(parts), batch_size))
     key = lambda part: (part.number, part.start)  # noqa: E731
