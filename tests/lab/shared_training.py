@@ -25,7 +25,7 @@ from moescope.lab.divergence import FiniteWatch
 from moescope.lab.sharding import own_part
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
 
 STEPS = 6

@@ -22,9 +22,9 @@ from moescope.lab.divergence import Diverged, FiniteWatch
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
-from moescope.routing.alerts import Thresholds
+from moescope.routing.monitor_run import Thresholds
 from moescope.routing.metrics import DIAGNOSTICS
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 
 LOSSES = [
     "step",

@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from moescope.glossary import COLUMNS
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.glossary import COLUMNS
 from moescope.plotting.maps import Cloud, principal_plane
 from moescope.plotting.style import GREY, can_draw, ratio_heatmap, ratio_range, values_of
 from moescope.routing.figures_experts import (

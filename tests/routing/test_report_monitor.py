@@ -11,7 +11,7 @@ from decoder.tiny_lab import text, tiny, train_step
 from moescope.decoder.model import LabModel
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.routing.report_monitor import MONITORED
 from moescope.run import Run
 from routing.tiny_training import batch, documents, model_of

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from moescope.arguments import choose_device, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.loading import check_lab_router
 from moescope.errors import BadInput
-from moescope.execution.model_names import DTYPES, step_names
+from moescope.execution.model_names import Dtype, step_names
 from moescope.execution.texts import ReadSettings, sources
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
@@ -102,7 +102,9 @@ def compress(
     """
     from moescope.compression.methods import PlanSettings
 
-    reading_settings = ReadSettings(max_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template)
+    reading_settings = ReadSettings(
+        max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template
+    )
     for name, value, least in (
         ("max_tokens", max_tokens, 1),
         ("batch_size", batch_size, 1),

@@ -1,7 +1,4 @@
-"""demo: a small MoE that the lab trained, with its weights, its routing and its training in one report.
-
-The whole tool in one command.
-"""
+"""demo: scan and trace the shipped MoE and report on it together with its training."""
 
 from __future__ import annotations
 
@@ -10,71 +7,79 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from moescope.lab.train import VERB as TRAIN
 from moescope.lab.train import clear_training, saved_checkpoints
 from moescope.reporting.verb import report
 from moescope.routing.trace import trace
 from moescope.run import Run, check_folder, clear_run, write_json
 from moescope.storage import only_writer, whole_folder
+from moescope.verb import Verb
 from moescope.weights.verb import scan
 
 SHIPPED = Path(__file__).parent / "shipped"  # recipe.toml, model/, training/: written by recipe.py
 TRACED_TOKENS = 50_000
-CHARACTERS = (
-    2_000  # of a document, from its first line on: one long file would be all that is read of its domain
-)
+CHARACTERS = 2_000  # per document: a single long file would use up its domain's tokens
 
 
 def demo(
+    *,
     out: str | Path | None = None,
     planted: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan and trace the model that comes with moescope, and report on it together with its training; returns
-    the run.
+    """Scan, trace and report on the model that comes with moescope, together with its training.
 
-    The run folder is that of `train`, whose steps were done before. `planted` shows a checkpoint of known
-    structure instead.
+    Returns the run: that of `train`, whose steps were computed before.
+
+    Parameters
+    ----------
+    out : DIR, default runs/demo
+        Run folder.
+    planted : bool
+        Scan a checkpoint of known structure instead, and print what was planted.
+
+    Other Parameters
+    ----------------
+    seed : SEED
+        Seed of the null distributions and of the planted weights.
+    overwrite : bool
+        Replace the run in --out.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.demo()  # doctest: +SKIP
+    >>> run.parts["scan"].figures()  # doctest: +SKIP
     """
     if planted:
         return planted_demo(Path(out or "runs/demo-planted"), seed, overwrite, quiet)
     folder = Path(out or "runs/demo")
     run = shipped_training(folder, overwrite)
     model = run.info["checkpoints"][-1]["path"]
-    # The CPU, whatever else there is: the model is small, and everybody's demo should show the same numbers.
-    scan(model, out=folder / "scan", router="raw,centered", seed=seed, device="cpu", quiet=quiet)
+    # On the CPU: the model is small, and every demo should show the same numbers.
+    shared: dict[str, Any] = {"seed": seed, "device": "cpu", "quiet": quiet}
+    scan(model, out=folder / "scan", router="raw,centered", **shared)
     texts = held_out_texts(folder / "validation", run)
-    trace(
-        model,
-        domain=texts,
-        out=folder / "trace",
-        max_tokens=TRACED_TOKENS,
-        save_tokens=True,
-        seed=seed,
-        device="cpu",
-        quiet=quiet,
-    )
+    limits: dict[str, Any] = {"max_tokens": TRACED_TOKENS, "save_tokens": True}
+    trace(model, domain=texts, out=folder / "trace", **limits, **shared)
     if not (folder / "report.html").exists():
         report(run, quiet=quiet)
     return run
 
 
 def shipped_training(folder: Path, overwrite: bool) -> Run:
-    """The training as a run folder.
-
-    Its tables, and the checkpoint it ended in, as `moescope train` would have left them.
-    """
+    """Copy the training's tables and final checkpoint into a run folder, as `train` would leave them."""
     info = Run.load(SHIPPED / "training").info
     identity = {key: info[key] for key in ("arguments", "corpus")}
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
         check_folder(folder, identity, overwrite)
         if overwrite:
             clear_training(folder)
-            clear_run(folder)
-        write_json(
-            folder / "run.json", info
-        )  # first: with it the folder is ours, whatever happens to the rest
+            clear_run(folder, TRAIN)
+        write_json(folder / "run.json", info)  # first: it marks the folder as this run's
         for table in (SHIPPED / "training").glob("*.parquet"):
             shutil.copyfile(table, folder / table.name)
         states = folder / "checkpoints"
@@ -88,10 +93,9 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
 
 
 def held_out_texts(folder: Path, run: Run) -> list[str]:
-    """The beginnings of documents the model was not trained on, by domain, as `trace` takes them.
+    """Write the beginnings of held-out documents by domain, and return them as `trace` takes them.
 
-    Which documents are held out is told by their names, so it is the same under another Python, whose texts
-    are others.
+    Held-out documents are chosen by name, so the choice is the same under another Python, whose texts differ.
     """
     from moescope.lab.config import config_from
     from moescope.lab.train_text import read_corpus
@@ -102,7 +106,7 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
         with whole_folder(folder) as partial:
             for domain in corpus.domains:
                 lines = [
-                    json.dumps({"text": beginning(text)}, ensure_ascii=False)
+                    json.dumps({"text": truncate(text)}, ensure_ascii=False)
                     for text in corpus.validation[domain]
                 ]
                 (partial / f"{domain}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -110,68 +114,51 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
     return [f"{domain}={files[domain]}" for domain in run.info["domains"] if domain in files]
 
 
-def beginning(text: str) -> str:
-    """At most CHARACTERS of the text, whole lines where there are any."""
+def truncate(text: str) -> str:
+    """Return at most CHARACTERS of the text, ending at a line break if there is one."""
     return (
         text if len(text) <= CHARACTERS else text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
     )
 
 
 def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
-    """Write the planted checkpoint beside the run, scan it and build the report."""
+    """Write the planted checkpoint next to the run, scan it and build the report."""
     from moescope.demo.planted import write_planted
 
     checkpoint = folder.parent / f"planted-mixtral-seed{seed}"
-    if not (
-        checkpoint / "config.json"
-    ).exists():  # the config is written last: with it, the checkpoint is whole
+    if not (checkpoint / "config.json").exists():  # written last
         write_planted(checkpoint, seed)
     run = scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
     report(run, quiet=quiet)
     return run
 
 
-# --- what the terminal shows
-
-
-def demo_summary(run: Run) -> dict[str, Any]:
-    """Everything worth printing of a demo, as plain data: its parts, each as its own verb tells it."""
-    from moescope.lab.report_training import TRAINING
-    from moescope.reporting.run_kind import kind_summary
-    from moescope.routing.report import trace_summary
-    from moescope.weights.report import summary
-
-    where = {"run": str(run.path), "report": str(run.path / "report.html")}
-    if run.info["verb"] == "scan":
-        from moescope.demo.planted import LAYERS
-
-        planted = [f"layer {layer}, {planted.kind}: {planted.truth}" for layer, planted in enumerate(LAYERS)]
-        return {**where, "planted": planted, "weights": summary(run)}
-    return {
-        **where,
-        "training": kind_summary(run, TRAINING),
-        "weights": summary(Run.load(run.path / "scan")),
-        "text": trace_summary(Run.load(run.path / "trace")),
-    }
-
-
 TITLES = {
-    "training": "How it was trained, before you came (`make demo-model` does it again)",
-    "weights": "What its weights say",
-    "text": "Where text goes that it was not trained on",
+    "train": "Training (reproduce it with `make demo-model`)",
+    "scan": "Weights",
+    "trace": "Routing of held-out text",
 }
 
 
-def demo_lines(facts: dict[str, Any]) -> list[str]:
-    """The summary for a person."""
+def demo_lines(run: Run) -> list[str]:
+    """Return the findings of the demo's runs for the terminal; of the planted one, first its structure."""
     lines: list[str] = []
-    if "planted" in facts:
-        lines += ["What was planted", *(f"  {line}" for line in facts["planted"]), ""]
-    for part, title in TITLES.items():
-        if part in facts:
-            lines.append("What was found" if "planted" in facts else title)
-            lines += [f"  {line}" for line in dict.fromkeys(facts[part]["coverage"])]
-            lines += [f"  - {finding}" for finding in facts[part]["findings"]]
-            lines += [f"  warning: {warning}" for warning in facts[part]["warnings"]]
-            lines.append("")
-    return [*lines, f"run: {facts['run']}", f"report: {facts['report']}"]
+    runs = [run, *(run.parts[name] for name in ("scan", "trace") if name in run.parts)]
+    planted = run.verb.name == "scan"
+    if planted:
+        from moescope.demo.planted import LAYERS
+
+        truths = [f"  layer {layer}, {planted.kind}: {planted.truth}" for layer, planted in enumerate(LAYERS)]
+        lines += ["Planted structure", *truths, ""]
+    for part in runs:
+        assert part.verb.summary is not None
+        summary = part.verb.summary(part)
+        lines.append("Findings" if planted else TITLES[part.verb.name])
+        lines += [f"  {line}" for line in dict.fromkeys(summary.coverage)]
+        lines += [f"  - {finding}" for finding in summary.findings]
+        lines += [f"  warning: {warning}" for warning in part.info.get("warnings", [])]
+        lines.append("")
+    return [*lines, f"run: {run.path}", f"report: {run.path / 'report.html'}"]
+
+
+VERB = Verb("demo", demo, lines=demo_lines)

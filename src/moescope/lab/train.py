@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moescope.lab.config import LabConfig, TrainConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.training import Data, Training
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
 PARTS = ("scan", "trace", "validation")  # folders of a training's run, beside its checkpoints
 STATE = "training_state.pt"
@@ -158,7 +158,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     """
     from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
     config, corpus, ranks = job.config, job.corpus, job.ranks
     states = job.folder / "checkpoints"

@@ -27,7 +27,7 @@ from moescope.lab.evaluation import Evaluation, evaluate
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
 from moescope.lab.sharding import average_whole, share_out, whole_model
 from moescope.lab.training_state import TrainingState, save_state
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
 Advance = Callable[[str, int], None]

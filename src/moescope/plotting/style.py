@@ -7,15 +7,17 @@ plain data for plotly.js; text and grid colours are left to the page, which know
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-Tables = dict[str, pd.DataFrame]
-Trace = dict[str, Any]
+from moescope.verb import Figure as Figure
+from moescope.verb import FigureSpec as FigureSpec
+from moescope.verb import Slider as Slider
+from moescope.verb import Tables as Tables
+from moescope.verb import Trace as Trace
 
 GREY = "#8A9099"
 # Okabe-Ito without black
@@ -31,54 +33,6 @@ FOLD = 8.0  # the widest colour scale of ratios, either way
 EXACT_CELLS = 64 * 64  # larger heatmaps carry no exact values for hovering: they would double the page
 RANDOM = "random routing"
 UNIFORM = "a uniform router"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Traces and layout for plotly.js, with a title (what is plotted) and a caption (what this run shows)."""
-
-    name: str
-    title: str
-    caption: str
-    columns: tuple[str, ...]  # the glossary entries it needs
-    data: list[Trace]
-    layout: dict[str, Any]
-    slider: Slider | None = None
-    height: int = 340
-
-
-@dataclass(frozen=True)
-class Slider:
-    """A choice among values; each value shows `per_value` consecutive traces."""
-
-    label: str
-    values: list[str]
-    start: int = 0
-    per_value: int = 1
-    titles: list[str] = field(default_factory=list)  # the figure's title at each value, where it changes
-    orders: list[list[str]] = field(default_factory=list)  # another order of the categories at each value
-    captions: list[str] = field(default_factory=list)  # the figure's caption at each value, where it changes
-
-
-@dataclass(frozen=True)
-class FigureSpec:
-    """A figure's name, the tables it reads, and the function that draws it from them."""
-
-    name: str
-    needs: tuple[str, ...]
-    draw: Callable[[Tables], Figure]
-    wide: bool = False
-    metrics: tuple[str, ...] = ()  # rows of routing_layers without which it cannot be drawn
-
-
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether the tables hold what the figure needs.
-
-    Recorded traces have no logits, a single domain has no affinities.
-    """
-    if any(name not in tables or tables[name].empty for name in spec.needs):
-        return False
-    return all(len(values_of(tables, metric)) for metric in spec.metrics)
 
 
 def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
@@ -362,7 +316,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def between(values: pd.Series) -> str:
+def span(values: pd.Series) -> str:
     """ "0.2", or "0.2 to 0.9" where values differ."""
     low, high = number(values.min()), number(values.max())
     return low if low == high else f"{low} to {high}"

@@ -11,20 +11,17 @@ from moescope.plotting.log_axis import cut_whiskers, cut_words, plain_log
 from moescope.plotting.style import (
     RANDOM,
     UNIFORM,
-    Figure,
-    FigureSpec,
-    Tables,
-    Trace,
     base_layout,
-    between,
     capital,
     category_style,
     from_to,
     grey_line,
     layer_axis,
+    span,
     values_of,
 )
 from moescope.routing.metrics import METRICS
+from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 PERMUTED_TOKENS = "tokens permuted within documents"
 IN_LEGENDS = {UNIFORM: "uniform router", PERMUTED_TOKENS: "permuted tokens"}
@@ -47,7 +44,7 @@ def heading(metric: str) -> str:
     return HEADINGS.get(metric) or capital(metric_name(metric))
 
 
-def span(rows: pd.DataFrame) -> str:
+def layer_range(rows: pd.DataFrame) -> str:
     """ "runs from 0.2 (layer 3) to 0.9 (layer 5)"."""
     low, high = rows.loc[rows["value"].idxmin()], rows.loc[rows["value"].idxmax()]
     return from_to(low["value"], f"layer {low['layer']}", high["value"], f"layer {high['layer']}")
@@ -57,9 +54,9 @@ def references(rows: pd.DataFrame, chance: str) -> str:
     """ "0.01 for random routing, 1.7 at collapse", as far as both exist."""
     parts = []
     if rows["chance"].notna().any():
-        parts.append(f"{between(rows['chance'].dropna())} for {chance}")
+        parts.append(f"{span(rows['chance'].dropna())} for {chance}")
     if rows["collapse"].notna().any():
-        parts.append(f"{between(rows['collapse'].dropna())} at collapse")
+        parts.append(f"{span(rows['collapse'].dropna())} at collapse")
     return ", ".join(parts)
 
 
@@ -154,8 +151,9 @@ def by_layer(
                 ]
             data += lines
             drawn.append(level)
-        caption = f"{heading(metrics[0])} {span(first)}; {references(first, chance)}. {interval_words(first)}"
         title = f"{heading(metrics[0])} by layer"
+        caption = f"{heading(metrics[0])} {layer_range(first)}; {references(first, chance)}. "
+        caption += interval_words(first)
         return layer_figure(name, title, caption, (*frames,), data, axis, first["layer"], log, from_zero)
 
     draw.__doc__ = f"{heading(metrics[0])} of each layer, with chance level and collapse."

@@ -27,27 +27,21 @@ from moescope.plotting.style import (
     CATEGORIES,
     FOLD,
     GREY,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
-    can_draw,
     layer_axis,
     number,
     ratio_heatmap,
     ratio_range,
     values_of,
 )
-from moescope.routing.figures_decisions import by_layer, interval_words, references, span, value_line
-from moescope.routing.figures_load import tokens_by_layer, total_load
+from moescope.routing.figures_decisions import by_layer, interval_words, layer_range, references, value_line
+from moescope.routing.figures_load import total_load
+from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 NAMED_FROM = 5.0  # expected tokens of a pair, or tokens per domain, from which on it is named
 DRAWN_FROM = 1.0  # expected tokens of a pair from which on it is drawn
 PERMUTED_LABELS = "permuted labels"
 RANDOM_ROWS = "random rows"
-PAIRS = ("coactivation", "load", "routing_layers")
 UNUSED = "no token"  # in the place of a domain
 LAYERS_LAID_OUT = 8  # UMAP and t-SNE are slow: maps of so many layers; PCA of all
 
@@ -63,21 +57,20 @@ class Pair(NamedTuple):
     at_chance: float
 
 
-def layer_pairs(tables: Tables, layer: int) -> pd.DataFrame:
-    """Pairs of one layer with `over` = lift/chance_lift and `expected` = c_a c_b/N chance_lift tokens.
+def expected_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `coactivation` with `over` = lift/chance_lift, `expected` = c_a c_b/N chance_lift.
 
     `share_a` and `share_b` are the shares c/N of tokens that chose either expert.
     """
-    load, tokens = total_load(tables), tokens_by_layer(tables)[layer]
-    share = load[load["layer"] == layer].set_index("expert")["tokens"] / max(tokens, 1)
-    pairs = tables["coactivation"][tables["coactivation"]["layer"] == layer]
-    pairs = pairs.assign(share_a=pairs["expert_a"].map(share), share_b=pairs["expert_b"].map(share))
-    expected = pairs["share_a"] * pairs["share_b"] * tokens * pairs["chance_lift"]
-    return pairs.assign(expected=expected, over=pairs["lift"] / pairs["chance_lift"])
+    tokens = pairs["layer_tokens"].clip(lower=1)
+    share_a, share_b = pairs["tokens_a"] / tokens, pairs["tokens_b"] / tokens
+    expected = share_a * share_b * tokens * pairs["chance_lift"]
+    over = pairs["lift"] / pairs["chance_lift"]
+    return pairs.assign(share_a=share_a, share_b=share_b, expected=expected, over=over)
 
 
 def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
-    """The pair of `layer_pairs` with the largest lift over chance; None if none is expected 5 times.
+    """The most co-activated of one layer's `expected_pairs`; None if none is expected 5 times.
 
     A pair's count has standard deviation sqrt(expected (1 - share_a) (1 - share_b)); the largest of P pairs
     is placed at the median maximum of P normals.
@@ -92,7 +85,7 @@ def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
 
 
 def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Matrix lift/chance_lift of `layer_pairs`; empty where less than one token is expected."""
+    """Matrix lift/chance_lift of one layer; empty where less than one token is expected."""
     drawn = pairs.assign(over=pairs["over"].where(pairs["expected"] >= DRAWN_FROM))
     return drawn.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
 
@@ -112,7 +105,7 @@ def coactivation_heatmap(tables: Tables) -> Figure:
     """Lift of every pair of experts over the lift of random routing, one layer at a time."""
     data: list[Trace] = []
     captions, orders, strongest = [], [], []
-    layers = {layer: layer_pairs(tables, layer) for layer in sorted(tables["coactivation"]["layer"].unique())}
+    layers = dict(tuple(expected_pairs(tables["coactivation"]).groupby("layer", sort=True)))
     matrices = {layer: lift_over_chance(pairs) for layer, pairs in layers.items()}
     fold = ratio_range([matrix.to_numpy(float) for matrix in matrices.values()])
     for layer, matrix in matrices.items():
@@ -143,7 +136,7 @@ def coactivation_heatmap(tables: Tables) -> Figure:
 
 
 SEPARATION = [
-    FigureSpec("coactivation_heatmap", PAIRS, coactivation_heatmap, metrics=("expert_overlap",)),
+    FigureSpec("coactivation_heatmap", ("coactivation",), coactivation_heatmap, metrics=("expert_overlap",)),
     by_layer("expert_overlap_by_layer", ["expert_overlap"], "mean Jaccard index"),
     by_layer("gram_orthogonality_by_layer", ["gram_orthogonality"], "Gram orthogonality", chance=RANDOM_ROWS),
     by_layer(
@@ -227,7 +220,7 @@ def purity_bars(tables: Tables) -> Figure:
     return Figure(
         "purity_bars",
         "Domain purity of experts by layer",
-        f"Purity {span(rows)}; {references(rows, PERMUTED_LABELS)}. {interval_words(rows)}",
+        f"Purity {layer_range(rows)}; {references(rows, PERMUTED_LABELS)}. {interval_words(rows)}",
         ("purity", "share", "share_chance"),
         [bars, chance],
         base_layout("layer", "purity", xaxis=layer_axis(rows["layer"]), yaxis={"range": [0, 1]}),
@@ -291,7 +284,8 @@ def plane_of_noise(n: int) -> float:
 
 
 def coactivation_points(tables: Tables, layer: int) -> tuple[np.ndarray, Cloud, float]:
-    matrix = lift_over_chance(layer_pairs(tables, layer))
+    rows = tables["coactivation"]
+    matrix = lift_over_chance(expected_pairs(rows[rows["layer"] == layer]))
     cloud = Cloud.of_rows(coactivation_profiles(matrix.to_numpy(float)))
     return matrix.index.to_numpy(), cloud, plane_of_noise(len(matrix))
 
@@ -462,7 +456,7 @@ def drawable_maps(tables: Tables, every_layout: bool = True) -> tuple[list[Figur
     """(maps that can be drawn, sentences on what is missing); UMAP and t-SNE need the extra and 8 experts."""
     subjects, missing = [], []
     for subject in SUBJECTS:
-        if can_draw(map_spec(subject, LAYOUTS[0]), tables) and layers_of(subject, tables):
+        if map_spec(subject, LAYOUTS[0]).can_draw(tables) and layers_of(subject, tables):
             subjects.append(subject)
         else:
             missing.append(f"No map of {subject.title}: {subject.missing}.")

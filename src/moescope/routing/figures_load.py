@@ -12,11 +12,6 @@ from moescope.plotting.style import (
     CATEGORICAL,
     CATEGORIES,
     RANDOM,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     capital,
     counted,
@@ -29,6 +24,7 @@ from moescope.plotting.style import (
     values_of,
 )
 from moescope.routing.figures_decisions import by_domain, by_layer
+from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 ALL_TICKS_UP_TO = 10  # experts that each have a tick
 

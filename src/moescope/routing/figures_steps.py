@@ -14,13 +14,7 @@ from moescope.plotting.style import (
     GREY,
     RANDOM,
     UNIFORM,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
-    between,
     blend,
     capital,
     from_to,
@@ -30,21 +24,28 @@ from moescope.plotting.style import (
     number,
     ratio_heatmap,
     ratio_range,
+    span,
     step_axis,
 )
 from moescope.routing.figures_decisions import DECISIONS, VOCABULARY, heading
 from moescope.routing.figures_experts import DOMAINS, MAPS, SEPARATION
 from moescope.routing.figures_load import LOAD
 from moescope.routing.metrics import DIAGNOSTICS
+from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 AREAS = 12  # experts with an area each; the others share one
 STEPS_NAMED = 10  # ticks on an axis whose steps are categories
 NOTICEABLE = 0.002  # of the chance level: a diagnostic that never differs by more is not drawn
 
 
+def all_steps(tables: Tables, name: str) -> pd.DataFrame:
+    """The rows of every step: of a table narrowed to one step, those that its view keeps beside it."""
+    return tables.get(f"{name} of all steps", tables[name])
+
+
 def rows_of(tables: Tables, metric: str) -> pd.DataFrame:
     """Rows of one metric at every step and layer, all domains together."""
-    rows = tables["routing_layers"]
+    rows = all_steps(tables, "routing_layers")
     return rows[(rows["metric"] == metric) & (rows["domain"] == "") & rows["value"].notna()]
 
 
@@ -94,7 +95,7 @@ class StepMetric:
             grey_line(steps, means["chance"].to_numpy(float), legend(self.chance)),
         ]
         last = rows[rows["step"] == steps[-1]]
-        chance = between(last["chance"])
+        chance = span(last["chance"])
         if self.metric == "key_cosine" and (stray := spread_of_cosine(tables)) is not None:
             chance += f" ± {number(stray)}"
             for end in (2 * stray, -2 * stray):
@@ -106,7 +107,7 @@ class StepMetric:
         caption = (
             f"Mean over layers: {number(first)} (step {steps[0]}) to {number(final)} (step {steps[-1]}); "
             f"{chance} {self.chance}"
-        ) + (f", {between(last['collapse'])} {self.collapse}." if last["collapse"].notna().any() else ".")
+        ) + (f", {span(last['collapse'])} {self.collapse}." if last["collapse"].notna().any() else ".")
         yaxis = plain_log(points_of(data)) if self.log else None
         layout = base_layout(
             "step",
@@ -212,16 +213,17 @@ def last_value(panel: StepMetric, tables: Tables) -> str:
     rows = rows_of(tables, panel.metric)
     last = rows[rows["step"] == rows["step"].max()]
     title = DIAGNOSTICS[panel.metric].title
-    return f"{title} {between(last['value'])} ({between(last['chance'])} {panel.chance})"
+    return f"{title} {span(last['value'])} ({span(last['chance'])} {panel.chance})"
 
 
 def middle_layer_by_step(metric: str, axis: str, complement: bool = False) -> FigureSpec:
     """Spec of a load metric of the middle layer over steps; `complement` draws 1 minus it."""
 
     def draw(tables: Tables) -> Figure:
-        layers = sorted(tables["routing_layers"]["layer"].unique())
+        rows = all_steps(tables, "routing_layers")
+        layers = sorted(rows["layer"].unique())
         middle = layers[len(layers) // 2]
-        rows = tables["routing_layers"].query("metric == @metric and domain == '' and layer == @middle")
+        rows = rows[(rows["metric"] == metric) & (rows["domain"] == "") & (rows["layer"] == middle)]
         rows = rows.sort_values("step")
         columns = rows[["value", "chance", "collapse"]].to_numpy(float)
         value, chance, collapse = (1 - columns if complement else columns).T
@@ -300,14 +302,15 @@ ROUTER_GRADIENT = FigureSpec(
 
 def shares_by_step(tables: Tables, layer: int) -> pd.DataFrame:
     """One layer's shares of the load: expert by step."""
-    load = tables["load"][tables["load"]["layer"] == layer]
+    load = all_steps(tables, "load")
+    load = load[load["layer"] == layer]
     counts = load.groupby(["expert", "step"])["tokens"].sum().unstack("step", fill_value=0)
     return counts / counts.sum().clip(lower=1)
 
 
 def usage_over_steps(tables: Tables) -> tuple[list[str], list[str], list[pd.DataFrame], int]:
     """(layers, their captions, their shares of the load, index of the layer that changed most)."""
-    layers = sorted(int(layer) for layer in tables["load"]["layer"].unique())
+    layers = sorted(int(layer) for layer in all_steps(tables, "load")["layer"].unique())
     shares = [shares_by_step(tables, layer) for layer in layers]
     captions, changes = [], []
     for layer, frame in zip(layers, shares, strict=True):

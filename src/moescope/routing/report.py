@@ -1,35 +1,27 @@
-"""A trace's part of the report: findings, sections of figures and tables, and its command."""
+"""A trace's part of the report: summary, findings and sections of figures, tables, layers and text."""
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from moescope.plotting.style import (
-    RANDOM,
-    UNIFORM,
-    FigureSpec,
-    Tables,
-    between,
-    can_draw,
-    counted,
-    listed,
-    number,
-    values_of,
+from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, number, span, values_of
+from moescope.reporting.pack import plain_table, table_payload
+from moescope.routing.figures_decisions import (
+    DECISIONS,
+    PERMUTED_TOKENS,
+    VOCABULARY,
+    layer_range,
+    references,
 )
-from moescope.reporting.pack import plain, table_payload
-from moescope.routing.figures_decisions import DECISIONS, PERMUTED_TOKENS, VOCABULARY, references, span
 from moescope.routing.figures_experts import (
     DOMAINS,
     MAPS,
     SEPARATION,
     drawable_maps,
-    layer_pairs,
+    expected_pairs,
     strongest_pair,
 )
 from moescope.routing.figures_load import LOAD, usages
@@ -37,17 +29,17 @@ from moescope.routing.figures_steps import OVER_STEPS, rows_of
 from moescope.routing.report_views import (
     TraceTables,
     View,
-    layer_payloads,
+    layer_sections,
     load_trace,
     read_excerpt,
     routing_views,
+    select_rows,
+    skipped_steps,
     text_payload,
 )
+from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
-from moescope.tables import TABLES
-from moescope.weights.report_layer import drawn
-
-Keep = Callable[[str, Any], str]
+from moescope.verb import FigureSpec, KeyNumber, Payload, Section, Selection, Summary, Tables
 
 STEPS_NAMED = 6
 ROWS_SHOWN = 2000  # of a folded table; the run folder has all
@@ -70,9 +62,9 @@ def routing_findings(view: View) -> list[str]:
     tables = view.tables
     findings = load_findings(view)
     if len(rows := values_of(tables, "routing_entropy")):
-        line = f"Routing entropy (nats) {span(rows)}; {references(rows, UNIFORM)}."
+        line = f"Routing entropy (nats) {layer_range(rows)}; {references(rows, UNIFORM)}."
         if len(top := values_of(tables, "confidence")):
-            line += f" Mean top-1 probability: {between(top['value'])} ({UNIFORM}: {between(top['chance'])})."
+            line += f" Mean top-1 probability: {span(top['value'])} ({UNIFORM}: {span(top['chance'])})."
         findings.append(line)
     findings += pair_findings(view)
     if len(rows := values_of(tables, "domain_information")):
@@ -104,7 +96,7 @@ def load_findings(view: View) -> list[str]:
         findings.append(
             f"Load balance: worst in layer {top['layer']}, CV {with_interval(top)}; "
             f"{references(rows[rows['layer'] == top['layer']], RANDOM)}. "
-            f"All layers: {between(rows['value'])}."
+            f"All layers: {span(rows['value'])}."
         )
     if loads := [usage for usage in usages(tables) if usage.even]:
         busy = max(loads, key=lambda usage: float(usage.times.max()))
@@ -136,8 +128,8 @@ def load_findings(view: View) -> list[str]:
 def pair_findings(view: View) -> list[str]:
     if not len(view.tables.get("coactivation", ())) or not len(values_of(view.tables, "expert_overlap")):
         return []
-    layers = view.tables["coactivation"]["layer"].unique()
-    strongest = {layer: pair for layer in layers if (pair := strongest_pair(layer_pairs(view.tables, layer)))}
+    pairs = expected_pairs(view.tables["coactivation"]).groupby("layer")
+    strongest = {layer: pair for layer, rows in pairs if (pair := strongest_pair(rows))}
     if not strongest:
         return []
     layer = max(strongest, key=lambda layer: strongest[layer].over)
@@ -188,8 +180,7 @@ def consistency(rows: pd.DataFrame) -> str:
 
 def trace_findings(trace: TraceTables) -> list[str]:
     """Changes over the steps, then the findings of the last step in the main phase."""
-    views = [view for view in routing_views([trace], {trace.run.path: ""}) if view.main]
-    return [*step_findings(trace), *routing_findings(max(views, key=lambda view: view.step))]
+    return [*step_findings(trace), *routing_findings(routing_views(trace)[-1])]
 
 
 def which_findings(trace: TraceTables) -> str:
@@ -203,21 +194,54 @@ def which_findings(trace: TraceTables) -> str:
     return "; ".join(words)
 
 
-def trace_summary(run: Run) -> dict[str, Any]:
-    """The trace's summary for the terminal and --json, as plain data."""
+# --- summary
+
+
+def summary(run: Run) -> Summary:
+    """Coverage, key numbers and findings of a trace; the table of layers of each view."""
     trace = load_trace(run)
+    views = routing_views(trace)
     of = which_findings(trace)
-    return {
-        "run": str(run.path),
-        "verb": run.info["verb"],
-        "status": run.info["status"],
-        "checkpoints": run.info["checkpoints"],
-        "coverage": trace_coverage(run),
-        "findings": [*([f"Findings of {of}:"] if of else []), *trace_findings(trace)],
-        "warnings": run.info.get("warnings", []),
-        "timings": run.info["timings"],
-        "tables": run.tables,
-    }
+    coverage = [*trace_coverage(run), *skipped_steps(trace), *([f"Findings are of {of}."] if of else [])]
+    glance = [
+        Section("glance", "Routing at a glance", tables=[glance_table(view)], view=view.label)
+        for view in views
+    ]
+    notices = [text_notice(trace)] if text_notice(trace) else []
+    return Summary(coverage, trace_findings(trace), key_numbers(views[-1]), glance, notices)
+
+
+def key_numbers(view: View) -> list[KeyNumber]:
+    """Largest value over layers with the chance level of that layer; entropy and confidence are means."""
+    keys = []
+    for name, metric, unit in (
+        ("Worst load CV", "cv", ""),
+        ("Busiest expert", "max_over_mean", "× mean load"),
+        ("Unused experts", "unused", "of the worst layer"),
+        ("I(expert; domain)", "domain_information", "nats"),
+        ("I(expert; token)", "token_information", "nats"),
+    ):
+        if len(rows := values_of(view.tables, metric)):
+            top = highest(rows)
+            chance = float(top["chance"])
+            keys.append(KeyNumber(name, float(top["value"]), chance if np.isfinite(chance) else None, unit))
+    if len(rows := values_of(view.tables, "routing_entropy")):
+        means = rows[["value", "chance"]].mean()
+        entropy = KeyNumber("Mean routing entropy", float(means["value"]), float(means["chance"]), "nats")
+        keys.insert(3, entropy)
+    return keys[:6]
+
+
+def text_notice(trace: TraceTables) -> str:
+    """A privacy notice on what the report holds of the user's text; empty if nothing."""
+    advice = "Share it only where you would share the text."
+    if "tokens" in trace.run.tables:
+        return f"This report contains passages of the text, word for word. {advice}"
+    if trace.tables["contexts"]["before"].notna().any():
+        return f"This report contains short passages of the text (at most five per expert). {advice}"
+    if trace.tables["vocabulary"]["token"].notna().any():
+        return "This report contains single tokens of the text, which may include names or numbers."
+    return ""
 
 
 # --- sections
@@ -292,41 +316,41 @@ GLANCE = [  # metric, title, whether its chance level follows
 ]
 
 
-def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
-    """One view: its sections of figures, its layers, and its text where tokens were saved."""
-    sections = {}
-    for name, _, specs, _, missing in SECTIONS:
-        usable = [spec for spec in specs if can_draw(spec, view.tables)]
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """The sections of every view, then the figures over steps; `selection` narrows steps and phases."""
+    trace = load_trace(run)
+    parts = []
+    for view in routing_views(trace):
+        place = {"step": view.step, "phase": view.phase}
+        if all(selection.values.get(key, value) == value for key, value in place.items()):
+            parts += view_sections(view)
+    return [*parts, *step_sections(trace)]
+
+
+def view_sections(view: View) -> list[Section]:
+    """Figures and tables by theme, the layers with their experts, and the text where tokens were saved."""
+    parts = [Section("findings", "Findings of this view", findings=routing_findings(view), view=view.label)]
+    for name, title, specs, text, missing in SECTIONS:
+        usable = [spec for spec in specs if spec.can_draw(view.tables)]
         why = missing if view.main else "recorded for the other phase only"
-        words = "" if specs[0] in usable else f"Not available: {why}."
+        words = "" if specs[0] in usable else f" Not available: {why}."
         if name == "maps" and view.main:
             usable, sentences = drawable_maps(view.tables, view.last)
-            words = " ".join(sentences)
-        sections[name] = {
-            "figures": [
-                keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable
-            ],
-            "missing": words,
-            "tables": folded_tables(name, view.tables, f"v{index}", keep) if usable else [],
-        }
+            words = "".join(f" {sentence}" for sentence in sentences)
+        figures = [(spec, view.tables) for spec in usable]
+        tables = folded_tables(name, view.tables) if usable else []
+        parts.append(Section(name, title, text + words, figures, tables, view=view.label))
+    text = "Experts per layer: load, domains, co-activated experts, typical tokens and contexts."
+    parts.append(Section("experts", "Experts", text, sections=layer_sections(view), view=view.label))
     excerpt = read_excerpt(view)
+    if excerpt is not None:
+        widget = ("text", text_payload(excerpt, view))
+        return [*parts, Section("text", "Text by expert", widget=widget, view=view.label)]
     why = "trace again with --save-tokens" if view.main else "recorded for the other phase only"
-    return {
-        "label": view.label,
-        "findings": routing_findings(view),
-        "glance": keep(f"v{index}-glance", glance_table(view, index)),
-        "sections": sections,
-        "layers": [
-            {**entry, "payload": keep(f"v{index}-l{entry['layer']}", {"view": index, **payload})}
-            for entry, payload in layer_payloads(view)
-        ],
-        "text": keep(f"v{index}-text", text_payload(excerpt, view)) if excerpt is not None else "",
-        "text_missing": "" if excerpt is not None else f"No single tokens: {why}.",
-        "excerpt": excerpt,
-    }
+    return [*parts, Section("text", "Text by expert", f"Not available: {why}.", view=view.label)]
 
 
-def folded_tables(section: str, tables: Tables, prefix: str, keep: Keep) -> list[str]:
+def folded_tables(section: str, tables: Tables) -> list[Payload]:
     """The section's table below its figures, largest values first, at most 2,000 rows."""
     if section not in FOLDED:
         return []
@@ -336,60 +360,63 @@ def folded_tables(section: str, tables: Tables, prefix: str, keep: Keep) -> list
         return []
     few = rows.sort_values(largest, ascending=False, kind="stable").head(ROWS_SHOWN)
     title += f" (the {ROWS_SHOWN:,} largest of {len(rows):,})" if len(few) < len(rows) else ""
-    columns = [column for column in TABLES[name].columns if column not in ("step", "layer_name", "phase")]
-    return [keep(f"{prefix}-t-{name}", table_payload(name, few, columns, title))]
+    table = TRACE_TABLES[name]
+    columns = [column for column in table.columns if column not in ("step", "layer_name", "phase")]
+    return [table_payload(table, few, columns, title)]
 
 
-def glance_table(view: View, index: int) -> dict[str, Any]:
+def glance_table(view: View) -> Payload:
     """One row per layer: load, decisions, domains and tokens with chance levels, without empty columns."""
-    columns = [{"name": "layer", "title": "layer", "kind": "int"}]
-    values: list[pd.Series] = []
+    heads, values = [("layer", "layer", "int")], []
     for metric, title, with_chance in GLANCE:
         rows = values_of(view.tables, metric).set_index("layer")
-        heads = [("value", metric, title), *([("chance", "chance", "chance")] if with_chance else [])]
-        for column, name, head in heads:
+        chance = [("chance", "routing_layers.chance", "chance")] if with_chance else []
+        for column, entry, head in [("value", metric, title), *chance]:
             if rows[column].notna().any():
                 values.append(rows[column])
-                columns.append({"name": name, "title": head, "kind": "float"})
-    rows = [[layer, *(column.get(layer, float("nan")) for column in values)] for layer in view.layers]
-    return {
-        "name": "routing_at_a_glance",
-        "title": "Routing at a glance",
-        "columns": columns,
-        "rows": plain(rows),
-        "links": f"v{index}-layer-",
-    }
+                heads.append((entry, head, "float"))
+    cells = [[layer, *(column.get(layer, float("nan")) for column in values)] for layer in view.layers]
+    return plain_table("routing_at_a_glance", "Routing at a glance", heads, cells, links="layer-")
 
 
-def step_sections(traces: list[TraceTables], names: dict[Any, str], keep: Keep) -> list[dict[str, Any]]:
-    """Figures over steps of every trace with several steps, in its main phase."""
-    sections = []
-    for index, trace in enumerate(trace for trace in traces if len(trace.steps) > 1):
-        tables = trace.in_main_phase()
-        label = f"{names[trace.run.path]} · {trace.phases[0]}"
-        specs = [spec for spec in OVER_STEPS if can_draw(spec, tables)]
-        figures = [keep(f"o{index}-{spec.name}", drawn(spec, tables, label)) for spec in specs]
-        stability = tables["stability"].head(ROWS_SHOWN)
-        columns = [column for column in TABLES["stability"].columns if column != "layer_name"]
-        payload = table_payload("stability", stability, columns, "Every two steps in every layer")
-        folded = [keep(f"o{index}-t-stability", payload)] if len(stability) else []
-        sections.append({"label": label if len(traces) > 1 else "", "figures": figures, "tables": folded})
-    return sections
+def step_sections(trace: TraceTables) -> list[Section]:
+    """Figures over steps in the main phase, of a trace with several steps."""
+    if len(trace.steps) < 2:
+        return []
+    tables = trace.in_main_phase()
+    table, rows = TRACE_TABLES["stability"], tables["stability"].head(ROWS_SHOWN)
+    columns = [column for column in table.columns if column != "layer_name"]
+    folded = [table_payload(table, rows, columns, "Every two steps in every layer")] if len(rows) else []
+    figures = [(spec, tables) for spec in OVER_STEPS if spec.can_draw(tables)]
+    text = "All steps of the trace. Consistency compares two checkpoints on the same tokens."
+    return [Section("steps", "Routing over steps", text, figures, folded)]
 
 
-def text_notice(traces: list[TraceTables], excerpts: list[Any]) -> str:
-    """A privacy notice on what the report holds of the user's text; empty if nothing."""
-    advice = "Share it only where you would share the text."
-    if any(excerpt is not None for excerpt in excerpts):
-        return f"This report contains passages of the text, word for word. {advice}"
-    if any(trace.tables["contexts"]["before"].notna().any() for trace in traces):
-        return f"This report contains short passages of the text (at most five per expert). {advice}"
-    if any(trace.tables["vocabulary"]["token"].notna().any() for trace in traces):
-        return "This report contains single tokens of the text, which may include names or numbers."
-    return ""
+def select(run: Run, selection: Selection) -> Tables:
+    """The tables of one step and phase (by default the last step in the main phase), narrowed further.
+
+    Figures over steps find the rows of all steps beside them.
+    """
+    trace = load_trace(run)
+    step = selection.values.get("step", trace.steps[-1])
+    phase = selection.values.get("phase", trace.phases[0])
+    rest = Selection({key: value for key, value in selection.values.items() if key not in ("step", "phase")})
+    tables = {name: rest.rows(select_rows(frame, step, phase)) for name, frame in trace.tables.items()}
+    for name in ("load", "routing_layers"):
+        rows = trace.tables[name]
+        tables[f"{name} of all steps"] = rest.rows(rows[rows["phase"] == phase])
+    return tables
 
 
-# --- coverage and command
+def guide(run: Run) -> list[str]:
+    return [
+        "Every routing metric stands beside its chance level (balanced random routing, a uniform router, or "
+        "permuted labels and tokens) and its value at collapse: every token chooses the same k experts.",
+        "Intervals are 95 % jackknife intervals over documents; they need at least 20 documents.",
+    ]
+
+
+# --- coverage
 
 
 def trace_coverage(run: Run) -> list[str]:
@@ -409,52 +436,3 @@ def coverage_line(item: dict[str, Any]) -> str:
         f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen} per token; "
         f"{tokens:,} tokens in {documents:,} documents"
     ) + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")
-
-
-def trace_command(trace: TraceTables) -> str:
-    """The command that made the run, from run.json."""
-    info = trace.run.info
-    arguments = info["arguments"]
-    models = [
-        item["path"] + (f"@{item['revision']}" if item.get("revision") else "")
-        for item in info["checkpoints"]
-    ]
-    command = ["moescope", "trace", *models]
-    if "import" in arguments:
-        options = {
-            "recorded": arguments["import"][0],
-            **{key: arguments[key] for key in ("format", "experts")},
-        }
-        return shlex.join(
-            [*command, *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
-        )
-    without_words = trace.tables["vocabulary"]["token"].isna().all()
-    for domain, files in arguments["text"]:
-        for path in paths_of(files):
-            if len(arguments["text"]) > 1 or domain != "text":
-                command += ["--domain", f"{domain}={path}"]
-            else:
-                command += ["--token-ids" if without_words else "--text", path]
-    defaults = {
-        "max_tokens": None,
-        "phase": "prefill",
-        "save_tokens": False,
-        "dtype": "auto",
-        "batch_size": 8,
-        "chat_template": False,
-        "seed": 0,
-    }
-    for word, default in defaults.items():
-        if arguments[word] != default:
-            flag = f"--{word.replace('_', '-')}"
-            command += [flag] if arguments[word] is True else [flag, str(arguments[word])]
-    return shlex.join(command)
-
-
-def paths_of(files: list[Any]) -> list[str]:
-    """The text's paths as arguments: files, - for standard input, the common folder of many files."""
-    places = [file[0] for file in files if isinstance(file, list)]
-    piped = ["-"] if len(places) < len(files) else []
-    hub = [path for path in places if path.startswith("hf://")]
-    paths = [path for path in places if path not in hub]
-    return piped + ([os.path.commonpath(paths)] if len(paths) > 8 else paths) + hub

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import RANDOM, FigureSpec, Tables, counted, listed, named_layers, number
+from moescope.plotting.style import RANDOM, counted, listed, named_layers, number
 from moescope.reporting.pack import table_payload
-from moescope.reporting.run_kind import RunKind, Section
 from moescope.routing.figures_steps import (
     DROPPED,
     MIDDLE_LAYER,
+    MONITOR_FIGURES,
     OVER_STEPS,
     ROUTER_GRADIENT,
     last_value,
     split_diagnostics,
 )
+from moescope.routing.tables import MONITOR_TABLES
 from moescope.run import Run
+from moescope.verb import FigureSpec, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
+from moescope.verbs import load_verb
 
-TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
+# tables of the weights that `scan` may add, defined by the verb of that name
+SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
 STEP_COLUMNS = [
     "step",
     "tokens",
@@ -33,7 +35,7 @@ STEP_COLUMNS = [
     "tokens_per_second",
 ]
 ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
-VIEW = (
+GUIDE = (
     "Load and decisions are counted in the training's own passes; each point covers the steps since the "
     "previous one. Chance levels are those of random routing."
 )
@@ -51,7 +53,7 @@ def can_draw(spec: FigureSpec, tables: Tables) -> bool:
     return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
 
 
-def load_section(run: Run, tables: list[dict[str, Any]]) -> Section:
+def load_section(run: Run, tables: list[Payload]) -> Section:
     """Load and decisions over the steps; `tables` are shown below the figures, after the alerts."""
     frames = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
     rows, alerts = frames["routing_layers"], rows_of(run, "alerts")
@@ -65,7 +67,7 @@ def load_section(run: Run, tables: list[dict[str, Any]]) -> Section:
         )
     figures = [(spec, frames) for spec in specs if can_draw(spec, frames)]
     if len(alerts):
-        tables = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts"), *tables]
+        tables = [table_payload(MONITOR_TABLES["alerts"], alerts, ALERT_COLUMNS, "Alerts"), *tables]
     return Section("load", "Load balance during training", words, figures, tables)
 
 
@@ -129,7 +131,7 @@ def alert_findings(run: Run) -> list[str]:
     return [f"{counted(len(alerts), 'alert')}; the first: {first['message']}."]
 
 
-def sections(run: Run) -> list[Section]:
+def sections(run: Run, selection: Selection) -> list[Section]:
     """Load, router diagnostics and router gradients over the steps."""
     if not len(rows_of(run, "load")):
         raise BadInput(
@@ -137,35 +139,48 @@ def sections(run: Run) -> list[Section]:
             f"{run.info['arguments']['every']} steps"
         )
     steps = rows_of(run, "steps")
-    tables = [table_payload("steps", steps, STEP_COLUMNS, "Every point")] if len(steps) else []
+    tables = (
+        [table_payload(MONITOR_TABLES["steps"], steps, STEP_COLUMNS, "Every point")] if len(steps) else []
+    )
     return [load_section(run, tables), *diagnostic_sections(run), *gradient_sections(run)]
 
 
-def findings(run: Run) -> list[str]:
-    status = run.info["status"]
-    unfinished = [] if status == "done" else [f"This training is {status}; the report shows what is written."]
-    return [*load_findings(run), *alert_findings(run), *unfinished]
-
-
-def coverage(run: Run) -> list[str]:
+def summary(run: Run) -> Summary:
+    """Coverage, key numbers and findings of a monitored training."""
     load = rows_of(run, "load")
     steps = f", up to step {int(load['step'].max()):,}" if len(load) else ""
     experts = " or ".join(map(str, sorted(set(run.info["n_experts"]))))
     layers = counted(len(run.info["layers"]), "MoE layer")
-    return [f"{run.info['model_type']}: {layers} of {experts} experts, monitored in training{steps}"]
+    coverage = [f"{run.info['model_type']}: {layers} of {experts} experts, monitored in training{steps}"]
+    status = run.info["status"]
+    unfinished = [] if status == "done" else [f"This training is {status}; the report shows what is written."]
+    return Summary(coverage, [*load_findings(run), *alert_findings(run), *unfinished], key_numbers(run))
 
 
-def command(run: Run) -> str:
-    return f"moescope.Monitor(out={str(run.path)!r})"
+def key_numbers(run: Run) -> list[KeyNumber]:
+    """Load balance, unused experts and routing entropy at the last step, and the number of alerts."""
+    rows = rows_of(run, "routing_layers")
+    keys = []
+    if len(rows):
+        rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "") & rows["value"].notna()]
+        for name, metric, unit in (
+            ("Worst load CV", "cv", ""),
+            ("Unused experts", "unused", "of the worst layer"),
+            ("Routing entropy", "routing_entropy", "nats, highest layer"),
+        ):
+            if len(of_metric := rows[rows["metric"] == metric]):
+                top = of_metric.loc[of_metric["value"].idxmax()]
+                keys.append(KeyNumber(name, float(top["value"]), float(top["chance"]), unit))
+    return [*keys, KeyNumber("Alerts", float(len(rows_of(run, "alerts"))))]
 
 
-MONITORED = RunKind(
+MONITOR = Verb(
     "monitor",
-    TABLES,
-    findings,
-    sections,
-    command,
-    coverage,
-    VIEW,
-    lambda run: f"{run.name}: a monitored training",
+    tables={**MONITOR_TABLES, **{name: load_verb("scan").tables[name] for name in SCANNED}},
+    figures=[*OVER_STEPS, *MONITOR_FIGURES],
+    summary=summary,
+    sections=sections,
+    guide=lambda run: [GUIDE],
+    title=lambda run: f"{run.name}: a monitored training",
+    grows=True,
 )

@@ -9,17 +9,18 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import Tables, number, values_of
-from moescope.reporting.pack import pack_array, plain, table_payload
+from moescope.plotting.style import number, values_of
+from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
-from moescope.routing.figures_experts import NAMED_FROM, layer_pairs
+from moescope.routing.figures_experts import NAMED_FROM, expected_pairs
 from moescope.routing.figures_load import usages
+from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
-from moescope.tables import ROUTING_TABLES, TABLES
+from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
 ADDED = ("contexts", "expert_cosines")  # older traces have none
-NEEDED = tuple(name for name in ROUTING_TABLES if name not in SINGLE_TOKENS + ADDED)
+NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS + ADDED)
 STEPS_SHOWN = 4  # steps of a run with a view each; figures over steps hold all
 LARGE = 2000  # experts in all layers from which on only the first and last step have a view
 TOKENS_PER_ROLE = 12
@@ -61,11 +62,6 @@ class View:
         """run.json's entry for this step."""
         return next((dict(setup) for setup in self.run.info["setup"] if setup["step"] == self.step), {})
 
-    @property
-    def checkpoint(self) -> dict[str, Any]:
-        """run.json's checkpoint of this step; empty for a trace recorded without a model."""
-        return next((dict(item) for item in self.run.info["checkpoints"] if item["step"] == self.step), {})
-
 
 @dataclass(frozen=True)
 class TraceTables:
@@ -102,7 +98,7 @@ def load_trace(run: Run) -> TraceTables:
         raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; trace again with --overwrite")
     tables = {name: run.table(name) for name in NEEDED}
     for name in ADDED:
-        columns = list(TABLES[name].columns)
+        columns = list(TRACE_TABLES[name].columns)
         tables[name] = run.table(name) if name in run.tables else pd.DataFrame(columns=columns)
     for name, frame in tables.items():
         if "domain" in frame:
@@ -113,7 +109,7 @@ def load_trace(run: Run) -> TraceTables:
 
 
 def shown_steps(steps: list[int], experts: int = 0) -> list[int]:
-    """All steps, or the first, the last and some between, which bounds the size of the page."""
+    """All steps, or the first, the last and some span, which bounds the size of the page."""
     most = 2 if experts >= LARGE else STEPS_SHOWN
     if len(steps) <= most:
         return steps
@@ -129,32 +125,24 @@ def skipped_steps(trace: TraceTables) -> list[str]:
     return [f"Steps {named} of {len(trace.steps)} have their own view; figures over steps hold all."]
 
 
-def routing_views(traces: list[TraceTables], names: dict[Any, str]) -> list[View]:
-    """The views of every trace in order; `names` are the runs' short names by path."""
+def routing_views(trace: TraceTables) -> list[View]:
+    """The views of a trace; the last one is the last step in the main phase, with which the page opens."""
     views = []
-    for trace in traces:
-        for phase in trace.phases:
-            for step in shown_steps(trace.steps, trace.n_experts):
-                parts = [plot_words(names[trace.run.path])] if len(traces) > 1 else []
-                parts += [f"step {step}"] if len(trace.steps) > 1 else []
-                parts += [phase] if len(trace.phases) > 1 else []
-                main = phase == trace.phases[0]
-                tables = {
-                    name: select(frame, step, phase)
-                    for name, frame in trace.tables.items()
-                    if main or name in ("load", "routing_layers")
-                }
-                views.append(View(trace.run, step, phase, main, " · ".join(parts) or "routing", tables))
+    for phase in reversed(trace.phases):
+        for step in shown_steps(trace.steps, trace.n_experts):
+            parts = [f"step {step}"] if len(trace.steps) > 1 else []
+            parts += [phase] if len(trace.phases) > 1 else []
+            main = phase == trace.phases[0]
+            tables = {
+                name: select_rows(frame, step, phase)
+                for name, frame in trace.tables.items()
+                if main or name in ("load", "routing_layers")
+            }
+            views.append(View(trace.run, step, phase, main, ", ".join(parts) or "all tokens", tables))
     return views
 
 
-def first_shown(views: list[View]) -> int:
-    """Index of the view the page opens with: the first run's last step in its main phase."""
-    main = [index for index, view in enumerate(views) if view.run is views[0].run and view.main]
-    return max(main, key=lambda index: views[index].step)
-
-
-def select(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:
+def select_rows(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:
     mask = pd.Series(True, index=frame.index)
     for key, value in (("step", step), ("phase", phase)):
         if key in frame.columns:
@@ -165,14 +153,14 @@ def select(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:
 # --- experts
 
 
-def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(a layer's summary line, its expert cards and metric table), layer by layer."""
+def layer_sections(view: View) -> list[Section]:
+    """One folded section per layer with its expert cards and every metric."""
     metrics = {name: values_of(view.tables, name).set_index("layer") for name in ("cv", "routing_entropy")}
     grouped = {
         name: dict(tuple(frame.groupby("layer"))) for name, frame in view.tables.items() if "layer" in frame
     }
     many = len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE
-    payloads = []
+    sections = []
     for usage in usages(view.tables):
         rows = {name: groups.get(usage.layer, view.tables[name].iloc[:0]) for name, groups in grouped.items()}
         line = [
@@ -181,15 +169,22 @@ def layer_payloads(view: View) -> list[tuple[dict[str, Any], dict[str, Any]]]:
             for name, frame in metrics.items()
             if usage.layer in frame.index
         ]
-        entry = {"layer": usage.layer, "line": ", ".join(line), "experts": len(usage.experts)}
         overall = rows["routing_layers"][rows["routing_layers"]["domain"] == ""]
         title = f"Every metric of layer {usage.layer}"
-        payload = {
+        cards = {
             "experts": expert_cards(rows, usage.times, CONTEXTS_OF_MANY if many else CONTEXTS),
-            "table": table_payload("routing_layers", overall, METRIC_TABLE, title),
+            "table": table_payload(TRACE_TABLES["routing_layers"], overall, METRIC_TABLE, title),
         }
-        payloads.append((entry, payload))
-    return payloads
+        sections.append(
+            Section(
+                f"layer-{usage.layer}",
+                f"Layer {usage.layer}",
+                widget=("experts", cards),
+                folded=True,
+                line=f"{len(usage.experts)} experts; {', '.join(line)}",
+            )
+        )
+    return sections
 
 
 def expert_cards(rows: dict[str, pd.DataFrame], times: np.ndarray, most: int) -> list[dict[str, Any]]:
@@ -201,7 +196,7 @@ def expert_cards(rows: dict[str, pd.DataFrame], times: np.ndarray, most: int) ->
     domains = ranked(rows.get("domains"), "expert", "domain", "affinity")
     pairs = rows.get("coactivation")
     if pairs is not None and len(pairs):
-        pairs = layer_pairs(rows, int(pairs["layer"].iloc[0]))
+        pairs = expected_pairs(pairs)
         pairs = pairs[pairs["expected"] >= NAMED_FROM]
     coactivated = ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED)
     vocabulary = tokens_by_expert(rows.get("vocabulary"))
@@ -352,8 +347,8 @@ def text_payload(excerpt: Excerpt, view: View) -> dict[str, Any]:
             {
                 "layer": layer,
                 "n": int(n_experts[layer]),
-                "experts": pack_array(np.where(experts >= 0, experts, np.nan)),
-                "gates": pack_array(excerpt.gates[layer]),
+                "experts": experts.astype(int).tolist(),
+                "gates": plain(excerpt.gates[layer].tolist()),
                 "same": agreement(excerpt, layer),
             }
             for layer, experts in sorted(excerpt.experts.items())

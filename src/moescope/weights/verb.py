@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from moescope.arguments import (
     numbers,
     one_of,
     ranges,
+    step_numbers,
     weights,
 )
 from moescope.checkpoint import open_checkpoint
@@ -277,22 +277,6 @@ def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
     """What all steps of one run have in common."""
     kind = moe.coverage.family, moe.coverage.rowless_router
     return *kind, tuple((number, weights.gate_EFD.shape) for number, weights in moe.layers.items())
-
-
-def step_numbers(model_names: list[str]) -> list[int]:
-    """The training steps that the names tell (step1000-tokens4B).
-
-    Or end in if that is all they differ in (checkpoint-500); else 0, 1, 2, ...
-    """
-    told = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
-    endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
-    if all(told):
-        found = [int(match[1]) for match in told if match]
-    elif all(endings) and len({match[1] for match in endings if match}) == 1:
-        found = [int(match[2]) for match in endings if match]
-    else:
-        found = []
-    return found if len(set(found)) == len(model_names) > 1 else list(range(len(model_names)))
 
 
 def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:

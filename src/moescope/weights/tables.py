@@ -1,20 +1,10 @@
-"""Keys, and the columns of scans."""
+"""The tables of a scan: keys, columns and the meaning of each column."""
 
 from __future__ import annotations
 
-from moescope.glossary.column import Column
+from moescope.tables import Column, Table, define_tables
 
-WEIGHTS: dict[str, Column] = {
-    # --- keys
-    "step": Column(
-        "int",
-        (
-            "Which checkpoint of a training run, or the optimiser step that ends a stretch of it; 0 "
-            "for a model looked at once."
-        ),
-    ),
-    "layer": Column("int", "The layer's number in the model, from 0."),
-    "layer_name": Column("text", "The MoE block's name in the checkpoint."),
+COLUMNS: dict[str, Column] = {
     "matrix": Column(
         "text",
         (
@@ -45,10 +35,7 @@ WEIGHTS: dict[str, Column] = {
         ),
     ),
     "k": Column("int", "How many leading singular vectors of the expert are used."),
-    "expert": Column("int", "The expert's number in its layer, from 0."),
     "router_index": Column("int", "The router row's number; row i is meant to choose expert i."),
-    "expert_a": Column("int", "The first expert of a pair; always the smaller number."),
-    "expert_b": Column("int", "The second expert of a pair."),
     "bin": Column("int", "The bin's number, from 0."),
     # --- alignment
     "align": Column(
@@ -448,3 +435,138 @@ WEIGHTS: dict[str, Column] = {
         "bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."
     ),
 }
+
+TABLES: dict[str, Table] = define_tables(
+    COLUMNS,
+    Table(
+        "alignment",
+        "How well each router row fits its own expert, at every k.",
+        ("step", "layer", "matrix", "router", "fold_norm", "k", "expert"),
+        (
+            "align",
+            "random_expectation",
+            "effect_over_random",
+            "shuffle_mean",
+            "shuffle_std",
+            "delta_vs_shuffle",
+            "z_vs_shuffle",
+            "cos_squared",
+            "margin",
+            "identified",
+        ),
+    ),
+    Table(
+        "alignment_layers",
+        "The same, one row a layer and k: plain names are means over the layer's experts.",
+        ("step", "layer", "matrix", "router", "fold_norm", "k"),
+        (
+            "align",
+            "random_expectation",
+            "effect_over_random",
+            "shuffle_mean",
+            "shuffle_std",
+            "delta_vs_shuffle",
+            "z_vs_shuffle",
+            "cos_squared",
+            "argmax_accuracy",
+            "assignment_accuracy",
+            "alignment_margin",
+            "positive_margin_share",
+            "z_ceiling",
+            "perm_z",
+            "p_adjusted",
+            "degenerate",
+        ),
+    ),
+    Table(
+        "alignment_tests",
+        "Whether a layer's pairing of routers and experts beats chance, the choice of k paid for.",
+        ("step", "layer", "matrix", "router", "fold_norm"),
+        (
+            "best_k",
+            "best_accuracy",
+            "p_value",
+            "q_value",
+            "p_lower",
+            "p_accuracy",
+            "n_pairings",
+            "exact",
+            "verdict",
+        ),
+    ),
+    Table(
+        "pairs",
+        (
+            "The whole matrix M(k): every router against every expert (beyond 32 experts at k = "
+            "1, 16, 128, best_k, k_star)."
+        ),
+        ("step", "layer", "matrix", "router", "fold_norm", "k", "router_index", "expert"),
+        ("align",),
+    ),
+    Table(
+        "nulls",
+        "The permutation null of the mean diagonal in 60 bins, at the ks of the density figure.",
+        ("step", "layer", "matrix", "router", "fold_norm", "k", "bin"),
+        ("left", "right", "density", "observed"),
+    ),
+    Table(
+        "similarity",
+        "Every pair of experts: their top singular vectors (k = 1) and leading subspaces.",
+        ("step", "layer", "matrix", "k", "expert_a", "expert_b"),
+        ("cosine", "overlap", "largest_principal_cosine"),
+    ),
+    Table(
+        "orthogonality",
+        (
+            "Statistics over a layer's expert pairs: of the signed cosine at k = 1, of the "
+            "subspace overlap beyond."
+        ),
+        ("step", "layer", "matrix", "k"),
+        (
+            "mean",
+            "mean_abs",
+            "max",
+            "min",
+            "std",
+            "max_abs",
+            "chance",
+            "n_pairs_above_0_3",
+            "n_pairs_above_0_7",
+        ),
+    ),
+    Table(
+        "ambiguity",
+        "Layers ranked by how hard it is to tell their experts apart.",
+        ("step", "layer", "matrix", "router", "fold_norm"),
+        (
+            "rank",
+            "ambiguity_score",
+            "absolute_score",
+            "k_star",
+            "argmax_accuracy",
+            "alignment_margin",
+            "z_score",
+            "accuracy_term",
+            "margin_term",
+            "z_term",
+            "level",
+        ),
+    ),
+    Table(
+        "spectra",
+        "Each expert matrix's singular values, and their shape in a few numbers.",
+        ("step", "layer", "matrix", "expert"),
+        (
+            "singular_values",
+            "frobenius",
+            "spectral_norm",
+            "stable_rank",
+            "effective_rank",
+            "rank",
+            "condition",
+            "fallback",
+        ),
+    ),
+)
+
+VIEW = ("matrix", "router", "fold_norm")  # the choices that change an alignment
