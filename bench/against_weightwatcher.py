@@ -22,9 +22,8 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from moescope.spectral.at_once import experts_at_once, in_order
-from moescope.spectral.decompose import decompose, k_ladder
-from moescope.spectral.spectra import spectrum_statistics
+from moescope.spectral.decompose import decompose, make_k_grid, spectrum_statistics
+from moescope.spectral.parallel import count_threads, map_in_order
 from weights import random_experts, routers
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     layers = torch.nn.ModuleList(torch.nn.Linear(width, hidden, bias=False) for _ in experts)
     for layer, matrix in zip(layers, experts, strict=True):
         layer.weight.data = matrix.float()
-    rows, ladder = routers(len(experts), width), k_ladder(min(hidden, width))
+    rows, k_grid = routers(len(experts), width), make_k_grid(min(hidden, width))
     with contextlib.redirect_stdout(io.StringIO()):
         watcher = weightwatcher.WeightWatcher(model=layers)
     numbered = [int(number) for number in watcher.describe()["layer_id"]]
@@ -60,9 +59,9 @@ def main() -> None:
         return [np.sort(watcher.get_ESD(layer=number))[::-1] for number in numbered]
 
     def ours() -> list[np.ndarray]:
-        at_once = experts_at_once("cpu")
-        results = in_order(
-            lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext
+        at_once = count_threads()
+        results = map_in_order(
+            lambda matrix: decompose(matrix, rows, k_grid), enumerate(experts), at_once, nullcontext
         )
         found = [one.singular_values_R for _, one in results]
         for values in found:

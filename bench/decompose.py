@@ -6,7 +6,7 @@ by side.
 
 Each shape is F x D : experts. Ways alternate, so that what else the machine does falls on all of them alike;
 medians are
-given. The errors are of align on the ladder, against an SVD in fp64.
+given. The errors are of align on the k_grid, against an SVD in fp64.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from moescope.spectral import alignment
-from moescope.spectral.at_once import experts_at_once, in_order
-from moescope.spectral.decompose import decompose, k_ladder
+from moescope.spectral.decompose import decompose, make_k_grid
+from moescope.spectral.parallel import count_threads, map_in_order
 from weights import SPECTRA, expert, random_experts, routers
 
 SHUFFLES = 200
@@ -39,7 +39,7 @@ def usual_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
     Wide experts are handed over transposed, which few would think of: torch takes more than twice as long
     otherwise.
     """
-    ladder = k_ladder(min(experts[0].shape))
+    k_grid = make_k_grid(min(experts[0].shape))
     columns = []
     for matrix in experts:
         if matrix.shape[0] >= matrix.shape[1]:
@@ -47,7 +47,7 @@ def usual_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
         else:
             right = torch.linalg.svd(matrix.float().T, full_matrices=False).U
         energy = (rows.float() @ right) ** 2
-        columns.append(energy.cumsum(1)[:, [k - 1 for k in ladder]])
+        columns.append(energy.cumsum(1)[:, [k - 1 for k in k_grid]])
     align = torch.stack(columns, dim=-1).permute(1, 0, 2).numpy()
     generator, n = np.random.default_rng(0), len(experts)
     if len(rows) == n:  # the null is the cheap part: all pairings are in the table already
@@ -61,7 +61,7 @@ def all_eigenvectors(experts: list[Tensor], rows: Tensor) -> np.ndarray:
 
     With the null in closed form.
     """
-    ladder = k_ladder(min(experts[0].shape))
+    k_grid = make_k_grid(min(experts[0].shape))
     columns = []
     for given in experts:
         matrix = given.double()
@@ -69,7 +69,7 @@ def all_eigenvectors(experts: list[Tensor], rows: Tensor) -> np.ndarray:
         squares, basis = torch.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)
         squares, basis = squares.flip(0), basis.flip(1)
         coordinates = rows @ basis if tall else (rows @ matrix.T) @ basis / squares.clamp_min(0).sqrt()
-        columns.append(alignment.cumulative_energy(coordinates.square().numpy(), ladder)[:, :-1])
+        columns.append(alignment.cumulative_energy(coordinates.square().numpy(), k_grid)[:, :-1])
     align = np.stack(columns, axis=-1).transpose(1, 0, 2)
     alignment.shuffle_null(align)
     return align
@@ -77,13 +77,13 @@ def all_eigenvectors(experts: list[Tensor], rows: Tensor) -> np.ndarray:
 
 def moescope_way(experts: list[Tensor], rows: Tensor) -> np.ndarray:
     """As a scan does it: experts at once on the cores there are, and the leading vectors found besides."""
-    ladder = k_ladder(min(experts[0].shape))
-    at_once = experts_at_once("cpu")
-    results = in_order(
-        lambda matrix: decompose(matrix, rows, ladder), enumerate(experts), at_once, nullcontext
+    k_grid = make_k_grid(min(experts[0].shape))
+    at_once = count_threads()
+    results = map_in_order(
+        lambda matrix: decompose(matrix, rows, k_grid), enumerate(experts), at_once, nullcontext
     )
     found = [one for _, one in results]
-    align = np.stack([alignment.cumulative_energy(one.energy_ER, ladder)[:, :-1] for one in found], axis=-1)
+    align = np.stack([alignment.cumulative_energy(one.energy_ER, k_grid)[:, :-1] for one in found], axis=-1)
     align = align.transpose(1, 0, 2)
     alignment.shuffle_null(align)
     return align
@@ -110,7 +110,7 @@ def true_align(matrix: Tensor, rows: Tensor) -> np.ndarray:
     _, values, right = np.linalg.svd(matrix.double().numpy(), full_matrices=False)
     right = right[values > max(matrix.shape) * np.finfo(float).eps * values[0]]
     sums = np.cumsum((rows.numpy() @ right.T) ** 2, axis=1)
-    return np.stack([sums[:, min(k, len(right)) - 1] for k in k_ladder(min(matrix.shape))])
+    return np.stack([sums[:, min(k, len(right)) - 1] for k in make_k_grid(min(matrix.shape))])
 
 
 def parsed(shape: str) -> tuple[int, int, int]:
@@ -175,7 +175,7 @@ def main() -> None:
             spent = measured(
                 [matrix], rows, given.repetitions, {name: WAYS[name] for name in ("usual", "moescope")}
             )
-            second = decompose(matrix, rows, k_ladder(min(hidden, width))).fallback
+            second = decompose(matrix, rows, make_k_grid(min(hidden, width))).fallback
             figures = " | ".join(f"{error:.0e}" for error in errors)
             ratio = spent["usual"] / spent["moescope"]
             print(

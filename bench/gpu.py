@@ -29,8 +29,8 @@ import torch
 
 from moescope.checkpoint import open_checkpoint
 from moescope.families import read_moe
-from moescope.spectral import on_gpu
-from moescope.spectral.decompose import k_ladder
+from moescope.spectral import gpu
+from moescope.spectral.decompose import make_k_grid
 from moescope.weights.verb import scan
 
 SHAPES = {
@@ -107,7 +107,7 @@ def read_all(folder: Path, device: str) -> None:
             for expert in range(weights.n_experts):
                 weights.gate_EFD.read(expert)
         else:
-            for _, get in on_gpu.read_ahead(
+            for _, get in gpu.read_ahead(
                 lambda e, w=weights: w.gate_EFD.read(e).to(device), list(range(weights.n_experts))
             ):
                 get()
@@ -117,27 +117,25 @@ def read_all(folder: Path, device: str) -> None:
 def stages(folder: Path, device: str) -> dict[str, float]:
     """Seconds of each step of the solver for one batch, each waited for."""
     weights = next(iter(read_moe(open_checkpoint(folder)).layers.values()))
-    matrices = [
-        weights.gate_EFD.read(e).to(device) for e in range(min(weights.n_experts, on_gpu.MOST_AT_ONCE))
-    ]
+    matrices = [weights.gate_EFD.read(e).to(device) for e in range(min(weights.n_experts, gpu.MAX_BATCH))]
     rows = torch.nn.functional.normalize(weights.router_ED.read().double()).to(device)
     side = min(matrices[0].shape)
-    ladder = k_ladder(side)
-    on_gpu.decompose_batch(matrices, rows, ladder, 1e-6)
-    total, _ = seconds(on_gpu.decompose_batch, matrices, rows, ladder, 1e-6)
+    k_grid = make_k_grid(side)
+    gpu.decompose_batch(matrices, rows, k_grid, 1e-6)
+    total, _ = seconds(gpu.decompose_batch, matrices, rows, k_grid, 1e-6)
     W = torch.stack(matrices).double()
     tall = W.shape[1] >= W.shape[2]
     gram_time, G = seconds(lambda: W.mT @ W if tall else W @ W.mT)
     Y = rows.T.expand(len(W), -1, -1) if tall else W @ rows.T
-    reduce_time, solved = seconds(on_gpu.reduce, G, Y)
-    reduce_time, solved = seconds(on_gpu.reduce, G, Y)
-    kernel_by_kernel, _ = seconds(on_gpu.tridiagonalise, G.clone(), Y)
+    reduce_time, solved = seconds(gpu.reduce, G, Y)
+    reduce_time, solved = seconds(gpu.reduce, G, Y)
+    kernel_by_kernel, _ = seconds(gpu.tridiagonalise, G.clone(), Y)
     conquer_time, eigen = seconds(
-        on_gpu.divide_and_conquer,
+        gpu.divide_and_conquer,
         solved.diagonal_BN,
         solved.beside_BN,
         solved.vectors_BNV,
-        on_gpu.ready_update(),
+        gpu.fused_update(),
     )
     leading_time, _ = seconds(lambda: solved.back(eigen.top_vectors(min(64, side))))
     one_by_one, _ = seconds(lambda: [torch.linalg.eigh(g) for g in G[:8]])

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import moescope
 from moescope.plotting.style import CATEGORICAL, GREY
-from moescope.spectral.decompose import decompose, k_ladder
+from moescope.spectral.decompose import decompose, make_k_grid
 from weights import random_experts, routers
 
 ORDERS = {
@@ -44,8 +44,8 @@ def fastest(work: Callable[[], object], repetitions: int) -> float:
 
 
 def one_expert(d: int, n: int, repetitions: int) -> float:
-    matrix, rows, ladder = random_experts(1, 7 * d // 2, d)[0], routers(n, d), k_ladder(d)
-    return fastest(lambda: decompose(matrix, rows, ladder), repetitions)
+    matrix, rows, k_grid = random_experts(1, 7 * d // 2, d)[0], routers(n, d), make_k_grid(d)
+    return fastest(lambda: decompose(matrix, rows, k_grid), repetitions)
 
 
 def whole_scan(layers: int, repetitions: int) -> float:

@@ -27,10 +27,11 @@ from functools import partial
 
 import torch
 
-from moescope.decoder.config import PRESETS, LabConfig, ModelConfig, with_router
-from moescope.decoder.experts import SwiGLUExperts, grouped_product, product_in_a_loop
+from moescope.decoder.config import ModelConfig
+from moescope.decoder.experts import SwiGLUExperts, grouped_product, looped_product
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
+from moescope.lab.config import PRESETS, LabConfig, with_router
 
 Step = Callable[[], None]
 COMPILED = "compiled"
@@ -203,7 +204,7 @@ def check_kernel(device: str) -> str:
         gates = torch.rand(chosen.shape).masked_fill(chosen < 0, 0)
         direction = torch.randn(tokens, config.d_model)
     found = []
-    for product in (product_in_a_loop, grouped_product):
+    for product in (looped_product, grouped_product):
         experts.product = product
         for shape in (
             (tokens * config.top_k, 2 * config.d_ff),

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from moescope.decoder.config import PRESETS, preset, with_router
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.routers.spectra import ABLATIONS
+from moescope.lab.config import PRESETS, preset, with_router
 from moescope.lab.overhead import overhead
 
 

@@ -26,9 +26,10 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moescope.execution.capture import Capture
+from moescope.execution.collect import run_batch
 from moescope.execution.documents import Batch, Document, batches, windows
-from moescope.execution.models import TracedModel, run_batch, runner_of
-from moescope.routing.collect import trace_model
+from moescope.execution.models import TracedModel, runner_of
+from moescope.routing.collectors import trace_model
 from moescope.routing.tally import Tally
 
 SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
@@ -77,8 +78,7 @@ def main() -> None:
             torch.cuda.synchronize()
         start = clock()
         for _ in range(given.passes):
-            for _ in run_batch(traced, capture, batch, "prefill"):
-                pass
+            run_batch(traced, capture, batch, "prefill")
         if cuda:
             torch.cuda.synchronize()
         return clock() - start
@@ -86,7 +86,7 @@ def main() -> None:
     tally, nobody = Tally(), SimpleNamespace(tokens=None)
     plain, seen = [], []
     with torch.no_grad():
-        capture = Capture(model, tally.add, runner=traced.runner)
+        capture = Capture(model, tally.consume, runner=traced.runner)
         with capture:
             block(capture)  # the check of the first batch is no part of it
         block(nobody)
@@ -97,7 +97,7 @@ def main() -> None:
         plain.append(block(nobody))
     ratios = [seen[at] / ((plain[at] + plain[at + 1]) / 2) for at in range(given.rounds)]
     assert (
-        sum(counts.sums("tokens").sum() for counts in tally.moved())
+        sum(counts.sums("tokens").sum() for counts in tally.to_cpu())
         == given.layers * (given.rounds + 1) * given.passes * batch.real_BL.sum()
     )
     machine = torch.cuda.get_device_name() if cuda else "CPU"
@@ -118,7 +118,7 @@ def main() -> None:
 
     def whole() -> float:
         begin()
-        trace_model(traced, ["text"], lambda: many, ("prefill",), given.batch)
+        trace_model(traced, ["text"], many, ("prefill",), given.batch)
         return ended()
 
     def as_it_is() -> float:

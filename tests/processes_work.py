@@ -10,27 +10,27 @@ from pathlib import Path
 from moescope.errors import BadInput
 
 
-def squared(piece: int, tick: Callable[[], None]) -> tuple[int, int]:
-    for _ in range(piece):
+def squared(task: int, tick: Callable[[], None]) -> tuple[int, int]:
+    for _ in range(task):
         tick()
-    return piece * piece, os.getpid()
+    return task * task, os.getpid()
 
 
-def refusing(piece: int, tick: Callable[[], None]) -> int:
-    raise BadInput(f"piece {piece} cannot be done; leave it out")
+def invalid(task: int, tick: Callable[[], None]) -> int:
+    raise BadInput(f"task {task} is invalid")
 
 
-def dying(piece: int, tick: Callable[[], None]) -> int:
+def dying(task: int, tick: Callable[[], None]) -> int:
     os._exit(9)
 
 
-def endless(folder: Path, piece: int, tick: Callable[[], None]) -> None:
+def endless(folder: Path, task: int, tick: Callable[[], None]) -> None:
     """Never ends by itself; says when it began and why it stopped."""
-    (folder / f"began-{piece}").touch()
+    (folder / f"began-{task}").touch()
     try:
         while True:
             tick()
             time.sleep(0.01)
     except BaseException as error:
-        (folder / f"stopped-{piece}").write_text(type(error).__name__)
+        (folder / f"stopped-{task}").write_text(type(error).__name__)
         raise

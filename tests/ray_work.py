@@ -1,4 +1,4 @@
-"""Pieces of work for tests with a real Ray cluster, in a file that its workers import.
+"""Tasks for tests with a real Ray cluster, in a file that its workers import.
 
 And who is left when it is gone.
 """
@@ -19,13 +19,13 @@ from moescope.errors import BadInput
 Tick = Callable[[], None]
 
 
-def square(piece: int, tick: Tick) -> int:
-    for _ in range(piece):
+def square(task: int, tick: Tick) -> int:
+    for _ in range(task):
         tick()
-    return piece * piece
+    return task * task
 
 
-def worker_facts(piece: int, tick: Tick) -> dict[str, Any]:
+def worker_facts(task: int, tick: Tick) -> dict[str, Any]:
     import torch
 
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -36,45 +36,45 @@ def worker_facts(piece: int, tick: Tick) -> dict[str, Any]:
     }
 
 
-def refuse_three(piece: int, tick: Tick) -> int:
-    if piece == 3:
+def refuse_three(task: int, tick: Tick) -> int:
+    if task == 3:
         raise BadInput("three: not wanted; give another number")
-    return piece
+    return task
 
 
-def fail(piece: int, tick: Tick) -> int:
+def fail(task: int, tick: Tick) -> int:
     raise ZeroDivisionError("a mistake of our own")
 
 
-def die_over(marks: str, number: int, deaths: int, piece: int, tick: Tick) -> int:
+def die_over(marks: str, number: int, deaths: int, task: int, tick: Tick) -> int:
     """Square, but the worker is killed outright that many times over that number, three ticks into it."""
-    attempt = len(list(Path(marks).glob(f"{piece}-*")))
-    (Path(marks) / f"{piece}-{attempt}").touch()
-    if piece == number and attempt < deaths:
+    attempt = len(list(Path(marks).glob(f"{task}-*")))
+    (Path(marks) / f"{task}-{attempt}").touch()
+    if task == number and attempt < deaths:
         for _ in range(3):
             tick()
         time.sleep(0.5)  # so that the ticks are on their way
         os.kill(os.getpid(), signal.SIGKILL)
-    return square(piece, tick)
+    return square(task, tick)
 
 
 def die_over_layer(
-    marks: str, number: int, real: Callable[..., Any], device: str, piece: Any, tick: Tick
+    marks: str, number: int, real: Callable[..., Any], device: str, task: Any, tick: Tick
 ) -> Any:
     """Analyse a layer, but the worker is killed outright at the end of the first attempt at that layer."""
-    analysed = real(device, piece, tick)
-    first = not (Path(marks) / f"{piece.name}-0").exists()
-    (Path(marks) / f"{piece.name}-{0 if first else 1}").touch()
-    if piece.layer == number and first:
+    analysed = real(device, task, tick)
+    first = not (Path(marks) / f"{task.name}-0").exists()
+    (Path(marks) / f"{task.name}-{0 if first else 1}").touch()
+    if task.layer == number and first:
         os.kill(os.getpid(), signal.SIGKILL)
     return analysed
 
 
-def wait_beyond(last: int, real: Callable[..., Any], device: str, piece: Any, tick: Tick) -> Any:
+def wait_beyond(last: int, real: Callable[..., Any], device: str, task: Any, tick: Tick) -> Any:
     """Analyse the layers up to the last one; wait for ever over those beyond it."""
-    while piece.layer > last:
+    while task.layer > last:
         time.sleep(0.1)
-    return real(device, piece, tick)
+    return real(device, task, tick)
 
 
 def survivors(family: list[psutil.Process], seconds: float = 60) -> list[psutil.Process]:

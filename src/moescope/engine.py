@@ -1,15 +1,14 @@
-"""Where independent pieces of work execute: in this process, or on Ray.
+"""Where independent tasks execute: in this process, in worker processes of this machine, or on Ray.
 
-A piece is a small picklable description; `work(piece, tick)` does it and calls `tick()` after each step that
-progress counts.
-`engine.run(work, pieces, on_tick)` gives every piece with its result, as they finish, and calls
-`on_tick(piece)` as often as its work
-ticked. Results come to the process that asked for them, which alone writes: wherever pieces run, nothing is
+A task is a small picklable description; `work(task, tick)` does it and calls `tick()` after each step that
+progress counts. `engine.run(work, tasks, on_tick)` yields every task with its result, as they finish, and
+calls `on_tick(task)` once per tick. Results return to the calling process, which alone writes: nothing is
 written twice.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,116 +17,227 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from multiprocessing.synchronize import Event
 from typing import Any, ClassVar, TypeVar
 
 from moescope.errors import BadInput, unknown_name
 
 ENGINES = ("local", "ray")
-# how often a piece is done again after its worker died; a piece too large for its machine must not loop
-RETRIES = 3
-PIECES_BESIDE_A_GPU = 3  # the GPU works for one, another's weights are read, statistics are made of the third
-POLL = 0.2  # seconds between two looks at the progress of workers
+RETRIES = 3  # of a task whose worker died; a task too large for its machine must not loop
+TASKS_PER_GPU = 3  # the GPU computes one, another's weights are read, the third's statistics are made
+POLL = 0.2  # seconds between two progress updates
 
-Piece = TypeVar("Piece")
+Task = TypeVar("Task")
 Result = TypeVar("Result")
 Tick = Callable[[], None]
-Work = Callable[[Piece, Tick], Result]
+Work = Callable[[Task, Tick], Result]
 
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """In this process.
-
-    One piece after the other, or a few in threads where each keeps the processor and a GPU busy by turns.
-    """
+    """In this process: one task after the other, or a few in threads that share a GPU."""
 
     name: ClassVar = "local"
-    elsewhere: ClassVar = False
-    device: str  # where each piece should compute
-    at_once: int = 1
+    remote: ClassVar = False
+    device: str  # where each task computes
+    n_threads: int = 1
 
     def run(
-        self, work: Work[Piece, Result], pieces: Sequence[Piece], on_tick: Callable[[Piece], None]
-    ) -> Iterator[tuple[Piece, Result]]:
-        if self.at_once == 1:
-            for piece in pieces:
-                yield piece, work(piece, partial(on_tick, piece))
+        self, work: Work[Task, Result], tasks: Sequence[Task], on_tick: Callable[[Task], None]
+    ) -> Iterator[tuple[Task, Result]]:
+        if self.n_threads == 1:
+            for task in tasks:
+                yield task, work(task, partial(on_tick, task))
             return
-        left, under_way = iter(pieces), {}
-        with ThreadPoolExecutor(self.at_once) as pool:
+        queue, pending = iter(tasks), {}
+        with ThreadPoolExecutor(self.n_threads) as pool:
+
+            def submit(count: int) -> None:
+                for task in islice(queue, count):
+                    pending[pool.submit(work, task, partial(on_tick, task))] = task
+
             try:
-                for piece in islice(left, self.at_once):
-                    under_way[pool.submit(work, piece, partial(on_tick, piece))] = piece
-                while under_way:
-                    future = next(as_completed(under_way))
-                    done = under_way.pop(future)
+                submit(self.n_threads)
+                while pending:
+                    future = next(as_completed(pending))
+                    task = pending.pop(future)
                     result = future.result()
-                    for piece in islice(left, 1):  # before the result is handed on: writing it takes a while
-                        under_way[pool.submit(work, piece, partial(on_tick, piece))] = piece
-                    yield done, result
+                    submit(1)  # before the result is yielded: writing it takes a while
+                    yield task, result
             finally:
                 pool.shutdown(cancel_futures=True)
 
 
+def tick_counter(tasks: Sequence[Task], on_tick: Callable[[Task], None]) -> Callable[[int, int], None]:
+    """Return show(index, ticks), which calls `on_tick` until the task's total is reached.
+
+    Progress never goes back: a restarted task is silent until it passes the point it had reached.
+    """
+    shown = [0] * len(tasks)
+
+    def show(index: int, ticks: int) -> None:
+        while shown[index] < ticks:
+            shown[index] += 1
+            on_tick(tasks[index])
+
+    return show
+
+
+# --- processes
+
+
+@dataclass(frozen=True)
+class ProcessEngine:
+    """In spawned processes of this machine, each of which may use a GPU. They end when this process does.
+
+    For tasks that write their own folders and hold state that threads would share: trainings, with torch's
+    random numbers.
+    """
+
+    name: ClassVar = "local"
+    remote: ClassVar = True
+    device: str
+    jobs: int
+
+    def run(
+        self, work: Work[Task, Result], tasks: Sequence[Task], on_tick: Callable[[Task], None]
+    ) -> Iterator[tuple[Task, Result]]:
+        spawning = multiprocessing.get_context("spawn")
+        n = max(len(tasks), 1)
+        counts, stop = spawning.Array("q", n, lock=False), spawning.Event()
+        show = tick_counter(tasks, on_tick)
+        threads = str(threads_per_job(self.jobs))
+        with (
+            environment(OMP_NUM_THREADS=threads, OPENBLAS_NUM_THREADS=threads),
+            ProcessPoolExecutor(
+                min(self.jobs, n), spawning, initializer=start_worker, initargs=(counts, stop)
+            ) as pool,
+        ):
+            try:
+                pending = {pool.submit(run_in_process, work, task, at): at for at, task in enumerate(tasks)}
+                while pending:
+                    finished, _ = wait(pending, POLL, FIRST_COMPLETED)
+                    for at in range(len(tasks)):
+                        show(at, counts[at])
+                    for future in finished:
+                        at = pending.pop(future)
+                        yield tasks[at], future.result()
+            except BrokenProcessPool:
+                raise BadInput(
+                    "a worker process died, most likely out of memory; resume with the same command "
+                    f"and fewer than --jobs {self.jobs}"
+                ) from None
+            finally:
+                stop.set()  # running tasks stop at their next tick
+                pool.shutdown(cancel_futures=True)
+
+
+def count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_job(jobs: int) -> int:
+    """Threads per process when `jobs` processes share the machine's cores evenly."""
+    return max(count_cores() // jobs, 1)
+
+
+class Stopped(Exception):
+    """The parent process no longer wants the result."""
+
+
+@dataclass
+class Worker:
+    """What a worker process shares with its parent."""
+
+    counts: Any = None
+    stop: Event | None = None
+
+
+WORKER = Worker()
+
+
+def start_worker(counts: Any, stop: Event) -> None:
+    """Leave interrupts to the parent, which sets `stop`, and watch for the parent's death."""
+    WORKER.counts, WORKER.stop = counts, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def run_in_process(work: Work[Task, Result], task: Task, index: int) -> Result:
+    """Do one task and count its ticks; a pool submits tasks ahead of time, so one may start after the
+    stop."""
+    raise_if_stopped()
+
+    def tick() -> None:
+        WORKER.counts[index] += 1
+        raise_if_stopped()
+
+    return work(task, tick)
+
+
+def raise_if_stopped() -> None:
+    if WORKER.stop is not None and WORKER.stop.is_set():
+        raise Stopped
+
+
+# --- Ray
+
+
 @dataclass(frozen=True)
 class RayEngine:
-    """Each piece a Ray task, in worker processes that share nothing with this one but files."""
+    """Each task a Ray task, in worker processes that share only files with this one."""
 
     name: ClassVar = "ray"
-    elsewhere: ClassVar = True
+    remote: ClassVar = True
     device: str
-    cpus: float  # that each piece asks for
+    cpus: float  # per task
     gpus: int
     environment: dict[str, str]  # of the workers
 
     def run(
-        self, work: Work[Piece, Result], pieces: Sequence[Piece], on_tick: Callable[[Piece], None]
-    ) -> Iterator[tuple[Piece, Result]]:
+        self, work: Work[Task, Result], tasks: Sequence[Task], on_tick: Callable[[Task], None]
+    ) -> Iterator[tuple[Task, Result]]:
         import ray
 
         runtime_env = {"env_vars": self.environment}
         counter = ray.remote(TickCounter).options(num_cpus=0, max_restarts=-1).remote()
-        task = ray.remote(attempt).options(
+        remote = ray.remote(run_on_ray).options(
             num_cpus=self.cpus, num_gpus=self.gpus, max_retries=RETRIES, runtime_env=runtime_env
         )
-        waiting = {task.remote(work, piece, index, counter): index for index, piece in enumerate(pieces)}
-        shown = [0] * len(pieces)
-
-        def show(index: int, ticks: int) -> None:
-            """Progress never goes back.
-
-            A piece begun anew is silent until it is past the point it had reached.
-            """
-            while shown[index] < ticks:
-                shown[index] += 1
-                on_tick(pieces[index])
-
-        asked = counter.ticks.remote()
+        pending = {remote.remote(work, task, index, counter): index for index, task in enumerate(tasks)}
+        show = tick_counter(tasks, on_tick)
+        request = counter.get.remote()
         try:
-            while waiting:
-                finished, _ = ray.wait(list(waiting), num_returns=1, timeout=POLL)
+            while pending:
+                finished, _ = ray.wait(list(pending), num_returns=1, timeout=POLL)
                 for ref in finished:
-                    index = waiting.pop(ref)
+                    index = pending.pop(ref)
                     outcome = fetch(ref)
                     show(index, outcome.ticks)
-                    if outcome.refusal is not None:
-                        raise outcome.refusal
-                    yield pieces[index], outcome.result
-                if ray.wait([asked], timeout=0)[0]:
-                    with suppress(
-                        ray.exceptions.RayError
-                    ):  # its machine went away; it starts again elsewhere
-                        for index, ticks in ray.get(asked).items():
+                    if outcome.error is not None:
+                        raise outcome.error
+                    yield tasks[index], outcome.result
+                if ray.wait([request], timeout=0)[0]:
+                    with suppress(ray.exceptions.RayError):  # its machine is gone; it restarts on another
+                        for index, ticks in ray.get(request).items():
                             show(index, ticks)
-                    asked = counter.ticks.remote()
+                    request = counter.get.remote()
         finally:
-            for ref in waiting:
+            for ref in pending:
                 ray.cancel(ref, force=True)
             ray.kill(counter)
 
@@ -137,45 +247,42 @@ Engine = LocalEngine | RayEngine
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes back of a piece: its result, or the one line why it cannot be done.
-
-    Ray would wrap an error in a traceback of its own.
-    """
+    """A task's result, or its input error: Ray would wrap the error in a traceback of its own."""
 
     ticks: int
     result: Any = None
-    refusal: BadInput | None = None
+    error: BadInput | None = None
 
 
-def attempt(work: Work[Piece, Result], piece: Piece, index: int, counter: Any) -> Outcome:
-    """Do one piece in a Ray worker, telling the counter how far it is, a few times a second at most."""
-    ticks, told = 0, 0.0
+def run_on_ray(work: Work[Task, Result], task: Task, index: int, counter: Any) -> Outcome:
+    """Do one task in a Ray worker and report its ticks to the counter, a few times per second at most."""
+    ticks, reported = 0, 0.0
 
     def tick() -> None:
-        nonlocal ticks, told
+        nonlocal ticks, reported
         ticks += 1
-        if time.monotonic() - told >= POLL:
-            told = time.monotonic()
-            counter.tell.remote(index, ticks)
+        if time.monotonic() - reported >= POLL:
+            reported = time.monotonic()
+            counter.set.remote(index, ticks)
 
     try:
-        result = work(piece, tick)
+        result = work(task, tick)
     except BadInput as error:
-        return Outcome(ticks, refusal=error)
+        return Outcome(ticks, error=error)
     return Outcome(ticks, result)
 
 
 class TickCounter:
-    """How far each piece is, told by the workers and asked for by the process that shows progress."""
+    """Ticks per task, set by the workers and read by the process that shows progress."""
 
     def __init__(self) -> None:
-        self.told: dict[int, int] = {}
+        self.ticks: dict[int, int] = {}
 
-    def tell(self, index: int, ticks: int) -> None:
-        self.told[index] = ticks
+    def set(self, index: int, ticks: int) -> None:
+        self.ticks[index] = ticks
 
-    def ticks(self) -> dict[int, int]:
-        return self.told
+    def get(self) -> dict[int, int]:
+        return self.ticks
 
 
 def fetch(ref: Any) -> Outcome:
@@ -185,9 +292,8 @@ def fetch(ref: Any) -> Outcome:
         return get(ref)
     except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError):
         raise BadInput(
-            f"Ray's workers died {RETRIES + 1} times over the same piece of work, most likely "
-            "for want of memory; fewer pieces at a "
-            "time need less of it: set OMP_NUM_THREADS higher, then the same command goes on"
+            f"Ray workers died {RETRIES + 1} times on the same task, most likely out of memory; "
+            "set OMP_NUM_THREADS higher so that fewer tasks share a machine, then run the command again"
         ) from None
     except exceptions.RuntimeEnvSetupError as error:
         raise BadInput(
@@ -195,92 +301,78 @@ def fetch(ref: Any) -> Outcome:
         ) from None
 
 
-# --- opening
+# --- opening an engine
 
 
 def check_engine(engine: str, address: str | None, device: str) -> None:
-    """Refuse what cannot work before any file is opened."""
+    """Reject invalid combinations before any file is opened."""
     if engine not in ENGINES:
         raise unknown_name("engine", engine, list(ENGINES))
     if engine == "local":
         if address is not None:
-            raise BadInput(f"--address {address}: only Ray has an address; give --engine ray with it")
+            raise BadInput(f"--address {address}: only Ray has an address; use --engine ray")
         return
     if find_spec("ray") is None:
         raise BadInput("--engine ray: Ray is not installed; pip install 'moescope[ray]'")
     if device.startswith("cuda:"):
-        raise BadInput(
-            f"--device {device}: Ray hands out GPUs by itself; give --device cuda with --engine ray"
-        )
+        raise BadInput(f"--device {device}: Ray assigns GPUs itself; use --device cuda with --engine ray")
     if device not in ("auto", "cpu", "cuda"):
         raise unknown_name("device", device, ["auto", "cpu", "cuda"])
 
 
 @contextmanager
 def open_engine(engine: str, address: str | None, device: str) -> Iterator[Engine]:
-    """The engine of that name, closed afterwards.
-
-    Ray without an address is a cluster of this machine alone, gone when the work is done.
-    """
+    """Open the engine of that name and close it afterwards. Ray without an address starts a local cluster."""
     if engine == "local":
-        yield LocalEngine(device, at_once=1 if device == "cpu" else PIECES_BESIDE_A_GPU)
+        yield LocalEngine(device, n_threads=1 if device == "cpu" else TASKS_PER_GPU)
         return
     import ray
 
     with ExitStack() as stack:
         if not ray.is_initialized():
-            stack.enter_context(own_cluster() if address is None else joined_cluster(address))
+            stack.enter_context(local_cluster() if address is None else joined_cluster(address))
         elif address is not None:
-            raise BadInput(
-                f"--address {address}: this process is connected to Ray already; leave the address out"
-            )
+            raise BadInput(f"--address {address}: this process is connected to Ray already; omit --address")
         yield ray_engine(device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 
 
 def ray_engine(device: str, machines: list[dict[str, float]]) -> RayEngine:
-    """What each piece asks of a cluster of such machines: as many CPUs as it uses threads, and a GPU where
-    there are any.
+    """Request as many CPUs per task as it uses threads, or a GPU where the cluster has any.
 
-    BLAS sums in another order with another number of threads, so the last digits of a result depend on it.
-    Workers are therefore given
-    the number this process has, and OMP_NUM_THREADS sets both.
+    BLAS sums in another order with another number of threads, which changes the last digits. Workers
+    therefore get the thread count of this process; OMP_NUM_THREADS sets both.
     """
     most_cpus = max((machine.get("CPU", 0) for machine in machines), default=0)
     gpus = any(machine.get("GPU", 0) >= 1 for machine in machines)
     if most_cpus == 0:
         raise BadInput("no machine of the Ray cluster has a CPU to give; add one, or use --engine local")
     if device == "cuda" and not gpus:
-        raise BadInput("device cuda: no machine of the Ray cluster has a GPU to give; use --device cpu")
+        raise BadInput("--device cuda: no machine of the Ray cluster has a GPU to give; use --device cpu")
     place = "cuda" if gpus and device != "cpu" else "cpu"
     environment = thread_variables()
-    cpus = min(
-        int(environment["OMP_NUM_THREADS"]), most_cpus
-    )  # what no machine has would be waited for forever
+    cpus = min(int(environment["OMP_NUM_THREADS"]), most_cpus)  # Ray would wait forever for more
     return RayEngine(place, cpus if place == "cpu" else 1, int(place == "cuda"), environment)
 
 
 def thread_variables() -> dict[str, str]:
-    """The environment in which torch and numpy use as many threads as they do in this process."""
+    """The environment in which torch and numpy use as many threads as in this process."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for_numpy = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(cores)
-    return {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": for_numpy}
+    openblas = (
+        os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(count_cores())
+    )
+    return {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": openblas}
 
 
 @contextmanager
-def own_cluster() -> Iterator[None]:
-    """A cluster of this machine alone, without dashboard, logs on the terminal.
-
-    Files left behind or word to anybody.
-    """
-    folder = tempfile.mkdtemp(
-        prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None
-    )  # sockets need short paths
+def local_cluster() -> Iterator[None]:
+    """Start a cluster of this machine alone: no dashboard, no log on the terminal, no leftover files."""
+    # sockets need short paths
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
     try:
         with connection(address="local", include_dashboard=False, _temp_dir=folder):
             yield
-    except RayRefused as error:
+    except RayConnectionError as error:
         raise BadInput(f"Ray cannot be started here ({error}); use --engine local") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -288,25 +380,22 @@ def own_cluster() -> Iterator[None]:
 
 @contextmanager
 def joined_cluster(address: str) -> Iterator[None]:
-    """A connection to a cluster that is there already."""
+    """Connect to an existing cluster."""
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdecimal() and "/" not in host:  # Ray itself would go on trying for half a minute
+        if host and port.isdecimal() and "/" not in host:  # Ray itself would retry for half a minute
             socket.create_connection((host, int(port)), timeout=10).close()
         with connection(address=address):
             yield
-    except (RayRefused, OSError, OverflowError) as error:
-        remedy = (
-            "start one with `ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or "
-            "leave --address out"
-        )
+    except (RayConnectionError, OSError, OverflowError) as error:
         raise BadInput(
-            f"--address {address}: no Ray cluster there ({first_sentence(error)}); {remedy}"
+            f"--address {address}: no Ray cluster there ({first_sentence(error)}); start one with "
+            "`ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or omit --address"
         ) from None
 
 
-class RayRefused(Exception):
-    """Ray could not be started or joined, in the first sentence of its own words."""
+class RayConnectionError(Exception):
+    """Ray could not be started or joined; the message is the first sentence of Ray's."""
 
 
 @contextmanager
@@ -320,28 +409,24 @@ def connection(**options: Any) -> Iterator[None]:
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError, ImportError) as error:  # a ConnectionError is an OSError
         ray.shutdown()
-        raise RayRefused(first_sentence(error)) from None
+        raise RayConnectionError(first_sentence(error)) from None
     finally:
         if main_thread and on_stop is not None:
-            signal.signal(signal.SIGTERM, on_stop)  # Ray takes it for itself
+            signal.signal(signal.SIGTERM, on_stop)  # Ray replaces the handler
     try:
-        with hushed():
+        with silent_workers():
             yield
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
-    """No news of dead workers on stdout, where Ray prints them whatever it is told.
-
-    What is printed there may be read as JSON.
-    """
+def silent_workers() -> Iterator[None]:
+    """Suppress Ray's messages about dead workers on stdout, which may be parsed as JSON."""
     from ray._private import worker
 
-    before = getattr(
-        worker, "_worker_logs_enabled", True
-    )  # Ray's debugger sets it for the same end; there is no public way
+    # Ray's debugger sets it for the same purpose; there is no public way
+    before = getattr(worker, "_worker_logs_enabled", True)
     worker._worker_logs_enabled = False
     try:
         yield
@@ -351,10 +436,7 @@ def hushed() -> Iterator[None]:
 
 @contextmanager
 def environment(**defaults: str) -> Iterator[None]:
-    """These environment variables, where the user has not set them.
-
-    Ray's processes take them over when they start.
-    """
+    """Set these environment variables, unless the user has; child processes inherit them."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

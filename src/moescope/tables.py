@@ -266,7 +266,7 @@ TABLES: dict[str, Table] = {
                 "interval over documents; domain empty: all together."
             ),
             ("step", "layer", "phase", "domain", "metric"),
-            ("value", "chance", "collapse", "low", "high"),
+            ("value", "chance", "collapse", "low", "high", "n_experts", "top_k", "tokens"),
         ),
         Table(
             "coactivation",
@@ -275,7 +275,7 @@ TABLES: dict[str, Table] = {
                 "where that is all there is."
             ),
             ("step", "layer", "expert_a", "expert_b"),
-            ("tokens", "share_of_a", "lift", "chance_lift"),
+            ("tokens", "tokens_a", "tokens_b", "layer_tokens", "share_of_a", "lift", "chance_lift"),
         ),
         Table(
             "domains",
@@ -301,8 +301,10 @@ TABLES: dict[str, Table] = {
             ("layer", "step_a", "step_b"),
             (
                 "routing_consistency",
+                "routing_consistency_chance",
                 "routing_consistency_corrected",
                 "top1_agreement",
+                "top1_chance",
                 "top1_corrected",
                 "usage_sigma",
                 "kendall_tau",
@@ -336,7 +338,7 @@ TABLES: dict[str, Table] = {
                 "average: what maps of experts are drawn from."
             ),
             ("step", "layer", "of", "expert_a", "expert_b"),
-            ("cosine", "chance"),
+            ("cosine", "chance", "dimensions"),
         ),
         Table(
             "token_text",

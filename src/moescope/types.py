@@ -14,10 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moescope.errors import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,21 @@ class Routing:
     diagnostics: dict[str, Diagnostic] = field(
         default_factory=dict
     )  # what the router says of itself, by the metric's name
+
+
+@dataclass(frozen=True)
+class LinearView:
+    """A router whose logits are rows times a function of the token's state.
+
+    With `thresholds` an expert takes the tokens whose probability reaches its threshold, and `stored` needs
+    one threshold per expert beside the rows.
+    """
+
+    rows_ED: Tensor
+    reads: Callable[[Tensor], Tensor]  # state -> what the rows are multiplied with
+    rows_name: str  # name, within the router, of the tensor that holds the rows
+    stored: Callable[[Tensor, Tensor | None], dict[str, Tensor]]  # the router's tensors with other rows
+    thresholds: bool = False
 
 
 class Diagnostic(NamedTuple):

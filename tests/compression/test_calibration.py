@@ -311,7 +311,7 @@ def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_
     sample = StateSample()
     found = calibrate(traced(kind), documents(20), [sample])
     for layer, states in sample.states().items():
-        gating = find_gating(states, found.block(layer).scoring)
+        gating = find_gating(states, found.blocks[layer].scoring)
         assert gating.explains
         assert (gating.normalised, gating.scale) == (normalised, pytest.approx(scale, rel=1e-3))
         chosen, gates = gating.route(states.logits_TE)
@@ -329,4 +329,4 @@ def test_gates_made_in_a_way_nobody_knows_are_not_explained():
     strange = LayerStates(
         states.x_TD, states.logits_TE, states.chosen_TK, torch.rand_like(states.gates_TK), states.draw_T
     )
-    assert not find_gating(strange, found.block(layer).scoring).explains
+    assert not find_gating(strange, found.blocks[layer].scoring).explains

@@ -10,7 +10,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.compression.clusters import MOST_PAIRS, cluster_geometry, cluster_pairs, merge_rows
 from moescope.compression.grouping import Grouping, Merge
 from moescope.families import read_moe
-from moescope.geometry.distances import relative_l2
+from moescope.geometry.distances import distance
 from moescope.geometry.matching import match_neurons
 from moescope.tables import conform
 from moescope.types import LayerPlan, Plan
@@ -60,10 +60,10 @@ def test_distances_are_those_of_the_pairs_as_they_lie_and_matched(tmp_path):
     dominant, member = moe.layers[1].expert(3), moe.layers[1].expert(0)
     moved = match_neurons(dominant, member).apply(member)
     assert rows.loc[("m_smoe", 1, "gate"), "relative_l2"] == pytest.approx(
-        relative_l2(dominant.gate_FD, member.gate_FD)
+        distance(dominant.gate_FD, member.gate_FD).relative_l2
     )
     assert rows.loc[("m_smoe_permuted", 1, "down"), "relative_l2"] == pytest.approx(
-        relative_l2(dominant.down_DF, moved.down_DF)
+        distance(dominant.down_DF, moved.down_DF).relative_l2
     )
     layers = frames["geometry_layers"]
     assert np.allclose(layers["null_l2"], np.sqrt(2))

@@ -32,7 +32,7 @@ def on(device: str, tmp_path, kind: str, way: str) -> tuple[dict, dict, dict, tu
     collector, sample = RoutedSums(), StateSample(most=200)
     found = calibrate(model, documents(20), [collector, sample])
     states = sample.states()
-    gating = {layer: find_gating(own, found.block(layer).scoring) for layer, own in states.items()}
+    gating = {layer: find_gating(own, found.blocks[layer].scoring) for layer, own in states.items()}
     plan, fits = (pruning_plan(moe, 3), {}) if way == "pruned" else merging_plan(moe)
     predicted = {
         layer: damage.error

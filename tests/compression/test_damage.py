@@ -31,7 +31,7 @@ def calibrated(model, most: int = 200):
     states = sample.states()
     return (
         states,
-        {layer: find_gating(own, found.block(layer).scoring) for layer, own in states.items()},
+        {layer: find_gating(own, found.blocks[layer].scoring) for layer, own in states.items()},
         found.blocks,
     )
 

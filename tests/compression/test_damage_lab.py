@@ -40,9 +40,9 @@ def calibrated(model: TracedModel) -> tuple[dict[int, LayerStates], dict[int, An
     found = calibrate(model, documents(20), [sample])
     states = sample.states()
     gating = {
-        layer: find_gating(own, found.block(layer).scoring)
+        layer: find_gating(own, found.blocks[layer].scoring)
         for layer, own in states.items()
-        if found.block(layer).scoring is not None
+        if found.blocks[layer].scoring is not None
     }
     return states, gating, found.blocks
 

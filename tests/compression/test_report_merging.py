@@ -9,6 +9,7 @@ import pytest
 import moescope
 from families.tiny_models import tiny_model
 from moescope.compression.report import cluster_section, compression_command, compression_sections
+from moescope.decoder.routers import router_class
 from moescope.run import Run
 from moescope.tables import TABLES
 from report_payloads import payloads
@@ -95,9 +96,9 @@ def test_a_plan_without_steps_has_no_dendrogram(merged_run, tmp_path):
     ("router", "lab", "said"),
     [
         ("slice", None, "is taken out of it."),
-        ("slice", "hash", "dealt to the others in turn, by token id."),
-        ("slice", "expert_choice", "they take more tokens."),
-        ("join", "hash", "gets the tokens of all its members"),
+        ("slice", "hash", "reassigned to the remaining experts in turn."),
+        ("slice", "expert_choice", "take more tokens."),
+        ("join", "hash", "gets the token ids of all its members"),
         ("join", "spectra", "takes over its dominant member's part of the router"),
         ("fold", "some", "fitted on the queries they meet."),
     ],
@@ -106,5 +107,6 @@ def test_what_becomes_of_the_router_is_said_for_each_kind(router: str, lab: str 
     clusters = pd.DataFrame(
         {"layer": 0, "expert": [0, 1], "kept": True, "cluster": [0, 1], "dominant": True, "weight": 1.0}
     )
-    section = cluster_section({"clusters": clusters}, {"router": router, "lab_router": lab})
+    effects = {} if lab is None else router_class(lab).compression_effects
+    section = cluster_section({"clusters": clusters}, {"router": router, "router_effects": effects})
     assert said in section.words

@@ -13,9 +13,8 @@ from moescope.compression.weights_clustering import (
     weights_clusters,
 )
 from moescope.errors import BadInput
-from moescope.geometry.distances import relative_l2
+from moescope.geometry.distances import by_svd, distance
 from moescope.geometry.matching import match_neurons
-from moescope.geometry.polar import by_svd
 from moescope.types import ExpertWeights
 
 
@@ -64,7 +63,7 @@ def test_l2_is_the_distance_of_the_matched_matrices_over_all_projections():
     ours = matched_distances(experts).distance_EE
     moved = match_neurons(experts[0], experts[2]).apply(experts[2])
     each = [
-        relative_l2(getattr(experts[0], name), getattr(moved, name))
+        distance(getattr(experts[0], name), getattr(moved, name)).relative_l2
         for name in ("gate_FD", "up_FD", "down_DF")
     ]
     assert ours[0, 2] == pytest.approx(np.sqrt(np.mean(np.square(each))), rel=1e-5)

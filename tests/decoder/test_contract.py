@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from decoder.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
-from moescope.glossary import DIAGNOSTICS, METRICS
 from moescope.routing.diagnostics import DiagnosticTally
+from moescope.routing.metrics import DIAGNOSTICS, METRICS
 from moescope.routing.tally import Tally
 from moescope.types import Tokens
 
@@ -31,7 +31,7 @@ LEARNING = pytest.mark.parametrize(
     ],
 )
 NOTED = {
-    "expert_choice": {"tokens_without_expert", "experts_a_token", "experts_a_token_spread"},
+    "expert_choice": {"tokens_without_expert", "experts_per_token", "experts_per_token_spread"},
     "loss_free": {"bias_spread"},
     "spectra": {"column_error", "direction_overlap"},
     "some": {"key_cosine", "key_strength", "weakened_keys"},
@@ -248,8 +248,8 @@ def test_the_decision_is_one_that_all_tallies_take(router):
     made = run(model, ids, mask)
     tally = Tally()
     for routing in made.layers:
-        tally.add(type(routing)(**{**vars(routing), "tokens": tokens}))
-    for layer, counts in enumerate(tally.moved()):
+        tally.consume(type(routing)(**{**vars(routing), "tokens": tokens}))
+    for layer, counts in enumerate(tally.to_cpu()):
         assert counts.counts_MBE.sum((0, 1)).tolist() == made.sets()[layer].flatten(0, 1).sum(0).tolist()
 
 

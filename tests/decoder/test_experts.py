@@ -16,8 +16,8 @@ from moescope.decoder.experts import (
     default_output_scale,
     fill_experts,
     grouped_mm_runs,
+    looped_product,
     output_scale,
-    product_in_a_loop,
 )
 
 TOKENS, E = 40, 6
@@ -102,7 +102,7 @@ def test_the_grouped_product_equals_the_loop(kind):
     experts, (chosen, gates), x = experts_of(kind), decided(), torch.randn(TOKENS, 32)
     assert grouped_mm_runs(x, torch.empty(E, 16, 32)), "then this compares the loop with itself"
     grouped = outcome(experts, experts, chosen, gates, x)
-    experts.product = product_in_a_loop
+    experts.product = looped_product
     for one, other in zip(grouped, outcome(experts, experts, chosen, gates, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -125,7 +125,7 @@ def test_rows_of_no_expert_reach_neither_output_nor_gradient_whatever_they_hold(
 
     def poisoned(x, weight, ends):
         # Poisoned behind and in front: what comes out of the rows, and what flows back out of them.
-        return Poisoned.apply(product_in_a_loop(Poisoned.apply(x, ends), weight, ends), ends)
+        return Poisoned.apply(looped_product(Poisoned.apply(x, ends), weight, ends), ends)
 
     experts, (chosen, gates), x = experts_of(kind), decided(), torch.randn(TOKENS, 32)
     clean = outcome(lambda *given: experts(*given, at_most), experts, chosen, gates, x)

@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from decoder.tiny_lab import TINY, padding, run, text, tiny
-from moescope.decoder.config import PRESETS
 from moescope.decoder.model import LabModel, parameter_counts
 from moescope.errors import BadInput
+from moescope.lab.config import PRESETS
 
 SHARED = {
     "vocab_size": TINY.vocabulary,
@@ -191,7 +191,7 @@ def test_a_batch_without_any_target_has_a_loss_of_zero():
 
 def test_more_tokens_than_positions_are_refused_also_through_the_cache():
     model = LabModel(tiny("dense")).eval()
-    with pytest.raises(BadInput, match="65 tokens are more than the model's 64 positions"):
+    with pytest.raises(BadInput, match="65 tokens exceed the model's 64 positions"):
         model(text(1, 65))
     cache = model.new_cache()
     run(model, text(1, 64), cache=cache)

@@ -28,7 +28,7 @@ class Silence(Ranks):
     def sum(self, amount: Tensor) -> Tensor:
         raise AssertionError("a collective that not every rank would join")
 
-    gathered = sum_with_gradients = of_first = tokens_a_rank = sum
+    gather_rows = sum_with_gradients = broadcast = tokens_per_rank = sum
 
 
 def test_alone_every_answer_is_what_was_given():
@@ -36,27 +36,27 @@ def test_alone_every_answer_is_what_was_given():
     for answer in (
         ALONE.sum(rows),
         ALONE.sum_with_gradients(rows),
-        ALONE.gathered(rows),
-        ALONE.own(rows),
-        ALONE.of_first(rows),
+        ALONE.gather_rows(rows),
+        ALONE.local_rows(rows),
+        ALONE.broadcast(rows),
     ):
         assert answer is rows
-    assert torch.equal(ALONE.picked(rows, torch.tensor([4, 1])), rows[[4, 1]])
-    assert ALONE.tokens_a_rank(torch.tensor([True, True, False])) == 2
-    assert ALONE.tokens_a_rank(torch.tensor([False])) == 1
+    assert torch.equal(ALONE.select_rows(rows, torch.tensor([4, 1])), rows[[4, 1]])
+    assert ALONE.tokens_per_rank(torch.tensor([True, True, False])) == 2
+    assert ALONE.tokens_per_rank(torch.tensor([False])) == 1
 
 
 def test_more_processes_than_gpus_are_refused_with_the_number_that_would_do():
     check_gpus(1, 2)
     with pytest.raises(
-        BadInput, match=r"more processes than this machine's 1 GPU; give --nproc-per-node 1, or --device cpu"
+        BadInput, match=r"more processes than this machine's 1 GPU; pass --nproc-per-node 1, or --device cpu"
     ):
         check_gpus(1, 1)
 
 
-def test_tokens_a_rank_are_of_all_ranks_and_never_0():
-    assert SecondRank().tokens_a_rank(torch.tensor([True, False])) == 1
-    assert Ranks.tokens_a_rank(SecondRank(), torch.tensor([False])) == 0.5  # never 0
+def test_tokens_per_rank_are_of_all_ranks_and_never_0():
+    assert SecondRank().tokens_per_rank(torch.tensor([True, False])) == 1
+    assert Ranks.tokens_per_rank(SecondRank(), torch.tensor([False])) == 0.5  # never 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moescope.checkpoint import open_checkpoint
-from moescope.decoder.config import LabConfig, ModelConfig, with_router
+from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.saving import is_lab_checkpoint, layout_of, load_model, save_model
@@ -20,6 +20,7 @@ from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.families import read_moe
 from moescope.families.writing import NewLayer, write_moe
+from moescope.lab.config import LabConfig, with_router
 
 TINY = ModelConfig(vocabulary=260, d_model=16, layers=2, heads=2, d_ff=24, experts=4, max_positions=64)
 
@@ -146,5 +147,5 @@ def test_a_saved_checkpoint_replaces_the_one_before_and_is_known_as_the_labs(tmp
 
 
 def test_other_folders_are_refused_by_name(tmp_path: Path):
-    with pytest.raises(BadInput, match="not a checkpoint of the lab"):
+    with pytest.raises(BadInput, match="not a lab checkpoint"):
         load_model(tmp_path)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from moescope.decoder.config import LabConfig, ModelConfig, with_router
+from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import LabModel
+from moescope.lab.config import LabConfig, with_router
 from moescope.types import Routing
 
 VOCABULARY = 61

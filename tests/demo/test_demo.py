@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from lab.tiny_training import TOML
 from moescope.cli import app
-from moescope.decoder.config import config_from
 from moescope.decoder.saving import load_model
 from moescope.demo.planted import LAYERS, planted_layer
 from moescope.demo.recipe import keep_model, make_demo_model
 from moescope.demo.verb import CHARACTERS, SHIPPED, beginning, demo
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
+from moescope.lab.config import config_from
 from moescope.lab.corpus import embedded_corpus
 from moescope.lab.evaluation import evaluate
 from moescope.lab.train_settings import settle

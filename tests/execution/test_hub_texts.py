@@ -15,8 +15,7 @@ import pytest
 
 from execution.dataset_hub import COMMIT, serving_datasets
 from moescope.errors import BadInput
-from moescope.execution.hub_texts import chosen_column, chosen_split, find_hub_text
-from moescope.execution.texts import sources
+from moescope.execution.texts import choose_column, choose_split, find_hub_text, sources
 from routing.tiny_text import save_model, texts
 
 ROWS = texts(600, seed=5)
@@ -184,14 +183,14 @@ def test_another_spelling_is_refused_with_the_right_one(given):
 
 
 def test_the_only_split_needs_no_name_and_several_without_train_do():
-    assert chosen_split("it", ["validation"], None) == "validation"
-    assert chosen_split("it", ["test", "train"], None) == "train"
+    assert choose_split("it", ["validation"], None) == "validation"
+    assert choose_split("it", ["test", "train"], None) == "train"
     with pytest.raises(BadInput, match="name one as :SPLIT: test, validation"):
-        chosen_split("it", ["test", "validation"], None)
+        choose_split("it", ["test", "validation"], None)
 
 
 def test_messages_are_text_and_a_first_row_without_text_does_not_hide_its_column():
     assert (
-        chosen_column("it", {"id": 1, "messages": [{"role": "user", "content": "hello"}]}, None) == "messages"
+        choose_column("it", {"id": 1, "messages": [{"role": "user", "content": "hello"}]}, None) == "messages"
     )
-    assert chosen_column("it", {"text": None, "id": 1}, None) == "text"
+    assert choose_column("it", {"text": None, "id": 1}, None) == "text"

@@ -20,9 +20,10 @@ from moescope.decoder.vocabulary import Bytes
 from moescope.execution.adapters import RouterReads, find_blocks
 from moescope.execution.documents import Document
 from moescope.execution.lab_models import Traceable, TraceableVocabulary, load_traced
-from moescope.routing.collect import Traced, trace_model
+from moescope.routing.collectors import trace_model
+from moescope.routing.contexts import TokenText
+from moescope.routing.counts_to_tables import Traced
 from moescope.routing.monitor_loop import LoopMonitor
-from moescope.routing.words import Words
 
 SURE = 0.9  # of the tokens; the rest may lie where rounding decides between two experts
 
@@ -43,7 +44,7 @@ def documents() -> list[Document]:
 
 
 def traced(name: Path, phases: tuple[str, ...] = ("prefill",), batch_size: int = 5) -> Traced:
-    return trace_model(load_traced(name, "auto", "cpu"), ["a", "b"], documents, phases, batch_size)
+    return trace_model(load_traced(name, "auto", "cpu"), ["a", "b"], documents(), phases, batch_size)
 
 
 @pytest.mark.parametrize("router", ["top2", "switch_top1"])
@@ -52,10 +53,10 @@ def test_counts_are_those_that_hooks_find_in_transformers_own_model(router: str,
 
     folder = saved(router, tmp_path / "model")
     ours = traced(folder)
-    theirs = trace_model(load_model(str(folder), "auto", "cpu"), ["a", "b"], documents, ("prefill",), 5)
+    theirs = trace_model(load_model(str(folder), "auto", "cpu"), ["a", "b"], documents(), ("prefill",), 5)
     for mine, other in zip(ours.counts, theirs.counts, strict=True):
         assert np.array_equal(mine.counts_MBE, other.counts_MBE)
-        np.testing.assert_allclose(mine.mass_MBE, other.mass_MBE, atol=1e-4)
+        np.testing.assert_allclose(mine.gate_weight_MBE, other.gate_weight_MBE, atol=1e-4)
         np.testing.assert_allclose(
             mine.sums_MBS, other.sums_MBS, atol=1e-3
         )  # entropy, confidence, margin, z-loss ...
@@ -75,7 +76,7 @@ def test_decoding_and_batches_of_any_size_count_the_same(router: str, tmp_path: 
 
 
 def test_tokens_are_spelled_as_they_stand_in_the_text():
-    words = Words(TraceableVocabulary(Bytes()))
+    words = TokenText(TraceableVocabulary(Bytes()))
     assert [words.of(token) for token in b"A b"] == ["A", " ", "b"]
     assert words.of("é".encode()[0]) == "\N{REPLACEMENT CHARACTER}"  # half a letter
     assert words.around([*b"caf"], "é".encode()[0], ["é".encode()[1]])[0] == "caf"

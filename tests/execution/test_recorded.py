@@ -228,7 +228,7 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
             "a.jsonl",
             '{"routed_experts": [[[0]]]}\n{"routed_experts": [[[0, 1]]]}\n',
             "vllm",
-            "import traces of one model",
+            "give traces of one model",
         ),
         ("a.csv", "layer,expert\n0;1\n", "llamacpp", "line 2: '0;1' is not layer,expert"),
         ("a.csv", "0,1\n0,2\n1,3\n", "llamacpp", "layers have 1 to 2 rows"),
@@ -251,7 +251,7 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
         ({"format": "ollama"}, "unknown format 'ollama'"),
         ({"experts": None}, "--experts N"),
         ({"recorded": "nowhere"}, "nowhere: no such file"),
-        ({"text": "x"}, "--recorded takes the place of a text"),
+        ({"text": "x"}, "--recorded replaces the text"),
     ],
 )
 def test_import_says_what_it_needs(tmp_path, changes, words):

@@ -51,7 +51,7 @@ def test_half_a_letter_of_two_halves_becomes_a_question_mark_and_whole_ones_stay
 
 @pytest.mark.parametrize("line", ["a line of words\n", "ünbroken"])
 def test_a_long_file_is_read_in_pieces_that_together_are_the_file(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(texts, "PIECE", 100)
+    monkeypatch.setattr(texts, "CHUNK", 100)
     whole = line * 40
     (tmp_path / "long.txt").write_text(whole)
     if "\n" not in line:

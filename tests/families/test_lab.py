@@ -18,9 +18,9 @@ from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
-from moescope.families.lab import ROWLESS
 from moescope.families.writing import NewLayer, write_moe
 
+ROWLESS = [name for name, router in ROUTERS.items() if not router.has_rows]
 KINDS = [
     ("hash", "modern"),
     ("hash", "some"),
@@ -97,6 +97,15 @@ def test_the_routers_said_to_have_no_rows_are_those_that_save_none(router: str, 
     assert all((weights.router_ED is None) == (router in ROWLESS) for weights in found.layers.values())
     assert found.coverage.rowless_router == (router if router in ROWLESS else None)
     assert (found.coverage.without_rows() is not None) == (router in ROWLESS)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_checkpoints_without_saved_facts_get_those_of_the_routers_class(router: str, tmp_path: Path):
+    folder, _ = saved(tmp_path / "saved", router)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("moescope_router")["name"] == router
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read(folder).coverage.rowless_router == (router if router in ROWLESS else None)
 
 
 @pytest.mark.parametrize("block", ["modern", "some"])

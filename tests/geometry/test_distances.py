@@ -1,23 +1,35 @@
-"""Distances against numpy in fp64 and cases worked by hand."""
+"""Distances against numpy in fp64 and cases worked by hand; polar factors against scipy's SVD; R against its
+definition."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 
+from geometry.experts import random_expert, shuffled
+from moescope.errors import BadInput
 from moescope.geometry import distances
-from moescope.geometry.distances import all_distances, cosine, distance, gram, norm_ratio, relative_l2
+from moescope.geometry.distances import (
+    PolarFactor,
+    by_eigenvectors,
+    by_newton_schulz,
+    by_svd,
+    distance,
+    polar_factor,
+    sv_alignment,
+)
+from moescope.geometry.matching import match_neurons
 
 
 def test_hand_worked_pairs():
     a, b = torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0]])
-    assert relative_l2(a, b) == pytest.approx(2**0.5)
-    assert cosine(a, b) == 0
-    assert norm_ratio(a, b) == pytest.approx(4 / 3)
-    assert distance(a, b).change == pytest.approx(5 / 3)
-    assert relative_l2(a, -7 * a) == pytest.approx(2)
-    assert relative_l2(a, 7 * a) == pytest.approx(0, abs=1e-15)
+    assert distance(a, b).relative_l2 == pytest.approx(2**0.5)
+    assert distance(a, b).cosine == 0
+    assert distance(a, b).norm_ratio == pytest.approx(4 / 3)
+    assert distance(a, -7 * a).relative_l2 == pytest.approx(2)
+    assert distance(a, 7 * a).relative_l2 == pytest.approx(0, abs=1e-15)
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 22])
@@ -30,51 +42,135 @@ def test_pairs_agree_with_numpy_however_they_are_cut(chunk, monkeypatch):
     assert found.relative_l2 == pytest.approx(np.linalg.norm(x / nx - y / ny), rel=1e-12)
     assert found.cosine == pytest.approx((x * y).sum() / nx / ny, rel=1e-12)
     assert found.norm_ratio == pytest.approx(ny / nx, rel=1e-12)
-    assert found.change == pytest.approx(np.linalg.norm(x - y) / nx, rel=1e-12)
 
 
 def test_a_change_in_the_last_digits_is_still_measured():
     """sqrt(2 - 2 cosine) in fp32 would show 0 here."""
     a = torch.randn(200, 300)
-    moved = a.clone()
-    moved[5, 7] += 1e-3
+    changed = a.clone()
+    changed[5, 7] += 1e-3
     expected = np.linalg.norm(
         a.double().numpy() / np.linalg.norm(a.double().numpy())
-        - moved.double().numpy() / np.linalg.norm(moved.double().numpy())
+        - changed.double().numpy() / np.linalg.norm(changed.double().numpy())
     )
     assert expected < 1e-5
-    assert relative_l2(a, moved) == pytest.approx(expected, rel=1e-6)
-    assert all_distances([a, moved]).relative_l2_EE[0, 1] == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("chunk", [7, 1 << 22])
-def test_all_pairs_agree_with_each_pair(chunk, monkeypatch):
-    monkeypatch.setattr(distances, "CHUNK", chunk)
-    experts = [torch.randn(9, 14) * scale for scale in (1, 3, 0.5, 10)]
-    pairs = all_distances(experts)
-    for i, a in enumerate(experts):
-        for j, b in enumerate(experts):
-            one = distance(a, b)
-            assert pairs.relative_l2_EE[i, j] == pytest.approx(one.relative_l2, abs=1e-7)
-            assert pairs.cosine_EE[i, j] == pytest.approx(one.cosine, abs=1e-12)
-            assert pairs.norm_ratio_EE[i, j] == pytest.approx(one.norm_ratio, rel=1e-12)
-
-
-def test_the_gram_matrix_of_bfloat16_is_summed_in_fp64():
-    experts = [torch.randn(50, 60).bfloat16() for _ in range(3)]
-    flat = np.stack([expert.double().numpy().ravel() for expert in experts])
-    np.testing.assert_allclose(gram(experts), flat @ flat.T, rtol=1e-12)
+    assert distance(a, changed).relative_l2 == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_matrix_of_zeros_has_no_direction():
     zero, one = torch.zeros(2, 3), torch.ones(2, 3)
-    assert np.isnan(relative_l2(zero, one))
-    assert np.isnan(cosine(one, zero))
-    assert norm_ratio(one, zero) == 0
-    assert np.isnan(norm_ratio(zero, one))
-    pairs = all_distances([zero, one])
-    assert np.isnan(pairs.relative_l2_EE[0, 1])
-    assert np.isnan(pairs.relative_l2_EE[0, 0])
-    assert pairs.relative_l2_EE[1, 1] == 0
-    assert pairs.norm_ratio_EE[1, 0] == 0
-    assert np.isnan(pairs.norm_ratio_EE[0, 1])
+    assert np.isnan(distance(zero, one).relative_l2)
+    assert np.isnan(distance(one, zero).cosine)
+    assert distance(one, zero).norm_ratio == 0
+    assert np.isnan(distance(zero, one).norm_ratio)
+
+
+# --- polar factors
+
+
+def oracle(matrix: torch.Tensor, rank: int | None = None) -> np.ndarray:
+    left, _, right = scipy.linalg.svd(matrix.double().numpy(), full_matrices=False)
+    return left[:, :rank] @ right[:rank]
+
+
+SHAPES = [(20, 50), (50, 20), (30, 30), (1, 7)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_polar_factor_is_that_of_the_svd(shape):
+    weight = torch.randn(shape)
+    factor = polar_factor(weight)
+    np.testing.assert_allclose(factor.matrix.numpy(), oracle(weight), atol=1e-5)
+    assert factor.rank == min(shape)
+    by_definition, rank = by_svd(weight)
+    np.testing.assert_allclose(by_definition.numpy(), oracle(weight), atol=1e-12)
+    assert rank == min(shape)
+
+
+@pytest.mark.parametrize("shape", [(20, 50), (50, 20), (40, 44)])
+def test_newton_schulz_steps_arrive_at_the_same_factors(shape):
+    weights = torch.stack([torch.randn(shape) * scale for scale in (1, 1e-6, 1e6)])
+    factors, converged = by_newton_schulz(weights)
+    assert converged.all()
+    for weight, factor in zip(weights, factors, strict=True):
+        np.testing.assert_allclose(factor.numpy(), oracle(weight), atol=2e-5)
+
+
+def test_newton_schulz_steps_say_that_they_did_not_arrive():
+    low = torch.randn(20, 5) @ torch.randn(5, 40)
+    steep = torch.from_numpy(oracle(torch.randn(20, 40))).float() * torch.logspace(0, -5, 20)[:, None]
+    _, converged = by_newton_schulz(torch.stack([low, torch.zeros(20, 40), steep, torch.randn(20, 40)]))
+    assert converged.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("tall", [True, False])
+def test_low_rank_gives_a_partial_isometry(tall):
+    weight = torch.randn(30, 6) @ torch.randn(6, 50)
+    weight = weight.T if tall else weight
+    factor = by_eigenvectors(weight)
+    assert factor.rank == 6
+    np.testing.assert_allclose(factor.matrix.numpy(), oracle(weight, 6), atol=1e-5)
+    assert sv_alignment(factor, factor) == pytest.approx(1, abs=1e-5)
+
+
+def test_ill_conditioned_matrices_keep_their_full_rank():
+    other = torch.from_numpy(oracle(torch.randn(40, 60)))
+    weight = torch.logspace(0, -4, 40, dtype=torch.float64)[:, None] * other
+    factor = by_eigenvectors(weight)
+    assert factor.rank == 40
+    np.testing.assert_allclose(factor.matrix.numpy(), other.numpy(), atol=1e-5)
+
+
+def test_r_is_its_definition_by_singular_vectors():
+    a, b = torch.randn(12, 30), torch.randn(12, 30)
+    (left_a, _, right_a), (left_b, _, right_b) = (
+        scipy.linalg.svd(m.numpy(), full_matrices=False) for m in (a, b)
+    )
+    by_definition = ((left_a.T @ left_b) * (right_a @ right_b.T)).sum() / 12
+    assert sv_alignment(polar_factor(a), polar_factor(b)) == pytest.approx(by_definition, abs=1e-6)
+
+
+def test_r_of_different_ranks_is_divided_by_their_geometric_mean():
+    wide = torch.eye(8)
+    narrow = torch.diag(torch.tensor([1.0, 5, 0, 0, 0, 0, 0, 0]))
+    found = sv_alignment(polar_factor(wide), polar_factor(narrow))
+    assert found == pytest.approx(2 / np.sqrt(8 * 2), abs=1e-6)
+
+
+def test_r_ignores_singular_values_and_signs_follow():
+    a = torch.randn(16, 24)
+    stretched = torch.from_numpy(oracle(a)).float()
+    assert sv_alignment(polar_factor(a), polar_factor(stretched)) == pytest.approx(1, abs=1e-5)
+    assert sv_alignment(polar_factor(a), polar_factor(-a)) == pytest.approx(-1, abs=1e-5)
+
+
+def test_a_permuted_expert_needs_no_new_decomposition():
+    """polar(P W) = P polar(W).
+
+    R of matched experts from the factors alone equals R of the matched experts.
+    """
+    dominant, member = random_expert(0), random_expert(1)
+    matching = match_neurons(dominant, member)
+    applied = matching.apply(member)
+    for name, before, after in (
+        ("gate", member.gate_FD, applied.gate_FD),
+        ("up", member.up_FD, applied.up_FD),
+        ("down", member.down_DF, applied.down_DF),
+    ):
+        matched = matching.projection(name, polar_factor(before).matrix)
+        np.testing.assert_allclose(matched.numpy(), polar_factor(after).matrix.numpy(), atol=1e-5)
+
+
+def test_r_of_a_permuted_copy_is_one_after_matching():
+    dominant = random_expert(0, hidden=32)
+    copy, _, _ = shuffled(dominant, 3, flip=True)
+    matching = match_neurons(dominant, copy)
+    matched = PolarFactor(matching.projection("up", polar_factor(copy.up_FD).matrix), 32)
+    assert sv_alignment(polar_factor(dominant.up_FD), matched) == pytest.approx(1, abs=1e-5)
+    assert abs(sv_alignment(polar_factor(dominant.up_FD), polar_factor(copy.up_FD))) < 0.3
+
+
+def test_zeros_have_no_alignment_and_nan_is_rejected():
+    assert np.isnan(sv_alignment(polar_factor(torch.zeros(3, 4)), polar_factor(torch.ones(3, 4))))
+    with pytest.raises(BadInput, match="NaN"):
+        polar_factor(torch.full((3, 4), float("nan")))

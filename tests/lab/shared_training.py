@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lab.tiny_training import TINY
-from moescope.decoder.config import LabConfig, with_router
 from moescope.decoder.model import LabModel
-from moescope.decoder.ranks import Ranks, joined
+from moescope.decoder.ranks import Ranks, process_group
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
+from moescope.lab.config import LabConfig, with_router
 from moescope.lab.divergence import FiniteWatch
 from moescope.lab.sharding import own_part
 from moescope.lab.training import Data, Training
@@ -135,13 +135,13 @@ class OwnRowsAlone(Ranks):
     def sum_with_gradients(self, amount: Tensor) -> Tensor:
         return amount
 
-    def gathered(self, rows_T: Tensor) -> Tensor:
+    def gather_rows(self, rows_T: Tensor) -> Tensor:
         return rows_T
 
-    def own(self, whole_T: Tensor) -> Tensor:
+    def local_rows(self, whole_T: Tensor) -> Tensor:
         return whole_T
 
-    def picked(self, rows_T: Tensor, numbers_N: Tensor) -> Tensor:
+    def select_rows(self, rows_T: Tensor, numbers_N: Tensor) -> Tensor:
         return rows_T[numbers_N]
 
     def tokens_a_rank(self, mask_T: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def whole(case: Case, ranks: Ranks, folder: Path, killed_after: int = 0) -> Run 
     training = training_of(case, ranks)
     if state := load_state(folder / "states"):
         training.restore(state)
-    ranks.told(None)  # nobody writes a state that another has still to look for
+    ranks.wait()  # nobody writes a state that another has still to look for
 
     def advance(label: str, amount: int) -> None:
         if training.step == killed_after:
@@ -254,7 +254,7 @@ WHOLE = {
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    with joined("cpu") as ranks:
+    with process_group("cpu") as ranks:
         found = {name: curve(case, ranks) for name, case in CASES.items()}
         wrong = {name: curve(case, ranks, True) for name, case in CASES.items() if case.control}
         for name, case in WHOLE.items():

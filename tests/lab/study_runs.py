@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from moescope.decoder.routers import ROUTERS as CLASSES
 from moescope.lab.study_statistics import compare
 from moescope.run import Run, write_json, write_table
 
 ROUTERS = ["top2", "loss_free", "spectra", "hash", "switch_top1"]
+TOLD = ("name", "question", "overrides", "axes")  # of an arm in run.json
 SHIFT = {"top2": 0.0, "loss_free": -0.04, "spectra": 0.001, "hash": 0.09, "switch_top1": 0.03, "dense": 0.05}
 COMPONENTS = {"spectra": ["gru", "similarity", "sinkhorn", "rest"]}
 BASE = {
@@ -185,7 +187,11 @@ def study_run(
     write_table(
         "study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet"
     )
-    told = [{key: arm[key] for key in ("name", "question", "overrides", "axes")} for arm in arms]
+    described = []
+    for arm in arms:
+        kind = CLASSES.get({**BASE["model"], **arm["overrides"].get("model", {})}["router"])
+        facts = {} if kind is None else {"routes": kind.routes, "fixed_top_k": kind.fixed_top_k}
+        described.append({**{key: arm[key] for key in TOLD}, "router_facts": facts})
     info = {
         "schema_version": 1,
         "verb": "study",
@@ -203,7 +209,7 @@ def study_run(
         "references": references or {},
         "seeds": list(range(seeds)),
         "base": BASE,
-        "arms": told,
+        "arms": described,
         "asked": {"config": "routers.toml"},
     }
     write_json(folder / "run.json", info)

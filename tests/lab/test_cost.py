@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from decoder.tiny_lab import text, tiny
-from moescope.decoder.experts import product_in_a_loop
+from moescope.decoder.experts import looped_product
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
 from moescope.lab.cost import active_parameters, flops_per_token, router_flops
@@ -44,7 +44,7 @@ def test_operations_are_those_that_torch_counts_in_the_matrix_products_of_a_real
     config = tiny(router)
     model = LabModel(config)
     for block in model.blocks:
-        block.mlp.experts.product = product_in_a_loop  # whose products the counter knows
+        block.mlp.experts.product = looped_product  # whose products the counter knows
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(text(4, LENGTH), targets_BL=text(4, LENGTH))
     whole_rows = config.layers * 4 * config.d_model * (LENGTH - (LENGTH + 1) / 2)

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from decoder.tiny_lab import text, tiny
-from moescope.decoder.config import PRESETS, DataConfig, ModelConfig, TrainConfig
+from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import LabModel, parameter_counts
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.routers.spectra import ABLATIONS
-from moescope.glossary import DIAGNOSTICS
+from moescope.lab.config import PRESETS, DataConfig, TrainConfig
 from moescope.lab.study_config import KEYS, study_from
+from moescope.routing.metrics import DIAGNOSTICS
 from moescope.types import Routing
 
 LINES = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moescope.lab.key_metrics import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
-from moescope.routing.chance import random_loads
+from moescope.routing.load_balance import random_loads
 
 
 def test_the_middle_of_ten_layers_is_number_five():

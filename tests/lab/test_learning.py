@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lab.tiny_training import tiny_training, trained
-from moescope.decoder.config import LabConfig, preset
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS, Routed, RouterInput
 from moescope.decoder.routers.topk import Top2
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows, unigram_loss
+from moescope.lab.config import LabConfig, preset
 from moescope.lab.corpus import embedded_corpus
 from moescope.lab.training import Data, Training
 

@@ -11,12 +11,9 @@ import pytest
 from playwright.sync_api import expect
 
 from lab.study_runs import more_arms, router_arms, study_run
-from moescope.decoder.routers import ROUTERS
 from moescope.errors import BadInput
 from moescope.lab.report_study import STUDY, findings, of_question, sections, tables_of
 from moescope.lab.report_study_tables import (
-    FIXED_TOP_K,
-    WITHOUT_CHOICE,
     arm_means,
     axes_frames,
     balance_table,
@@ -190,11 +187,6 @@ def test_random_routing_stands_beside_the_load(run: Run):
     means = arm_means(tables_of(run))
     assert means.loc["top2", "chance_cv"] == pytest.approx((6 / (2 * 50 * 16 * 128)) ** 0.5)
     assert means.loc["top2 experts=32", "chance_cv"] == pytest.approx((30 / (2 * 50 * 16 * 128)) ** 0.5)
-
-
-def test_routers_that_fix_their_number_of_experts_are_known_to_the_report():
-    assert {name: router.fixed_top_k for name, router in ROUTERS.items() if router.fixed_top_k} == FIXED_TOP_K
-    assert set(WITHOUT_CHOICE) <= set(ROUTERS)
 
 
 def test_speed_and_overhead_stand_beside_the_studys_own_reference_though_ablations_have_another(run: Run):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moescope.decoder.routers import facts_of_model
 from moescope.lab.report_training import TRAINING, coverage, findings, sections
 from moescope.reporting.page import page_content
 from moescope.run import Run
@@ -40,10 +41,11 @@ def test_load_is_told_beside_random_routing(run: Run):
     assert any("CV" in sentence and "random routing gives" in sentence for sentence in findings(run))
 
 
-def told_of(run: Run, **model: object) -> Run:
+def with_model(run: Run, **model: object) -> Run:
     """The run as if its model had been another."""
-    arguments = run.info["arguments"]
-    return Run(run.path, {**run.info, "arguments": {**arguments, "model": {**arguments["model"], **model}}})
+    changed = {**run.info["arguments"]["model"], **model}
+    arguments = {**run.info["arguments"], "model": changed}
+    return Run(run.path, {**run.info, "arguments": arguments, "router_facts": facts_of_model(changed)})
 
 
 def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
@@ -53,13 +55,13 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
     even = rows.assign(value=rows["value"].where(rows["metric"] != "cv", 0.0))
     tables = {name: run.table(name) for name in run.tables} | {"routing_layers": even}
     monkeypatch.setattr(Run, "table", lambda self, name: tables[name])
-    sentence = [said for said in findings(told_of(run, router="expert_choice")) if "load is" in said]
+    sentence = [said for said in findings(with_model(run, router="expert_choice")) if "load is" in said]
     assert sentence[0].startswith(
         "At the end of training load is even in every layer by construction: experts choose"
     )
     assert "random routing gives a CV of" in sentence[0]
-    assert not any("load is" in said for said in findings(told_of(run, router="dense")))
-    assert not any("load is" in said for said in findings(told_of(run, experts=1)))
+    assert not any("load is" in said for said in findings(with_model(run, router="dense")))
+    assert not any("load is" in said for said in findings(with_model(run, experts=1)))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
     ],
 )
 def test_one_of_a_thing_is_not_many(model: dict[str, object], words: str, run: Run):
-    assert coverage(told_of(run, **model))[0].startswith(words)
+    assert coverage(with_model(run, **model))[0].startswith(words)
 
 
 def test_a_small_text_is_told_in_bytes_and_the_head_beside_the_vocabulary(run: Run):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from moescope.decoder.config import PRESETS
 from moescope.decoder.routers import ROUTERS as EVERY_ROUTER
 from moescope.decoder.routers.some import CONTROLS
 from moescope.decoder.routers.spectra import ABLATIONS
 from moescope.errors import BadInput
+from moescope.lab.config import PRESETS
 from moescope.lab.cost import flops_per_token, router_flops
 from moescope.lab.study_config import Study, read_study, study_from
 
@@ -200,7 +200,7 @@ def test_a_study_survives_json():
         ({"arms": {"x": {"question": "why"}}}, "unknown question 'why'"),
         (
             {"arms": {"x": {"model": {"router": "topk", "top_k": 9}}}},
-            "arm 'x': [model] top_k 9 is more than the 8 experts there are",
+            "arm 'x': [model] top_k 9 exceeds the number of experts, 8",
         ),
         (
             {"arms": {"x": {"train": {"seed": 9}}}},

@@ -17,8 +17,9 @@ import pytest
 
 from lab.test_train_parts import damage
 from lab.tiny_training import TOML
-from moescope.decoder.config import DataConfig, LabConfig, ModelConfig, config_from, preset
+from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
+from moescope.lab.config import DataConfig, LabConfig, config_from, preset
 from moescope.lab.corpus import EMBEDDED, Corpus
 from moescope.lab.train import held, train
 from moescope.lab.train_settings import bytes_on_disk, fact_lines, settle
@@ -319,7 +320,7 @@ def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypat
         ({"router": "oracle"}, "unknown router 'oracle'"),
         ({"resume": True}, "no unfinished training"),
         ({"resume": True, "preset": "nano"}, "--resume takes everything from the run"),
-        ({"from_": "nowhere"}, "nowhere: not a checkpoint of the lab"),
+        ({"from_": "nowhere"}, "nowhere: not a lab checkpoint"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
         (

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moescope.decoder.config import LabConfig, ModelConfig
+from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
+from moescope.lab.config import LabConfig
 from moescope.lab.train_parts import is_routed, own_part, report_is_behind
 from moescope.run import Run, open_run
 

@@ -17,13 +17,13 @@ from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS, Routed
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
-from moescope.glossary import DIAGNOSTICS
 from moescope.lab.batches import TokenRows
 from moescope.lab.divergence import Diverged, FiniteWatch
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
 from moescope.lab.training import Data, Training
 from moescope.lab.training_state import load_state
 from moescope.routing.alerts import Thresholds
+from moescope.routing.metrics import DIAGNOSTICS
 from moescope.routing.monitor_loop import LoopMonitor
 
 LOSSES = [
@@ -200,7 +200,7 @@ def test_a_router_built_to_be_sure_raises_no_alert_for_it_and_one_that_is_not_do
         limits = Thresholds(min_entropy=9.0)
         run = trained(tiny_training(tiny_config(router, steps=4)), tmp_path / router, thresholds=limits)
         alerts[router] = set(run.table("alerts")["kind"])
-        assert run.info["sure_by_design"] == ([0, 1] if router == "spectra" else [])
+        assert run.info["low_entropy_expected"] == ([0, 1] if router == "spectra" else [])
     assert "entropy" in alerts["top2"]
     assert "entropy" not in alerts["spectra"]
 

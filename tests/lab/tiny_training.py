@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from moescope.decoder.config import DataConfig, LabConfig, ModelConfig, TrainConfig, with_router
+from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
+from moescope.lab.config import DataConfig, LabConfig, TrainConfig, with_router
 from moescope.lab.corpus import Corpus, embedded_corpus
 from moescope.lab.training import Data, Training
 from moescope.routing.monitor_loop import LoopMonitor

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moescope.execution.documents import Document, Window, windows
-from moescope.routing import sample as sample_module
-from moescope.routing.contexts import AFTER, BEFORE, MOST, Contexts, LargestGates, around, octave
-from moescope.routing.sample import Sample
-from moescope.types import Routing
+from moescope.routing import token_sample as sample_module
+from moescope.routing.collectors import keep_larger, largest_gates
+from moescope.routing.contexts import AFTER, BEFORE, MOST, Contexts, around, octave
+from moescope.routing.token_sample import Sample
 
 LAYERS, EXPERTS, K = [3, 7], [6, 4], 2
 
@@ -175,22 +175,24 @@ def test_the_largest_gates_of_a_batch_are_found_pass_by_pass_as_by_hand(passes):
     gates = np.round(generator.random((2, rows, length, K)), 1).astype(
         np.float32
     )  # with equal ones among them
-    largest = LargestGates(max(EXPERTS))
+    largest = None
     for start, stop in passes:
-        at = np.flatnonzero(real[:, start:stop].reshape(-1))
-        largest.aim(torch.from_numpy(at) if len(at) else None, rows, stop - start)
-        for index, layer in enumerate(LAYERS):
-            flat = [torch.from_numpy(part[index, :, start:stop].reshape(-1, K)) for part in (chosen, gates)]
-            largest.add(Routing(layer, f"layer {layer}", EXPERTS[index], *flat))
-        largest.collect(start)
-    gate, position = largest.taken()
+        at = torch.from_numpy(np.flatnonzero(real[:, start:stop].reshape(-1)))
+        layers = []
+        for index in range(len(LAYERS)):
+            flat = [
+                torch.from_numpy(part[index, :, start:stop].reshape(-1, K))[at] for part in (chosen, gates)
+            ]
+            layers.append(largest_gates(*flat, at, (rows, stop - start), max(EXPERTS)))
+        gate, column = (torch.stack(part).numpy() for part in zip(*layers, strict=True))
+        largest = keep_larger(largest, gate, column + start)
+    gate, position = largest
     for row in range(rows):
         n = int(real[row].sum())
         by_hand = best_of(chosen[:, row, :n], gates[:, row, :n])
         np.testing.assert_array_equal(gate[:, row], by_hand[0])
         there = np.isfinite(by_hand[0])
         np.testing.assert_array_equal(position[:, row][there], by_hand[1][there])
-    assert largest.gate_LBE is None  # the next batch starts anew
 
 
 def test_octaves_halve_and_the_smallest_draw_has_one_too():

@@ -57,12 +57,12 @@ def test_counts_are_those_of_the_same_decisions_counted_on_the_cpu(kind):
             capture.tokens = Tokens(4, ids.view(-1), real.view(-1), zeros, zeros, domain, bucket)
             passes.append(capture.tokens)
             model(input_ids=ids)
-    for gpu, cpu in zip(here.moved(), there.moved(), strict=True):
+    for gpu, cpu in zip(here.to_cpu(), there.to_cpu(), strict=True):
         assert (gpu.layer, gpu.phase, gpu.k) == (cpu.layer, cpu.phase, cpu.k)
         assert cpu.counts_MBE.sum() > 0
         np.testing.assert_array_equal(gpu.counts_MBE, cpu.counts_MBE)
         np.testing.assert_array_equal(gpu.pairs_EE, cpu.pairs_EE)
-        np.testing.assert_allclose(gpu.mass_MBE, cpu.mass_MBE, rtol=1e-12)
+        np.testing.assert_allclose(gpu.gate_weight_MBE, cpu.gate_weight_MBE, rtol=1e-12)
         np.testing.assert_allclose(gpu.sums_MBS, cpu.sums_MBS, rtol=1e-5, atol=1e-5)
 
 

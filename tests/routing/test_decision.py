@@ -10,9 +10,7 @@ import torch
 from scipy import special, stats
 
 from moescope.execution.scoring import Scoring, find_scoring
-from moescope.routing.chance import Setting
 from moescope.routing.decision import (
-    DECISION,
     chosen_entropy,
     confidence,
     first_choice,
@@ -21,6 +19,8 @@ from moescope.routing.decision import (
     top_gap,
     z_loss,
 )
+from moescope.routing.load_balance import Setting
+from moescope.routing.metrics import DECISION
 from moescope.types import Routing
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.routing.domains import (
+from moescope.routing.specialisation import (
     affinity,
     by_domain,
     domain_information,

@@ -9,7 +9,7 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.figures import OVER_STEPS, ROUTING, TOGETHER
-from moescope.glossary import COLUMNS, METRICS
+from moescope.glossary import COLUMNS
 from moescope.plotting.maps import Cloud, principal_plane
 from moescope.plotting.style import GREY
 from moescope.routing.figures_load import (
@@ -29,6 +29,7 @@ from moescope.routing.figures_separation import (
     strongest_pair,
 )
 from moescope.routing.figures_steps import expected, saturation_curves, shares_by_step, usage_area
+from moescope.routing.metrics import METRICS
 from moescope.routing.report_views import load_trace, routing_views
 
 

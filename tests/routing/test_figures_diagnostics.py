@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.glossary import DIAGNOSTICS
 from moescope.lab.figures_keys import USAGE_BY_STEP
 from moescope.plotting.style import GREY, Figure, Tables
 from moescope.routing.figures_diagnostics import PANELS, in_words, legend, told_and_drawn
+from moescope.routing.metrics import DIAGNOSTICS
 
 BY_METRIC = {panel.metric: panel for panel in PANELS}
 

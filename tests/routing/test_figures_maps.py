@@ -10,6 +10,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from moescope.figures import MAPS
 from moescope.plotting import maps as plane
 from moescope.plotting.maps import LAYOUTS
+from moescope.routing.counts_to_tables import expert_cosine_columns
 from moescope.routing.figures_maps import (
     LAYERS_LAID_OUT,
     SUBJECTS,
@@ -19,7 +20,6 @@ from moescope.routing.figures_maps import (
     map_spec,
 )
 from moescope.routing.report_views import load_trace, routing_views
-from moescope.routing.rows import expert_cosine_columns
 
 N = 12
 

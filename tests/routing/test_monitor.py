@@ -19,8 +19,8 @@ from torch import nn
 
 import moescope
 from moescope.errors import BadInput
-from moescope.glossary import METRICS
 from moescope.routing.alerts import Thresholds
+from moescope.routing.metrics import METRICS
 from moescope.routing.monitor_loop import LoopMonitor
 from moescope.run import Run
 from routing.tiny_training import batch, documents, handed_out, load, model_of

@@ -13,9 +13,9 @@ from families.tiny_models import tiny_model
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Document
 from moescope.execution.models import TracedModel, runner_of
-from moescope.routing import output_means
-from moescope.routing.collect import trace_model
-from moescope.routing.rows import expert_cosine_columns
+from moescope.routing import collectors
+from moescope.routing.collectors import trace_model
+from moescope.routing.counts_to_tables import expert_cosine_columns
 
 
 def documents(count: int = 40) -> list[Document]:
@@ -28,7 +28,7 @@ def traced(kind: str, batch_size: int = 4, phases: tuple[str, ...] = ("prefill",
     return trace_model(
         TracedModel("tiny", model, runner_of(model), None, "cpu"),
         ["a", "b"],
-        lambda: documents(),
+        documents(),
         phases,
         batch_size,
     )
@@ -68,27 +68,26 @@ def by_hand(kind: str, few: list[Document]) -> dict[int, np.ndarray]:
 def test_means_are_those_of_experts_run_one_by_one_on_the_first_documents_of_each_domain(batch_size):
     found = traced("mixtral", batch_size).outputs
     expected = by_hand("mixtral", documents()[:16])  # eight of each of two domains
-    assert found.wanted == set(range(16))
     for layer, means in expected.items():
-        np.testing.assert_allclose(found.means(layer), means, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(found[layer], means, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama4", "switch_transformers", "gpt_oss", "dbrx"])
 def test_looking_at_outputs_changes_no_count_in_any_kind_of_block(kind, monkeypatch):
     seen = traced(kind)
-    assert all(np.isfinite(seen.outputs.means(counts.layer)).any() for counts in seen.main())
-    monkeypatch.setattr(output_means, "DOCUMENTS", 0)
-    monkeypatch.setattr(output_means, "TOKENS_EACH", 0)
+    assert all(np.isfinite(seen.outputs[counts.layer]).any() for counts in seen.main())
+    monkeypatch.setattr(collectors, "OUTPUT_DOCUMENTS", 0)
+    monkeypatch.setattr(collectors, "OUTPUT_TOKENS", 0)
     blind = traced(kind)
-    assert blind.outputs.means(0) is None
+    assert blind.outputs == {}
     for ours, theirs in zip(seen.counts, blind.counts, strict=True):
         np.testing.assert_array_equal(ours.counts_MBE, theirs.counts_MBE)
-        np.testing.assert_allclose(ours.mass_MBE, theirs.mass_MBE)
+        np.testing.assert_allclose(ours.gate_weight_MBE, theirs.gate_weight_MBE)
 
 
 def test_reading_token_by_token_gives_the_same_means():
     whole, one_by_one = traced("mixtral"), traced("mixtral", phases=("decode",))
-    np.testing.assert_allclose(one_by_one.outputs.means(1), whole.outputs.means(1), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(one_by_one.outputs[1], whole.outputs[1], rtol=1e-3, atol=1e-6)
 
 
 def test_cosines_are_of_every_pair_and_an_unknown_vector_has_none():

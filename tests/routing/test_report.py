@@ -15,8 +15,8 @@ import pytest
 
 from moescope.errors import BadInput
 from moescope.figures import OVER_STEPS, ROUTING
-from moescope.glossary import METRICS
 from moescope.reporting.verb import report
+from moescope.routing.metrics import METRICS
 from moescope.routing.report import paths_of
 from moescope.routing.report_experts import tokens_by_expert
 from moescope.routing.report_text import chosen_documents, read_excerpt

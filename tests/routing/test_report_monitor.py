@@ -65,7 +65,7 @@ def lab_run(router: str, folder: Path, **options: object) -> Run:
             {"key strength 1 (1 before the decay)", "weakened keys 0 (0 "},
         ),
         ("loss_free", {"bias_spread"}, set()),
-        ("expert_choice", {"tokens_without_expert", "experts_a_token_spread"}, {"experts a token 2.5"}),
+        ("expert_choice", {"tokens_without_expert", "experts_per_token_spread"}, {"experts a token 2.5"}),
         ("top2", None, set()),
     ],
 )

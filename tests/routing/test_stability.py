@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moescope.routing.chance import random_loads
+from moescope.routing.load_balance import random_loads
 from moescope.routing.stability import (
     corrected,
     expected_consistency,

@@ -39,15 +39,15 @@ def routing(chosen: list[list[int]], gates: list[list[float]], at: Tokens | None
 def test_counts_mass_and_pairs_of_three_tokens_are_those_on_paper():
     tally = Tally(2)
     at = tokens(1, [True, True, True, False], [0, 1, 1, 1], [5, 7, 7, 7])
-    tally.add(
+    tally.consume(
         routing([[0, 1], [1, -1], [3, 1], [2, 2]], [[0.75, 0.25], [0.5, 0.0], [0.5, 0.5], [9.0, 9.0]], at)
     )
-    (counts,) = tally.moved()
+    (counts,) = tally.to_cpu()
     assert (counts.layer, counts.layer_name, counts.k) == (3, "mlp", 2)
     assert counts.counts_MBE.sum() == 5
     assert counts.counts_MBE[0, 5].tolist() == [1, 1, 0, 0]
     assert counts.counts_MBE[1, 7].tolist() == [0, 2, 0, 1]
-    assert counts.mass_MBE[1, 7].tolist() == [0, 1.0, 0, 0.5]
+    assert counts.gate_weight_MBE[1, 7].tolist() == [0, 1.0, 0, 0.5]
     assert counts.pairs_EE.tolist() == [[1, 1, 0, 0], [1, 3, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
     cell = {
         name: counts.sums(name)[1, 7]
@@ -67,8 +67,8 @@ def test_neighbours_are_within_a_row_and_never_across_rows_or_padding():
     tally = Tally(1)
     at = tokens(2, [True, True, True, True, True, False], [0] * 6, [0] * 6)
     chosen = [[0, 1], [0, 2], [3, 1], [3, 1], [1, 3], [1, 3]]
-    tally.add(routing(chosen, [[0.9, 0.1]] * 6, at))
-    (counts,) = tally.moved()
+    tally.consume(routing(chosen, [[0.9, 0.1]] * 6, at))
+    (counts,) = tally.to_cpu()
     found = {name: float(counts.sums(name).sum()) for name in ("neighbours", "same_first", "jaccard")}
     assert found["neighbours"] == 3  # two in the first row, one in the second
     assert found["same_first"] == 1  # tokens 0 and 1
@@ -78,9 +78,9 @@ def test_neighbours_are_within_a_row_and_never_across_rows_or_padding():
 def test_a_row_that_goes_on_has_its_last_token_as_neighbour_and_one_that_does_not_has_none():
     for continues, expected in ((True, 2), (False, 1)):
         tally = Tally(1)
-        tally.add(routing([[0, 1], [2, 1]], [[0.9, 0.1]] * 2, tokens(1, [True, True], [0, 0], [0, 0])))
-        tally.add(routing([[2, 0]], [[0.9, 0.1]], tokens(1, [True], [0], [0], continues)))
-        assert float(tally.moved()[0].sums("neighbours").sum()) == expected
+        tally.consume(routing([[0, 1], [2, 1]], [[0.9, 0.1]] * 2, tokens(1, [True, True], [0, 0], [0, 0])))
+        tally.consume(routing([[2, 0]], [[0.9, 0.1]], tokens(1, [True], [0], [0], continues)))
+        assert float(tally.to_cpu()[0].sums("neighbours").sum()) == expected
 
 
 def test_what_is_held_does_not_grow_with_the_text():
@@ -93,7 +93,7 @@ def test_what_is_held_does_not_grow_with_the_text():
             at = tokens(
                 4, [True] * 64, [0] * 64, torch.randint(0, BUCKETS, (64,), generator=generator).tolist()
             )
-            tally.add(Routing(0, "mlp", 4, chosen, torch.ones(64, 1), at))
+            tally.consume(Routing(0, "mlp", 4, chosen, torch.ones(64, 1), at))
         tally.count()
         (layers,) = tally.accumulated.values()
         parts = [*vars(layers).values(), *layers.before[0]]
@@ -106,12 +106,12 @@ def test_decisions_of_padding_do_not_reach_the_sums_even_when_they_are_not_numbe
     logits = torch.tensor([[1.0, 2.0], [float("nan"), float("nan")]])
     at = tokens(1, [True, False], [0, 0], [0, 0])
     tally = Tally(1)
-    tally.add(
+    tally.consume(
         Routing(
             0, "mlp", 2, torch.tensor([[1], [0]]), torch.ones(2, 1), at, logits, logits.softmax(-1), logits
         )
     )
-    (counts,) = tally.moved()
+    (counts,) = tally.to_cpu()
     p = np.exp([1, 2]) / np.exp([1, 2]).sum()
     assert abs(counts.sums("routing_entropy").sum() + (p * np.log(p)).sum()) < 1e-6
     assert np.isfinite(counts.sums_MBS[..., [SUMS.index("confidence"), SUMS.index("z_loss")]]).all()
@@ -119,8 +119,8 @@ def test_decisions_of_padding_do_not_reach_the_sums_even_when_they_are_not_numbe
 
 def test_without_tokens_named_every_token_counts():
     tally = Tally(1)
-    tally.add(routing([[0, 1], [0, 2]], [[0.9, 0.1]] * 2))
-    assert tally.moved()[0].counts_MBE.sum((0, 1)).tolist() == [2, 1, 1, 0]
+    tally.consume(routing([[0, 1], [0, 2]], [[0.9, 0.1]] * 2))
+    assert tally.to_cpu()[0].counts_MBE.sum((0, 1)).tolist() == [2, 1, 1, 0]
 
 
 def decided(
@@ -150,14 +150,14 @@ def test_layers_counted_together_have_the_counts_of_each_counted_alone(monkeypat
             at = tokens(2, real, [0, 0, 0, 1, 1, 1], [3, 3, 3, 9, 9, 9], continues)
             for layer, n_experts, explained in ((1, 4, True), (4, 4, True), (2, 6, True), (7, 4, False)):
                 one = decided(layer, n_experts, at, generator, explained)
-                together.add(one)
-                alone[layer].add(one)
-        found = together.moved()
+                together.consume(one)
+                alone[layer].consume(one)
+        found = together.to_cpu()
         assert [counts.layer for counts in found] == [1, 2, 4, 7]
         for counts in found:
-            (expected,) = alone[counts.layer].moved()
+            (expected,) = alone[counts.layer].to_cpu()
             assert counts.layer_name == expected.layer_name == f"layer{counts.layer}"
-            for name in ("counts_MBE", "mass_MBE", "sums_MBS", "pairs_EE"):
+            for name in ("counts_MBE", "gate_weight_MBE", "sums_MBS", "pairs_EE"):
                 np.testing.assert_array_equal(getattr(counts, name), getattr(expected, name), err_msg=name)
         assert (
             found[0].sums("neighbours").sum() == 2 * (2 + 3 + 3) - 2
@@ -168,5 +168,5 @@ def test_two_passes_about_unnamed_tokens_are_told_apart():
     tally = Tally(1)
     for _ in range(2):
         for layer in (3, 4):
-            tally.add(Routing(layer, "mlp", 4, torch.tensor([[0, 1]]), torch.ones(1, 2)))
-    assert [int(counts.counts_MBE.sum()) for counts in tally.moved()] == [4, 4]
+            tally.consume(Routing(layer, "mlp", 4, torch.tensor([[0, 1]]), torch.ones(1, 2)))
+    assert [int(counts.counts_MBE.sum()) for counts in tally.to_cpu()] == [4, 4]

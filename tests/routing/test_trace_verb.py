@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 import moescope
 from moescope import cli
 from moescope.errors import BadInput
+from moescope.execution.documents import quota
 from moescope.routing import trace as trace_module
-from moescope.routing.trace import quota, trace
+from moescope.routing.trace import trace
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, TABLES
 from routing.tiny_text import save_model, texts, write_jsonl

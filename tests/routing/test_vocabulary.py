@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moescope.routing.vocabulary import (
-    shuffled_within,
+from moescope.routing.specialisation import (
+    permute_within_documents,
     token_counts,
     token_information,
     top_tokens,
@@ -90,7 +90,7 @@ def test_what_only_the_document_decides_is_left_in_the_null():
     chosen = (documents % 4)[:, None]
     halves = (documents // 4) % 2
     observed = token_information(ids, chosen, halves, 4)
-    null = token_information(shuffled_within(ids, documents), chosen, halves, 4)
+    null = token_information(permute_within_documents(ids, documents), chosen, halves, 4)
     assert observed == pytest.approx(null, rel=0.01)
     assert null > 1
 
@@ -104,7 +104,7 @@ def test_shuffling_keeps_each_document_s_tokens():
     ids, documents, _ = text(1000, 50)
     order = np.random.default_rng(0).permutation(1000)
     ids, documents = ids[order], documents[order]
-    dealt = shuffled_within(ids, documents)
+    dealt = permute_within_documents(ids, documents)
     assert (dealt != ids).any()
     for document in range(20):
         assert sorted(dealt[documents == document]) == sorted(ids[documents == document])

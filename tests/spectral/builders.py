@@ -29,20 +29,15 @@ def expert_with_spectrum(
 
 
 def lapack_align(matrix_FD: np.ndarray, rows_ED: np.ndarray, k: int) -> np.ndarray:
-    """[E].
-
-    The energy of each unit row in the first k right singular vectors, straight from the definition.
-    """
+    """[E]: the energy of each unit row in the first k right singular vectors, straight from the
+    definition."""
     _, values, right = np.linalg.svd(matrix_FD.astype(np.float64), full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
     return ((rows_ED @ right[: min(k, rank)].T) ** 2).sum(axis=1)
 
 
 def random_layer(generator: np.random.Generator, n: int, d: int) -> AlignmentMatrix:
-    """M(k) of routers and experts that know nothing of each other.
-
-    Without the cost of decomposing weights.
-    """
+    """M(k) of unrelated routers and experts, without the cost of decomposing weights."""
     rows, ks = unit_rows(generator, n, d), [2**power for power in range(d.bit_length())]
     bases = np.linalg.qr(generator.standard_normal((n, d, d)))[0]
     energy = (rows[None] @ bases) ** 2  # expert, router, singular vector
@@ -50,10 +45,13 @@ def random_layer(generator: np.random.Generator, n: int, d: int) -> AlignmentMat
     return AlignmentMatrix(ks, np.clip(align, 0, 1), np.full(n, float(d)), d)
 
 
-def matrix_of(*rungs: np.ndarray, ks: Sequence[int] | None = None, d_model: int = 1000) -> AlignmentMatrix:
+def matrix_of(*tables: np.ndarray, ks: Sequence[int] | None = None, d_model: int = 1000) -> AlignmentMatrix:
     """Those n x n tables as M(k), k = 1, 2, ... unless named."""
     return AlignmentMatrix(
-        list(ks or range(1, len(rungs) + 1)), np.stack(rungs), np.full(len(rungs[0]), float(d_model)), d_model
+        list(ks or range(1, len(tables) + 1)),
+        np.stack(tables),
+        np.full(len(tables[0]), float(d_model)),
+        d_model,
     )
 
 

@@ -35,12 +35,12 @@ def closed_form_z(M_KEE: np.ndarray) -> np.ndarray:
 # --- from energies to M(k)
 
 
-def test_energies_are_cumulated_at_each_rung_and_in_all():
+def test_energies_are_cumulated_up_to_each_k_and_in_total():
     energy = np.array([[0.5, 0.25, 0.125], [0.0, 0.0, 1.0]])
     np.testing.assert_array_equal(cumulative_energy(energy, [1, 2]), [[0.5, 0.75, 0.875], [0, 0, 1]])
 
 
-def test_a_rung_above_an_experts_own_rank_holds_its_total():
+def test_a_k_above_an_experts_rank_holds_its_total():
     energy = np.array([[0.5, 0.25]])
     np.testing.assert_array_equal(cumulative_energy(energy, [1, 2, 4, 8]), [[0.5, 0.75, 0.75, 0.75, 0.75]])
 
@@ -48,7 +48,7 @@ def test_a_rung_above_an_experts_own_rank_holds_its_total():
 def test_a_rank_one_expert_aligns_fully_at_k_one():
     """Router i is the one right singular vector of expert i, and orthogonal to the others'."""
     energies = [cumulative_energy(np.eye(3)[:, [expert]], [1]) for expert in range(3)]
-    M = cumulate(energies, [1, 1, 1], d_model=3, ladder=[1])
+    M = cumulate(energies, [1, 1, 1], d_model=3, k_grid=[1])
     assert M.ks == [1]
     np.testing.assert_array_equal(M.align_KEE, [np.eye(3)])
     assert not M.degenerate_K.any()
@@ -56,27 +56,27 @@ def test_a_rank_one_expert_aligns_fully_at_k_one():
 
 def test_m_is_indexed_by_k_then_router_then_expert():
     first = np.array([[0.1, 0.2], [0.3, 0.4], [0.0, 0.6]])  # routers x singular values of expert 0
-    ladder = [1, 2]
+    k_grid = [1, 2]
     M = cumulate(
-        [cumulative_energy(energy, ladder) for energy in (first, first / 2, first / 4)], [2, 2, 2], 8, ladder
+        [cumulative_energy(energy, k_grid) for energy in (first, first / 2, first / 4)], [2, 2, 2], 8, k_grid
     )
     assert M.align_KEE.shape == (2, 3, 3)
     np.testing.assert_allclose(M.align_KEE[0], np.outer([0.1, 0.3, 0.0], [1, 0.5, 0.25]))
     np.testing.assert_allclose(M.align_KEE[1], np.outer([0.3, 0.7, 0.6], [1, 0.5, 0.25]))
 
 
-def test_rungs_above_the_layers_largest_rank_give_way_to_that_rank():
-    ladder = [1, 2, 4, 8]
-    energies = [cumulative_energy(np.full((2, rank), 0.1), ladder) for rank in (2, 3)]
-    M = cumulate(energies, [2, 3], 8, ladder)
+def test_the_layers_largest_rank_replaces_larger_ks():
+    k_grid = [1, 2, 4, 8]
+    energies = [cumulative_energy(np.full((2, rank), 0.1), k_grid) for rank in (2, 3)]
+    M = cumulate(energies, [2, 3], 8, k_grid)
     assert M.ks == [1, 2, 3]
     np.testing.assert_allclose(M.align_KEE[:, 0], [[0.1, 0.1], [0.2, 0.2], [0.2, 0.3]])
 
 
 def test_k_equal_to_a_rank_below_the_width_is_not_degenerate_and_k_equal_to_the_width_is():
-    rungs = [np.eye(2)] * 3
-    assert matrix_of(*rungs, ks=[1, 4, 6], d_model=8).degenerate_K.tolist() == [False, False, False]
-    assert matrix_of(*rungs, ks=[1, 4, 8], d_model=8).degenerate_K.tolist() == [False, False, True]
+    tables = [np.eye(2)] * 3
+    assert matrix_of(*tables, ks=[1, 4, 6], d_model=8).degenerate_K.tolist() == [False, False, False]
+    assert matrix_of(*tables, ks=[1, 4, 8], d_model=8).degenerate_K.tolist() == [False, False, True]
 
 
 def test_random_expectation_stops_growing_at_each_experts_rank():

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moescope.demo.planted import write_planted
-from moescope.spectral import on_gpu
+from moescope.spectral import gpu
 from moescope.spectral.alignment import cumulative_energy
 from moescope.spectral.batched_eigen import divide_and_conquer, tridiagonalise
-from moescope.spectral.decompose import LEADING_VECTORS, decompose_on_cpu, k_ladder
+from moescope.spectral.decompose import LEADING_VECTORS, decompose, make_k_grid
 from moescope.weights.verb import scan
 from spectral.test_batched_eigen import KINDS as TRIDIAGONAL
 from spectral.test_batched_eigen import check_eigenbasis, tridiagonal
@@ -39,8 +39,8 @@ def gram_matrices(batch: int, rows: int) -> torch.Tensor:
 
 @needs_triton
 @pytest.mark.parametrize("rows", [1, 2, 3, 33, 127, 128, 129, 300, 768])
-def test_two_kernels_a_column_give_the_tridiagonal_form_of_each_matrix(rows):
-    from moescope.spectral.fused_reduction import tridiagonalise_fused
+def test_two_kernels_per_column_give_the_tridiagonal_form_of_each_matrix(rows):
+    from moescope.spectral.fused import tridiagonalise_fused
 
     G = gram_matrices(3, rows)
     eye = torch.eye(rows, dtype=torch.float64, device="cuda").expand(3, rows, rows)
@@ -59,7 +59,7 @@ def test_two_kernels_a_column_give_the_tridiagonal_form_of_each_matrix(rows):
 
 @needs_triton
 def test_matrices_that_are_already_diagonal_or_zero_are_reduced_like_any_other():
-    from moescope.spectral.fused_reduction import tridiagonalise_fused
+    from moescope.spectral.fused import tridiagonalise_fused
 
     G = torch.stack([torch.zeros(70, 70), torch.diag(torch.arange(1.0, 71)), torch.eye(70)]).double().cuda()
     found = tridiagonalise_fused(G.clone(), G)
@@ -71,11 +71,11 @@ def test_matrices_that_are_already_diagonal_or_zero_are_reduced_like_any_other()
 
 @needs_triton
 def test_a_recording_is_made_of_the_two_kernels_and_can_be_replayed_with_fewer_matrices():
-    from moescope.spectral.fused_reduction import tridiagonalise_fused
+    from moescope.spectral.fused import tridiagonalise_fused
 
     G, Y = gram_matrices(4, 200), torch.randn(4, 200, 5, dtype=torch.float64, device="cuda")
-    assert on_gpu.ready_reduction(G, Y) is tridiagonalise_fused
-    reduce = on_gpu.Replayed()
+    assert gpu.warmed_up_reduction(G, Y) is tridiagonalise_fused
+    reduce = gpu.RecordedReduction()
     for count in (4, 3, 4):
         found, plain = reduce(G[:count], Y[:count]), tridiagonalise(G[:count].clone(), Y[:count])
         values = [
@@ -87,17 +87,17 @@ def test_a_recording_is_made_of_the_two_kernels_and_can_be_replayed_with_fewer_m
 
 @needs_triton
 @pytest.mark.parametrize("kind", TRIDIAGONAL)
-def test_three_kernels_a_merge_give_eigenvectors_that_are_orthonormal_and_belong_to_their_eigenvalues(kind):
-    from moescope.spectral.fused_roots import rank_one_update_fused
+def test_three_kernels_per_merge_give_eigenvectors_that_are_orthonormal_and_belong_to_their_eigenvalues(kind):
+    from moescope.spectral.fused import rank_one_update_fused
 
-    assert on_gpu.ready_update() is rank_one_update_fused
+    assert gpu.fused_update() is rank_one_update_fused
     check_eigenbasis(*tridiagonal(kind), "cuda", rank_one_update_fused)
 
 
 @needs_triton
 @pytest.mark.parametrize("size", [33, 65, 127, 129, 1000])
 def test_merges_of_every_size_are_made_rightly(size):
-    from moescope.spectral.fused_roots import rank_one_update_fused
+    from moescope.spectral.fused import rank_one_update_fused
 
     draw = np.random.default_rng(size)
     check_eigenbasis(
@@ -108,10 +108,10 @@ def test_merges_of_every_size_are_made_rightly(size):
 def test_without_triton_the_plain_reduction_is_recorded(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "moescope.spectral.fused_reduction", None)
+    monkeypatch.setitem(sys.modules, "moescope.spectral.fused", None)
     G, Y = gram_matrices(2, 100), torch.randn(2, 100, 5, dtype=torch.float64, device="cuda")
-    assert on_gpu.ready_reduction(G, Y) is tridiagonalise
-    found = on_gpu.Replayed()(G, Y)
+    assert gpu.warmed_up_reduction(G, Y) is tridiagonalise
+    found = gpu.RecordedReduction()(G, Y)
     eigen = divide_and_conquer(found.diagonal_BN, found.beside_BN, found.vectors_BNV)
     np.testing.assert_allclose(
         eigen.values_BN.cpu(), torch.linalg.eigvalsh(G.cpu()), atol=1e-12 * float(G.abs().max())
@@ -122,14 +122,14 @@ def test_without_triton_the_plain_reduction_is_recorded(monkeypatch):
 def test_a_batch_on_the_gpu_gives_what_each_expert_gives_on_the_cpu(shape):
     made = [expert_and_rows(seed, shape, spectrum(kind, min(shape))) for seed, kind in enumerate(KINDS)]
     matrices, rows = [torch.from_numpy(matrix) for matrix, _ in made], torch.from_numpy(made[1][1])
-    ladder = k_ladder(min(shape))
-    batch = on_gpu.decompose_batch([matrix.cuda() for matrix in matrices], rows.cuda(), ladder, 1e-6)
+    k_grid = make_k_grid(min(shape))
+    batch = gpu.decompose_batch([matrix.cuda() for matrix in matrices], rows.cuda(), k_grid, 1e-6)
     for kind, matrix, theirs in zip(KINDS, matrices, batch, strict=True):
-        ours = decompose_on_cpu(matrix, rows, ladder, 1e-6)
+        ours = decompose(matrix, rows, k_grid)
         assert (ours.rank, ours.fallback) == (theirs.rank, theirs.fallback), kind
         np.testing.assert_allclose(ours.singular_values_R, theirs.singular_values_R, atol=1e-9)
         np.testing.assert_allclose(
-            cumulative_energy(ours.energy_ER, ladder), cumulative_energy(theirs.energy_ER, ladder), atol=1e-6
+            cumulative_energy(ours.energy_ER, k_grid), cumulative_energy(theirs.energy_ER, k_grid), atol=1e-6
         )
         count = min(LEADING_VECTORS, ours.rank)
         assert theirs.leading_DK.shape == (shape[1], count)

@@ -1,11 +1,18 @@
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from moescope.errors import BadInput
 from moescope.spectral import decompose as module
 from moescope.spectral.alignment import cumulative_energy
-from moescope.spectral.decompose import LEADING_VECTORS, decompose, gram_suffices, k_ladder
+from moescope.spectral.decompose import (
+    LEADING_VECTORS,
+    decompose,
+    gram_suffices,
+    make_k_grid,
+    spectrum_statistics,
+)
 from spectral.builders import expert_with_spectrum, lapack_align, unit_rows
 
 SHAPES = {"tall": (96, 40), "wide": (40, 96), "square": (48, 48)}
@@ -43,7 +50,7 @@ def largest_error(matrix: np.ndarray, rows: np.ndarray, ks: list[int], precision
     result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), ks, precision)
     ours = cumulative_energy(result.energy_ER, ks)[:, : len(ks)]
     return max(
-        float(np.abs(ours[:, rung] - lapack_align(matrix, rows, k)).max()) for rung, k in enumerate(ks)
+        float(np.abs(ours[:, index] - lapack_align(matrix, rows, k)).max()) for index, k in enumerate(ks)
     )
 
 
@@ -62,12 +69,12 @@ def largest_error(matrix: np.ndarray, rows: np.ndarray, ks: list[int], precision
         "rank one",
     ],
 )
-def test_align_agrees_with_lapack_at_every_k_of_the_ladder(kind, shape, precision):
+def test_align_agrees_with_lapack_at_every_k_of_the_grid(kind, shape, precision):
     values = spectrum(kind, min(shape))
     for seed in range(3):
         matrix, rows = expert_and_rows(seed, shape, values)
-        ladder = k_ladder(min(shape), named=(3, len(values)))
-        assert largest_error(matrix, rows, ladder, precision) <= BOUND[precision]
+        k_grid = make_k_grid(min(shape), extra=(3, len(values)))
+        assert largest_error(matrix, rows, k_grid, precision) <= BOUND[precision]
 
 
 @pytest.mark.parametrize("precision", BOUND)
@@ -83,17 +90,17 @@ def test_a_bf16_expert_is_decomposed_in_fp64():
     generator = np.random.default_rng(0)
     matrix = torch.from_numpy(generator.standard_normal((80, 32))).to(torch.bfloat16)
     rows = unit_rows(generator, 4, 32)
-    ladder = k_ladder(32)
-    result = decompose(matrix, torch.from_numpy(rows), ladder, "exact")
-    ours = cumulative_energy(result.energy_ER, ladder)
-    for rung, k in enumerate(ladder):
-        np.testing.assert_allclose(ours[:, rung], lapack_align(matrix.double().numpy(), rows, k), atol=1e-9)
+    k_grid = make_k_grid(32)
+    result = decompose(matrix, torch.from_numpy(rows), k_grid, "exact")
+    ours = cumulative_energy(result.energy_ER, k_grid)
+    for index, k in enumerate(k_grid):
+        np.testing.assert_allclose(ours[:, index], lapack_align(matrix.double().numpy(), rows, k), atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_singular_values_agree_with_lapack(shape):
     matrix, rows = expert_and_rows(1, shape, spectrum("power law", min(shape)))
-    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(min(shape)))
     np.testing.assert_allclose(result.singular_values_R, np.linalg.svd(matrix, compute_uv=False), rtol=1e-10)
 
 
@@ -102,7 +109,7 @@ def test_singular_values_agree_with_lapack(shape):
 def test_rank_is_found_and_rank_deficient_experts_take_the_fallback(shape, missing):
     rank = min(shape) - missing
     matrix, rows = expert_and_rows(2, shape, np.linspace(2, 1, rank))
-    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(min(shape)))
     assert (result.rank, result.full_rank, result.fallback) == (rank, min(shape), True)
 
 
@@ -111,7 +118,9 @@ def test_rank_is_found_and_rank_deficient_experts_take_the_fallback(shape, missi
 def test_well_conditioned_experts_need_no_fallback(kind, shape):
     matrix, rows = expert_and_rows(3, shape, spectrum(kind, min(shape)))
     for precision in BOUND:
-        result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)), precision)
+        result = decompose(
+            torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(min(shape)), precision
+        )
         assert (result.rank, result.fallback) == (min(shape), False)
 
 
@@ -147,7 +156,7 @@ def test_the_fallback_mends_experts_that_the_gram_matrix_alone_gets_wrong(case, 
     assert worst_error() > 10 * BOUND[precision]
 
 
-def suffices(values, precision, ladder, tall=True, row=None):
+def suffices(values, precision, k_grid, tall=True, row=None):
     """Whether the check lets a spectrum pass.
 
     For a router that lies evenly in all directions unless given.
@@ -155,7 +164,7 @@ def suffices(values, precision, ladder, tall=True, row=None):
     squares = torch.from_numpy(values) ** 2
     row = np.ones(len(values)) if row is None else row
     coordinates = torch.from_numpy(row / np.linalg.norm(row))[None]
-    return bool(gram_suffices(squares[None], coordinates[None], 96, tall, ladder, BOUND[precision]))
+    return bool(gram_suffices(squares[None], coordinates[None], 96, tall, k_grid, BOUND[precision]))
 
 
 def test_exact_is_stricter_than_fast_about_the_same_spectrum():
@@ -181,18 +190,18 @@ def test_a_narrow_gap_matters_only_to_routers_that_lie_at_it():
 @pytest.mark.parametrize("smallest", [1e-2, 1e-3, 1e-4])
 def test_the_bound_holds_where_the_check_passes(smallest, shape):
     """The error really made stays below the tolerance on spectra that are let pass, and they are let pass."""
-    ladder = k_ladder(min(shape))
+    k_grid = make_k_grid(min(shape))
     for seed in range(4):
         matrix, rows = expert_and_rows(seed, shape, np.geomspace(1, smallest, min(shape)))
         for precision in BOUND:
-            assert largest_error(matrix, rows, ladder, precision) <= BOUND[precision]
-        assert not decompose(torch.from_numpy(matrix), torch.from_numpy(rows), ladder, "fast").fallback
+            assert largest_error(matrix, rows, k_grid, precision) <= BOUND[precision]
+        assert not decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_grid, "fast").fallback
 
 
 def test_align_of_a_wide_expert_levels_off_below_one_at_full_rank():
     generator = np.random.default_rng(5)
     matrix, rows = generator.standard_normal((16, 64)), unit_rows(generator, 200, 64)
-    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(16))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(16))
     plateau = result.energy_ER.sum(axis=1)
     assert plateau.max() < 0.6
     assert plateau.mean() == pytest.approx(16 / 64, rel=0.05)
@@ -200,15 +209,15 @@ def test_align_of_a_wide_expert_levels_off_below_one_at_full_rank():
 
 def test_align_of_a_tall_expert_reaches_one_at_full_rank():
     matrix, rows = expert_and_rows(6, (96, 40), spectrum("power law", 40))
-    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(40))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(40))
     np.testing.assert_allclose(result.energy_ER.sum(axis=1), 1, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e307])
 def test_the_scale_of_the_weights_changes_singular_values_and_nothing_else(scale):
     matrix, rows = expert_and_rows(3, (50, 30), spectrum("power law", 30))
-    plain = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(30))
-    scaled = decompose(torch.from_numpy(matrix * scale), torch.from_numpy(rows), k_ladder(30))
+    plain = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(30))
+    scaled = decompose(torch.from_numpy(matrix * scale), torch.from_numpy(rows), make_k_grid(30))
     np.testing.assert_allclose(scaled.singular_values_R, plain.singular_values_R * scale, rtol=1e-12)
     np.testing.assert_allclose(scaled.energy_ER, plain.energy_ER, atol=1e-12)
     assert not plain.fallback
@@ -219,7 +228,7 @@ def test_the_scale_of_the_weights_changes_singular_values_and_nothing_else(scale
 @pytest.mark.parametrize("kind", ["power law", "condition 1e4, geometric", "rank-deficient"])
 def test_leading_vectors_are_orthonormal_singular_vectors_with_positive_mean_output(shape, kind):
     matrix, rows = expert_and_rows(7, shape, spectrum(kind, min(shape)))
-    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape)))
+    result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(min(shape)))
     leading, count = result.leading_DK, min(LEADING_VECTORS, result.rank)
     assert leading.shape == (shape[1], count)
     np.testing.assert_allclose(leading.T @ leading, np.eye(count), atol=1e-9)
@@ -235,7 +244,7 @@ def test_leading_vectors_do_not_depend_on_the_signs_the_solver_returns(shape, ki
     matrix, rows = expert_and_rows(8, shape, spectrum(kind, min(shape)))
 
     def leading() -> np.ndarray:
-        return decompose(torch.from_numpy(matrix), torch.from_numpy(rows), k_ladder(min(shape))).leading_DK
+        return decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(min(shape))).leading_DK
 
     def flipped(route):
         def solve(*arguments):
@@ -245,7 +254,7 @@ def test_leading_vectors_do_not_depend_on_the_signs_the_solver_returns(shape, ki
         return solve
 
     as_solved = leading()
-    for route in ("by_gram_matrix", "by_bidiagonal_form"):
+    for route in ("solve_gram", "solve_bidiagonal"):
         monkeypatch.setattr(module, route, flipped(getattr(module, route)))
     np.testing.assert_array_equal(leading(), as_solved)
 
@@ -260,54 +269,35 @@ def test_align_agrees_with_lapack_at_any_condition_number(condition, shape, prec
     """
     matrix, rows = expert_and_rows(9, shape, np.geomspace(1, 1 / condition, min(shape)))
     bound = max(BOUND[precision], 100 * condition * np.finfo(float).eps)
-    assert largest_error(matrix, rows, k_ladder(min(shape)), precision) <= bound
+    assert largest_error(matrix, rows, make_k_grid(min(shape)), precision) <= bound
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2)], ids=str)
 def test_the_smallest_experts_are_decomposed_as_by_lapack(shape):
     generator = np.random.default_rng(10)
     matrix, rows = generator.standard_normal(shape), unit_rows(generator, 5, shape[1])
-    assert largest_error(matrix, rows, k_ladder(min(shape)), "exact") <= BOUND["exact"]
+    assert largest_error(matrix, rows, make_k_grid(min(shape)), "exact") <= BOUND["exact"]
 
 
 @pytest.mark.parametrize("shape", [(200, 90), (90, 200)], ids=str)
 def test_there_may_be_more_routers_than_dimensions(shape):
     generator = np.random.default_rng(11)
     matrix, rows = generator.standard_normal(shape), unit_rows(generator, 250, shape[1])
-    assert largest_error(matrix, rows, k_ladder(90), "exact") <= BOUND["exact"]
+    assert largest_error(matrix, rows, make_k_grid(90), "exact") <= BOUND["exact"]
 
 
 @pytest.mark.parametrize("kind", ["power law", "rank-deficient"])
 def test_a_transposed_view_is_decomposed_like_a_copy(kind):
     matrix, rows = expert_and_rows(12, (90, 140), spectrum(kind, 90))
     stored = torch.from_numpy(np.ascontiguousarray(matrix.T))  # a down matrix, read as its transpose
-    ladder = k_ladder(90)
+    k_grid = make_k_grid(90)
     view, copy = (
-        decompose(given, torch.from_numpy(rows), ladder) for given in (stored.T, torch.from_numpy(matrix))
+        decompose(given, torch.from_numpy(rows), k_grid) for given in (stored.T, torch.from_numpy(matrix))
     )
     np.testing.assert_array_equal(view.energy_ER, copy.energy_ER)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("kind", ["power law", "condition 1e4, geometric", "rank-deficient"])
-def test_the_route_for_a_gpu_agrees_with_that_of_the_cpu(kind, shape):
-    matrix, rows = map(torch.from_numpy, expert_and_rows(13, shape, spectrum(kind, min(shape))))
-    ladder = k_ladder(min(shape))
-    ours = module.decompose_on_cpu(matrix, rows, ladder, BOUND["exact"])
-    theirs = module.decompose_on_gpu(
-        matrix, rows, ladder, BOUND["exact"]
-    )  # on the CPU here: torch does not mind
-    assert (ours.rank, ours.fallback) == (theirs.rank, theirs.fallback)
-    np.testing.assert_allclose(ours.singular_values_R, theirs.singular_values_R, atol=1e-12)
-    np.testing.assert_allclose(
-        cumulative_energy(ours.energy_ER, ladder), cumulative_energy(theirs.energy_ER, ladder), atol=1e-9
-    )
-    np.testing.assert_allclose(
-        np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(axis=0)), 1, atol=1e-8
-    )
-
-
-def test_an_unknown_precision_is_refused_with_the_known_ones():
+def test_an_unknown_precision_is_rejected_with_the_known_ones():
     with pytest.raises(BadInput, match=r"'half'.*fast, exact"):
         decompose(torch.eye(3), torch.eye(3), [1], "half")
 
@@ -323,5 +313,49 @@ def test_an_unknown_precision_is_refused_with_the_known_ones():
         (4096, (), [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]),
     ],
 )
-def test_the_ladder_doubles_up_to_the_rank_and_takes_named_values(full_rank, named, expected):
-    assert k_ladder(full_rank, named) == expected
+def test_the_k_grid_doubles_up_to_the_rank_and_takes_named_values(full_rank, named, expected):
+    assert make_k_grid(full_rank, named) == expected
+
+
+@pytest.mark.parametrize("d", [1, 5, 64])
+def test_every_rank_of_an_identity_is_its_width(d):
+    statistics = spectrum_statistics(np.ones(d))
+    assert statistics["stable_rank"] == pytest.approx(d)
+    assert statistics["effective_rank"] == pytest.approx(d)
+    assert (statistics["rank"], statistics["condition"], statistics["spectral_norm"]) == (d, 1, 1)
+    assert statistics["frobenius"] == pytest.approx(np.sqrt(d))
+
+
+def test_every_rank_of_a_rank_one_matrix_is_one():
+    statistics = spectrum_statistics(np.array([7.0]))
+    assert [
+        statistics[name] for name in ("stable_rank", "effective_rank", "rank", "condition")
+    ] == pytest.approx([1, 1, 1, 1])
+
+
+def test_statistics_of_a_two_value_spectrum_worked_by_hand():
+    statistics = spectrum_statistics(np.array([3.0, 1.0]))
+    assert statistics["stable_rank"] == pytest.approx(10 / 9)
+    assert statistics["effective_rank"] == pytest.approx(4 / 3**0.75)  # shares 3/4 and 1/4
+    assert statistics["condition"] == pytest.approx(3)
+
+
+def test_statistics_agree_with_numpy_and_scipy():
+    matrix = np.random.default_rng(0).standard_normal((30, 18))
+    values = np.linalg.svd(matrix, compute_uv=False)
+    statistics = spectrum_statistics(values)
+    assert statistics["frobenius"] == pytest.approx(np.linalg.norm(matrix))
+    assert statistics["spectral_norm"] == pytest.approx(np.linalg.norm(matrix, 2))
+    assert statistics["condition"] == pytest.approx(np.linalg.cond(matrix))
+    assert statistics["rank"] == np.linalg.matrix_rank(matrix)
+    assert statistics["stable_rank"] == pytest.approx(
+        np.trace(matrix.T @ matrix) / np.linalg.norm(matrix, 2) ** 2
+    )
+    assert statistics["effective_rank"] == pytest.approx(np.exp(scipy.stats.entropy(values)))
+
+
+def test_ranks_do_not_depend_on_the_scale_of_the_matrix():
+    values = np.array([5.0, 2.0, 0.1])
+    small, large = spectrum_statistics(values * 1e-3), spectrum_statistics(values * 1e3)
+    for name in ("stable_rank", "effective_rank", "condition"):
+        assert small[name] == pytest.approx(large[name])

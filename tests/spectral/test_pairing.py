@@ -4,7 +4,6 @@ import statistics
 
 import numpy as np
 import pytest
-import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -17,7 +16,6 @@ from moescope.spectral.pairing import (
     NON_RANDOM,
     PERMUTED,
     PairingTest,
-    benjamini_hochberg,
     best_index,
     mutual_best_bound,
     null_moments,
@@ -31,14 +29,14 @@ from spectral.builders import matrix_of, random_layer
 ALPHAS = (0.01, 0.05, 0.2)
 
 
-def random_tables(seed: int, n: int, rungs: int) -> np.ndarray:
-    return np.random.default_rng(seed).random((rungs, n, n))
+def random_tables(seed: int, n: int, ks: int) -> np.ndarray:
+    return np.random.default_rng(seed).random((ks, n, n))
 
 
-def diagonal_layer(n: int, shift: int = 0, rungs: int = 1, d_model: int = 1000) -> AlignmentMatrix:
+def diagonal_layer(n: int, shift: int = 0, ks: int = 1, d_model: int = 1000) -> AlignmentMatrix:
     """Router i fits expert (i + shift) mod n and no other."""
     table = 0.1 + 0.5 * np.roll(np.eye(n), shift, axis=1) + 0.01 * np.random.default_rng(n).random((n, n))
-    return matrix_of(*[table] * rungs, d_model=d_model)
+    return matrix_of(*[table] * ks, d_model=d_model)
 
 
 # --- the null of the mean diagonal
@@ -46,12 +44,12 @@ def diagonal_layer(n: int, shift: int = 0, rungs: int = 1, d_model: int = 1000) 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 6])
 def test_null_moments_equal_those_over_every_pairing(n):
-    M_KEE = random_tables(n, n, rungs=3)
+    M_KEE = random_tables(n, n, ks=3)
     mean, sd = null_moments(M_KEE)
-    for rung, table in enumerate(M_KEE):
+    for index, table in enumerate(M_KEE):
         every = [sum(table[i, p[i]] for i in range(n)) / n for p in itertools.permutations(range(n))]
-        assert mean[rung] == pytest.approx(statistics.fmean(every))
-        assert sd[rung] == pytest.approx(statistics.pstdev(every))
+        assert mean[index] == pytest.approx(statistics.fmean(every))
+        assert sd[index] == pytest.approx(statistics.pstdev(every))
 
 
 def test_every_pairing_is_looked_at_up_to_eight_experts_and_drawn_ones_beyond():
@@ -96,20 +94,20 @@ def test_perm_z_reaches_n_less_one_on_a_perfect_diagonal(n):
 def recomputed(layer: AlignmentMatrix, every_pairing: list[tuple[int, ...]]) -> dict[str, object]:
     """The same p-values by plain loops over all pairings, with the moments taken from those pairings."""
     n = layer.n_experts
-    rungs = [rung for rung, k in enumerate(layer.ks) if k < layer.d_model]
+    usable = [index for index, k in enumerate(layer.ks) if k < layer.d_model]
     z: dict[int, list[float]] = {}
     hits: dict[int, list[float]] = {}
-    for rung in rungs:
-        table = layer.align_KEE[rung]
+    for index in usable:
+        table = layer.align_KEE[index]
         means = [sum(table[i, p[i]] for i in range(n)) / n for p in every_pairing]
         center, spread = statistics.fmean(means), statistics.pstdev(means)
-        z[rung] = [(mean - center) / spread for mean in means]
+        z[index] = [(mean - center) / spread for mean in means]
         best = [set(np.flatnonzero(row > row.max() - 1e-6)) for row in table]
-        hits[rung] = [sum((p[i] in best[i]) / len(best[i]) for i in range(n)) / n for p in every_pairing]
+        hits[index] = [sum((p[i] in best[i]) / len(best[i]) for i in range(n)) / n for p in every_pairing]
     stored = every_pairing.index(tuple(range(n)))
-    highest = [max(z[rung][p] for rung in rungs) for p in range(len(every_pairing))]
-    lowest = [min(z[rung][p] for rung in rungs) for p in range(len(every_pairing))]
-    most_hits = [max(hits[rung][p] for rung in rungs) for p in range(len(every_pairing))]
+    highest = [max(z[index][p] for index in usable) for p in range(len(every_pairing))]
+    lowest = [min(z[index][p] for index in usable) for p in range(len(every_pairing))]
+    most_hits = [max(hits[index][p] for index in usable) for p in range(len(every_pairing))]
 
     def share(values: list[float], reached: float) -> float:
         return sum(value >= reached - 1e-9 for value in values) / len(values)
@@ -119,7 +117,7 @@ def recomputed(layer: AlignmentMatrix, every_pairing: list[tuple[int, ...]]) -> 
         "p_lower": share([-value for value in lowest], -lowest[stored]),
         "p_accuracy": share(most_hits, most_hits[stored]),
         "p_adjusted": [
-            share(highest, z[rung][stored]) if rung in rungs else 1.0 for rung in range(len(layer.ks))
+            share(highest, z[index][stored]) if index in usable else 1.0 for index in range(len(layer.ks))
         ],
     }
 
@@ -127,7 +125,7 @@ def recomputed(layer: AlignmentMatrix, every_pairing: list[tuple[int, ...]]) -> 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("n", [3, 4, 5])
 def test_exact_p_values_equal_an_independent_recount(n, seed):
-    tables = random_tables(seed, n, rungs=4)
+    tables = random_tables(seed, n, ks=4)
     tables[1] = tables[1].round(1)  # ties
     tables[:, range(n), range(n)] += 0.1 * seed  # from chance to clearly aligned
     layer = matrix_of(*tables, ks=[1, 2, 4, 8], d_model=8)
@@ -145,7 +143,7 @@ def test_the_best_possible_layer_has_the_smallest_exact_p():
 
 
 def test_a_degenerate_k_takes_no_part_in_the_test():
-    tables = random_tables(0, 5, rungs=2)
+    tables = random_tables(0, 5, ks=2)
     alone, beside = (
         pairing_test(matrix_of(*tables)),
         pairing_test(matrix_of(*tables, np.eye(5), ks=[1, 2, 8], d_model=8)),
@@ -172,14 +170,14 @@ def test_a_layer_of_equal_experts_says_nothing():
 
 
 def test_sampled_p_values_count_the_observed_pairing_itself():
-    layer = matrix_of(*random_tables(3, 9, rungs=2))
+    layer = matrix_of(*random_tables(3, 9, ks=2))
     test = pairing_test(layer, seed=5)
     drawn = [tuple(column) for column in pairings(9, 5)[0].T.tolist()]
     mean, sd = null_moments(layer.align_KEE)
 
     def highest(pairing: tuple[int, ...]) -> float:
         means = [statistics.fmean(table[i, pairing[i]] for i in range(9)) for table in layer.align_KEE]
-        return max((means[rung] - mean[rung]) / sd[rung] for rung in range(2))
+        return max((means[index] - mean[index]) / sd[index] for index in range(2))
 
     observed = highest(tuple(range(9)))
     reached = sum(highest(pairing) >= observed - 1e-9 for pairing in drawn)
@@ -195,7 +193,7 @@ def test_a_sampled_p_value_is_never_zero():
 
 def test_per_k_p_values_pay_for_the_choice_of_k():
     """The best k's adjusted p is the layer's p: both come from the same maxima."""
-    test = pairing_test(matrix_of(*random_tables(1, 6, rungs=5)))
+    test = pairing_test(matrix_of(*random_tables(1, 6, ks=5)))
     assert test.p_adjusted_K.min() == test.p_value
     assert test.p_adjusted_K[np.argmax(test.perm_z_K)] == test.p_value
 
@@ -274,7 +272,7 @@ def test_right_hits_with_a_negative_mean_margin_do_not_identify():
 
 @pytest.mark.parametrize("shift", [1, 3])
 def test_a_permuted_layer_is_called_permuted_and_its_order_is_found(shift):
-    layer = diagonal_layer(8, shift, rungs=2)
+    layer = diagonal_layer(8, shift, ks=2)
     assert pairing_test(layer).verdict == PERMUTED
     assert (other_order(layer).k, other_order(layer).experts) == (
         1,
@@ -298,7 +296,7 @@ def test_a_router_without_a_mutual_best_is_left_open_in_the_other_order():
 
 
 def test_the_p_of_another_order_is_its_bound_times_the_ks_looked_at():
-    layer = diagonal_layer(8, 3, rungs=2)
+    layer = diagonal_layer(8, 3, ks=2)
     assert pairing_test(layer).other_order.p == pytest.approx(2 * mutual_best_bound(8, 8))
     assert pairing_test(diagonal_layer(8)).other_order is None
 
@@ -368,13 +366,3 @@ def test_the_chance_that_some_are_mutual_best_is_bounded(n):
         share = (pairs >= count).mean()
         assert share <= mutual_best_bound(n, count) + 4 * math.sqrt(share * (1 - share) / 20_000)
     assert mutual_best_bound(n, n - 1) < 0.95  # a bound that says something
-
-
-# --- Benjamini-Hochberg
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-def test_q_values_equal_scipys(p_values):
-    expected = scipy.stats.false_discovery_control(p_values, method="bh")
-    np.testing.assert_allclose(benjamini_hochberg(np.array(p_values)), expected, atol=1e-15)

@@ -4,7 +4,13 @@ import scipy.linalg
 import torch
 
 from moescope.spectral.decompose import decompose
-from moescope.spectral.subspaces import Similarity, expert_pairs, orthogonality, similarities, subspace_ladder
+from moescope.spectral.subspaces import (
+    Similarity,
+    expert_pairs,
+    make_subspace_grid,
+    orthogonality,
+    similarities,
+)
 from spectral.builders import orthonormal, unit_rows
 
 
@@ -146,7 +152,7 @@ def test_one_pair_has_no_sample_deviation():
         (128, 10, 64, [1]),
     ],
 )
-def test_the_subspace_ladder_stops_at_64_at_the_smallest_rank_and_below_d(
+def test_the_subspace_grid_stops_at_64_at_the_smallest_rank_and_below_d(
     n_experts, smallest_rank, d_model, expected
 ):
-    assert subspace_ladder(n_experts, smallest_rank, d_model) == expected
+    assert make_subspace_grid(n_experts, smallest_rank, d_model) == expected

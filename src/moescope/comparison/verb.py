@@ -179,8 +179,7 @@ def compare_layer(
     """One layer's distances, expert by expert and router row by row."""
     import pandas as pd
 
-    from moescope.geometry.chart import layer_geometry
-    from moescope.geometry.router_drift import router_drift
+    from moescope.geometry.pairs import layer_geometry, router_drift
 
     start = time.perf_counter()
     of_a, of_b = a.layers[layer], b.layers[layer]

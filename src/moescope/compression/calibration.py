@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, adapter_of
-from moescope.execution.capture import Capture
-from moescope.execution.documents import Batch, Document, batches, windows
+from moescope.execution.collect import Collected, Collector, collect
+from moescope.execution.documents import Document
 from moescope.execution.scoring import find_scoring
 from moescope.types import Routing
 
@@ -28,58 +27,17 @@ Sums = dict[str, Tensor]  # layer.N.NAME -> sums and counts: those of two texts 
 SUMS_VERSION = "1"
 
 
-class Collector(Protocol):
-    """Sums over tokens, of every layer: `consume` is called with each layer's routing as it happens, under
-    no_grad.
-
-    `sums` holds sums and counts only, named layer.N.NAME, so that those of two texts can be added. The block
-    may be asked for expert
-    outputs (`outputs_of_chosen`, `ungated_output`); capture does not see such calls.
-    """
-
-    def consume(self, routing: Routing, block: Block) -> None: ...
+class SumCollector(Collector, Protocol):
+    """A collector of sums and counts over tokens, named layer.N.NAME; those of two texts can be added."""
 
     def sums(self) -> Sums: ...
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """What one pass found besides the collectors' sums."""
+class ScoringFinder:
+    """Finds the scoring function of blocks that hand out their routing themselves. A `Collector`."""
 
-    documents: int
-    tokens: int
-    blocks: dict[int, Block]  # by layer: with the way of scoring that was found
-
-    def block(self, layer: int) -> Block:
-        return self.blocks[layer]
-
-
-def calibrate(
-    traced: TracedModel,
-    documents: Iterable[Document],
-    collectors: Sequence[Collector],
-    batch_size: int = 8,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> Calibrated:
-    """Read the documents once; every collector sees every layer's routing.
-
-    Choices and gates are those the experts were handed.
-    """
-    from moescope.execution.models import run_batch
-
-    seen: set[int] = set()
-    tokens = 0
-
-    def counted() -> Iterable[Document]:
-        for document in documents:
-            seen.add(document.number)
-            yield document
-
-    def consume(routing: Routing) -> None:
-        block = blocks[routing.layer]
-        if (
-            block.scoring is None and routing.logits_TE is not None
-        ):  # a model that hands out its routing says no more than that
+    def consume(self, routing: Routing, block: Block) -> None:
+        if block.scoring is None and routing.logits_TE is not None:
             real_T = real_tokens(routing)
             block.scoring = find_scoring(
                 routing.logits_TE[real_T],
@@ -89,23 +47,17 @@ def calibrate(
                 block.groups,
                 block.expected_scoring,
             )
-        capture.busy = True  # what collectors ask of experts is not the model's own pass
-        try:
-            for collector in collectors:
-                collector.consume(routing, block)
-        finally:
-            capture.busy = False
 
-    capture = Capture(traced.model, consume, runner=traced.runner)
-    blocks = {block.layer: block for block in capture.blocks}
-    with capture:
-        for rows in batches(windows(counted(), traced.window), batch_size):
-            batch = Batch.of(rows, traced.padding)
-            for _ in run_batch(traced, capture, batch, "prefill"):
-                pass
-            tokens += int(batch.real_BL.sum())
-            advance(int(batch.real_BL.sum()))
-    return Calibrated(len(seen), tokens, blocks)
+
+def calibrate(
+    traced: TracedModel,
+    documents: Iterable[Document],
+    collectors: Sequence[Collector],
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Collected:
+    """Read the documents once; every collector sees every layer's routing, and every block has a scoring."""
+    return collect(traced, documents, [ScoringFinder(), *collectors], batch_size, advance=advance)
 
 
 def real_tokens(routing: Routing) -> Tensor:

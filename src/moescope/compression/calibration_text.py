@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.compression.loading import load_to_compress
 from moescope.errors import BadInput
-from moescope.execution.texts import Source
-from moescope.routing.trace import TraceSettings, documents
+from moescope.execution.texts import ReadSettings, Source
 
 if TYPE_CHECKING:
-    from moescope.compression.calibration import Calibrated, Collector, Sums
+    from moescope.compression.calibration import SumCollector, Sums
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
+    from moescope.execution.collect import Collected
     from moescope.execution.documents import Document
     from moescope.execution.models import TracedModel
     from moescope.families import MoeCheckpoint
@@ -36,7 +36,7 @@ class TextReader:
 
     model: str
     reading: list[Source]
-    settings: TraceSettings
+    settings: ReadSettings
     device: str
     hold_out: bool
     loaded: TracedModel | None = field(default=None, repr=False)
@@ -76,7 +76,10 @@ class TextReader:
         return self.way
 
     def everything(self) -> Iterator[Document]:
-        return documents(self.traced, self.reading, self.settings)
+        from moescope.execution.documents import read_documents
+
+        settings = self.settings
+        return read_documents(self.traced, self.reading, settings.max_tokens, settings.chat_template)
 
     def calibrating(self) -> Iterator[Document]:
         from moescope.compression.judging import halves, is_held_out
@@ -97,7 +100,7 @@ class TextReader:
             document for document in self.everything() if way == "none" or is_held_out(document)
         )
 
-    def calibrate(self, collectors: Sequence[Collector], advance: Callable[[int], None]) -> Calibrated:
+    def calibrate(self, collectors: Sequence[SumCollector], advance: Callable[[int], None]) -> Collected:
         from moescope.compression.calibration import calibrate
 
         return calibrate(self.traced, self.calibrating(), collectors, self.settings.batch_size, advance)
@@ -193,7 +196,7 @@ def all_sums(calibration: Calibration | None, earlier: Sequence[Earlier]) -> Sum
 def calibrate_text(
     reader: TextReader,
     moe: MoeCheckpoint,
-    collectors: Sequence[Collector],
+    collectors: Sequence[SumCollector],
     seed: int,
     file: Path,
     advance: Callable[[int], None],

@@ -73,7 +73,7 @@ def cluster_geometry(moe: MoeCheckpoint, plan: Plan, device: str, seed: int) -> 
     """
     import pandas as pd
 
-    from moescope.geometry.chart import layer_geometry
+    from moescope.geometry.pairs import layer_geometry
 
     base = plan.method.removesuffix("_permuted")
     series = {base: "none", f"{base}_permuted": "unsigned" if plan.matching == "unsigned" else "signed"}

@@ -12,6 +12,7 @@ from moescope.families import MoeCheckpoint
 
 if TYPE_CHECKING:
     from moescope.compression.method import Method
+    from moescope.decoder.routers import Router
     from moescope.execution.models import TracedModel
 
 
@@ -27,10 +28,12 @@ def load_to_compress(name: str, dtype: str, device: str) -> TracedModel:
     return (load_traced if is_own_layout(name) else load_model)(name, dtype, device)
 
 
-def lab_router(moe: MoeCheckpoint) -> str | None:
-    """The router of a lab checkpoint; None for every other model."""
+def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
+    """The router's class of a lab checkpoint; None for every other model."""
+    from moescope.decoder.routers import router_class
+
     lab = (moe.checkpoint.config or {}).get("moescope_lab")
-    return str(lab.get("router")) if isinstance(lab, dict) else None
+    return router_class(str(lab.get("router"))) if isinstance(lab, dict) else None
 
 
 def check_lab_router(moe: MoeCheckpoint, method: Method | None = None, sequential: bool = False) -> None:
@@ -39,21 +42,20 @@ def check_lab_router(moe: MoeCheckpoint, method: Method | None = None, sequentia
     A model of one expert, or experts merged by what its router does not have.
     """
     router = lab_router(moe)
-    if router == "dense":
+    if router is not None and not router.routes:
         raise BadInput(
             f"{moe.checkpoint.shown}: a dense model of the lab has one expert a layer, nothing to take away"
         )
     if method is None or not method.merges:
         return
-    if router == "hash" and method.adapts:  # those are the methods that go by router logits
+    if router is not None and not router.has_logits and method.adapts:  # those methods go by router logits
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, hash, has no logits for {method.name} to go "
-            "by; merge with hc_smoe or weights, or "
-            "prune with reap"
+            f"{moe.checkpoint.shown}: its router, {router.name}, has no logits for {method.name}; "
+            "merge with hc_smoe or weights, or prune with reap"
         )
-    if sequential and any(weights.router_state for weights in moe.layers.values()):
+    if sequential and router is not None and any(weights.router_state for weights in moe.layers.values()):
         raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {router}, keeps more of each expert than a "
+            f"{moe.checkpoint.shown}: its router, {router.name}, keeps more of each expert than a "
             "row, and layers are not merged in sequence "
             "then; leave out --sequential"
         )

@@ -27,11 +27,11 @@ from moescope.types import LayerPlan, LayerWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.compression.calibration import Collector
+    from moescope.compression.calibration import SumCollector
     from moescope.compression.folding import FoldedRouter, RouterParts
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
-    from moescope.execution.adapters import LinearView
+    from moescope.types import LinearView
 
 Array = npt.NDArray[np.float64]
 
@@ -385,8 +385,8 @@ def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[st
     return found + rescaling_words("merging", scales)
 
 
-def collectors_of(group: Group) -> Callable[[PlanSettings], list[Collector]]:
-    def collectors(settings: PlanSettings) -> list[Collector]:
+def collectors_of(group: Group) -> Callable[[PlanSettings], list[SumCollector]]:
+    def collectors(settings: PlanSettings) -> list[SumCollector]:
         from moescope.compression.profiles import ExpertMeans, LogitProfiles
 
         if group is by_outputs:

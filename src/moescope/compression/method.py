@@ -12,9 +12,10 @@ from moescope.families import MoeCheckpoint
 from moescope.types import LayerPlan
 
 if TYPE_CHECKING:
-    from moescope.compression.calibration import Calibrated, Collector, Sums
+    from moescope.compression.calibration import SumCollector, Sums
     from moescope.compression.rerouting import Gating
     from moescope.compression.states import LayerStates
+    from moescope.execution.collect import Collected
     from moescope.execution.models import TracedModel
 
 
@@ -48,7 +49,7 @@ class Evidence:
     states: Mapping[int, LayerStates] = field(default_factory=dict)
     gating: Mapping[int, Gating] = field(default_factory=dict)  # how each layer's router was seen to choose
     traced: Callable[[], TracedModel] | None = None  # gives the running model; None without a text
-    reread: Callable[[Sequence[Collector]], Calibrated] | None = None  # reads the calibrating text once more
+    reread: Callable[[Sequence[SumCollector]], Collected] | None = None  # reads the calibration text again
     like: Mapping[int, LayerPlan] = field(
         default_factory=dict
     )  # the plan whose group sizes a control is to have
@@ -84,7 +85,7 @@ class Method:
     needs_text: bool = True
     merges: bool = False
     control: str = "random"
-    collectors: Callable[[PlanSettings], list[Collector]] = lambda settings: []  # besides `RoutedSums`
+    collectors: Callable[[PlanSettings], list[SumCollector]] = lambda settings: []  # besides `RoutedSums`
     ranked_by: str = "reap"  # the score whose rank intervals the saliency table gives
     distances: tuple[str, ...] = ()  # by which experts may be compared; the first is the default
     adapts: bool = False  # whether layers may be given different numbers of experts

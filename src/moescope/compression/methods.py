@@ -13,7 +13,7 @@ from moescope.compression.merging import MERGING
 from moescope.compression.method import Decided, Evidence, Method, PlanSettings, rescaling_words
 from moescope.compression.pruning import gate_scales, keep_best, random_scores, saliency_scores
 from moescope.errors import BadInput, unknown_name
-from moescope.routing.arrays import Array
+from moescope.types import Array
 
 __all__ = ["METHODS", "Decided", "Evidence", "Method", "PlanSettings", "check_settings", "method_named"]
 FOLD, TIE = "fold", "tie"

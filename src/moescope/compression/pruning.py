@@ -11,8 +11,7 @@ from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import check_counts
 from moescope.families.writing import NewLayer, check_layer
-from moescope.routing.arrays import Array
-from moescope.types import LayerPlan
+from moescope.types import Array, LayerPlan
 
 if TYPE_CHECKING:
     from moescope.compression.calibration import Sums

@@ -212,35 +212,21 @@ def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
     )
 
 
-# What becomes of routers of the lab that hold more of an expert than a row: (the plan's word, the router) ->
-# a sentence.
-MORE_OF_THE_LAB: dict[tuple[str, str | None], str] = {
-    ("slice", "hash"): " Tokens of theirs are dealt to the others in turn, by token id.",
-    (
-        "slice",
-        "expert_choice",
-    ): " Thresholds of the others stay, and their probabilities grow: they take more tokens.",
-    (
-        "fold",
-        "expert_choice",
-    ): " Each takes as many tokens as took any of its members: thresholds are set so.",
-    ("fold", "some"): " They are keys, fitted on the queries they meet.",
-}
-
-
 def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
     rows = tables["clusters"]
     columns = ["layer", "expert", "kept", "cluster", "dominant", "weight"]
     router = {
         "slice": "What the router holds of the experts that go is taken out of it.",
         "fold": "Router rows are fitted anew, one for each merged expert.",
-        "join": join_words(facts.get("lab_router")),
+        "join": "A merged expert takes over its dominant member's part of the router, unchanged.",
         "tie": (
             "Every old router row is kept and points at the merged expert: a plan to measure, which "
             "no file format holds."
         ),
     }[facts["router"]]
-    router += MORE_OF_THE_LAB.get((facts["router"], facts.get("lab_router")), "")
+    special = facts.get("router_effects", {}).get(facts["router"])  # of a lab checkpoint's router
+    if special is not None:
+        router = special if facts["router"] == "join" else f"{router} {special}"
     router += fold_words(facts.get("plan_settings", {}))
     before, after = facts.get("top_k_before"), facts.get("top_k")
     chosen = (
@@ -270,15 +256,6 @@ def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
             ),
         ],
     )
-
-
-def join_words(router: str | None) -> str:
-    if router == "hash":
-        return (
-            "A merged expert gets the tokens of all its members: the table is the old one with their "
-            "numbers replaced."
-        )
-    return "A merged expert takes over its dominant member's part of the router, unchanged."
 
 
 def fold_words(settings: dict[str, Any]) -> str:

@@ -39,11 +39,13 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
     ]
     frames |= {name: writer.joined(name) for name in merged}
+    router = lab_router(work.moe)
     facts: dict[str, Any] = {
         "gating": {},
         "plan_settings": plan.settings,
         "router": plan.router,
-        "lab_router": lab_router(work.moe),
+        "lab_router": None if router is None else router.name,
+        "router_effects": {} if router is None else router.compression_effects,
         "matching": plan.matching,
     }
     facts |= {
@@ -57,7 +59,7 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
             writer.path / CALIBRATION_FILE, calibration.sums, own
         )  # this text's alone, or adding would count one twice
         facts |= {
-            "gating": ways_of_choosing(calibration, lab_router(work.moe)),
+            "gating": ways_of_choosing(calibration, None if router is None else router.name),
             **calibration.facts(),
         }
     if sums := all_sums(calibration, work.earlier):

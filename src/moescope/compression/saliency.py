@@ -16,9 +16,8 @@ from torch import Tensor
 
 from moescope.compression.calibration import Sums, outputs_of_chosen
 from moescope.execution.adapters import Block
-from moescope.routing.arrays import Array
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
-from moescope.types import Routing
+from moescope.types import Array, Routing
 
 if TYPE_CHECKING:
     import pandas as pd

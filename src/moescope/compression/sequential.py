@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moescope.compression.applying import merged_expert
-from moescope.compression.calibration import Collector, Sums
+from moescope.compression.calibration import SumCollector, Sums
 from moescope.compression.plan import LayerFit
 from moescope.compression.rerouting import Gating, find_gating
 from moescope.compression.running import RunningExperts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class OneLayer:
     """A collector that is shown one layer only."""
 
-    def __init__(self, layer: int, collector: Collector):
+    def __init__(self, layer: int, collector: SumCollector):
         self.layer, self.collector = layer, collector
 
     def consume(self, routing: Routing, block: Block) -> None:
@@ -45,7 +45,7 @@ class OneLayer:
 def merge_in_sequence(
     given: Evidence,
     merge: Callable[[LayerEvidence], MergedLayer],
-    collectors: Callable[[PlanSettings], list[Collector]],
+    collectors: Callable[[PlanSettings], list[SumCollector]],
 ) -> list[MergedLayer]:
     """Every layer's merging, each planned on states recomputed through the merged layers before it (as in
     REAM).
@@ -71,7 +71,7 @@ def merge_in_sequence(
     return found
 
 
-def seen_anew(given: Evidence, own: LayerEvidence, collectors: list[Collector]) -> LayerEvidence:
+def seen_anew(given: Evidence, own: LayerEvidence, collectors: list[SumCollector]) -> LayerEvidence:
     """The layer's evidence by one more pass over the text, through whatever the model has become."""
     assert given.reread is not None
     sample = StateSample(given.settings.seed, layers=len(given.keep))

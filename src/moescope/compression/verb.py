@@ -15,10 +15,10 @@ from moescope.arguments import choose_device, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.loading import check_lab_router
 from moescope.errors import BadInput
-from moescope.execution.texts import sources
+from moescope.execution.model_names import DTYPES, step_names
+from moescope.execution.texts import ReadSettings, sources
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
-from moescope.routing.trace import DTYPES, TraceSettings, step_names
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.storage import check_target
 from moescope.weights.verb import finished_run
@@ -102,13 +102,7 @@ def compress(
     """
     from moescope.compression.methods import PlanSettings
 
-    reading_settings = TraceSettings(
-        max_tokens,
-        dtype=one_of("dtype", dtype, DTYPES),
-        batch_size=batch_size,
-        chat_template=chat_template,
-        seed=seed,
-    )
+    reading_settings = ReadSettings(max_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template)
     for name, value, least in (
         ("max_tokens", max_tokens, 1),
         ("batch_size", batch_size, 1),
@@ -152,11 +146,7 @@ def compress(
     identity = {
         "arguments": {
             **asdict(settings),
-            **{
-                name: value
-                for name, value in asdict(reading_settings).items()
-                if name in ("max_tokens", "dtype", "batch_size", "chat_template")
-            },
+            **asdict(reading_settings),
             "method": work.method.name,
             "keep": None if keep is None else str(keep),
             "plan": plan_identity(plan),
@@ -261,7 +251,7 @@ def plan_identity(plan: str | Path | None) -> list[Any] | None:
 
 
 def text_reader(
-    model: str | Path, reading: Any, settings: TraceSettings, device: str, hold_out: bool
+    model: str | Path, reading: Any, settings: ReadSettings, device: str, hold_out: bool
 ) -> TextReader:
     from moescope.compression.calibration_text import TextReader
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from moescope.compression.grouping import Grouping, average_linkage, most_central
 from moescope.errors import unknown_name
-from moescope.geometry.matching import Matching, can_flip, match_neurons
-from moescope.geometry.nulls import matched_chance
-from moescope.geometry.polar import PolarFactor, polar_factor, sv_alignment
+from moescope.geometry.distances import PolarFactor, polar_factor, sv_alignment
+from moescope.geometry.matching import Matching, can_flip, match_neurons, matched_chance
 from moescope.types import ExpertWeights
 
 Array = npt.NDArray[np.float64]
@@ -53,7 +52,7 @@ def weights_clusters(
     member.
 
     Read the heights beside what random experts of the same shape reach: matching finds some likeness in any
-    two (`geometry/nulls.py`).
+    two (`matched_chance`).
     """
     distances = matched_distances(experts, measure, most_pairs, device)
     grouping = average_linkage(distances.distance_EE, keep, most_central(distances.distance_EE), n_groups)

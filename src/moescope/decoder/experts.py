@@ -1,10 +1,8 @@
-"""All experts of a layer as stacked tensors, run at once: slots sorted by expert, then one grouped matrix
-product a projection.
+"""All experts of a layer as stacked tensors: slots sorted by expert, one grouped product per projection.
 
-No step of it waits for the device: how many rows an expert has stays there. Rows of empty slots come last and
-belong to no group;
-a grouped product leaves them unwritten, so nothing may look at them: empty slots point at the first row, with
-a weight of 0.
+No host sync: the number of rows per expert stays on the device. Rows of empty slots come last and belong to
+no group; a grouped product leaves them unwritten, so nothing may read them. Empty slots point at the first
+row with weight 0.
 """
 
 from __future__ import annotations
@@ -18,24 +16,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moescope.decoder.config import ModelConfig
-from moescope.decoder.elementwise import EAGER, Elementwise, mix
+from moescope.decoder.layers import EAGER, Elementwise, mix
 
-SPARSITY, SPARSE_STD = 0.9, 0.01  # torch.nn.init.sparse_ with its own default spread
-PROBES, PROBE_SEED = 256, 0x5CA1E  # Gaussian inputs by which an expert's output scale is measured
+SPARSITY, SPARSE_STD = 0.9, 0.01  # of torch.nn.init.sparse_
+PROBES, PROBE_SEED = 256, 0x5CA1E  # Gaussian inputs that measure an expert's output scale
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """The slots of T tokens by expert: row s of S is slot `order_S[s]` of the T K slots.
-
-    Expert e's rows end at `ends_E[e]`.
-    """
+    """T tokens' slots by expert: row s is slot `order_S[s]` of T K; expert e's rows end at `ends_E[e]`."""
 
     token_S: Tensor
     expert_S: Tensor  # n_experts where the slot is empty
     order_S: Tensor
     ends_E: Tensor  # int32
-    row_TK: Tensor  # which row a slot lies in; 0 where empty, which is a row that was computed
+    row_TK: Tensor  # row of each slot; 0, a computed row, where empty
     filled_TK: Tensor
 
 
@@ -43,13 +38,12 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
     slots = chosen_TK.numel()
     rows = slots if at_most is None else min(at_most, slots)
     filled_TK = chosen_TK >= 0
-    # Half the digits to sort by.
+    # int32: half the digits to sort by
     expert_of_slot = torch.where(filled_TK, chosen_TK, n_experts).flatten().to(torch.int32)
     expert_S, order_S = torch.sort(expert_of_slot, stable=True)
     numbers_E = torch.arange(n_experts, dtype=torch.int32, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
-    # The first row is computed even where no slot is filled, so that empty slots have a finite row to point
-    # at.
+    # Compute the first row even if no slot is filled: empty slots point at it, so it must be finite.
     ends_E[-1:].clamp_(min=1)
     row_TK = torch.empty_like(order_S)
     row_TK[order_S] = torch.arange(slots, device=order_S.device)
@@ -65,10 +59,7 @@ def sort_by_expert(chosen_TK: Tensor, n_experts: int, at_most: int | None) -> So
 
 
 class Spread(torch.autograd.Function):
-    """x_TD -> x_SD, a row for every slot.
-
-    Backward gathers instead of scattering: the same sum in the same order every time.
-    """
+    """x_TD -> x_SD, one row per slot. Backward gathers instead of scattering, for deterministic sums."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, at: Sorted) -> Tensor:
@@ -101,19 +92,17 @@ class Mix(torch.autograd.Function):
 
 
 def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Row s times the transposed weight of its expert; rows past the last expert's are left unwritten."""
-    if (
-        len(weight_EOI) == 1
-    ):  # nothing to group: rows of no expert are computed too, and masked like the others
+    """Return row s times its expert's transposed weight; rows past the last expert's stay unwritten."""
+    if len(weight_EOI) == 1:  # nothing to group
         return x_SI @ weight_EOI[0].T
     if grouped_mm_runs(x_SI, weight_EOI):
         product = getattr(functional, "grouped_mm", None) or torch._grouped_mm
         return product(x_SI, weight_EOI.transpose(-2, -1), offs=ends_E)
-    return product_in_a_loop(x_SI, weight_EOI, ends_E)
+    return looped_product(x_SI, weight_EOI, ends_E)
 
 
-def product_in_a_loop(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The same, one expert after another: the oracle, and the way out where no grouped product runs."""
+def looped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """The same, one expert at a time: the oracle, and the fallback where no grouped product runs."""
     ends = [0, *ends_E.tolist()]
     parts = [
         x_SI[start:end] @ weight_OI.T
@@ -124,10 +113,9 @@ def product_in_a_loop(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tenso
 
 
 def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
-    """Whether torch's grouped product takes these: rows of whole 16 bytes, and on a GPU bfloat16 only.
+    """Return whether torch's grouped product supports these: rows of whole 16 bytes, on a GPU bfloat16 only.
 
-    Other types run there as a loop inside torch, no better than ours. Before it was public (torch 2.10) it
-    was for Hopper GPUs alone.
+    Other dtypes run as a loop inside torch. Before it was public (torch 2.10) it was limited to Hopper GPUs.
     """
     if any(width * x_SI.element_size() % 16 for width in weight_EOI.shape[1:]):
         return False
@@ -142,12 +130,12 @@ def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
 
 
 class Experts(nn.Module):
-    """What SwiGLU and GELU experts have in common: sort, project, act, project, mix."""
+    """Sort, project, activate, project, mix: what SwiGLU and GELU experts share."""
 
     def __init__(self, n_experts: int, elementwise: Elementwise = EAGER):
         super().__init__()
         self.n_experts, self.elementwise = n_experts, elementwise
-        self.product = grouped_product  # tests put the loop here
+        self.product = grouped_product  # tests replace it by the loop
 
     def project(self, x_SD: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         raise NotImplementedError
@@ -155,10 +143,7 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int | None = None
     ) -> Tensor:
-        """sum_k gate_k expert_k(x), in the dtype of the arithmetic.
-
-        Empty slots add nothing, and no gradient.
-        """
+        """Return sum_k gate_k expert_k(x). Empty slots add nothing, and no gradient."""
         if torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -170,10 +155,7 @@ class Experts(nn.Module):
             return Mix.apply(y_SD, gates_TK, at)  # type: ignore[no-untyped-call]
 
     def scattered(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int) -> Tensor:
-        """The same where most slots are empty, as when experts choose.
-
-        Rows are added to their tokens, never T K of them made.
-        """
+        """The same where most slots are empty, as when experts choose: allocates `at_most` rows, not T K."""
         at = sort_by_expert(chosen_TK, self.n_experts, at_most)
         real_S1 = (at.expert_S < self.n_experts)[:, None]
         x_SD = torch.where(real_S1, x_TD[at.token_S], 0)
@@ -203,7 +185,7 @@ class SwiGLUExperts(Experts):
 
 
 class GELUExperts(Experts):
-    """down gelu(up x + b) + c, biases zero at the start; trained, or random and frozen as SoME has them."""
+    """down gelu(up x + b) + c, biases initially zero; trained, or random and frozen as in SoME."""
 
     def __init__(self, config: ModelConfig, n_experts: int, d_ff: int, elementwise: Elementwise = EAGER):
         super().__init__(n_experts, elementwise)
@@ -219,8 +201,7 @@ class GELUExperts(Experts):
 
     def project(self, x_SD: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         dtype = x_SD.dtype
-        # Rows of no expert take a bias of their own, so that what they hold cannot reach an expert's
-        # gradient.
+        # Rows of no expert get a bias of their own, so that their content cannot reach an expert's gradient.
         up_bias, down_bias = (
             functional.pad(bias.to(dtype), (0, 0, 0, 1)) for bias in (self.up_bias, self.down_bias)
         )
@@ -229,11 +210,10 @@ class GELUExperts(Experts):
 
 
 def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool) -> None:
-    """Fills both in place, expert by expert.
+    """Fill both in place, expert by expert.
 
-    default: uniform in +-1/sqrt(fan in), torch's own for a linear map; orthogonal: columns or rows
-    orthonormal; sparse: a tenth of
-    each column N(0, 0.01^2), the rest 0; zero: nothing comes out, the control that shows what experts add.
+    default: uniform in +-1/sqrt(fan in), as nn.Linear; orthogonal: columns or rows orthonormal; sparse: a
+    tenth of each column N(0, 0.01^2), the rest 0; zero: zero output, the control for what experts add.
     """
     for up_FD, down_DF in zip(up_EFD, down_EDF, strict=True):
         for weight in (up_FD, down_DF):
@@ -250,12 +230,8 @@ def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool)
 
 
 def output_scale(up_FD: Tensor, down_DF: Tensor) -> float:
-    """Root mean square of an expert's outputs for unit Gaussian inputs.
-
-    On probes that are always the same.
-    """
-    # A seed that no training has: with the same one, probes would be the very numbers that the weights were
-    # made of.
+    """Return the root mean square of an expert's outputs for fixed unit Gaussian inputs."""
+    # A seed that no training uses: otherwise probes would equal the numbers the weights were drawn from.
     generator = torch.Generator(device="cpu").manual_seed(PROBE_SEED)
     x_TD = torch.randn(PROBES, up_FD.shape[1], generator=generator, device="cpu").to(up_FD.device)
     y_TD = functional.gelu(x_TD @ up_FD.T) @ down_DF.T
@@ -263,9 +239,9 @@ def output_scale(up_FD: Tensor, down_DF: Tensor) -> float:
 
 
 def default_output_scale() -> float:
-    """What `default` gives in expectation: sqrt(E[gelu(z)^2] / 3), z ~ N(0, 1/3), for every width.
+    """Return the expected scale of `default`: sqrt(E[gelu(z)^2] / 3), z ~ N(0, 1/3), for every width.
 
-    Weights uniform in +-1/sqrt(n) have variance 1/(3 n), so each map takes a mean square m to m / 3.
+    Weights uniform in +-1/sqrt(n) have variance 1/(3 n), so each map turns a mean square m into m / 3.
     """
     z = torch.linspace(-8, 8, 4001, dtype=torch.float64) / math.sqrt(3)
     density = torch.exp(-1.5 * z.square()) * math.sqrt(1.5 / math.pi)

@@ -1,8 +1,7 @@
-"""A small decoder-only language model whose feed-forward blocks are mixtures of experts under any router.
+"""A small decoder-only language model whose feed-forward blocks are mixtures of experts with any router.
 
-Names of modules are chosen so that Mixtral's and Qwen3-MoE's checkpoints are a rename away. Padding stands on
-the right: a causal
-model never looks at it, so attention needs no mask, and routers are told which tokens are real.
+Module names are a rename away from Mixtral's and Qwen3-MoE's checkpoints. Padding is on the right: a causal
+model never attends to it, so attention needs no mask; routers get the token mask.
 """
 
 from __future__ import annotations
@@ -16,28 +15,36 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moescope.decoder.attention import Attention, Cache, RMSNorm, rotary_tables, sinusoids
-from moescope.decoder.config import ModelConfig, check_model
-from moescope.decoder.elementwise import EAGER, Elementwise, compiled
+from moescope.decoder.config import BLOCKS, DTYPES, EXPERT_INITS, ModelConfig, check_numbers
 from moescope.decoder.experts import GELUExperts, SwiGLUExperts
+from moescope.decoder.layers import (
+    EAGER,
+    Attention,
+    Cache,
+    Elementwise,
+    RMSNorm,
+    compiled,
+    rotary_tables,
+    sinusoids,
+)
 from moescope.decoder.routers import Routed, Router, RouterInput, router_class, to_routing
-from moescope.errors import BadInput
+from moescope.errors import BadInput, unknown_name
 from moescope.types import Routing
 
 Consume = Callable[[Routing], None]
 BeforePart = Callable[[str], None]  # called with a part's name before its first weights are drawn
 
 
-def as_it_comes(part: str) -> None:
-    """Weights are drawn one part after the other, wherever the generator stands."""
+def unseeded(part: str) -> None:
+    """Draw each part's weights from the current state of the generator."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a pass gives: logits where no targets were given, losses where they were."""
+    """Result of a pass: logits without targets, losses with them."""
 
     logits_BLV: Tensor | None = None
-    loss: Tensor | None = None  # what is trained: lm_loss + aux_loss
+    loss: Tensor | None = None  # lm_loss + aux_loss
     lm_loss: Tensor | None = None  # mean over targets that are not -100, in nats
     aux_loss: Tensor | None = None  # of all layers' routers, weighted
     token_losses_BL: Tensor | None = None  # detached; 0 where there is no target
@@ -45,7 +52,7 @@ class Output:
 
 
 class MoE(nn.Module):
-    """Router and experts. Returns what the experts add, and the decision itself, so that a hook sees both."""
+    """Router and experts. Returns the experts' output and the decision, so that a hook sees both."""
 
     def __init__(
         self,
@@ -53,7 +60,7 @@ class MoE(nn.Module):
         layer: int,
         shared: nn.Module | None,
         elementwise: Elementwise = EAGER,
-        before: BeforePart = as_it_comes,
+        before: BeforePart = unseeded,
     ):
         super().__init__()
         kind = router_class(config.router)
@@ -61,7 +68,7 @@ class MoE(nn.Module):
         before(f"layers.{layer}.router")
         self.router = kind(config, layer, shared)
         before(f"layers.{layer}.experts")
-        experts = SwiGLUExperts if config.block == "modern" else GELUExperts
+        experts = SwiGLUExperts if config.modern else GELUExperts
         self.experts = experts(config, self.n_experts, d_ff, elementwise)
 
     def forward(
@@ -81,20 +88,18 @@ class Block(nn.Module):
         layer: int,
         shared: nn.Module | None,
         elementwise: Elementwise = EAGER,
-        before: BeforePart = as_it_comes,
+        before: BeforePart = unseeded,
     ):
         super().__init__()
-        self.pre_norm = config.block == "modern"
+        self.pre_norm = config.modern
         before(f"layers.{layer}.attention")
         self.self_attn = Attention(config, elementwise)
-        if self.pre_norm:
-            self.input_layernorm: nn.Module = RMSNorm(config.d_model, config.norm_epsilon, elementwise)
-            self.post_attention_layernorm: nn.Module = RMSNorm(
-                config.d_model, config.norm_epsilon, elementwise
-            )
-        else:
-            self.input_layernorm = nn.LayerNorm(config.d_model, config.norm_epsilon)
-            self.post_attention_layernorm = nn.LayerNorm(config.d_model, config.norm_epsilon)
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(config.d_model, config.norm_epsilon, elementwise)
+            if self.pre_norm
+            else nn.LayerNorm(config.d_model, config.norm_epsilon)
+            for _ in range(2)
+        )
         self.mlp = MoE(config, layer, shared, elementwise, before)
 
     def forward(
@@ -108,38 +113,36 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Routed]:
         if self.pre_norm:
             x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotary, cache)
-            given_BLD = self.post_attention_layernorm(x_BLD)
+            input_BLD = self.post_attention_layernorm(x_BLD)
         else:
             x_BLD = self.input_layernorm(x_BLD + self.self_attn(x_BLD, rotary, cache))
-            given_BLD = x_BLD
-        added_TD, routed = self.mlp(given_BLD.flatten(0, 1), ids_T, mask_T, carried_TR)
+            input_BLD = x_BLD
+        added_TD, routed = self.mlp(input_BLD.flatten(0, 1), ids_T, mask_T, carried_TR)
         x_BLD = x_BLD + added_TD.view_as(x_BLD)
         return (x_BLD if self.pre_norm else self.post_attention_layernorm(x_BLD)), routed
 
 
 class LabModel(nn.Module):
-    """The model of a config, with weights drawn from torch's global generator, which `before` may seed for
-    each part.
+    """The model of a config. Weights come from torch's global generator, which `before` may seed per part.
 
-    `modern` ends in an RMSNorm and a head without bias, tied to the embedding if the config says so. `some`
-    multiplies embeddings
-    by sqrt D, adds sinusoids, and ends in an untied head with bias and no norm.
+    `modern` ends in an RMSNorm and a head without bias, optionally tied to the embedding. `some` multiplies
+    embeddings by sqrt D, adds sinusoids, and ends in an untied head with bias and no norm.
     """
 
     rotary_cos: Tensor
     rotary_sin: Tensor
     sinusoids: Tensor
 
-    def __init__(self, config: ModelConfig, compile: bool = False, before: BeforePart = as_it_comes):
+    def __init__(self, config: ModelConfig, compile: bool = False, before: BeforePart = unseeded):
         super().__init__()
         check_model(config)
         self.config = config
         self.elementwise = compiled() if compile else EAGER
         D, V = config.d_model, config.vocabulary
-        modern = config.block == "modern"
+        modern = config.modern
         before("embed_tokens")
         self.embed_tokens = nn.Embedding(V, D)
-        # With sqrt D in front, as large as the sinusoids beside them.
+        # With the factor sqrt D, as large as the sinusoids.
         nn.init.normal_(self.embed_tokens.weight, std=0.02 if modern else 1 / math.sqrt(D))
         before("shared_router")
         self.shared_router = router_class(config.router).shared_parts(config)
@@ -154,11 +157,12 @@ class LabModel(nn.Module):
             nn.init.normal_(self.lm_head.weight, std=0.02)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        tables = rotary_tables(config) if modern else (sinusoids(config),)
-        for name, table in zip(
-            ("rotary_cos", "rotary_sin") if modern else ("sinusoids",), tables, strict=True
-        ):
-            self.register_buffer(name, table, persistent=False)
+        if modern:
+            cos, sin = rotary_tables(config)
+            self.register_buffer("rotary_cos", cos, persistent=False)
+            self.register_buffer("rotary_sin", sin, persistent=False)
+        else:
+            self.register_buffer("sinusoids", sinusoids(config), persistent=False)
 
     def forward(
         self,
@@ -168,27 +172,26 @@ class LabModel(nn.Module):
         consume: Consume | None = None,
         cache: Cache | None = None,
     ) -> Output:
-        """Targets stand where their predictions are made (ids moved by one), -100 where there is none.
+        """Return losses against `targets_BL` (ids shifted by one, -100 where there is none), else logits.
 
-        `consume` gets every layer's Routing, without its tokens, as the pass goes on. With a `cache` the ids
-        go on where the
-        last pass over it stopped.
+        `consume` is called with every layer's Routing, without its tokens, during the pass. With a `cache`
+        the ids continue where the last pass over it stopped.
         """
         start, length = 0 if cache is None else cache.length, ids_BL.shape[1]
         if start + length > self.config.max_positions:
             raise BadInput(
-                f"{start + length} tokens are more than the model's {self.config.max_positions} "
-                "positions; cut the text, or train with a larger max_positions"
+                f"{start + length} tokens exceed the model's {self.config.max_positions} positions; "
+                "shorten the text, or train with a larger max_positions"
             )
         mask_T = torch.ones_like(ids_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
         ids_T, mask_T = ids_BL.flatten(), mask_T.flatten()
-        x_BLD, rotary = self.embedded(ids_BL, start)
+        x_BLD, rotary = self.embed(ids_BL, start)
         carried_TR: Tensor | None = None
-        decided: list[Routed] = []
+        decisions: list[Routed] = []
         for layer, block in enumerate(self.blocks):
             x_BLD, routed = block(x_BLD, ids_T, mask_T, rotary, cache, carried_TR)
             carried_TR = routed.carried_TR
-            decided.append(routed)
+            decisions.append(routed)
             if consume is not None:
                 consume(to_routing(routed, layer, f"layers.{layer}.mlp", block.mlp.n_experts))
         x_BLD = self.norm(x_BLD)
@@ -198,26 +201,20 @@ class LabModel(nn.Module):
         losses_T = self.elementwise.token_losses(logits_BLV.flatten(0, 1), targets_BL.flatten())
         lm_loss = losses_T.sum() / (targets_BL != -100).sum().clamp(min=1)
         losses: dict[str, Tensor] = {}
-        for routed in decided:
+        for routed in decisions:
             for name, loss in routed.losses.items():
                 losses[name] = losses[name] + loss if name in losses else loss
         aux_loss = sum(losses.values(), torch.zeros((), device=lm_loss.device))
-        return Output(
-            None,
-            lm_loss + aux_loss,
-            lm_loss,
-            aux_loss,
-            losses_T.detach().view_as(ids_BL),
-            losses,
-        )
+        token_losses_BL = losses_T.detach().view_as(ids_BL)
+        return Output(None, lm_loss + aux_loss, lm_loss, aux_loss, token_losses_BL, losses)
 
-    def embedded(self, ids_BL: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Embeddings, and the rotary angles of these positions; `some` has its positions added already."""
+    def embed(self, ids_BL: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return embeddings and the rotary tables of these positions; `some` adds its positions instead."""
         end = start + ids_BL.shape[1]
         x_BLD = self.embed_tokens(ids_BL)
-        if self.config.block == "some":
+        if not self.config.modern:
             return x_BLD * math.sqrt(self.config.d_model) + self.sinusoids[start:end].to(x_BLD.dtype), None
-        # In the dtype that queries and keys will have.
+        # in the dtype of queries and keys
         autocast = torch.is_autocast_enabled(x_BLD.device.type)
         dtype = torch.get_autocast_dtype(x_BLD.device.type) if autocast else x_BLD.dtype
         return x_BLD, (self.rotary_cos[start:end].to(dtype), self.rotary_sin[start:end].to(dtype))
@@ -231,17 +228,14 @@ class LabModel(nn.Module):
         return [block.mlp.router for block in self.blocks]
 
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
-        """Number, name, router and number of experts of every layer whose Routing `consume` gets."""
+        """Return number, name, router and number of experts of every layer whose Routing `consume` gets."""
         return [
             (at, f"layers.{at}.mlp", block.mlp.router, block.mlp.n_experts)
             for at, block in enumerate(self.blocks)
         ]
 
     def after_step(self) -> None:
-        """Lets every router change what it changes without gradients.
-
-        To be called after each optimiser step.
-        """
+        """Let every router update its gradient-free state; call it after each optimiser step."""
         with torch.no_grad():
             for router in self.routers:
                 router.after_step()
@@ -250,22 +244,18 @@ class LabModel(nn.Module):
         return Cache()
 
     def cast(self, dtype: torch.dtype) -> LabModel:
-        """Weights in this dtype, in place, all but the routers', which compute in float32 always."""
-        kept = {
-            id(part) for router in [*self.routers, self.shared_router] if router for part in router.modules()
-        }
+        """Convert all weights but the routers', which always compute in float32, in place."""
+        routers = [router for router in (*self.routers, self.shared_router) if router]
+        excluded = {id(part) for router in routers for part in router.modules()}
         for module in self.modules():
-            if id(module) not in kept:
+            if id(module) not in excluded:
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.to(dtype)
         return self
 
 
 def seeded_by_part(seed: int) -> BeforePart:
-    """Every part's first weights from a seed of its own.
-
-    Models of one seed share all parts of equal shape, whatever their routers draw.
-    """
+    """Seed every part separately, so that models of one seed share all parts that have the same shape."""
 
     def before(part: str) -> None:
         digest = hashlib.blake2b(f"{seed} {part}".encode(), digest_size=8).digest()
@@ -276,13 +266,41 @@ def seeded_by_part(seed: int) -> BeforePart:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    total: int  # frozen ones included, buffers (keys, biases for choosing) not
+    total: int  # with frozen ones, without buffers (keys, selection biases)
     trainable: int
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Counted on the meta device: no memory, whatever the size."""
+    """Count parameters on the meta device, without allocating memory."""
     with torch.device("meta"):
         parameters = list(LabModel(config).parameters())
     trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return ParameterCounts(sum(parameter.numel() for parameter in parameters), trainable)
+
+
+def check_model(model: ModelConfig, where: str = "config") -> None:
+    """Reject a model that cannot be built."""
+    check_numbers("model", model, where)
+    for name, known in (("block", BLOCKS), ("expert_init", EXPERT_INITS), ("frozen_dtype", DTYPES)):
+        if getattr(model, name) not in known:
+            raise unknown_name(name, getattr(model, name), list(known))
+    head = model.d_model // model.heads
+    if model.d_model % model.heads:
+        raise BadInput(f"{where}: [model] d_model {model.d_model} must be a multiple of heads, {model.heads}")
+    if model.modern and head % 2:
+        raise BadInput(f"{where}: [model] d_model / heads must be even for rotary positions, not {head}")
+    if not model.modern and model.d_model % 2:
+        raise BadInput(f"{where}: [model] d_model must be even for sinusoidal positions, not {model.d_model}")
+    if model.modern and (model.expert_init != "default" or model.match_expert_scale):
+        raise BadInput(f"{where}: [model] expert_init and match_expert_scale are for block = 'some' only")
+    if not model.modern and (model.qk_norm or model.tie_embeddings):
+        raise BadInput(f"{where}: [model] qk_norm and tie_embeddings are for block = 'modern' only")
+    if model.top_k > model.experts:
+        raise BadInput(f"{where}: [model] top_k {model.top_k} exceeds the number of experts, {model.experts}")
+    router = router_class(model.router)
+    if router.fixed_top_k not in (None, model.top_k):
+        raise BadInput(
+            f"{where}: [model] {model.router} routes a token to {router.fixed_top_k} experts; "
+            f"remove top_k, or use router = 'topk' for top_k = {model.top_k}"
+        )
+    router.checked_options(model)

@@ -1,7 +1,6 @@
-"""Several processes that train one model, as torchrun starts them: who this one is, and what all of them hold
-together.
+"""The processes that train one model under torchrun: this one's rank, and collective operations.
 
-Every rank must call what talks to the others equally often and in the same order. Alone, nothing is copied
+Every rank must call the collectives equally often and in the same order. With one process, nothing is copied
 and nothing waits.
 """
 
@@ -22,10 +21,10 @@ from moescope.errors import BadInput
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together; alone it is the first of one.
+    """This process among those that train together.
 
-    A batch's rows lie on the ranks one after the other, as many on each, so that `gathered` rows stand where
-    one process would have them.
+    Consecutive equal shares of a batch's rows lie on the ranks, so `gather_rows` returns them in the order of
+    a single process.
     """
 
     rank: int = 0
@@ -37,7 +36,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, amount: Tensor) -> Tensor:
-        """The sum over all ranks; without gradients."""
+        """Return the sum over all ranks, without gradients."""
         if self.world == 1:
             return amount
         total = amount.detach().clone()
@@ -45,69 +44,67 @@ class Ranks:
         return total
 
     def sum_with_gradients(self, amount: Tensor) -> Tensor:
-        """The sum over all ranks.
-
-        What every rank's loss has for a gradient into it comes back to every rank.
-        """
+        """Return the sum over all ranks; every rank's gradient into it flows back to every rank."""
         return amount if self.world == 1 else SumOverRanks.apply(amount)  # type: ignore[no-untyped-call]
 
-    def gathered(self, rows_T: Tensor) -> Tensor:
-        """The rows of all ranks; without gradients."""
+    def gather_rows(self, rows_T: Tensor) -> Tensor:
+        """Return the rows of all ranks, without gradients."""
         if self.world == 1:
             return rows_T
-        own_T = rows_T.detach().contiguous()
-        whole_T = own_T.new_empty(self.world * len(own_T), *own_T.shape[1:])
-        taken = [part.view(torch.uint8) if part.dtype == torch.bool else part for part in (whole_T, own_T)]
-        dist.all_gather(list(taken[0].chunk(self.world)), taken[1])  # gloo knows no bool
-        return whole_T
+        local_T = rows_T.detach().contiguous()
+        all_T = local_T.new_empty(self.world * len(local_T), *local_T.shape[1:])
+        output, local = (
+            part.view(torch.uint8) if part.dtype == torch.bool else part for part in (all_T, local_T)
+        )
+        dist.all_gather(list(output.chunk(self.world)), local)  # gloo does not support bool
+        return all_T
 
-    def own(self, whole_T: Tensor) -> Tensor:
-        """This rank's part of what was made of gathered rows, row by row."""
-        return whole_T if self.world == 1 else whole_T.view(self.world, -1, *whole_T.shape[1:])[self.rank]
+    def local_rows(self, rows_T: Tensor) -> Tensor:
+        """Return this rank's part of gathered rows."""
+        return rows_T if self.world == 1 else rows_T.view(self.world, -1, *rows_T.shape[1:])[self.rank]
 
-    def picked(self, rows_T: Tensor, numbers_N: Tensor) -> Tensor:
-        """The rows of those numbers among all ranks' rows; without gradients.
-
-        Whoever has a row sends it, so that all get the same.
-        """
+    def select_rows(self, rows_T: Tensor, index_N: Tensor) -> Tensor:
+        """Return the rows of these indices among all ranks' rows, on every rank, without gradients."""
         if self.world == 1:
-            return rows_T[numbers_N].detach()
-        place_N = numbers_N - self.rank * len(rows_T)
+            return rows_T[index_N].detach()
+        place_N = index_N - self.rank * len(rows_T)
         here_N = (place_N >= 0) & (place_N < len(rows_T))
-        found_N = rows_T[place_N.clamp(0, len(rows_T) - 1)]
-        return self.sum(torch.where(here_N.view(-1, *[1] * (rows_T.dim() - 1)), found_N, 0))
+        local_N = rows_T[place_N.clamp(0, len(rows_T) - 1)]
+        return self.sum(torch.where(here_N.view(-1, *[1] * (rows_T.dim() - 1)), local_N, 0))
 
-    def tokens_a_rank(self, mask_T: Tensor) -> Tensor:
-        """The real tokens of all ranks over the number of ranks; never 0.
+    def tokens_per_rank(self, mask_T: Tensor) -> Tensor:
+        """Return the real tokens of all ranks over the number of ranks; never 0.
 
-        A rank's sum over its own tokens divided by this is its part of the mean over all tokens: ranks'
-        losses count by their
-        mean, since DDP averages gradients, and the mean of these parts is that mean, however the padding
-        lies.
+        A rank's sum over its tokens divided by this is its part of the mean over all tokens: DDP averages
+        gradients, and the mean of these parts is that mean, however padding is distributed.
         """
         tokens = self.sum(mask_T.sum()).clamp(min=1)
         return tokens if self.world == 1 else tokens / self.world
 
-    def of_first(self, amount: Tensor) -> Tensor:
-        """The first rank's tensor, on all."""
+    def broadcast(self, amount: Tensor) -> Tensor:
+        """Return rank 0's tensor on every rank."""
         if self.world > 1:
             dist.broadcast(amount, 0)
         return amount
 
-    def told(self, value: Any) -> Any:
-        """What the first rank says; every rank must ask."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value on every rank. Collective: every rank must call it."""
         if self.world == 1:
             return value
-        said = [value]
-        dist.broadcast_object_list(said, src=0)
-        return said[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def wait(self) -> None:
+        """Wait until every rank gets here."""
+        self.broadcast_object(None)
 
 
 ALONE = Ranks()
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, forwards and backwards: each rank's amount acts on every rank's loss."""
+    """The sum over ranks, forwards and backwards: each rank's amount enters every rank's loss."""
 
     @staticmethod
     def forward(ctx: Any, amount: Tensor) -> Tensor:
@@ -126,36 +123,35 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def check_gpus(local: int, there: int) -> None:
-    """Every process has a GPU of its own: NCCL takes no two on one."""
-    if local >= there:
+def check_gpus(local: int, gpus: int) -> None:
+    """Reject more processes than GPUs: NCCL needs one GPU per process."""
+    if local >= gpus:
         raise BadInput(
-            f"torchrun started more processes than this machine's {there} "
-            f"GPU{'s' * (there != 1)}; give --nproc-per-node {there}, or --device cpu"
+            f"torchrun started more processes than this machine's {gpus} GPU{'s' * (gpus != 1)}; "
+            f"pass --nproc-per-node {gpus}, or --device cpu"
         )
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
-    """The process group while it is open: NCCL on GPUs, gloo elsewhere."""
+def process_group(device: str) -> Iterator[Ranks]:
+    """Open the process group: NCCL on GPUs, gloo elsewhere."""
     if not started_by_torchrun():
         yield Ranks()
         return
     try:
-        ranks = Ranks(
-            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
-        )
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local)
     except (KeyError, ValueError):
         raise BadInput("WORLD_SIZE is set but RANK is not; start several processes with torchrun") from None
     on_gpu = device.startswith("cuda")
     if on_gpu:
         check_gpus(ranks.local, torch.cuda.device_count())
         torch.cuda.set_device(ranks.local)
-    ours = not dist.is_initialized()
-    if ours:
+    opened = not dist.is_initialized()
+    if opened:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
         yield ranks
     finally:
-        if ours:
+        if opened:
             dist.destroy_process_group()

@@ -1,9 +1,7 @@
-"""A lab model as an ordinary checkpoint, and back.
+"""Save and load a lab model as an ordinary checkpoint.
 
-Three layouts: Mixtral's where the router is a plain linear top-k with renormalised gates, Qwen3-MoE's where
-the model norms queries
-and keys (its gates may be renormalised or not), and the lab's own for everything else. The first two
-transformers loads itself.
+Three layouts: Mixtral's where the router is a plain linear top-k with renormalised gates; Qwen3-MoE's where
+the model norms queries and keys; the lab's own for everything else. transformers loads the first two.
 """
 
 from __future__ import annotations
@@ -21,41 +19,39 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moescope.checkpoint.writing import planned, write_checkpoint
-from moescope.decoder.attention import uses_qk_norm
-from moescope.decoder.config import ModelConfig, check_model, overlaid
-from moescope.decoder.model import LabModel
+from moescope.decoder.config import ModelConfig, override
+from moescope.decoder.layers import uses_qk_norm
+from moescope.decoder.model import LabModel, check_model
 from moescope.decoder.routers import router_class
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary
 from moescope.errors import BadInput
 
-# the model type of the lab's own layout, and the key under which every config.json holds the lab's config
-OWN = "moescope_lab"
-SIGMOID = (
-    f"{OWN}_sigmoid"  # the same with sigmoid scores: what a config says of scoring is said by its model type
-)
+LAB = "moescope_lab"  # model type of the lab's own layout; key of the ModelConfig in every config.json
+SIGMOID = f"{LAB}_sigmoid"  # the same with sigmoid scores: scoring is read from the model type
+FACTS = "moescope_router"  # key of the facts about the router
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 BLOCK_NAMES = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 def layout_of(config: ModelConfig) -> str:
-    """The model type under which a model of this config is saved."""
+    """Return the model type under which a model of this config is saved."""
     router = router_class(config.router)
-    if config.block == "modern" and router.plain_top_k:
+    if config.modern and router.plain_top_k:
         if uses_qk_norm(config):
             return "qwen3_moe"
         if router.renormalises(config):
             return "mixtral"
-    return SIGMOID if config.router == "loss_free" else OWN
+    return SIGMOID if router.sigmoid_scores else LAB
 
 
 def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """config.json: what transformers and moescope's families read, and the lab's own config.
+    """Return config.json: what transformers and families read, the ModelConfig, and facts about the router.
 
     `dtype` is that of the stored weights.
     """
-    layout = layout_of(config)
-    experts, d_ff = router_class(config.router).expert_shape(config)
+    layout, router = layout_of(config), router_class(config.router)
+    experts, d_ff = router.expert_shape(config)
     common: dict[str, Any] = {
         "model_type": layout,
         "architectures": [ARCHITECTURES.get(layout, "LabModel")],
@@ -66,14 +62,15 @@ def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "num_key_value_heads": config.heads,
         "head_dim": config.d_model // config.heads,
         "max_position_embeddings": config.max_positions,
-        "hidden_act": "silu" if config.block == "modern" else "gelu",
+        "hidden_act": "silu" if config.modern else "gelu",
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": config.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
         "tie_word_embeddings": config.tie_embeddings,
         "num_experts_per_tok": config.top_k,
         "dtype": dtype,
-        OWN: asdict(config),
+        LAB: asdict(config),
+        FACTS: router.facts(config),
     }
     if layout == "mixtral":
         return {**common, "num_local_experts": experts, "intermediate_size": d_ff, "sliding_window": None}
@@ -83,7 +80,7 @@ def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
             "num_experts": experts,
             "moe_intermediate_size": d_ff,
             "intermediate_size": d_ff,
-            "norm_topk_prob": router_class(config.router).renormalises(config),
+            "norm_topk_prob": router.renormalises(config),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "attention_bias": False,
@@ -93,10 +90,7 @@ def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def stored_tensors(model: LabModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under the name its layout gives it.
-
-    Experts are views of the model's stacks: nothing is copied.
-    """
+    """Yield every tensor under its name in the layout. Experts are views of stacks, not copies."""
     config = model.config
     layout = layout_of(config)
     for name, tensor in model.state_dict().items():
@@ -127,27 +121,25 @@ def stored_tensors(model: LabModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
-    """Write the checkpoint with its tokenizer, whole or not at all; one of the same name is replaced."""
+    """Write the checkpoint with its tokenizer atomically, replacing one of the same name."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     tensors = [planned(name, tensor) for name, tensor in stored_tensors(model)]
-    with tempfile.TemporaryDirectory() as beside:
-        vocabulary.save(Path(beside))
-        dtype = str(model.embed_tokens.weight.dtype).removeprefix(
-            "torch."
-        )  # frozen experts may be kept in another
-        write_checkpoint(folder, tensors, config_json(model.config, dtype), Path(beside))
+    with tempfile.TemporaryDirectory() as extra:
+        vocabulary.save(Path(extra))
+        dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")  # frozen experts may differ
+        write_checkpoint(folder, tensors, config_json(model.config, dtype), Path(extra))
 
 
 def is_lab_checkpoint(folder: str | Path) -> bool:
-    """Whether the lab wrote that folder, in whatever layout."""
-    return OWN in read_json(Path(folder))
+    """Return whether the lab wrote that folder, in any layout."""
+    return LAB in read_json(Path(folder))
 
 
 def is_own_layout(folder: str | Path) -> bool:
-    """Whether only the lab can run what lies there; its other layouts transformers runs too."""
-    return read_json(Path(folder)).get("model_type") in (OWN, SIGMOID)
+    """Return whether only the lab can run the checkpoint; transformers runs its other layouts too."""
+    return read_json(Path(folder)).get("model_type") in (LAB, SIGMOID)
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -159,15 +151,16 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The lab's config of a checkpoint.
+    """Return the ModelConfig of a lab checkpoint.
 
-    How many experts there are is told by the rest of config.json, which compression changes.
+    The number of experts comes from the rest of config.json, which compression changes.
     """
     content = read_json(folder)
-    if OWN not in content:
-        raise BadInput(f"{folder}: not a checkpoint of the lab; give a folder that `moescope train` wrote")
-    config = overlaid(ModelConfig(), content[OWN], f"{folder / 'config.json'}: {OWN}")
-    check_model(config, f"{folder / 'config.json'}: {OWN}")
+    if LAB not in content:
+        raise BadInput(f"{folder}: not a lab checkpoint; pass a folder that `moescope train` wrote")
+    where = f"{folder / 'config.json'}: {LAB}"
+    config = override(ModelConfig(), content[LAB], where)
+    check_model(config, where)
     experts = content.get("num_local_experts", content.get("num_experts", config.experts))
     if router_class(config.router).expert_shape(config)[0] == experts:
         return config
@@ -175,7 +168,7 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -> tuple[LabModel, Vocabulary]:
-    """The model and vocabulary of a lab checkpoint, in evaluation mode."""
+    """Return model and vocabulary of a lab checkpoint, in evaluation mode."""
     place = Path(folder)
     config = load_config(place)
     stored: dict[str, Tensor] = {}
@@ -183,18 +176,16 @@ def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -
         with safe_open(file, framework="pt") as opened:
             stored.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     model = LabModel(config, compile=compile)
-    own = model.state_dict()
-    for name, tensor in stored_tensors(
-        model
-    ):  # views of the model's own tensors: filling them fills the model
+    state = model.state_dict()
+    for name, tensor in stored_tensors(model):  # views: copying into them fills the model
         if name not in stored:
             raise BadInput(f"{place}: tensor {name} is missing; copy the checkpoint again")
         if stored[name].shape != tensor.shape:
             raise BadInput(
-                f"{place}: tensor {name} has shape {list(stored[name].shape)}, expected "
-                f"{list(tensor.shape)}; copy the checkpoint again"
+                f"{place}: tensor {name} has shape {list(stored[name].shape)}, "
+                f"expected {list(tensor.shape)}; copy the checkpoint again"
             )
         with torch.no_grad():
             tensor.copy_(stored[name])
-    model.load_state_dict(own)
+    model.load_state_dict(state)
     return model.to(device).eval(), load_vocabulary(place)

@@ -93,7 +93,7 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
     Which documents are held out is told by their names, so it is the same under another Python, whose texts
     are others.
     """
-    from moescope.decoder.config import config_from
+    from moescope.lab.config import config_from
     from moescope.lab.train_text import read_corpus
 
     if not folder.exists():

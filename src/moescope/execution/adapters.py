@@ -21,6 +21,7 @@ from torch.func import functional_call
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 from moescope.families import MODELS
+from moescope.types import LinearView
 
 SAME_LOGITS = (
     0.02  # relative error up to which a router's output counts as its logits: half precision stays well below
@@ -56,22 +57,6 @@ class Asked(NamedTuple):
 
 
 Ask = Callable[[RouterReads], Asked]
-
-
-@dataclass(frozen=True)
-class LinearView:
-    """A router whose logits are rows times something it makes of a state; `stored` says what it would hold
-    with other rows.
-
-    With `thresholds` experts take the tokens whose probability reaches theirs, and `stored` wants one an
-    expert beside the rows.
-    """
-
-    rows_ED: Tensor
-    reads: Callable[[Tensor], Tensor]
-    rows_name: str  # of the tensor within the router that holds rows, as LayerWeights reads them
-    stored: Callable[[Tensor, Tensor | None], dict[str, Tensor]]  # by name within the router
-    thresholds: bool = False
 
 
 class Apart(NamedTuple):

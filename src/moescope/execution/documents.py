@@ -1,29 +1,31 @@
-"""Documents become windows of token ids, and windows become batches.
-
-Streamed, so that memory does not grow with the text.
-"""
+"""Documents -> windows of token ids -> batches, streamed so that memory does not grow with the text."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from moescope.routing.arrays import Integers
+from moescope.errors import BadInput
+from moescope.execution.texts import Content, Source
 from moescope.statistics import BUCKETS
-from moescope.types import Tokens
+from moescope.types import Integers, Tokens
 
-WINDOW = 4096  # tokens a model reads at once, at most; longer documents are cut, and each part starts afresh
-TOKENS_A_PASS = 16_384  # rows x length of a batch: bounds activations whatever the batch size
-SORTED_AT_ONCE = 16  # batches whose windows are sorted by length together, so that little is padded
+if TYPE_CHECKING:
+    from moescope.execution.models import TracedModel
+
+WINDOW = 4096  # tokens per window at most; longer documents are cut, and each part starts without context
+TOKENS_PER_PASS = 16_384  # rows x length of a batch: bounds activations whatever the batch size
+SORTED_BATCHES = 16  # batches whose windows are sorted by length together, so that padding is rare
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document as the model reads it."""
+    """A document as token ids."""
 
     number: int
     domain: int
@@ -32,56 +34,100 @@ class Document:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a document.
-
-    Bucket and draw depend on the document's content alone, not on where it stood.
-    """
+    """A part of a document. Bucket and draw depend on its content alone, not on its place in the text."""
 
     number: int
     domain: int
     start: int
     ids: Integers
     next_id: int  # the token after the last, -1 at the document's end
-    document: int  # 63 bits of the whole document's content
-    draw: float  # uniform in [0, 1): windows below a threshold are the vocabulary's sample
+    document: int  # 63-bit hash of the complete document
+    draw: float  # uniform in [0, 1): the sample holds the windows below a threshold
 
     @property
     def bucket(self) -> int:
         return self.document % BUCKETS
 
 
+def read_documents(
+    traced: TracedModel, reading: list[Source], max_tokens: int | None = None, chat_template: bool = False
+) -> Iterator[Document]:
+    """Yield every document as token ids, domain by domain; each domain gets the same share of max_tokens."""
+    number = 0
+    for index, source in enumerate(reading):
+        left = None if max_tokens is None else quota(max_tokens, len(reading), index)
+        for content in source.read():
+            if left == 0:
+                break
+            ids = np.asarray(tokenize(traced, content, chat_template)[:left], dtype=np.int64)
+            if len(ids):
+                check_ids(ids, traced)
+                yield Document(number, index, ids)
+                number += 1
+                left = None if left is None else left - len(ids)
+
+
+def quota(tokens: int, domains: int, index: int) -> int:
+    """Return a domain's equal share of the tokens; the first domains get the remainder."""
+    return tokens // domains + (index < tokens % domains)
+
+
+def tokenize(traced: TracedModel, content: Content, chat_template: bool) -> list[int]:
+    if isinstance(content, list) and all(isinstance(part, int) for part in content):
+        return content
+    if traced.tokenizer is None:
+        raise BadInput(f"{traced.name}: the model has no tokenizer; give token ids with --token-ids FILE")
+    if chat_template:
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        return list(traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    if isinstance(content, list):
+        content = "\n".join(
+            str(message.get("content", "")) for message in content if isinstance(message, dict)
+        )
+    return list(traced.tokenizer(content, verbose=False)["input_ids"])
+
+
+def check_ids(ids: Any, traced: TracedModel) -> None:
+    if ids.min() < 0 or ids.max() >= traced.vocabulary:
+        worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
+        raise BadInput(
+            f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; "
+            "give ids of its own tokenizer"
+        )
+
+
 def fingerprint(ids: Integers, start: int = 0) -> int:
-    """64 bits that depend on the ids (and the window's start) and nothing else, alike on every machine."""
+    """Return a 64-bit hash of the ids and the window's start, equal on every machine."""
     packed = np.ascontiguousarray(ids, dtype="<i8").tobytes() + start.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def windows(documents: Iterable[Document], length: int) -> Iterator[Window]:
     for document in documents:
-        whole = fingerprint(document.ids) >> 1
+        content = fingerprint(document.ids) >> 1
         for start in range(0, len(document.ids), length):
             ids = document.ids[start : start + length]
             after = int(document.ids[start + length]) if start + length < len(document.ids) else -1
             draw = fingerprint(ids, start) / 2**64
-            yield Window(document.number, document.domain, start, ids, after, whole, draw)
+            yield Window(document.number, document.domain, start, ids, after, content, draw)
 
 
 def batches(parts: Iterable[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Windows of like length together, at most `batch_size` of them and 16,384 tokens with padding."""
+    """Group windows of similar length: at most `batch_size`, and 16,384 tokens including padding."""
     waiting: list[Window] = []
     for window in parts:
         waiting.append(window)
-        if len(waiting) == batch_size * SORTED_AT_ONCE:
-            yield from cut(waiting, batch_size)
+        if len(waiting) == batch_size * SORTED_BATCHES:
+            yield from group_by_length(waiting, batch_size)
             waiting = []
-    yield from cut(waiting, batch_size)
+    yield from group_by_length(waiting, batch_size)
 
 
-def cut(waiting: list[Window], batch_size: int) -> Iterator[list[Window]]:
+def group_by_length(waiting: list[Window], batch_size: int) -> Iterator[list[Window]]:
     rows: list[Window] = []
     for window in sorted(waiting, key=lambda window: -len(window.ids)):
         longest = len(rows[0].ids) if rows else len(window.ids)
-        if rows and (len(rows) == batch_size or (len(rows) + 1) * longest > TOKENS_A_PASS):
+        if rows and (len(rows) == batch_size or (len(rows) + 1) * longest > TOKENS_PER_PASS):
             yield rows
             rows = []
         rows.append(window)
@@ -91,11 +137,11 @@ def cut(waiting: list[Window], batch_size: int) -> Iterator[list[Window]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows side by side, padded on the right: causal models then never see the padding."""
+    """Windows padded on the right to one length: causal models then never attend to the padding."""
 
     rows: list[Window]
     ids_BL: Integers
-    next_BL: Integers  # the token after each, -1 where there is none
+    next_BL: Integers  # the following token, -1 where there is none
     real_BL: np.ndarray
 
     @classmethod
@@ -111,21 +157,21 @@ class Batch:
         return cls(rows, ids, after, real)
 
     def tokens(self, device: str, phase: str, start: int, stop: int) -> Tokens:
-        """The columns from `start` to `stop`, as capture and tally want them."""
+        """Return the tokens of columns `start` to `stop`."""
         length = stop - start
 
-        def each(values: list[int]) -> torch.Tensor:
+        def per_token(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, device=device).repeat_interleave(length)
 
         return Tokens(
             len(self.rows),
             torch.from_numpy(self.ids_BL[:, start:stop].reshape(-1)).to(device),
             torch.from_numpy(self.real_BL[:, start:stop].reshape(-1)).to(device),
-            each([row.number for row in self.rows]),
-            each([row.start for row in self.rows])
+            per_token([row.number for row in self.rows]),
+            per_token([row.start for row in self.rows])
             + torch.arange(start, stop, device=device).repeat(len(self.rows)),
-            each([row.domain for row in self.rows]),
-            each([row.bucket for row in self.rows]),
+            per_token([row.domain for row in self.rows]),
+            per_token([row.bucket for row in self.rows]),
             phase,
             continues=start > 0,
         )

@@ -1,7 +1,4 @@
-"""Models of transformers.
-
-Loaded whole, and fed batch by batch, at once (prefill) or token by token (decode).
-"""
+"""Models loaded by transformers, ready to be run over documents."""
 
 from __future__ import annotations
 
@@ -18,22 +15,20 @@ from torch import Tensor, nn
 
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
-from moescope.execution.capture import Capture, check_transformers
-from moescope.execution.documents import WINDOW, Batch
-from moescope.routing.arrays import Integers
+from moescope.execution.capture import check_transformers
+from moescope.execution.documents import WINDOW
+from moescope.types import Integers
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 HEAD_TOKENS = 1024  # positions whose logits over the vocabulary exist at once
 
 
 @dataclass
 class TracedModel:
-    """A model ready to be traced, with its tokenizer if it has one."""
+    """A model ready to be run, with its tokenizer if it has one."""
 
     name: str
     model: Any
-    # the part that holds every MoE block and no head: logits over the vocabulary are large and rarely needed
-    runner: Any
+    runner: Any  # the part with every MoE block but no head: logits over the vocabulary are large
     tokenizer: Any
     device: str
 
@@ -47,18 +42,18 @@ class TracedModel:
 
     @property
     def window(self) -> int:
-        """Tokens read at once: what the model has positions for, 4,096 at most."""
+        """Tokens per window: as many as the model has positions for, 4,096 at most."""
         text = self.config.get_text_config()
         longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
         return min(WINDOW, int(longest or WINDOW))
 
     @property
     def padding(self) -> int:
-        """The id to pad with; which one does not matter, since padding is never looked at."""
-        own = getattr(self.tokenizer, "pad_token_id", None)
-        return int(
-            own if own is not None else getattr(self.config.get_text_config(), "pad_token_id", None) or 0
-        )
+        """The id to pad with; its value does not matter, since padding is masked."""
+        padding = getattr(self.tokenizer, "pad_token_id", None)
+        if padding is None:
+            padding = getattr(self.config.get_text_config(), "pad_token_id", None)
+        return int(padding or 0)
 
     @property
     def vocabulary(self) -> int:
@@ -66,10 +61,7 @@ class TracedModel:
 
 
 def load_model(name: str, dtype: str, device: str) -> TracedModel:
-    """The model and tokenizer of a folder or hub id (owner/name, owner/name@revision).
-
-    As transformers loads them.
-    """
+    """Load the model and tokenizer of a folder or hub id (owner/name, owner/name@revision)."""
     check_transformers()
     from transformers import AutoConfig
 
@@ -91,15 +83,15 @@ def load_model(name: str, dtype: str, device: str) -> TracedModel:
         absent = sorted(info["missing_keys"])
         if absent:
             raise BadInput(
-                f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be "
-                "random, so nothing was traced"
+                f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be random, so "
+                "nothing was traced"
             )
     model = model.to(device).eval()
     return TracedModel(name, model, runner_of(model), load_tokenizer(path, more), device)
 
 
 def load_tokenizer(path: str, more: dict[str, str]) -> Any:
-    """The model's tokenizer, or None where it has none."""
+    """Return the model's tokenizer, or None where it has none."""
     from transformers import AutoTokenizer
 
     with quiet_transformers():
@@ -107,7 +99,7 @@ def load_tokenizer(path: str, more: dict[str, str]) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(path, **more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
             return None
-    # transformers makes an empty tokenizer where a folder holds none; it would find no token in any text
+    # transformers makes an empty tokenizer where a folder holds none
     return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
 
 
@@ -125,76 +117,28 @@ def model_class(config: Any) -> Any:
     for mapping in mappings:
         if type(config) in mapping:
             return mapping[type(config)]
-    raise BadInput(f"model type {config.model_type!r}: transformers has no model of it that reads text")
+    raise BadInput(f"model type {config.model_type!r}: transformers has no text model of it")
 
 
 def runner_of(model: nn.Module) -> Any:
-    """The smallest part of the model that reads text and holds all its MoE blocks.
-
-    The stack without the head.
-    """
-    whole = len(find_blocks(model))
+    """Return the smallest part of the model that holds all its MoE blocks: the stack without the head."""
+    n_blocks = len(find_blocks(model))
     candidates = [] if model.config.is_encoder_decoder else [getattr(model, "get_decoder", lambda: None)()]  # type: ignore[union-attr]
     for part in (*candidates, getattr(model, "base_model", None)):
-        if isinstance(part, nn.Module) and part is not model and holds(part, whole):
+        if isinstance(part, nn.Module) and part is not model and count_experts_modules(part) == n_blocks:
             return part
     return model
 
 
-def holds(part: nn.Module, blocks: int) -> bool:
-    return (
-        sum(
-            type(module).__name__.endswith("Experts") and hasattr(module, "num_experts")
-            for module in part.modules()
-        )
-        == blocks
+def count_experts_modules(part: nn.Module) -> int:
+    return sum(
+        type(module).__name__.endswith("Experts") and hasattr(module, "num_experts")
+        for module in part.modules()
     )
 
 
-def passes(batch: Batch, phase: str) -> Iterator[tuple[int, int]]:
-    """The columns of each forward pass: all at once, or one after the other."""
-    length = batch.ids_BL.shape[1]
-    if phase == "prefill":
-        yield 0, length
-    else:
-        yield from ((column, column + 1) for column in range(length))
-
-
-@torch.no_grad()
-def run_batch(
-    traced: TracedModel, capture: Capture, batch: Batch, phase: str
-) -> Iterator[tuple[int, int, Any]]:
-    """Feed a batch; after each pass its columns and the model's output.
-
-    Capture has the pass's tokens meanwhile.
-    """
-    ids_BL = torch.from_numpy(batch.ids_BL).to(traced.device)
-    mask_BL = torch.from_numpy(batch.real_BL).to(traced.device).long()
-    cache = None
-    for start, stop in passes(batch, phase):
-        capture.tokens = batch.tokens(traced.device, phase, start, stop)
-        given: dict[str, Any] = {"input_ids": ids_BL[:, start:stop], "attention_mask": mask_BL[:, :stop]}
-        if traced.two_stacks:  # both stacks read the document
-            given |= {
-                "decoder_input_ids": given["input_ids"],
-                "decoder_attention_mask": given["attention_mask"],
-            }
-        if phase == "decode":
-            given |= {"use_cache": True, "past_key_values": cache}
-        else:
-            given |= {"use_cache": False}
-        output = traced.runner(**given)
-        cache = getattr(output, "past_key_values", None) if phase == "decode" else None
-        if phase == "decode" and cache is None and stop < batch.ids_BL.shape[1]:
-            raise BadInput(
-                f"model type {traced.config.model_type!r} keeps no cache, so it has no decode "
-                "phase; use --phase prefill"
-            )
-        yield start, stop, output
-
-
 def predicted_tokens(traced: TracedModel, output: Any, at: Integers) -> Integers:
-    """The likeliest next token at those positions of a pass; -1 for models without a head."""
+    """Return the most likely next token at those positions of a pass; -1 for models without a head."""
     where = torch.from_numpy(at).to(traced.device)
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
@@ -204,15 +148,14 @@ def predicted_tokens(traced: TracedModel, output: Any, at: Integers) -> Integers
         return np.full(len(at), -1)
     hidden = output.last_hidden_state
     states = hidden.reshape(-1, hidden.shape[-1])[where]
-    best = [
-        head(part.to(head.weight.dtype)).argmax(-1) for part in states.split(HEAD_TOKENS)
-    ]  # scaling or capping logits keeps the largest
+    # Scaling or capping logits does not change the largest.
+    best = [head(part.to(head.weight.dtype)).argmax(-1) for part in states.split(HEAD_TOKENS)]
     return torch.cat(best).cpu().numpy() if best else np.zeros(0, dtype=np.int64)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """transformers' bars and notices off: what the user needs to know is said by moescope."""
+    """Silence transformers' progress bars and notices; moescope says what the user needs to know."""
     logging: Any = import_module("transformers.utils.logging")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(python_logging.CRITICAL)

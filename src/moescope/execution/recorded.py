@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moescope.errors import BadInput
-from moescope.routing.arrays import Array, Integers
+from moescope.types import Array, Integers
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""Texts as users name them.
+"""Texts as users name them: files, folders, JSON lines, hub datasets, standard input, token ids.
 
-Files, folders, JSON lines, datasets of the hub, standard input, lists of token ids; read one document at a
-time.
+Every source is read one document at a time; hub datasets are streamed and never downloaded completely.
 """
 
 from __future__ import annotations
@@ -10,48 +9,63 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
-from moescope.execution.hub_texts import SPELLING, find_hub_text, is_hub_text
 
 STDIN = "-"
-PIECE = (
-    2**20
-)  # bytes or token ids of a document at most: a longer one is read as several, so that memory stays flat
+CHUNK = 2**20  # bytes or token ids per document at most: longer ones are split, so that memory stays flat
 LINES = (".jsonl", ".ndjson")
+TEXT_FIELDS = ("text", "content", "messages")
 Content = str | list[Any]  # a text, messages of a chat, or token ids
+
+HUB_PREFIX = "hf://datasets/"
+HUB_SPELLING = f"{HUB_PREFIX}OWNER/NAME[@REVISION][/CONFIG][:SPLIT][#COLUMN]"
+HUB_ADDRESS = re.compile(
+    re.escape(HUB_PREFIX) + r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w.-]+))?"
+    r"(?:/(?P<config>[^:#/]+))?(?::(?P<split>[\w.-]+))?(?:#(?P<column>.+))?"
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One domain's texts. `read` starts from the beginning each time it is called."""
+    """The texts of one domain. `read` starts from the beginning each time it is called."""
 
     domain: str
     read: Callable[[], Iterator[Content]]
-    identity: list[Any]  # what must be equal for a run to be taken up again
+    identity: list[Any]  # what must be equal for a run to be resumed
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """How a model reads a text."""
+
+    max_tokens: int | None = None
+    dtype: str = "auto"
+    batch_size: int = 8
+    chat_template: bool = False
 
 
 def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | Path | None) -> list[Source]:
-    """The domains to read, from the three ways of naming them, of which just one is to be used."""
+    """Return the domains to read; exactly one of the three options must be used."""
     texts, domains = list(text), list(domain)
-    ways = [
-        name
-        for name, given in (("--text", texts), ("--domain", domains), ("--token-ids", token_ids))
-        if given
-    ]
-    if len(ways) != 1:
-        said = " and ".join(ways) if ways else "no text"
+    options = {"--text": texts, "--domain": domains, "--token-ids": token_ids}
+    used = [name for name, value in options.items() if value]
+    if len(used) != 1:
         raise BadInput(
-            f"{said} given; give one of --text PATH, --domain NAME=PATH, --token-ids FILE or --recorded FILE"
+            f"{' and '.join(used) or 'no text'} given; give one of --text PATH, --domain NAME=PATH, "
+            "--token-ids FILE or --recorded FILE"
         )
     if token_ids:
         file = existing(str(token_ids))
-        return [Source("text", lambda: read_ids(file), [fact(file)])]
+        return [Source("text", lambda: read_ids(file), [file_identity(file)])]
     if texts:
         return [text_source("text", [str(path) for path in texts])]
     by_name: dict[str, list[str]] = {}
@@ -65,11 +79,11 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
 
 def text_source(domain: str, paths: list[str]) -> Source:
     if STDIN in paths:
-        content = sys.stdin.buffer.read()  # kept, since several models may read it
+        content = sys.stdin.buffer.read()  # kept in memory, since several models may read it
         stdin = decoded(content, "standard input")
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    here = [path for path in paths if path != STDIN and not is_hub_text(path)]
-    files = [file for path in here for file in files_of(existing(path))]
+    local = [path for path in paths if path != STDIN and not is_hub_text(path)]
+    files = [file for path in local for file in text_files(existing(path))]
     hub = [find_hub_text(path) for path in paths if is_hub_text(path)]
 
     def read() -> Iterator[Content]:
@@ -80,43 +94,38 @@ def text_source(domain: str, paths: list[str]) -> Source:
         for dataset in hub:
             yield from dataset.read()
 
-    identity: list[Any] = [fact(file) for file in files]
+    identity: list[Any] = [file_identity(file) for file in files]
     identity += [[dataset.address] for dataset in hub]
     return Source(domain, read, identity + ([digest] if STDIN in paths else []))
 
 
 def existing(path: str) -> Path:
-    found = Path(path)
-    if not found.exists():
+    if not Path(path).exists():
         raise BadInput(
             f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, "
-            f"{SPELLING}, or - for standard input"
+            f"{HUB_SPELLING}, or - for standard input"
         )
-    return found
+    return Path(path)
 
 
-def fact(file: Path) -> list[Any]:
+def file_identity(file: Path) -> list[Any]:
     status = file.stat()
     return [str(file.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file itself, or every file below a folder in order of name.
-
-    Those that are hidden or hold no text left out.
-    """
+def text_files(path: Path) -> list[Path]:
+    """Return the file itself, or every text file below a folder by name; hidden ones are skipped."""
     if not path.is_dir():
         return [path]
-    inside = sorted(file for file in path.rglob("*") if file.is_file())
-    found = [
+    files = [
         file
-        for file in inside
+        for file in sorted(file for file in path.rglob("*") if file.is_file())
         if not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
         and is_text(file)
     ]
-    if not found:
+    if not files:
         raise BadInput(f"{path}: no text files in this folder; give another one")
-    return found
+    return files
 
 
 def is_text(file: Path) -> bool:
@@ -127,45 +136,40 @@ def is_text(file: Path) -> bool:
 
 
 def read_file(file: Path) -> Iterator[Content]:
-    """A plain file is one document, or several of a megabyte cut at line ends; each line of a .jsonl file is
-    one.
+    """Yield the file's documents: each line of a .jsonl file, chunks of at most a megabyte of another one.
 
-    A line holds its text under "text", or a chat under "messages".
+    A line is a string, or holds its text under "text" or "content", or a chat under "messages".
     """
     plain = file.with_suffix("") if file.suffix == ".gz" else file
     try:
-        if plain.suffix in LINES:
-            with opened(file) as lines:
-                for number, line in enumerate(lines, start=1):
+        with open_bytes(file) as opened:
+            if plain.suffix in LINES:
+                for number, line in enumerate(opened, start=1):
                     if line.strip():
                         yield line_content(decoded(line, f"{file}, line {number}"), file, number)
-        else:
-            with opened(file) as whole:
-                yield from (decoded(piece, str(file)) for piece in pieces(whole))
+            else:
+                yield from (decoded(chunk, str(file)) for chunk in chunks(opened))
     except (OSError, EOFError) as error:
         raise BadInput(f"{file}: cannot be read ({error}); check the file") from None
 
 
-def pieces(file: Any) -> Iterator[bytes]:
-    """The file whole.
-
-    Or if it is longer than a megabyte in pieces that end at a line's end (or where they must).
-    """
-    held = b""
+def chunks(file: Any) -> Iterator[bytes]:
+    """Yield the file's bytes, cut after about a megabyte at the end of a line where there is one."""
+    waiting = b""
     while True:
-        read = file.read(PIECE)
-        held += read
-        if len(read) < PIECE:
-            if held:
-                yield held
+        read = file.read(CHUNK)
+        waiting += read
+        if len(read) < CHUNK:
+            if waiting:
+                yield waiting
             return
-        end = held.rfind(b"\n") + 1
+        end = waiting.rfind(b"\n") + 1
         if end:
-            yield held[:end]
-            held = held[end:]
+            yield waiting[:end]
+            waiting = waiting[end:]
 
 
-def opened(file: Path) -> Any:
+def open_bytes(file: Path) -> Any:
     return io.BufferedReader(gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
 
 
@@ -181,29 +185,25 @@ def decoded(content: bytes, where: str) -> str:
 def line_content(line: str, file: Path, number: int) -> Content:
     try:
         value = json.loads(line)
-        if (
-            "\\ud" in line.lower()
-        ):  # half of a pair, as a text cut in the middle has it, is no letter: no tokenizer takes it
+        if "\\ud" in line.lower():  # no tokenizer accepts half of a surrogate pair
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except ValueError:
         raise BadInput(
             f"{file}, line {number}: not valid JSON; each line must be an object with a text"
         ) from None
-    found = value if isinstance(value, str) else None
-    if isinstance(value, dict):
-        found = next(
-            (value[key] for key in ("text", "content", "messages") if isinstance(value.get(key), str | list)),
-            None,
-        )
-    if found is None:
-        raise BadInput(
-            f'{file}, line {number}: no "text" in it; each line must be an object like {{"text": "..."}}'
-        )
-    return found
+    if isinstance(value, str):
+        return value
+    for key in TEXT_FIELDS if isinstance(value, dict) else ():
+        if isinstance(value.get(key), str | list):
+            content: Content = value[key]
+            return content
+    raise BadInput(
+        f'{file}, line {number}: no "text" in it; each line must be an object like {{"text": "..."}}'
+    )
 
 
 def read_ids(file: Path) -> Iterator[Content]:
-    """Token ids: a .npy array (one document, or one a row), or a .jsonl file with one list a line."""
+    """Yield token ids: a .npy array (one document, or one per row) or a .jsonl file (one list per line)."""
     if file.suffix == ".npy":
         import numpy as np
 
@@ -213,13 +213,13 @@ def read_ids(file: Path) -> Iterator[Content]:
             raise BadInput(f"{file}: not a .npy array; write one with numpy.save") from None
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise BadInput(
-                f"{file}: shape {list(array.shape)} of {array.dtype}; give whole numbers, one "
-                "document or one a row"
+                f"{file}: shape {list(array.shape)} of {array.dtype}; give whole numbers, one document or "
+                "one per row"
             )
         for row in array[None] if array.ndim == 1 else array:
-            yield from (row[start : start + PIECE].tolist() for start in range(0, len(row), PIECE))
+            yield from (row[start : start + CHUNK].tolist() for start in range(0, len(row), CHUNK))
         return
-    with opened(file) as lines:
+    with open_bytes(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -229,12 +229,174 @@ def read_ids(file: Path) -> Iterator[Content]:
                 value = None
             if isinstance(value, dict):
                 value = value.get("input_ids") or value.get("ids")
-            whole = isinstance(value, list) and all(
-                isinstance(part, int) and not isinstance(part, bool) for part in value
-            )
-            if not whole or not isinstance(value, list):
+            if not isinstance(value, list) or not all(type(part) is int for part in value):
                 raise BadInput(
-                    f"{file}, line {number}: not a list of token ids; write one list a line, "
+                    f"{file}, line {number}: not a list of token ids; write one list per line, "
                     "such as [1, 2, 3]"
                 )
             yield value
+
+
+# --- hub datasets
+
+
+@dataclass(frozen=True)
+class HubText:
+    """One column of one split of a dataset, at one commit."""
+
+    given: str  # as the user wrote it
+    repository: str
+    commit: str
+    config: str
+    split: str
+    column: str
+
+    @property
+    def address(self) -> str:
+        """The complete address, which names the same rows at any time."""
+        return f"{HUB_PREFIX}{self.repository}@{self.commit}/{self.config}:{self.split}#{self.column}"
+
+    def read(self) -> Iterator[Content]:
+        """Yield every row's text or messages; empty rows are skipped."""
+        with one_line_errors(self.given):
+            for row in stream(self.repository, self.config, self.commit)[self.split]:
+                content = row[self.column]
+                if isinstance(content, str | list) and content:
+                    yield content
+
+
+def is_hub_text(path: str) -> bool:
+    return path.startswith("hf://")
+
+
+def find_hub_text(given: str) -> HubText:
+    """Resolve an address; an error names what is missing: dataset, revision, config, split or column."""
+    match = HUB_ADDRESS.fullmatch(given.rstrip("/"))
+    if match is None:
+        raise BadInput(f"{given}: not a dataset of the hub; write {HUB_SPELLING}")
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        raise BadInput(
+            f"{given}: the package datasets is not installed; install moescope with its extra: "
+            "pip install 'moescope[hf]'"
+        ) from None
+    repository = f"{match['owner']}/{match['name']}"
+    commit = dataset_commit(given, repository, match["revision"])
+    with one_line_errors(given):
+        config = choose_config(given, repository, commit, match["config"])
+        splits = stream(repository, config, commit)
+        split = choose_split(given, list(splits), match["split"])
+        first = next(iter(splits[split].take(1)), None)
+    if first is None:
+        raise BadInput(f"{given}: split {split} has no row; name another one with :SPLIT")
+    return HubText(given, repository, commit, config, split, choose_column(given, first, match["column"]))
+
+
+def dataset_commit(given: str, repository: str, revision: str | None) -> str:
+    """Return the commit that the revision names now; the run stores it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub import errors as hub
+
+    try:
+        return str(HfApi().dataset_info(repository, revision=revision).sha)
+    except hub.RevisionNotFoundError:
+        raise BadInput(f"{given}: the hub has no revision {revision} of it; check its name") from None
+    except hub.GatedRepoError:
+        raise BadInput(f"{given}: request access on the hub first; then `hf auth login`") from None
+    except (hub.RepositoryNotFoundError, hub.HFValidationError):
+        raise BadInput(
+            f"{given}: the hub has no such dataset, or it is private; check the name, or `hf auth login`"
+        ) from None
+    except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
+        raise BadInput(
+            f"{given}: the hub cannot be reached ({first_line(error)[:120]}); download the text "
+            "elsewhere and give its file"
+        ) from None
+
+
+def choose_config(given: str, repository: str, commit: str, wanted: str | None) -> str:
+    import datasets
+
+    with without_bars():
+        known = datasets.get_dataset_config_names(repository, revision=commit)
+        default = datasets.get_dataset_default_config_name(repository, revision=commit)
+    config = wanted or default
+    if config is None:
+        raise BadInput(f"{given}: has several configs; name one as /CONFIG: {listed(known)}")
+    if config not in known:
+        raise BadInput(f"{given}: no config {config!r} in it; known: {listed(known)}")
+    return str(config)
+
+
+def choose_split(given: str, known: list[str], wanted: str | None) -> str:
+    """Return the requested split; by default the training split, or the only one."""
+    split = wanted or ("train" if "train" in known else known[0] if len(known) == 1 else None)
+    if split is None:
+        raise BadInput(f"{given}: has several splits; name one as :SPLIT: {listed(known)}")
+    if split not in known:
+        raise BadInput(f"{given}: no split {split!r} in it; known: {listed(known)}")
+    return split
+
+
+def choose_column(given: str, row: dict[str, Any], wanted: str | None) -> str:
+    """Return the requested column; by default text, content or messages. It must hold text or a chat."""
+    column = wanted or next((name for name in TEXT_FIELDS if name in row and holds_text(row[name])), None)
+    if column is None:
+        raise BadInput(
+            f"{given}: no column text, content or messages in it; name one as #COLUMN: {listed(row)}"
+        )
+    if column not in row:
+        raise BadInput(f"{given}: no column {column!r} in it; known: {listed(row)}")
+    if not holds_text(row[column]):
+        kind = type(row[column]).__name__
+        raise BadInput(
+            f"{given}: column {column!r} holds no text ({kind}); name another one as #COLUMN: {listed(row)}"
+        )
+    return column
+
+
+def holds_text(value: Any) -> bool:
+    """Whether a value is text, messages, token ids, or empty as the first row may be."""
+    return value is None or isinstance(value, str | list)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join the names, at most twenty of them."""
+    words = [str(name) for name in names]
+    return ", ".join(words[:20]) + (f" and {len(words) - 20} more" if len(words) > 20 else "")
+
+
+def stream(repository: str, config: str, commit: str) -> Any:
+    """Return split -> its rows, read on demand."""
+    import datasets
+
+    with without_bars():
+        return datasets.load_dataset(repository, config, revision=commit, streaming=True)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Disable the library's progress bars; moescope has its own."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    before = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            enable_progress_bars()
+
+
+@contextmanager
+def one_line_errors(given: str) -> Iterator[None]:
+    """Turn whatever the library raises (its own, HTTP and file format errors) into one line."""
+    try:
+        yield
+    except (BadInput, KeyboardInterrupt, GeneratorExit):
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"{given}: cannot be read ({first_line(error)[:200]}); check the dataset, or give a file"
+        ) from None

@@ -1,31 +1,64 @@
-"""The router lab's own layouts: fused experts under `mlp.experts`; a router row an expert, SoME's keys in
-their place, or neither.
+"""The router lab's own layouts: fused experts under `mlp.experts`; router rows, SoME's keys, or neither.
 
-Three routers have no row for each expert: hash is a table of token ids, SPECTRA a state that meets a
-projection, dense has nothing to choose. Of such checkpoints the experts are read.
+Routers without a row per expert (see `Router.has_rows`) are supported too: their experts are read.
 """
 
 from dataclasses import replace
 
 from moescope.families.experts import either, fused_gate_up
-from moescope.families.lab_router_state import lab_router_state
 from moescope.families.layout import Config, Family, LayerTensors, Model, Stacks, check_shape
 from moescope.families.sparsity import every_layer
-from moescope.types import ExpertStack
+from moescope.types import ExpertStack, RouterState
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
 GATE_UP, UP, DOWN = "{L}.mlp.experts.gate_up", "{L}.mlp.experts.up", "{L}.mlp.experts.down"
-
-ROWLESS = ("hash", "spectra", "dense")  # the lab's routers without a row for each expert
+ROUTER = "{L}.mlp.router."
 ROUTER_PARTS = (".mlp.router.", "shared_router.")
+
+# what routers store besides rows and biases
+PER_EXPERT = (
+    "midpoints_E",  # thresholds of expert choice
+    *("strength_E", "usage_E"),  # SoME: keys are directions times strengths
+    *("direction_ER", "potential_E"),  # SPECTRA
+    *("expand.weight", "expand.bias", "express.weight", "express.bias"),  # SPECTRA: R rows per expert
+)
+SHARED = ("steps", "wide.weight", "wide.bias", "narrow.weight", "narrow.bias", "state.weight", "state.bias")
+TABLES = ("table_VK",)  # of token ids
 
 
 def rowless_router(config: Config) -> str | None:
-    """The router's name in the config of a lab checkpoint that has no rows; None for every other config."""
-    said = config.get("moescope_lab")
-    if config.get("model_type") != "moescope_lab" or not isinstance(said, dict):
+    """Return the router's name where a lab checkpoint's config says that it has no rows, else None."""
+    model = config.get("moescope_lab")
+    if config.get("model_type") != "moescope_lab" or not isinstance(model, dict):
         return None
-    return str(said["router"]) if said.get("router") in ROWLESS else None
+    facts = config.get("moescope_router")
+    if facts is None:  # saved by an earlier version
+        from moescope.decoder.routers import facts_of_model
+
+        facts = facts_of_model(model)
+    return None if facts["has_rows"] else str(facts["name"])
+
+
+def router_state(tensors: LayerTensors) -> tuple[RouterState, ...]:
+    """Return the layer's router tensors besides rows and biases.
+
+    SPECTRA without expression has one projection for all experts, which belongs to none of them.
+    """
+    shared: tuple[str, ...] = SHARED
+    if tensors.has(f"{ROUTER}expand.weight") and tensors.has(f"{ROUTER}express.weight"):
+        expand, express = (
+            tensors.checkpoint.tensors[tensors.name(f"{ROUTER}{part}.weight")].shape
+            for part in ("expand", "express")
+        )
+        if express[0] != expand[0]:
+            shared = (*SHARED, "express.weight", "express.bias")
+    kinds = {
+        **dict.fromkeys(PER_EXPERT, "experts"),
+        **dict.fromkeys(shared, "shared"),
+        **dict.fromkeys(TABLES, "table"),
+    }
+    names = {f"{ROUTER}{name}": kind for name, kind in kinds.items()}
+    return tuple(tensors.state(name, kind) for name, kind in names.items() if tensors.has(name))
 
 
 def up_and_down(tensors: LayerTensors) -> Stacks:
@@ -38,7 +71,7 @@ def up_and_down(tensors: LayerTensors) -> Stacks:
 
 
 def gelu_biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
-    """The biases of both projections, one row an expert."""
+    """The biases of both projections, one row per expert."""
     if not tensors.has(UP):
         return {}
     d_ff, width = tensors.info(UP).shape[1], tensors.d_model
@@ -61,7 +94,7 @@ LAB = Family(
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.router.bias_E",),
-    router_state=lab_router_state,
+    router_state=router_state,
 )
 LAB_GELU = Family(
     name="lab_gelu",
@@ -70,9 +103,9 @@ LAB_GELU = Family(
     markers=(UP,),
     experts=up_and_down,
     block="{L}.mlp",
-    norm=None,  # the norm stands behind the block before, and has a bias
+    norm=None,  # the norm follows the block before, and has a bias
     biases=gelu_biases,
-    router_state=lab_router_state,
+    router_state=router_state,
 )
 LAB_KEYS = Family(
     name="lab_keys",
@@ -83,9 +116,9 @@ LAB_KEYS = Family(
     block="{L}.mlp",
     norm=None,
     biases=gelu_biases,
-    router_state=lab_router_state,
+    router_state=router_state,
 )
-# SPECTRA with everything taken away is a plain linear router under a name of its own.
+# SPECTRA with `plain` is a linear router under another name.
 LINEAR = "{L}.mlp.router.linear.weight"
 LAB_LINEAR = replace(LAB, name="lab_linear", models={}, router=LINEAR, correction_bias=())
 LAB_LINEAR_GELU = replace(LAB_GELU, name="lab_linear_gelu", router=LINEAR)

@@ -1,1 +1,1 @@
-"""Distances between experts: neuron matching, relative L2, polar factors, and what chance gives of each."""
+"""Distances between experts: neuron matching, relative L2, polar factors, and the chance level of each."""

@@ -1,18 +1,21 @@
-"""How far apart two matrices are, whatever their scale, and all pairs of a layer's experts at once."""
+"""Scale-free distance of two matrices, and the alignment of their polar factors (singular values set to
+one)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Array = npt.NDArray[np.float64]
+from moescope.errors import BadInput
 
-CHUNK = 1 << 22  # numbers converted to fp64 at a time, over all matrices together: 32 MiB
+CHUNK = 1 << 21  # numbers per matrix converted to fp64 at a time: 16 MiB
+RANK_TOLERANCE = 1e-6  # of the largest singular value; fp32 rounding of a smaller rank lies below 1e-7
+WELL_CONDITIONED = 1e-3  # smallest over largest singular value
+NEWTON_STEPS = 30  # each multiplies small singular values by 1.5: from 1e-4 of the largest they reach 1
+NEWTON_RESIDUAL = 1e-5  # largest allowed || Q Q' - I ||_F / sqrt(rank): ten times the rounding of fp32
 
 
 @dataclass(frozen=True)
@@ -22,89 +25,118 @@ class Distance:
     relative_l2: float  # || A/||A|| - B/||B|| ||: 0 equal up to scale, sqrt 2 unrelated, 2 opposite
     cosine: float  # <A, B> / (||A|| ||B||) = 1 - relative_l2^2 / 2
     norm_ratio: float  # ||B|| / ||A||
-    change: float  # ||A - B|| / ||A||: scale counts too
-
-
-@dataclass(frozen=True)
-class PairDistances:
-    """Every pair of E matrices; row a, column b is the distance from a to b."""
-
-    relative_l2_EE: Array
-    cosine_EE: Array
-    norm_ratio_EE: Array
 
 
 def distance(a: Tensor, b: Tensor) -> Distance:
-    """The two matrices' distance, summed in fp64 in chunks.
+    """Return the distance of two matrices, summed in fp64 in chunks.
 
-    relative_l2 comes from the difference itself: sqrt(2 - 2 cosine) would lose half of the digits where A and
-    B are nearly equal,
-    which is what two steps of a training are.
+    relative_l2 is computed from the difference: sqrt(2 - 2 cosine) would lose half of the digits where A and
+    B are nearly equal, as two steps of a training are.
     """
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    step = CHUNK // 2
     sums = torch.zeros(3, dtype=torch.float64, device=a.device)
-    for start in range(0, len(flat_a), step):
-        x, y = flat_a[start : start + step].double(), flat_b[start : start + step].double()
+    for start in range(0, len(flat_a), CHUNK):
+        x, y = flat_a[start : start + CHUNK].double(), flat_b[start : start + CHUNK].double()
         sums += torch.stack([x @ x, y @ y, x @ y])
     square_a, square_b, inner = sums.tolist()
     if square_a == 0 or square_b == 0:
-        return Distance(np.nan, np.nan, np.sqrt(square_b / square_a) if square_a else np.nan, np.nan)
+        return Distance(np.nan, np.nan, np.sqrt(square_b / square_a) if square_a else np.nan)
     norm_a, norm_b = float(np.sqrt(square_a)), float(np.sqrt(square_b))
-    apart = torch.zeros(2, dtype=torch.float64, device=a.device)
-    for start in range(0, len(flat_a), step):
-        x, y = flat_a[start : start + step].double(), flat_b[start : start + step].double()
-        directions, entries = x / norm_a - y / norm_b, x - y
-        apart += torch.stack([directions @ directions, entries @ entries])
-    of_directions, of_entries = apart.sqrt().tolist()
-    return Distance(of_directions, inner / (norm_a * norm_b), norm_b / norm_a, of_entries / norm_a)
+    square = torch.zeros((), dtype=torch.float64, device=a.device)
+    for start in range(0, len(flat_a), CHUNK):
+        x, y = flat_a[start : start + CHUNK].double(), flat_b[start : start + CHUNK].double()
+        difference = x / norm_a - y / norm_b
+        square += difference @ difference
+    return Distance(square.sqrt().item(), inner / (norm_a * norm_b), norm_b / norm_a)
 
 
-def relative_l2(a: Tensor, b: Tensor) -> float:
-    """|| A/||A|| - B/||B|| ||_F. Unrelated: sqrt 2."""
-    return distance(a, b).relative_l2
+@dataclass(frozen=True)
+class PolarFactor:
+    """Q = U V' of a matrix W = U S V' over its nonzero singular values, in fp32, in the shape of W."""
+
+    matrix: Tensor
+    rank: int
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    """<A, B> / (||A|| ||B||). Unrelated: 0."""
-    return distance(a, b).cosine
+def polar_factor(weight: Tensor, device: str = "cpu") -> PolarFactor:
+    """Return the polar factor U V' of one matrix: a partial isometry where the rank is deficient.
 
-
-def norm_ratio(a: Tensor, b: Tensor) -> float:
-    """||B|| / ||A||."""
-    return distance(a, b).norm_ratio
-
-
-def gram(matrices: Sequence[Tensor]) -> Array:
-    """The E x E inner products of the matrices, in fp64.
-
-    A chunk of each is converted at a time, so memory stays near the matrices' own.
+    Q = (W W')^(-1/2) W (Higham 2008, Functions of Matrices, chapter 8). On a GPU by Newton-Schulz steps,
+    which are matrix products only, with the residual checked; elsewhere, and where that fails, by the
+    eigenvectors of the fp64 Gram matrix. Singular values below 1e-6 of the largest count as zero. A low rank
+    stored in bf16 is not detected: rounding fills it up.
     """
-    flat = [matrix.reshape(-1) for matrix in matrices]
-    step = max(CHUNK // max(len(flat), 1), 1)
-    total = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
-    for start in range(0, len(flat[0]), step):
-        chunk = torch.stack([vector[start : start + step].double() for vector in flat])
-        total.addmm_(chunk, chunk.T)
-    return np.asarray(total.cpu().numpy())
+    if not torch.isfinite(weight).all():
+        raise BadInput(
+            "a matrix with NaN or infinity has no polar factor; inspect the checkpoint with `moescope scan`"
+        )
+    if device != "cpu":
+        factors, converged = by_newton_schulz(weight.to(device, torch.float32)[None])
+        if converged:
+            return PolarFactor(factors[0], min(weight.shape))
+    return by_eigenvectors(weight.to(device))
 
 
-def all_distances(matrices: Sequence[Tensor]) -> PairDistances:
-    """Every pair's distance from one Gram matrix.
+def sv_alignment(a: PolarFactor, b: PolarFactor) -> float:
+    """R = <Q_A, Q_B>_F / sqrt(rank_A rank_B) = (1/r) sum_ij (u_i^A . u_j^B)(v_i^A . v_j^B) at full rank r.
 
-    Relative L2 below 1e-7 is rounding: sqrt(2 - 2 cosine) keeps half of fp64's digits.
+    1 for equal singular vectors whatever the singular values, 0 expected for unrelated matrices; independent
+    of the signs and the order of singular vectors. NaN where a matrix is zero. All directions weigh the same,
+    so noise in the smallest counts as much as in the largest.
     """
-    return distances_from_gram(gram(matrices))
+    if a.rank == 0 or b.rank == 0:
+        return float("nan")
+    inner = float((a.matrix * b.matrix).sum(dim=1, dtype=torch.float64).sum().item())
+    return inner / float(np.sqrt(a.rank * b.rank))
 
 
-def distances_from_gram(gram_EE: Array) -> PairDistances:
-    """The same from inner products already at hand."""
-    norms = np.sqrt(np.diag(gram_EE))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosine_EE = gram_EE / np.outer(norms, norms)
-        ratio_EE = norms[None, :] / norms[:, None]
-    ratio_EE[norms == 0] = np.nan
-    relative_EE = np.sqrt(np.maximum(2 - 2 * cosine_EE, 0))
-    nonzero = np.flatnonzero(norms > 0)
-    relative_EE[nonzero, nonzero] = 0.0
-    return PairDistances(relative_EE, cosine_EE, ratio_EE)
+def by_eigenvectors(weight: Tensor) -> PolarFactor:
+    """Use the eigenvectors of the smaller fp64 Gram matrix, or the SVD where the solver does not converge."""
+    tall = weight.shape[0] > weight.shape[1]
+    wide = (weight.T if tall else weight).double()
+    try:
+        squares, vectors = torch.linalg.eigh(wide @ wide.T)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # documented, but not in its list of names
+        factor, rank = by_svd(wide)
+        return PolarFactor((factor.T if tall else factor).float(), rank)
+    nonzero = squares > RANK_TOLERANCE**2 * squares[-1]
+    basis, squares = vectors[:, nonzero], squares[nonzero]
+    root = (basis * squares.rsqrt()) @ basis.T
+    if len(squares) and squares[0] > WELL_CONDITIONED**2 * squares[-1]:
+        factor = root.float() @ wide.float()  # fp32 keeps four digits of the weakest direction
+    else:
+        factor = root @ wide
+    return PolarFactor((factor.T if tall else factor).float().contiguous(), int(nonzero.sum()))
+
+
+def by_svd(weight: Tensor) -> tuple[Tensor, int]:
+    """(U V', rank) by the definition, which is slow."""
+    left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
+    rank = int((values > RANK_TOLERANCE * values[0]).sum())
+    return left[:, :rank] @ right[:rank], rank
+
+
+def by_newton_schulz(weights_BMN: Tensor) -> tuple[Tensor, Tensor]:
+    """Polar factors of a batch, and whether each converged.
+
+    X <- 1.5 X - 0.5 X X' X from X = W / (bound of its largest singular value). Every singular value goes to
+    1, small ones by a factor of 1.5 per step; those below 1e-4 of the largest do not arrive, which the
+    residual shows.
+    """
+    tall = weights_BMN.shape[1] > weights_BMN.shape[2]
+    wide = weights_BMN.mT if tall else weights_BMN
+    scale = torch.linalg.matrix_norm(wide).clamp_min(torch.finfo(torch.float32).tiny)
+    x = wide / scale[:, None, None]
+    product = x @ x.mT
+    # (sum of sigma^8)^(1/8): above the largest, and much closer to it than the Frobenius norm
+    bound = torch.linalg.matrix_norm(product @ product).clamp_min(torch.finfo(torch.float32).tiny) ** 0.25
+    x = x / bound[:, None, None]
+    identity = torch.eye(x.shape[1], device=x.device)
+    residual = torch.full(scale.shape, torch.inf, device=x.device)
+    for _ in range(NEWTON_STEPS):
+        product = x @ x.mT
+        residual = torch.linalg.matrix_norm(product - identity) / x.shape[1] ** 0.5
+        if (residual < NEWTON_RESIDUAL).all():
+            break
+        x = torch.baddbmm(x, product, x, beta=1.5, alpha=-0.5)
+    return (x.mT if tall else x).contiguous(), residual < NEWTON_RESIDUAL

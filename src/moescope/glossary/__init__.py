@@ -4,9 +4,7 @@ One text, used by the tables' schema, the figures' captions and the report's glo
 """
 
 from moescope.glossary.column import Column
-from moescope.glossary.diagnostics import DIAGNOSTICS
 from moescope.glossary.experts import EXPERTS
-from moescope.glossary.metrics import METRICS
 from moescope.glossary.routing import ROUTING
 from moescope.glossary.study import STUDY
 from moescope.glossary.training import TRAINING
@@ -14,4 +12,4 @@ from moescope.glossary.weights import WEIGHTS
 
 COLUMNS: dict[str, Column] = {**WEIGHTS, **EXPERTS, **ROUTING, **TRAINING, **STUDY}
 
-__all__ = ["COLUMNS", "DIAGNOSTICS", "METRICS", "Column"]
+__all__ = ["COLUMNS", "Column"]

@@ -42,9 +42,19 @@ ROUTING: dict[str, Column] = {
     "tokens": Column(
         "int", "How many tokens chose the expert; padding is never counted.", chance="N k/n of N tokens"
     ),
+    "routing_layers.n_experts": Column("int", "Experts of the layer, n."),
+    "routing_layers.top_k": Column(
+        "int", "Expert slots per token, k; a token may leave some empty (capacity, expert choice)."
+    ),
+    "routing_layers.tokens": Column(
+        "int", "Tokens the value is computed from, N: of the domain, or of the sample for vocabulary metrics."
+    ),
     "coactivation.tokens": Column(
         "int", "How many tokens chose both experts.", chance="N k (k − 1)/(n (n − 1))"
     ),
+    "tokens_a": Column("int", "How many tokens chose expert a."),
+    "tokens_b": Column("int", "How many tokens chose expert b."),
+    "layer_tokens": Column("int", "Tokens routed in the layer, N."),
     "domains.tokens": Column(
         "int", "How many of the domain's tokens chose the expert.", chance="the domain's tokens × k/n"
     ),
@@ -159,6 +169,12 @@ ROUTING: dict[str, Column] = {
         best="1",
         title="routing consistency",
     ),
+    "routing_consistency_chance": Column(
+        "float",
+        "The same for two independent routers with these usages.",
+        "Σ f f′/k, f = c/N",
+        title="consistency by chance",
+    ),
     "routing_consistency_corrected": Column(
         "float",
         "The same beyond what the experts' usages alone would give.",
@@ -175,6 +191,12 @@ ROUTING: dict[str, Column] = {
         chance="Σ f f′ of first choices",
         best="1",
         title="top-1 agreement",
+    ),
+    "top1_chance": Column(
+        "float",
+        "The same for two independent routers with these usages of first choices.",
+        "Σ f f′, f = c/N",
+        title="top-1 agreement by chance",
     ),
     "top1_corrected": Column(
         "float",
@@ -271,5 +293,6 @@ ROUTING: dict[str, Column] = {
         chance="0, with |cos| about chance",
         best="depends on the aim",
     ),
+    "dimensions": Column("int", "Length of the compared vectors, d."),
     "expert_cosines.chance": Column("float", "The mean |cos| of two random directions.", "√(2/(π d))"),
 }

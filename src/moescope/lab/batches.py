@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moescope.decoder.config import LAYOUTS
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.errors import BadInput, unknown_name
+from moescope.lab.config import LAYOUTS
 
 Ids = NDArray[np.int64]
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it

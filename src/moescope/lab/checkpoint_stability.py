@@ -12,9 +12,8 @@ import torch
 
 from moescope.decoder.saving import load_model
 from moescope.lab.batches import TokenRows
-from moescope.routing.arrays import Integers
-from moescope.routing.compare_steps import layer_stability
-from moescope.types import Routing
+from moescope.routing.stability import layer_stability
+from moescope.types import Integers, Routing
 
 LAST = 4  # checkpoints looked at
 TOKENS = 4096  # of text, about

@@ -16,16 +16,8 @@ PROBED = 256  # tokens by which a router's operations are counted
 
 
 def slots_per_token(config: ModelConfig) -> float:
-    """How many experts a token meets on average.
-
-    K, of expert choice the capacity factor times k, of dense the one there is.
-    """
-    if config.router == "dense":
-        return 1.0
-    if config.router == "expert_choice":
-        factor = float(router_class(config.router).checked_options(config)["capacity_factor"])
-        return min(factor * config.top_k, config.experts)
-    return float(config.top_k)
+    """Return how many experts a token meets on average."""
+    return router_class(config.router).slots_per_token(config)
 
 
 def expert_parameters(config: ModelConfig) -> int:

@@ -5,7 +5,6 @@ Who gets how much, over the steps and at the end, and where keys lie.
 
 from __future__ import annotations
 
-from moescope.glossary import METRICS
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
@@ -18,6 +17,7 @@ from moescope.plotting.style import (
     number,
 )
 from moescope.routing.figures_steps import step_axis
+from moescope.routing.metrics import METRICS
 
 
 def usage_by_decade(tables: Tables) -> Figure:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moescope.routing.arrays import Array
-from moescope.routing.chance import Setting
-from moescope.routing.load import LOAD
+from moescope.routing.load_balance import Setting
+from moescope.routing.metrics import METRICS
+from moescope.types import Array
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,13 +34,12 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
     import pandas as pd
 
     setting = Setting(tokens, len(counts_E), top_k)
-    metrics = {metric.name: metric for metric in LOAD}
     rows = [
         {
             "metric": name,
-            "value": float(metrics[name].function(counts_E)),
-            "chance": metrics[name].chance(setting),
-            "collapse": metrics[name].collapse(setting),
+            "value": float(METRICS[name].function(counts_E)),
+            "chance": METRICS[name].chance(setting),
+            "collapse": METRICS[name].collapse(setting),
         }
         for name in ("gini", "load_entropy_bits", "unused")
     ]

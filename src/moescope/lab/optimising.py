@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moescope.decoder.config import TrainConfig
 from moescope.decoder.model import LabModel
 from moescope.decoder.ranks import ALONE, Ranks
+from moescope.lab.config import TrainConfig
 from moescope.lab.sharding import is_shared, own_part, whole_parameters
 
 BETAS = (0.9, 0.95)

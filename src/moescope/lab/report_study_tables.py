@@ -15,9 +15,6 @@ from moescope.reporting.pack import plain
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 
-FIXED_TOP_K = {"switch_top1": 1, "top2": 2}  # routers that choose so many whatever [model] top_k says
-WITHOUT_CHOICE = ("dense",)  # routers that send every token everywhere
-
 Heads = list[tuple[str, str, str]]  # glossary entry or name, what stands in the head, kind
 
 
@@ -31,15 +28,15 @@ def arms_frame(run: Run) -> pd.DataFrame:
     for arm in run.info.get("arms", []):
         model = {**base.get("model", {}), **arm["overrides"].get("model", {})}
         train = {**base.get("train", {}), **arm["overrides"].get("train", {})}
-        router = model.get("router")
-        if router is None or router in WITHOUT_CHOICE:
+        router, facts = model.get("router"), arm.get("router_facts", {})
+        if router is None or not facts.get("routes", True):
             continue
         rows.append(
             {
                 "arm": plot_words(arm["name"]),
                 "router": router,
                 "experts": model["experts"],
-                "top_k": FIXED_TOP_K.get(router, model["top_k"]),
+                "top_k": facts.get("fixed_top_k") or model["top_k"],
                 "tokens_a_step": train["batch_size"] * train["sequence_length"],
             }
         )

@@ -98,7 +98,7 @@ def load_words(run: Run) -> str:
     words = (
         "How evenly and how surely tokens were sent while the model learned, counted in every training pass."
     )
-    if sure := run.info.get("sure_by_design"):
+    if sure := run.info.get("low_entropy_expected"):
         words += (
             " This router is built to be sure of every token, so low routing entropy in "
             f"{named_layers(sure)} raises no alert; uneven load and "
@@ -247,7 +247,7 @@ def load_findings(run: Run) -> list[str]:
     if worst["value"] == 0:
         why = (
             " by construction: experts choose the tokens, each as many"
-            if router_of(run) == "expert_choice"
+            if router_facts(run).get("experts_choose")
             else ""
         )
         return [
@@ -274,12 +274,17 @@ def is_routed(run: Run) -> bool:
     The Monitor watches MoE layers only.
     """
     model = run.info["arguments"].get("model")
-    return not model or (model["router"] != "dense" and int(model["experts"]) > 1)
+    return not model or (router_facts(run)["routes"] and int(model["experts"]) > 1)
 
 
-def router_of(run: Run) -> str | None:
-    """As the lab calls it; None for a training that the Monitor watched, and that may be of any model."""
-    return (run.info["arguments"].get("model") or {}).get("router")
+def router_facts(run: Run) -> dict[str, Any]:
+    """Facts about the lab's router; none for a training that the Monitor watched, of any model."""
+    facts: dict[str, Any] | None = run.info.get("router_facts")
+    if facts is None and (model := run.info["arguments"].get("model")):  # a run of an earlier version
+        from moescope.decoder.routers import facts_of_model
+
+        facts = facts_of_model(model)
+    return facts or {}
 
 
 def coverage(run: Run) -> list[str]:
@@ -293,7 +298,7 @@ def coverage(run: Run) -> list[str]:
     return [
         (
             f"{model['router']} router, {counted(model['layers'], 'layer')} of "
-            f"{experts_in_words(model)}; {info['parameters_total']:,} parameters, "
+            f"{experts_in_words(run)}; {info['parameters_total']:,} parameters, "
             f"{info['parameters_trainable']:,} of them trained"
         ),
         *([begins] if info["arguments"].get("from") else []),
@@ -302,8 +307,9 @@ def coverage(run: Run) -> list[str]:
     ]
 
 
-def experts_in_words(model: dict[str, Any]) -> str:
-    if model["router"] != "dense":
+def experts_in_words(run: Run) -> str:
+    model = run.info["arguments"]["model"]
+    if router_facts(run)["routes"]:
         return counted(model["experts"], "expert")
     return f"one block, as wide as the {counted(model['top_k'], 'expert')} that a token would meet"
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device, run_to_resume
-from moescope.engine import LocalEngine, check_engine, open_engine
+from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.study_task import NOT_RUN, TRAININGS, TrainingPiece, costs, prune, train_piece
 from moescope.lab.study_text import FOLDER, keep_text
 from moescope.lab.train_settings import bytes_on_disk
 from moescope.lab.train_text import read_corpus, vocabulary_of
-from moescope.processes import ProcessEngine
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,
@@ -210,6 +209,8 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
 
     A first piece, so that an interrupted study is never taken for one that left nothing.
     """
+    from moescope.decoder.routers import router_class
+
     told = {
         "reference": settled.reference,
         "references": settled.references,
@@ -222,6 +223,7 @@ def begin(writer: RunWriter, settled: Study, config: Any) -> None:
                 "question": arm.question,
                 "overrides": arm.overrides,
                 "axes": arm.axes,
+                "router_facts": router_class(arm.config.model.router).facts(arm.config.model),
                 "trainings": {str(seed): f"{TRAININGS}/{arm.training_name(seed)}" for seed in settled.seeds},
             }
             for arm in settled.arms

@@ -9,17 +9,16 @@ import itertools
 import re
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moescope.decoder.attention import uses_qk_norm
-from moescope.decoder.config import LabConfig, as_dict, config_from, preset, unknown_key
+from moescope.decoder.config import unknown_key
+from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
-from moescope.decoder.routers.some import CONTROLS
-from moescope.decoder.routers.spectra import ABLATIONS
 from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput, unknown_name
+from moescope.lab.config import LabConfig, config_from, preset
 
 KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
 ARM_KEYS = ("model", "data", "train", "question", "axes")
@@ -98,7 +97,7 @@ class Study:
             "references": self.references,
             "seeds": list(self.seeds),
             "keep": self.keep,
-            "base": as_dict(self.base),
+            "base": asdict(self.base),
             "arms": {
                 arm.name: {"question": arm.question, "axes": arm.axes, **arm.overrides} for arm in self.arms
             },
@@ -324,12 +323,7 @@ def ablated(given: Any, where: str) -> Iterator[Draft]:
         yield Draft(f"{given}{name}", {"model": {"router": given, **model}}, "ablation")
 
 
-SOME_BLOCK = {"block": "some", "frozen_experts": True}
-ABLATED: dict[str, dict[str, dict[str, Any]]] = {
-    "spectra": {"": {}, **{name: {"router_options": options} for name, options in ABLATIONS.items()}},
-    "some": {"": SOME_BLOCK, **{name: {**SOME_BLOCK, **changes} for name, changes in CONTROLS.items()}},
-}
-assert set(ABLATED) <= set(ROUTERS)
+ABLATED = {name: router.variants for name, router in ROUTERS.items() if router.variants}
 
 
 # --- the arms together

@@ -21,7 +21,7 @@ from moescope.weights.verb import finished_run
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moescope.decoder.config import LabConfig
+    from moescope.lab.config import LabConfig
 
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
 TRAININGS = "trainings"
@@ -179,14 +179,13 @@ def load_over_steps(run: Run) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if "routing_layers" not in run.tables or run.info["arguments"]["model"]["router"] == "dense":
+    facts = run.info["router_facts"]
+    if "routing_layers" not in run.tables or not facts["routes"]:
         return pd.DataFrame(columns=["step"])
     rows = run.table("routing_layers")
     names = {metric: column for column, metric in LOAD.items()}
     rows = rows[rows["metric"].isin(list(names)) & (rows["domain"] == "")]
-    if (
-        run.info["arguments"]["model"]["router"] == "expert_choice"
-    ):  # it has a slot for every expert, and nobody asked for most of them
+    if facts["experts_choose"]:  # a slot per token and expert, most of them empty by design
         rows = rows[rows["metric"] != "dropped"]
     wide = rows.pivot_table(index="step", columns="metric", values="value", aggfunc="mean")
     return wide.rename(columns=names).reset_index().rename_axis(None, axis=1)

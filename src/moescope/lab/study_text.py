@@ -15,8 +15,8 @@ from moescope.lab.train import data_of
 from moescope.storage import check_disk, sync_file, sync_folder
 
 if TYPE_CHECKING:
-    from moescope.decoder.config import LabConfig
     from moescope.decoder.vocabulary import Vocabulary
+    from moescope.lab.config import LabConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.document_losses import DocumentSample
     from moescope.lab.training import Data

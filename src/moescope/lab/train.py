@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
+from moescope.execution.model_names import checkpoint_identity
 from moescope.lab.train_parts import complete
 from moescope.lab.train_settings import (
     as_plain,
@@ -28,16 +29,15 @@ from moescope.lab.train_settings import (
 )
 from moescope.lab.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 from moescope.progress import progress, unsaid_alerts
-from moescope.routing.trace import checkpoint_identity
 from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json
 from moescope.storage import check_disk, only_writer
 from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
-    from moescope.decoder.config import LabConfig, TrainConfig
     from moescope.decoder.model import LabModel
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
+    from moescope.lab.config import LabConfig, TrainConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.training import Data, Training
     from moescope.routing.monitor_loop import LoopMonitor
@@ -66,7 +66,7 @@ def train(
     `config` is a TOML file or what one holds; `preset` what it starts from (nano); `from_` a lab checkpoint
     whose weights come first.
     """
-    from moescope.decoder.ranks import joined
+    from moescope.decoder.ranks import process_group
 
     folder = Path(out) if out is not None else None
     if resume:
@@ -80,7 +80,7 @@ def train(
         check_texts(settled)
         return facts_of(settled, origin)
     place = choose_device(device)
-    with joined(place) as ranks:
+    with process_group(place) as ranks:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
@@ -91,12 +91,12 @@ def train(
             if isinstance(config, str | Path)
             else f"{preset or 'nano'}-{settled.model.router}"
         )
-        chosen: Path = ranks.told(folder or default_folder("train", name, identity))
+        chosen: Path = ranks.broadcast_object(folder or default_folder("train", name, identity))
         vocabulary = vocabulary_of(settled, corpus, origin)
         job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
         with held(chosen) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             done = None if overwrite else finished_run(chosen, identity)
-            if not ranks.told(done is not None):
+            if not ranks.broadcast_object(done is not None):
                 path = str(config) if isinstance(config, str | Path) else None
                 asked = (
                     None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
@@ -105,7 +105,7 @@ def train(
             if ranks.first:
                 assert done is not None
                 complete(done, settled, corpus.domains, place, quiet)
-        ranks.told(None)  # the others wait for scan and trace
+        ranks.wait()  # the others wait for scan and trace
     return Run.load(chosen)
 
 
@@ -167,7 +167,7 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         check_room(states, config)
         if overwrite:
             clear_training(job.folder)
-    ranks.told(None)  # nobody looks for a state before it is settled which there is
+    ranks.wait()  # nobody looks for a state before it is settled which there is
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(
@@ -248,14 +248,14 @@ def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
     """The model as it is before its first step: of the seed, or of a checkpoint."""
     import torch
 
-    from moescope.decoder.model import LabModel, as_it_comes, seeded_by_part
+    from moescope.decoder.model import LabModel, seeded_by_part, unseeded
     from moescope.decoder.saving import load_model
 
     torch.manual_seed(config.train.seed)
     if origin is not None:
         return load_model(origin, device, config.train.compile)[0]
     paired = config.train.paired_weights
-    before = seeded_by_part(config.train.seed) if paired else as_it_comes
+    before = seeded_by_part(config.train.seed) if paired else unseeded
     with torch.device(device):
         model = LabModel(config.model, compile=config.train.compile, before=before)
     if paired:  # what is drawn in training must not depend on what was drawn for the weights either
@@ -297,11 +297,13 @@ def about(job: Job, data: Data) -> dict[str, Any]:
 
     Uniform is over all entries that the model's head has, used or not: over them an untrained model spreads.
     """
+    from moescope.decoder.routers import router_class
     from moescope.lab.batches import unigram_loss
 
     counts, size, entries = facts_of(job.config), job.vocabulary.size, job.config.model.vocabulary
     return {
         "device": job.device,
+        "router_facts": router_class(job.config.model.router).facts(job.config.model),
         "processes": job.ranks.world,
         "parameters_total": counts["parameters_total"],
         "parameters_trainable": counts["parameters_trainable"],

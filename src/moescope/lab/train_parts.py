@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moescope.errors import BadInput
 from moescope.run import DamagedRun, OtherRun, Run, clear_run, jsonable, write_json
 
 if TYPE_CHECKING:
-    from moescope.decoder.config import LabConfig
+    from moescope.lab.config import LabConfig
 
 SMALL = (
     20_000_000  # parameters up to which several checkpoints are scanned and traced, and not the last alone
@@ -28,6 +28,7 @@ def complete(run: Run, config: LabConfig, domains: tuple[str, ...], device: str,
 
     What cannot be made is a warning: the training itself is done, and the same command tries again.
     """
+    from moescope.decoder.routers import router_class
     from moescope.reporting.verb import report
     from moescope.routing.trace import trace
     from moescope.weights.verb import scan
@@ -35,7 +36,7 @@ def complete(run: Run, config: LabConfig, domains: tuple[str, ...], device: str,
     chosen = chosen_checkpoints(run.info["checkpoints"], run.info["parameters_total"])
     states = (run.path / "checkpoints").resolve()  # where they are now: the folder may have been moved since
     shown = [str(states / Path(item["path"]).name) for item in chosen]
-    routed = is_routed(config)
+    routed, has_keys = is_routed(config), router_class(config.model.router).has_keys
     can_report = find_spec("plotly") is not None  # a machine that only computes need not have it
     warnings = (
         []
@@ -68,7 +69,7 @@ def complete(run: Run, config: LabConfig, domains: tuple[str, ...], device: str,
             )
         except BadInput as error:
             warnings.append(f"{NOT_TRACED}: {error}")
-    keys = {"keys": key_facts(run, config, shown[-1])} if routed and config.model.router == "some" else {}
+    keys = {"keys": key_facts(run, config, shown[-1])} if routed and has_keys else {}
     before = [
         said
         for said in run.info.get("warnings", [])
@@ -118,7 +119,6 @@ def key_facts(run: Run, config: LabConfig, checkpoint: str) -> dict[str, Any]:
 
     Usage in the last stretch of training, and where keys lie.
     """
-    from moescope.decoder.routers.some import SoME
     from moescope.decoder.saving import load_model
     from moescope.lab.key_metrics import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
 
@@ -131,8 +131,7 @@ def key_facts(run: Run, config: LabConfig, checkpoint: str) -> dict[str, Any]:
     )
     tokens, k = round(counts_E.sum() / config.model.top_k), config.model.top_k
     router = load_model(checkpoint)[0].routers[layer]
-    assert isinstance(router, SoME)
-    keys_ED = router.keys_ED.double().numpy()
+    keys_ED = cast(Any, router).keys_ED.double().numpy()
     places, shown, by_chance = key_map(keys_ED, counts_E)
     cosine, spread = key_cosine(keys_ED)
     return jsonable(

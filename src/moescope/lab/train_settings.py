@@ -15,7 +15,8 @@ from moescope.errors import BadInput
 from moescope.run import jsonable
 
 if TYPE_CHECKING:
-    from moescope.decoder.config import LabConfig, ModelConfig
+    from moescope.decoder.config import ModelConfig
+    from moescope.lab.config import LabConfig
 
 
 def settle(
@@ -29,8 +30,8 @@ def settle(
 
     With `from_`, model and vocabulary are the checkpoint's.
     """
-    from moescope.decoder import config as lab
     from moescope.decoder.vocabulary import check_vocabulary, kind_of
+    from moescope.lab import config as lab
 
     base = lab.preset(preset) if preset is not None else None
     where, given = "config", {}
@@ -75,7 +76,7 @@ def check_said(given: dict[str, Any], where: str, model: ModelConfig, kind: str,
 
     What the config leaves to its preset is not said, so it is no contradiction.
     """
-    from moescope.decoder.attention import uses_qk_norm
+    from moescope.decoder.layers import uses_qk_norm
     from moescope.decoder.routers import router_class
 
     has = {**asdict(model), "qk_norm": uses_qk_norm(model)}
@@ -101,7 +102,7 @@ def check_said(given: dict[str, Any], where: str, model: ModelConfig, kind: str,
 
 def not_default(config: LabConfig) -> dict[str, Any]:
     """What a config made in Python says, as a file would: whatever is not as it would be without a word."""
-    from moescope.decoder.config import LabConfig
+    from moescope.lab.config import LabConfig
 
     own, other = as_plain(config), as_plain(LabConfig())
     return {
@@ -117,7 +118,7 @@ def unfinished(
     folder: Path | None, config: Any, preset: str | None, router: str | None, from_: Any, overwrite: bool
 ) -> tuple[Path, LabConfig, str | None]:
     """The run to be gone on with, and its own config: --resume takes no other."""
-    from moescope.decoder.config import config_from
+    from moescope.lab.config import config_from
 
     others = overwrite or any(value is not None for value in (config, preset, router, from_))
     folder, info = run_to_resume(folder, "train", "training", others)
@@ -127,9 +128,7 @@ def unfinished(
 
 
 def as_plain(config: LabConfig) -> dict[str, Any]:
-    from moescope.decoder.config import as_dict
-
-    return as_dict(config)
+    return asdict(config)
 
 
 def facts_of(config: LabConfig, origin: str | None = None) -> dict[str, Any]:
@@ -181,7 +180,9 @@ def frozen_words(model: ModelConfig) -> str | None:
     """
     if model.frozen_experts:
         return "frozen: the experts stay as they were drawn"
-    if model.router == "some":
+    from moescope.decoder.routers import router_class
+
+    if router_class(model.router).expects_frozen_experts:
         return (
             "frozen: nothing; the experts are trained too, while SoME's are not: set [model] "
             "frozen_experts = true, or begin with a preset of block some"

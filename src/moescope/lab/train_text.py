@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moescope.execution.hub_texts import is_hub_text
-from moescope.execution.texts import STDIN, Source, existing, sources
+from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
 
 if TYPE_CHECKING:
-    from moescope.decoder.config import LabConfig
     from moescope.decoder.vocabulary import Vocabulary
+    from moescope.lab.config import LabConfig
     from moescope.lab.corpus import Corpus
 
 VALIDATION_BYTES = 60_000  # of each domain, kept beside the run for tracing

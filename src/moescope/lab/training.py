@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moescope.decoder.config import LabConfig
 from moescope.decoder.model import LabModel
 from moescope.decoder.ranks import Ranks
 from moescope.lab.batches import IGNORED, TokenRows
+from moescope.lab.config import LabConfig
 from moescope.lab.divergence import FiniteWatch
 from moescope.lab.evaluation import Evaluation, evaluate
 from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser

@@ -12,12 +12,13 @@ import pandas as pd
 from moescope.comparison.report import charts_together
 from moescope.errors import BadInput
 from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, FigureSpec
-from moescope.glossary import COLUMNS, DIAGNOSTICS, METRICS
+from moescope.glossary import COLUMNS
 from moescope.plotting.style import Tables, listed, number
 from moescope.reporting.joint import joint_entries, joint_missing
 from moescope.reporting.pack import glance_payload, script_json, table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.run_kinds import kind_of
+from moescope.routing.metrics import DIAGNOSTICS, METRICS
 from moescope.routing.report import (
     SECTIONS,
     step_sections,
@@ -134,7 +135,12 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
             ]
         ),
         "glossary_json": script_json(
-            {name: asdict(column) for name, column in (COLUMNS | METRICS | DIAGNOSTICS).items()}
+            {
+                name: asdict(column)
+                for name, column in (
+                    COLUMNS | {name: metric.column for name, metric in (METRICS | DIAGNOSTICS).items()}
+                ).items()
+            }
         ),
         "payloads": payloads,
     }
@@ -362,14 +368,15 @@ def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
         sections.append({"table": name, "meaning": spec.meaning, "entries": entries})
         if name == "routing_layers":
             metrics = [
-                {"key": metric, "name": metric, **asdict(column)} for metric, column in METRICS.items()
+                {"key": name, "name": name, **asdict(metric.column)} for name, metric in METRICS.items()
             ]
             sections.append(
                 {"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics}
             )
             if "steps" in names:  # of a training
                 diagnosed = [
-                    {"key": note, "name": note, **asdict(column)} for note, column in DIAGNOSTICS.items()
+                    {"key": name, "name": name, **asdict(metric.column)}
+                    for name, metric in DIAGNOSTICS.items()
                 ]
                 meaning = "What single routers of the lab say of themselves in training."
                 sections.append(

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from moescope.errors import BadInput
-from moescope.routing.arrays import Integers
-from moescope.routing.decision import DECISION
-from moescope.routing.load import max_over_mean, unused
+from moescope.routing.load_balance import max_over_mean, unused
+from moescope.routing.metrics import DECISION
 from moescope.routing.step_tally import Window
+from moescope.types import Integers
 
 FEWEST_LOAD = (
     10  # tokens an expert must have had by chance before loads are judged: below, some are unused by luck

@@ -1,39 +1,36 @@
-"""Where each expert's gates are largest.
-
-A few places of the text an expert and layer, kept in bounded memory as the text is read.
-"""
+"""Contexts of an expert: the few places of the text where its gate is largest, found in bounded memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from moescope.execution.documents import Window
-from moescope.routing.arrays import Array, Integers
-from moescope.types import Routing
+from moescope.types import Array, Integers
 
-MOST = 5  # places kept an expert
-BEFORE, AFTER = 10, 8  # tokens shown around
-CORE = slice(BEFORE - 4, BEFORE + 4)  # tokens by which two places are the same phrase
-NOTHING = -1  # no such token: the window begins or ends here
+if TYPE_CHECKING:
+    from moescope.execution.documents import Window
+
+MOST = 5  # places per expert
+BEFORE, AFTER = 10, 8  # tokens shown around a place
+CORE = slice(BEFORE - 4, BEFORE + 4)  # places that agree in these tokens are the same phrase
+NO_TOKEN = -1  # beyond the window
+WORD_START = "▁"  # SentencePiece's blank before a word, which decoding a single token removes
 
 
 class Places(NamedTuple):
-    """C experts (all layers') by some places each, best first; a gate of -inf where there is no place."""
+    """Some places of each of C experts (of all layers), best first; a gate of -inf: no place."""
 
     gate: NDArray[Any]
-    draw: NDArray[Any]  # the window's, which tells windows of different content apart
+    draw: NDArray[Any]  # the window's: windows of different content differ in it
     document: NDArray[Any]
     position: NDArray[Any]
     domain: NDArray[Any]
-    ids: NDArray[Any]  # tokens around, the place's own at BEFORE
+    ids: NDArray[Any]  # tokens around; the place's token is at BEFORE
 
     @classmethod
     def empty(cls, experts: int, most: int = MOST) -> Places:
@@ -44,97 +41,36 @@ class Places(NamedTuple):
             np.zeros(shape, np.int64),
             np.zeros(shape, np.int64),
             np.zeros(shape, np.int32),
-            np.full((*shape, BEFORE + 1 + AFTER), NOTHING, np.int32),
+            np.full((*shape, BEFORE + 1 + AFTER), NO_TOKEN, np.int32),
         )
 
     def best(self, most: int = MOST) -> Places:
-        """The largest gates of each, a phrase once.
-
-        Equal ones by the window's draw, so that nothing hangs on the order of reading.
-        """
+        """Return each expert's largest gates, each phrase once; ties are broken by the window's draw."""
         rows = np.arange(len(self.gate))[:, None]
         order = np.lexsort((self.draw, -self.gate), axis=1)
         core = self.ids[rows, order][..., CORE]
-        again = (core[:, :, None] == core[:, None]).all(axis=-1)
-        said = np.tril(again, -1).any(axis=2) & np.isfinite(self.gate[rows, order])
-        order = order[rows, np.argsort(said, axis=1, kind="stable")]
-        found = Places(*(part[rows, order][:, :most] for part in self))
-        found.gate[np.sort(said, axis=1)[:, :most]] = -np.inf
-        return found
+        same = (core[:, :, None] == core[:, None]).all(axis=-1)
+        repeated = np.tril(same, -1).any(axis=2) & np.isfinite(self.gate[rows, order])
+        order = order[rows, np.argsort(repeated, axis=1, kind="stable")]
+        places = Places(*(part[rows, order][:, :most] for part in self))
+        places.gate[np.sort(repeated, axis=1)[:, :most]] = -np.inf
+        return places
 
     def joined(self, other: Places) -> Places:
         return Places(*(np.concatenate(pair, axis=1) for pair in zip(self, other, strict=True)))
 
 
 @dataclass
-class LargestGates:
-    """The largest gate of every expert in every row of a batch, and where it is.
-
-    Found on the device, pass by pass, so that little is moved.
-    """
-
-    widest: int  # experts of a layer, at most
-    at: Tensor | None = None  # which of the pass's tokens are looked at; None: none
-    rows: int = 0
-    width: int = 0
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    gate_LBE: Array | None = None  # over the passes so far; -inf where an expert was not chosen
-    position_LBE: Integers | None = None
-
-    def aim(self, at: Tensor | None, rows: int, width: int) -> None:
-        self.at, self.rows, self.width = at, rows, width
-
-    def add(self, routing: Routing) -> None:
-        if self.at is None:
-            return
-        chosen_TK, gates_TK = routing.chosen_TK[self.at], routing.gates_TK[self.at].float()
-        nowhere = self.rows * self.widest  # the cell of empty slots
-        cell_TK = (self.at // self.width)[:, None] * self.widest + chosen_TK
-        cell = torch.where(chosen_TK >= 0, cell_TK, nowhere).view(-1)
-        place = (self.at % self.width)[:, None].expand_as(chosen_TK).reshape(-1)
-        gate_C = gates_TK.new_full((nowhere + 1,), -torch.inf).scatter_reduce_(
-            0, cell, gates_TK.reshape(-1), "amax"
-        )
-        place = torch.where(
-            gates_TK.reshape(-1) == gate_C[cell], place, self.width
-        )  # of equal ones the first
-        place_C = place.new_full((nowhere + 1,), self.width).scatter_reduce_(0, cell, place, "amin")
-        self.kept[routing.layer] = (gate_C[:-1].view(self.rows, -1), place_C[:-1].view(self.rows, -1))
-
-    def collect(self, start: int) -> None:
-        """Put the pass that began at column `start` together with those before it."""
-        parts = [self.kept[layer] for layer in sorted(self.kept)]
-        self.kept = {}
-        gate_LBE, place_LBE = (torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))
-        if self.gate_LBE is None or self.position_LBE is None:
-            self.gate_LBE, self.position_LBE = gate_LBE, place_LBE + start
-        else:
-            better = gate_LBE > self.gate_LBE
-            self.gate_LBE = np.where(better, gate_LBE, self.gate_LBE)
-            self.position_LBE = np.where(better, place_LBE + start, self.position_LBE)
-
-    def taken(self) -> tuple[Array, Integers]:
-        """(gates, positions) of the whole batch; the next one starts anew."""
-        assert self.gate_LBE is not None
-        assert self.position_LBE is not None
-        found = self.gate_LBE, self.position_LBE
-        self.gate_LBE = self.position_LBE = None
-        return found
-
-
-@dataclass
 class Contexts:
-    """The places of a text where every expert's gate is largest, one a window and one a phrase: five times
-    the same tell no more than once.
+    """The places where every expert's gate is largest, at most one per window and one per phrase.
 
-    They are of the sample's windows. Its threshold may be halved later, so places are kept apart by the
-    octave of their window's draw, and
-    at the end those of the octaves below the threshold are put together: the same places in whatever order
-    the text is read.
+    Only the sample's windows count. Its threshold may be halved later, so places are stored by the octave of
+    their window's draw, and the octaves below the threshold are joined at the end: the result does not depend
+    on the reading order.
     """
 
     layers: list[int]
-    n_experts: list[int]  # of each layer
+    n_experts: list[int]  # per layer
     octaves: dict[int, Places] = field(default_factory=dict)
 
     @property
@@ -142,11 +78,11 @@ class Contexts:
         return max(self.n_experts)
 
     def add(self, window: Window, gate_LE: Array, position_LE: Integers) -> None:
-        """A window with each expert's largest gate in it (-inf: not chosen) and where that is."""
-        kept = self.octaves.get(octave(window.draw)) or Places.empty(len(self.layers) * self.widest)
+        """Add a window with each expert's largest gate in it (-inf: not chosen) and its position."""
+        places = self.octaves.get(octave(window.draw)) or Places.empty(len(self.layers) * self.widest)
         gate_C, position_C = gate_LE.reshape(-1), position_LE.reshape(-1)
-        said_before = (kept.draw == window.draw).any(axis=1)  # the same text over again
-        owner = np.flatnonzero((gate_C >= kept.gate[:, -1]) & np.isfinite(gate_C) & ~said_before)
+        known = (places.draw == window.draw).any(axis=1)  # the same text again
+        owner = np.flatnonzero((gate_C >= places.gate[:, -1]) & np.isfinite(gate_C) & ~known)
         if not len(owner):
             return
         gate, position = gate_C[owner].astype(np.float32), position_C[owner]
@@ -158,27 +94,23 @@ class Contexts:
             np.full((len(owner), 1), window.domain, np.int32),
             around(window.ids, position)[:, None],
         )
-        for part, better in zip(
-            kept, Places(*(part[owner] for part in kept)).joined(offered).best(), strict=True
-        ):
+        best = Places(*(part[owner] for part in places)).joined(offered).best()
+        for part, better in zip(places, best, strict=True):
             part[owner] = better
-        self.octaves[octave(window.draw)] = kept
+        self.octaves[octave(window.draw)] = places
 
     def keep_below(self, threshold: float) -> None:
-        """Drop what lies in windows the sample has let go."""
+        """Drop the places in windows that the sample has dropped."""
         self.octaves = {
             number: places for number, places in self.octaves.items() if 2.0**-number <= threshold
         }
 
     def rows(self, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(layer, its row of the contexts table) with token ids in place of words.
-
-        Of windows below the threshold.
-        """
+        """Yield (layer, row of the contexts table with ids for text), of windows below the threshold."""
         self.keep_below(threshold)
         places = Places.empty(len(self.layers) * self.widest)
-        for found in self.octaves.values():
-            places = places.joined(found).best()
+        for part in self.octaves.values():
+            places = places.joined(part).best()
         for owner, rank in zip(*np.nonzero(np.isfinite(places.gate)), strict=True):
             ids = places.ids[owner, rank]
             row = {
@@ -188,19 +120,57 @@ class Contexts:
                 "position": int(places.position[owner, rank]),
                 "domain": int(places.domain[owner, rank]),
                 "token_id": int(ids[BEFORE]),
-                "before": [int(token) for token in ids[:BEFORE] if token != NOTHING],
-                "after": [int(token) for token in ids[BEFORE + 1 :] if token != NOTHING],
+                "before": [int(token) for token in ids[:BEFORE] if token != NO_TOKEN],
+                "after": [int(token) for token in ids[BEFORE + 1 :] if token != NO_TOKEN],
                 "gate": float(places.gate[owner, rank]),
             }
             yield self.layers[owner // self.widest], row
 
 
 def octave(draw: float) -> int:
-    """j for a draw in [2^-(j+1), 2^-j)."""
+    """Return j for a draw in [2^-(j+1), 2^-j)."""
     return -math.frexp(draw)[1] if draw > 0 else 64
 
 
 def around(ids_T: Integers, position_N: Integers) -> Integers:
-    """The tokens around each position, -1 beyond the window's ends."""
-    padded = np.concatenate([np.full(BEFORE, NOTHING), ids_T, np.full(AFTER, NOTHING)]).astype(np.int32)
+    """Return the tokens around each position, -1 beyond the window."""
+    padded = np.concatenate([np.full(BEFORE, NO_TOKEN), ids_T, np.full(AFTER, NO_TOKEN)]).astype(np.int32)
     return padded[position_N[:, None] + np.arange(BEFORE + 1 + AFTER)]
+
+
+@dataclass
+class TokenText:
+    """Token ids as text, each looked up once; None for all of them without a tokenizer."""
+
+    tokenizer: Any = None
+    known: dict[int, str | None] = field(default_factory=dict)
+
+    def of(self, token: int) -> str | None:
+        """Return one token's text, with the blank before it where it begins a word."""
+        if token not in self.known:
+            self.known[token] = None if self.tokenizer is None else self.decode(token)
+        return self.known[token]
+
+    def decode(self, token: int) -> str:
+        text = str(self.tokenizer.decode([token]))
+        stored = self.tokenizer.convert_ids_to_tokens(token)
+        begins_word = isinstance(stored, str) and stored.startswith(WORD_START) and not text.startswith(" ")
+        return f" {text}" if begins_word else text
+
+    def around(
+        self, before: Sequence[int], token: int, after: Sequence[int]
+    ) -> tuple[str | None, str | None, str | None]:
+        """Return the text before, of and after the token, decoded together.
+
+        Where a token is part of a character, decoding together gives other characters; then each of the
+        three is decoded alone.
+        """
+        if self.tokenizer is None:
+            return None, None, None
+        start, middle, complete = (
+            str(self.tokenizer.decode(ids)) if ids else ""
+            for ids in ([*before], [*before, token], [*before, token, *after])
+        )
+        if middle.startswith(start) and complete.startswith(middle):
+            return start, middle[len(start) :], complete[len(middle) :]
+        return start, self.of(token), str(self.tokenizer.decode([*after])) if after else ""

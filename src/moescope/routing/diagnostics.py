@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.routing.arrays import Array
-from moescope.routing.rows import Row, row
-from moescope.types import Diagnostic
+from moescope.routing.counts_to_tables import Row, row
+from moescope.types import Array, Diagnostic
 
 Cell = tuple[int, str]  # a layer's row, a note's name
 Slot = tuple[int, str, int]  # the same, and which part of the note: value, chance, collapse
@@ -36,7 +35,7 @@ class DiagnosticSums:
         """A layer's rows of routing_layers: every pass counts alike."""
         for (at, name), sums in self.sums.items():
             if at == layer_row:
-                yield {"phase": "prefill", "domain": "", **row(name, *(sums[1:] / sums[0]).tolist())}
+                yield {**row(name, *(sums[1:] / sums[0]).tolist())}
 
 
 class DiagnosticTally:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import DIAGNOSTICS
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import Figure, FigureSpec, Tables, base_layout, grey_line, layer_lines, number
 from moescope.routing.figures_metrics import between
 from moescope.routing.figures_steps import step_axis
+from moescope.routing.metrics import DIAGNOSTICS
 
 NOTICEABLE = 0.002  # of a reference: a note that is never farther from it is told and not drawn
 
@@ -128,9 +128,9 @@ PANELS = [
         "for independent experts",
         "when all take the same tokens",
     ),
-    Panel("experts_a_token", "Experts a token", "experts", "by capacity alone", ""),
+    Panel("experts_per_token", "Experts a token", "experts", "by capacity alone", ""),
     Panel(
-        "experts_a_token_spread",
+        "experts_per_token_spread",
         "How far tokens differ in their number of experts",
         "std over tokens",
         "for independent experts",

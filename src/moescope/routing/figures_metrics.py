@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import METRICS
 from moescope.plotting.log_axis import cut_whiskers, cut_words, plain_log
 from moescope.plotting.style import (
     Figure,
@@ -23,6 +22,7 @@ from moescope.plotting.style import (
     grey_line,
     number,
 )
+from moescope.routing.metrics import METRICS
 from moescope.weights.figures_alignment import layer_axis
 
 RANDOM = "random routing"

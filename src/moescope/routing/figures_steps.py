@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import METRICS
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     CATEGORICAL,
@@ -27,6 +26,7 @@ from moescope.plotting.style import (
 )
 from moescope.routing.figures_load import CATEGORIES, fold_of, ratio_heatmap
 from moescope.routing.figures_metrics import IN_LEGENDS, KNOWS_NOTHING, RANDOM, between, subject
+from moescope.routing.metrics import METRICS
 
 AREAS = 12  # so many experts get an area of their own; the rest share one
 STEPS_NAMED = 10  # on an axis of steps that are categories

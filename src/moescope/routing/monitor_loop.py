@@ -114,7 +114,7 @@ class LoopMonitor:
         self.now = self.flushed = self.logged = step
         self.pulled = -1
         self.tokens, self.alerts = 0, 0
-        sure = [block.layer for block in self.blocks if getattr(block.router, "sure_by_design", False)]
+        sure = [block.layer for block in self.blocks if getattr(block.router, "expects_low_entropy", False)]
         self.watcher = Watch.begin(self.thresholds, shape["layers"], shape["n_experts"], step, sure)
         if first_rank():
             kind = self.blocks[0].model_type
@@ -142,7 +142,7 @@ class LoopMonitor:
                 warnings.append(
                     f"nothing is known of the steps up to {step}: no tables of them in {self.folder}"
                 )
-            self.run.writer.save_info(warnings=warnings, sure_by_design=sure)
+            self.run.writer.save_info(warnings=warnings, low_entropy_expected=sure)
         self.since_tables, self.since_log = self.window(), self.window()
         self.buffer: dict[str, list[Any]] = {}
         self.unmade: list[

@@ -1,19 +1,17 @@
-"""Whether experts are apart: which are chosen together, and how alike their router rows are."""
+"""How distinct experts are: which are chosen together, and how similar their router rows are."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from moescope.routing.arrays import Array, Integers
-from moescope.routing.load import divide
-from moescope.routing.metric import Metric
+from moescope.routing.load_balance import divide
+from moescope.types import Array, Integers
 
 
 def pair_counts(chosen_TK: Integers, n_experts: int, adjacent: bool = False) -> Array:
-    """How many tokens chose both a and b, for all pairs; the diagonal holds how many chose a.
+    """Number of tokens that chose both a and b, for all pairs; the diagonal holds how many chose a.
 
-    `adjacent=True` counts only pairs that stand next to each other in rank (first with second, second with
-    third), as one
+    `adjacent=True` counts only pairs adjacent in rank (first with second, second with third), as one
     published tool does. It needs slots sorted by gate, and misses k (k - 1)/2 - (k - 1) of a token's pairs.
     """
     pairs_EE = np.zeros((n_experts, n_experts))
@@ -28,11 +26,7 @@ def pair_counts(chosen_TK: Integers, n_experts: int, adjacent: bool = False) -> 
 
 
 def coactivation(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:
-    """For every pair: the share of a's tokens that also chose b, and lift: that share over b's own share of
-    tokens.
-
-    lift = P(a, b) / (P(a) P(b)).
-    """
+    """Share of a's tokens that also chose b, and lift = P(a, b) / (P(a) P(b)), for every pair."""
     counts_E = np.diag(pairs_EE)
     share_EE = divide(pairs_EE, np.broadcast_to(counts_E[:, None], pairs_EE.shape))
     return share_EE, divide(share_EE * tokens, np.broadcast_to(counts_E[None, :], pairs_EE.shape))
@@ -44,20 +38,18 @@ def chance_lift(n_experts: int, k: float) -> float:
 
 
 def expert_overlap(pairs_EE: Array) -> float:
-    """Mean over pairs of experts of the Jaccard index of their token sets; pairs of which neither has a token
-    are left out.
+    """Mean over pairs of experts of the Jaccard index of their token sets; pairs without tokens are skipped.
 
-    Undefined (NaN) where no token chose two experts by design, k = 1.
+    Undefined (NaN) for k = 1, where no token can choose two experts.
     """
     counts_E = np.diag(pairs_EE)
     a, b = np.triu_indices(len(pairs_EE), 1)
-    union = counts_E[a] + counts_E[b] - pairs_EE[a, b]
-    jaccard = divide(pairs_EE[a, b], union)
+    jaccard = divide(pairs_EE[a, b], counts_E[a] + counts_E[b] - pairs_EE[a, b])
     return float(np.nanmean(jaccard)) if np.isfinite(jaccard).any() else np.nan
 
 
-def overlap_floor(n_experts: int, k: float) -> float:
-    """rho/(2 - rho), rho = (k - 1)/(n - 1) the chance that a token of one expert is also another's."""
+def overlap_chance(n_experts: int, k: float) -> float:
+    """rho/(2 - rho), rho = (k - 1)/(n - 1) the probability that a token of one expert is also another's."""
     if n_experts < 2 or k <= 1:
         return np.nan
     rho = (k - 1) / (n_experts - 1)
@@ -65,10 +57,7 @@ def overlap_floor(n_experts: int, k: float) -> float:
 
 
 def overlap_collapse(n_experts: int, k: float) -> float:
-    """The k used experts share all tokens; pairs with one unused expert share none.
-
-    Pairs of unused ones do not count.
-    """
+    """The k used experts share all tokens; pairs with one unused expert share none; others are skipped."""
     if n_experts < 2 or k <= 1:
         return np.nan
     used, mixed = k * (k - 1) / 2, k * (n_experts - k)
@@ -79,12 +68,17 @@ def normalised(rows_ED: Array) -> Array:
     return divide(rows_ED, np.broadcast_to(np.linalg.norm(rows_ED, axis=1, keepdims=True), rows_ED.shape))
 
 
+def pair_cosines(rows_ED: Array) -> Array:
+    """Cosine of every two rows, in the order of `np.triu_indices(n, 1)`."""
+    unit_ED = normalised(rows_ED)
+    return np.asarray((unit_ED @ unit_ED.T)[np.triu_indices(len(rows_ED), 1)])
+
+
 def gram_orthogonality(rows_ED: Array) -> float:
     """1 - ||G - I||_F / (n sqrt 2), G the Gram matrix of normalised rows.
 
-    Random rows already score 1 - sqrt((n - 1)/(2 n D)), 0.94 at D = 128; n > D rows cannot exceed 1 - sqrt((n
-    - D)/(2 n D))
-    (Welch); n equal rows score 1 - sqrt((n - 1)/(2 n)), 0.29 to 0.5 and not 0.
+    Random rows already score 1 - sqrt((n - 1)/(2 n D)), 0.94 at D = 128; n > D rows cannot exceed
+    1 - sqrt((n - D)/(2 n D)) (Welch); n equal rows score 1 - sqrt((n - 1)/(2 n)), 0.29 to 0.5 and not 0.
     """
     n = len(rows_ED)
     unit_ED = normalised(rows_ED)
@@ -95,45 +89,25 @@ def gram_chance(n: int, d: int) -> float:
     return float(1 - np.sqrt((n - 1) / (2 * n * d)))
 
 
-def gram_best(n: int, d: int) -> float:
-    """1 where the rows can all be orthogonal.
-
-    The Welch bound where there are more of them than dimensions.
-    """
-    return float(1 - np.sqrt(max(n - d, 0) / (2 * n * d)))
-
-
 def gram_collapse(n: int) -> float:
     return float(1 - np.sqrt((n - 1) / (2 * n)))
 
 
-def router_similarity(rows_ED: Array) -> dict[str, float]:
-    """Off-diagonal cosines of router rows: mean, mean of absolute values, and largest."""
-    unit_ED = normalised(rows_ED)
-    cosines = (unit_ED @ unit_ED.T)[np.triu_indices(len(rows_ED), 1)]
-    if not len(cosines):
-        return dict.fromkeys(("router_similarity", "router_similarity_abs", "router_similarity_max"), np.nan)
-    return {
-        "router_similarity": float(cosines.mean()),
-        "router_similarity_abs": float(np.abs(cosines).mean()),
-        "router_similarity_max": float(cosines.max()),
-    }
+def router_similarity(rows_ED: Array) -> float:
+    """Mean cosine of two router rows; NaN for a single row."""
+    return float(pair_cosines(rows_ED).mean()) if len(rows_ED) > 1 else np.nan
 
 
-def similarity_floors(n: int, d: int) -> dict[str, float]:
-    """What random rows give; the largest of P = n(n - 1)/2 cosines is about sqrt(2 log P / D)."""
-    pairs = n * (n - 1) / 2
-    return {
-        "router_similarity": 0.0,
-        "router_similarity_abs": float(np.sqrt(2 / (np.pi * d))),
-        "router_similarity_max": float(min(np.sqrt(2 * np.log(max(pairs, 1)) / d), 1.0)),
-    }
+def router_similarity_abs(rows_ED: Array) -> float:
+    """Mean absolute cosine of two router rows; sqrt(2/(pi D)) for random rows."""
+    return float(np.abs(pair_cosines(rows_ED)).mean()) if len(rows_ED) > 1 else np.nan
 
 
-SEPARATION = [
-    Metric(
-        expert_overlap,
-        lambda s: overlap_floor(s.n_experts, s.k),
-        lambda s: overlap_collapse(s.n_experts, s.k),
-    ),
-]
+def router_similarity_max(rows_ED: Array) -> float:
+    """Largest cosine of two router rows."""
+    return float(pair_cosines(rows_ED).max()) if len(rows_ED) > 1 else np.nan
+
+
+def similarity_max_chance(n: int, d: int) -> float:
+    """About sqrt(2 log P / D) for the largest of P = n(n - 1)/2 cosines of random rows."""
+    return float(min(np.sqrt(2 * np.log(max(n * (n - 1) / 2, 1)) / d), 1.0))

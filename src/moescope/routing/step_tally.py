@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from moescope.execution.adapters import Block
-from moescope.routing.arrays import Array, Integers
-from moescope.routing.decision import DECISION
 from moescope.routing.diagnostics import DiagnosticSums, DiagnosticTally
+from moescope.routing.metrics import DECISION
 from moescope.routing.tally import SUMS, LayerCounts
+from moescope.types import Array, Integers
 
 MOST_HELD = 2**21  # expert slots kept for counting: 25 MB, and a few times that while they are counted
 SQUARES = ("gates_squared", "token_gates_squared")

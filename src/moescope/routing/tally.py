@@ -1,27 +1,26 @@
-"""Counts of every layer's routing, kept on the device while the model runs and moved once at the end.
+"""Counts of every layer's routing, accumulated on the device while the model runs.
 
-A cell is a domain's share of one of the jackknife's 256 groups of documents. Everything a run says of load,
-decisions and domains
-is made from sums over cells, so memory does not grow with the text, and ratios are made from counts at the
-very end.
+A cell is one domain within one of the jackknife's 256 groups of documents. Load, decision and domain metrics
+are made from sums over cells, so memory does not grow with the text; ratios are made from counts at the end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moescope.routing.arrays import Array, Integers
-from moescope.routing.decision import DECISION, first_choice
+from moescope.routing.decision import first_choice
+from moescope.routing.metrics import DECISION
 from moescope.statistics import BUCKETS
-from moescope.types import Routing, Tokens
+from moescope.types import Array, Integers, Routing, Tokens
 
-MOST_WAITING = (
-    2**23
-)  # numbers of logits held for counting together: 32 MB, and a few times that while they are
+if TYPE_CHECKING:
+    from moescope.execution.adapters import Block
+
+MOST_WAITING = 2**23  # logits held to be counted together: 32 MB, and a few times that while counting
 SUMS = (
     "tokens",
     "assigned",
@@ -38,14 +37,14 @@ SUMS = (
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """One layer's counts in one phase, off the device. M domains, B buckets, E experts, S sums."""
+    """One layer's counts in one phase, on the CPU. M domains, B buckets, E experts, S sums."""
 
     layer: int
     layer_name: str
     phase: str
     k: int
     counts_MBE: Integers
-    mass_MBE: Array
+    gate_weight_MBE: Array
     sums_MBS: Array
     pairs_EE: Array
 
@@ -53,78 +52,82 @@ class LayerCounts:
     def n_experts(self) -> int:
         return self.counts_MBE.shape[-1]
 
+    @property
+    def tokens(self) -> int:
+        return int(self.sums("tokens").sum())
+
+    @property
+    def mean_k(self) -> float:
+        """Experts per token, empty slots not counted."""
+        return float(self.sums("assigned").sum() / self.tokens) if self.tokens else float("nan")
+
     def sums(self, name: str) -> Array:
         return self.sums_MBS[..., SUMS.index(name)]
 
 
 class Accumulated:
-    """The counts of layers with equally many experts and choices, in one phase, on the device.
+    """Device counts, in one phase, of the layers that have the same number of experts and slots.
 
-    Layers are counted many at a time: a GPU spends longer on starting the kernels of one layer than on
-    running those of all.
+    Many layers are counted together: on a GPU, launching one layer's kernels takes longer than running all.
     """
 
     def __init__(self, routing: Routing, n_domains: int):
         self.n_experts, self.n_domains, self.k = routing.n_experts, n_domains, routing.chosen_TK.shape[1]
         self.device = routing.chosen_TK.device
-        self.nowhere = n_domains * BUCKETS  # the cell of padding and empty slots, thrown away
-        self.names: dict[int, str] = {}  # of the layers, in the order of their rows
-        self.counts_LCE = self.zeros(self.nowhere + 1, self.n_experts, dtype=torch.int64)
-        self.mass_LCE = self.zeros(self.nowhere + 1, self.n_experts)
-        self.sums_LCS = self.zeros(self.nowhere + 1, len(SUMS))
+        self.discarded = n_domains * BUCKETS  # the cell of padding and empty slots
+        self.names: dict[int, str] = {}  # layer -> name, in the order of rows
+        self.counts_LCE = self.zeros(self.discarded + 1, self.n_experts, dtype=torch.int64)
+        self.gate_weight_LCE = self.zeros(self.discarded + 1, self.n_experts)
+        self.sums_LCS = self.zeros(self.discarded + 1, len(SUMS))
         self.pairs_LEE = self.zeros(self.n_experts, self.n_experts)
         self.row_indices: dict[tuple[int, ...], Tensor] = {}
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's last column, for rows that go on
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's last column, for rows that continue
 
     def zeros(self, *sides: int, layers: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(layers, *sides, dtype=dtype, device=self.device)
 
     def rows_of(self, routings: list[Routing]) -> Tensor:
-        """Where these layers' counts are; those that are new get theirs.
-
-        Kept, since making it would wait for the device.
-        """
+        """Return the rows of these layers, new ones appended; cached, since creating it would sync."""
         layers = tuple(routing.layer for routing in routings)
         if layers not in self.row_indices:
             new = {
                 routing.layer: routing.layer_name for routing in routings if routing.layer not in self.names
             }
             self.names |= new
-            for name in ("counts_LCE", "mass_LCE", "sums_LCS", "pairs_LEE"):
-                held = getattr(self, name)
-                more = self.zeros(*held.shape[1:], layers=len(new), dtype=held.dtype)
-                setattr(self, name, torch.cat([held, more]))
-            places = list(self.names)
-            self.row_indices[layers] = torch.tensor(
-                [places.index(layer) for layer in layers], device=self.device
-            )
+            for name in ("counts_LCE", "gate_weight_LCE", "sums_LCS", "pairs_LEE"):
+                old = getattr(self, name)
+                more = self.zeros(*old.shape[1:], layers=len(new), dtype=old.dtype)
+                setattr(self, name, torch.cat([old, more]))
+            order = list(self.names)
+            rows = [order.index(layer) for layer in layers]
+            self.row_indices[layers] = torch.tensor(rows, device=self.device)
         return self.row_indices[layers]
 
     def add(self, routings: list[Routing]) -> None:
-        """Count what layers decided about the same tokens."""
+        """Count the decisions of several layers about the same tokens."""
         rows_L = self.rows_of(routings)
-        several, tokens = together(routings), routings[0].tokens
+        stacked, tokens = concatenate(routings), routings[0].tokens
         real_T, cell_T = self.cells(routings[0])
         shape = (len(routings), len(real_T), self.k)
-        chosen_LTK = torch.where(real_T[:, None], several.chosen_TK.view(shape), -1)
+        chosen_LTK = torch.where(real_T[:, None], stacked.chosen_TK.view(shape), -1)
         there_LTK = chosen_LTK >= 0
-        gates_LTK = torch.where(there_LTK, several.gates_TK.view(shape), 0).double()
-        cell_LT = rows_L[:, None] * (self.nowhere + 1) + cell_T
-        nowhere_L11 = rows_L[:, None, None] * (self.nowhere + 1) + self.nowhere
+        gates_LTK = torch.where(there_LTK, stacked.gates_TK.view(shape), 0).double()
+        cell_LT = rows_L[:, None] * (self.discarded + 1) + cell_T
+        discarded_L11 = rows_L[:, None, None] * (self.discarded + 1) + self.discarded
         flat = (
-            torch.where(there_LTK, cell_LT[..., None], nowhere_L11) * self.n_experts + chosen_LTK.clamp(min=0)
+            torch.where(there_LTK, cell_LT[..., None], discarded_L11) * self.n_experts
+            + chosen_LTK.clamp(min=0)
         ).view(-1)
         self.counts_LCE.view(-1).index_add_(0, flat, there_LTK.view(-1).long())
-        self.mass_LCE.view(-1).index_add_(0, flat, gates_LTK.view(-1))
+        self.gate_weight_LCE.view(-1).index_add_(0, flat, gates_LTK.view(-1))
         member_LTE = torch.zeros(*shape[:2], self.n_experts + 1, device=self.device)
         member_LTE.scatter_(2, torch.where(there_LTK, chosen_LTK, self.n_experts), 1.0)
-        pairs_LEE = (member_LTE.mT @ member_LTE)[
-            :, :-1, :-1
-        ]  # of zeros and ones: exact up to 2^24 tokens a pass
+        # A product of zeros and ones: exact up to 2^24 tokens per pass.
+        pairs_LEE = (member_LTE.mT @ member_LTE)[:, :-1, :-1]
         self.pairs_LEE.index_add_(0, rows_L, pairs_LEE.double())
         assigned_LT, gate_LT = there_LTK.sum(-1).double(), gates_LTK.sum(-1)
         neighbours = self.neighbours(
-            routings, first_choice(several).view(shape[:2]), chosen_LTK, real_T, tokens
+            routings, first_choice(stacked).view(shape[:2]), chosen_LTK, real_T, tokens
         )
         values = [
             torch.ones_like(gate_LT),
@@ -133,20 +136,20 @@ class Accumulated:
             gate_LT,
             gates_LTK.square().sum(-1),
             gate_LT.square(),
-            *decisions(several),
+            *decisions(stacked),
             *neighbours,
         ]
         sums = torch.stack([value.reshape(-1).double() for value in values], -1)
         self.sums_LCS.view(-1, len(SUMS)).index_add_(0, cell_LT.view(-1), sums)
 
     def cells(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Which tokens are real, and the cell of each."""
+        """Return which tokens are real, and the cell of each."""
         tokens = routing.tokens
         if tokens is None:
             real_T = torch.ones(len(routing.chosen_TK), dtype=torch.bool, device=self.device)
             return real_T, torch.zeros_like(real_T, dtype=torch.int64)
         cell_T = tokens.domain_T * BUCKETS + tokens.bucket_T
-        return tokens.real_T, torch.where(tokens.real_T, cell_T, self.nowhere)
+        return tokens.real_T, torch.where(tokens.real_T, cell_T, self.discarded)
 
     def neighbours(
         self,
@@ -156,22 +159,18 @@ class Accumulated:
         real_T: Tensor,
         tokens: Tokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """For each token whether there is one before it in its row, whether both have the same first choice.
+        """Per token: is there one before it in its row, have both the same first choice, their Jaccard index.
 
-        And their Jaccard index.
+        R: rows of all layers.
         """
-        # R: the rows of all layers
         rows = len(routings) * (tokens.rows if tokens else 1)
         first_RL = torch.where(real_T, first_LT, -1).view(rows, -1)  # -1 for padding too
         chosen_RLK = chosen_LTK.view(rows, -1, self.k)
         previous = torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1)
-        if (
-            tokens is not None
-            and tokens.continues
-            and all(routing.layer in self.before for routing in routings)
-        ):
-            of_first, of_chosen = zip(*(self.before[routing.layer] for routing in routings), strict=True)
-            previous = torch.cat(of_first), torch.cat(of_chosen)
+        continues = tokens is not None and tokens.continues
+        if continues and all(routing.layer in self.before for routing in routings):
+            firsts, chosens = zip(*(self.before[routing.layer] for routing in routings), strict=True)
+            previous = torch.cat(firsts), torch.cat(chosens)
         last = first_RL[:, -1:].chunk(len(routings)), chosen_RLK[:, -1:].chunk(len(routings))
         self.before |= {routing.layer: pair for routing, *pair in zip(routings, *last, strict=True)}  # type: ignore[misc]
         first_before = torch.cat([previous[0], first_RL[:, :-1]], 1)
@@ -183,23 +182,20 @@ class Accumulated:
         same = pair_RL & (first_RL == first_before)
         return pair_RL, same, both / either.clamp(min=1) * pair_RL
 
-    def moved(self, phase: str) -> list[LayerCounts]:
-        counts, mass, sums = (
+    def to_cpu(self, phase: str) -> list[LayerCounts]:
+        counts, gate_weight, sums = (
             part[:, :-1].cpu().numpy().reshape(len(self.names), self.n_domains, BUCKETS, -1)
-            for part in (self.counts_LCE, self.mass_LCE, self.sums_LCS)
+            for part in (self.counts_LCE, self.gate_weight_LCE, self.sums_LCS)
         )
         pairs = self.pairs_LEE.cpu().numpy()
         return [
-            LayerCounts(layer, name, phase, self.k, counts[row], mass[row], sums[row], pairs[row])
+            LayerCounts(layer, name, phase, self.k, counts[row], gate_weight[row], sums[row], pairs[row])
             for row, (layer, name) in enumerate(self.names.items())
         ]
 
 
-def together(routings: list[Routing]) -> Routing:
-    """Layers that decided alike about equally many tokens, as if they were one layer with the tokens of all.
-
-    Layer after layer.
-    """
+def concatenate(routings: list[Routing]) -> Routing:
+    """Join layers of equal shape, as if they were one layer with the tokens of all, layer after layer."""
     if len(routings) == 1:
         return routings[0]
 
@@ -221,62 +217,54 @@ def together(routings: list[Routing]) -> Routing:
     )
 
 
-def alike(routing: Routing) -> tuple[Any, ...]:
-    """What layers must share to be counted together."""
+def shape_key(routing: Routing) -> tuple[Any, ...]:
+    """Return what layers must share to be counted together."""
     known = (part is not None for part in (routing.logits_TE, routing.scores_TE, routing.selection_TE))
     chosen_TK = routing.chosen_TK
     return (routing.n_experts, chosen_TK.shape, chosen_TK.device, routing.gates_TK.dtype, *known)
 
 
 def decisions(routing: Routing) -> list[Tensor]:
-    """Every decision metric of every token; NaN where the router's logits are not known."""
+    """Return every decision metric per token; NaN where the router's logits are unknown."""
     if routing.scores_TE is None or routing.logits_TE is None:
-        nothing = torch.full(routing.chosen_TK.shape[:1], float("nan"), device=routing.chosen_TK.device)
-        return [nothing] * len(DECISION)
-    return [metric.function(routing) for metric in DECISION]
+        unknown_T = torch.full(routing.chosen_TK.shape[:1], float("nan"), device=routing.chosen_TK.device)
+        return [unknown_T] * len(DECISION)
+    return [metric.function(routing) for metric in DECISION if metric.function]
 
 
 @dataclass
 class Tally:
-    """All layers and phases of one model. `add` takes a layer's routing as capture hands it on."""
+    """Counts of all layers and phases of one model. A `Collector`."""
 
     n_domains: int = 1
     accumulated: dict[tuple[Any, ...], Accumulated] = field(default_factory=dict)
-    waiting: list[Routing] = field(default_factory=list)  # of the pass under way, to be counted together
-    numbers: int = 0  # that these hold
+    waiting: list[Routing] = field(default_factory=list)  # of the current pass, to be counted together
+    n_waiting: int = 0  # numbers these hold
 
-    def add(self, routing: Routing) -> None:
-        before = self.waiting
-        if before and (
-            routing.tokens is not before[0].tokens or routing.layer in [one.layer for one in before]
-        ):
-            self.count()  # another pass
-        self.waiting.append(
-            replace(routing, x_TD=None, dropped_T=None)
-        )  # what is not counted is not to be held
-        self.numbers += (routing.chosen_TK if routing.logits_TE is None else routing.logits_TE).numel()
-        if self.numbers > MOST_WAITING:
+    def consume(self, routing: Routing, block: Block | None = None) -> None:
+        first = self.waiting[0] if self.waiting else routing
+        if routing.tokens is not first.tokens or routing.layer in [one.layer for one in self.waiting]:
+            self.count()  # a new pass
+        self.waiting.append(replace(routing, x_TD=None, dropped_T=None))  # frees what is not counted
+        self.n_waiting += (routing.chosen_TK if routing.logits_TE is None else routing.logits_TE).numel()
+        if self.n_waiting > MOST_WAITING:
             self.count()
 
     def count(self) -> None:
-        waiting, self.waiting, self.numbers = self.waiting, [], 0
+        waiting, self.waiting, self.n_waiting = self.waiting, [], 0
         groups: dict[tuple[Any, ...], list[Routing]] = {}
         for routing in waiting:
-            groups.setdefault(alike(routing), []).append(routing)
+            groups.setdefault(shape_key(routing), []).append(routing)
         for routings in groups.values():
             first = routings[0]
-            key = (
-                first.tokens.phase if first.tokens else "prefill",
-                first.n_experts,
-                first.chosen_TK.shape[1],
-                first.chosen_TK.device,
-            )
+            phase = first.tokens.phase if first.tokens else "prefill"
+            key = (phase, first.n_experts, first.chosen_TK.shape[1], first.chosen_TK.device)
             if key not in self.accumulated:
                 self.accumulated[key] = Accumulated(first, self.n_domains)
             self.accumulated[key].add(routings)
 
-    def moved(self) -> list[LayerCounts]:
-        """Everything counted so far, off the device, by phase and layer."""
+    def to_cpu(self) -> list[LayerCounts]:
+        """Return everything counted so far, by phase and layer."""
         self.count()
-        found = [counts for key, part in self.accumulated.items() for counts in part.moved(key[0])]
-        return sorted(found, key=lambda counts: (counts.phase, counts.layer))
+        layers = [counts for key, part in self.accumulated.items() for counts in part.to_cpu(key[0])]
+        return sorted(layers, key=lambda counts: (counts.phase, counts.layer))

@@ -1,32 +1,33 @@
-"""trace: which experts real text goes to, counted while the model runs, into a run folder."""
+"""trace: record which experts each token of a text is routed to, while the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device, device_warnings, one_of
-from moescope.checkpoint.places import find_place, shown_url
 from moescope.errors import BadInput
-from moescope.execution.texts import Content, Source, sources
+from moescope.execution.model_names import (
+    DTYPES,
+    check_routed,
+    checkpoint_identity,
+    checkpoint_layer_names,
+    short_name,
+    step_names,
+)
+from moescope.execution.texts import Source, sources
 from moescope.progress import progress
 from moescope.run import Run, RunWriter, default_folder, open_run
 from moescope.weights.verb import finished_run, step_numbers
 
-if TYPE_CHECKING:
-    from moescope.execution.documents import Document
-    from moescope.execution.models import TracedModel
-
 PHASES = ("prefill", "decode", "both")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What changes a run's numbers."""
+    """The options that change a run's numbers."""
 
     max_tokens: int | None = None
     phase: str = "prefill"
@@ -62,11 +63,10 @@ def trace(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Trace one model's routing on text, or several models' as the steps of one run; or read a trace another
-    tool wrote.
+    """Record which experts each token is routed to, for one model or for several as steps of one run.
 
-    `text`, `domain` ("name=path") and `token_ids` say what to read; `recorded` with `format` and `experts`
-    takes a trace instead.
+    `text`, `domain` ("name=path") or `token_ids` say what to read; `recorded` with `format` and `experts`
+    takes a trace that another tool wrote instead.
     """
     settings = TraceSettings(
         max_tokens,
@@ -84,14 +84,14 @@ def trace(
         raise BadInput(f"seed {seed}: must be at least 0")
     if recorded is not None:
         if text or domain or token_ids or revisions:
-            raise BadInput("--recorded takes the place of a text; give one or the other")
+            raise BadInput("--recorded replaces the text; give one or the other")
         from moescope.routing.trace_recorded import trace_recorded
 
         return trace_recorded(models, Path(recorded), format, experts, settings, out, overwrite)
     if format is not None or experts is not None:
-        raise BadInput("--format and --experts belong to --recorded FILE; without it leave them out")
-    named = step_names(models, revisions)
-    for name in named:
+        raise BadInput("--format and --experts need --recorded FILE; give it, or leave them out")
+    names = step_names(models, revisions)
+    for name in names:
         check_routed(name)
     reading = sources(
         [text] if isinstance(text, str | Path) else text,
@@ -99,25 +99,21 @@ def trace(
         token_ids,
     )
     place = choose_device(device)
-    steps = sorted(zip(step_numbers([short_name(name) for name in named]), named, strict=True))
+    steps = sorted(zip(step_numbers([short_name(name) for name in names]), names, strict=True))
     identity = {
         "arguments": {**asdict(settings), "text": [[source.domain, source.identity] for source in reading]},
         "checkpoints": [{"step": number, **checkpoint_identity(name)} for number, name in steps],
     }
-    folder = Path(out) if out is not None else default_folder("trace", short_name(named[0]), identity)
+    folder = Path(out) if out is not None else default_folder("trace", short_name(names[0]), identity)
     if not overwrite and (done := finished_run(folder, identity)):
         return done
     with open_run(folder, "trace", identity, overwrite) as writer:
         writer.save_info(device=place)
-        finished = writer.done_tasks()
-        with progress(
-            settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases),
-            0,
-            "tokens",
-            quiet,
-        ) as advance:
+        done_tasks = writer.done_tasks()
+        total = settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases)
+        with progress(total, 0, "tokens", quiet) as advance:
             for number, name in steps:
-                if task_name(number) not in finished:
+                if task_name(number) not in done_tasks:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
                     trace_step(writer, number, name, reading, settings, place, partial(advance, label))
         return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
@@ -135,9 +131,10 @@ def trace_step(
     """Run one model over the text; its tables are on disk before the next model is loaded."""
     from moescope.decoder.saving import is_lab_checkpoint
     from moescope.execution.adapters import find_blocks
+    from moescope.execution.documents import read_documents
     from moescope.execution.lab_models import load_traced
     from moescope.execution.models import load_model
-    from moescope.routing.collect import trace_model
+    from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
         load = load_traced if is_lab_checkpoint(name) else load_model
@@ -148,16 +145,19 @@ def trace_step(
         raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
     domains = [source.domain for source in reading]
     blocks = find_blocks(traced.model)
-    check_shape(
-        writer.setups(), number, [block.layer for block in blocks], [block.n_experts for block in blocks]
-    )
+    shape = [block.layer for block in blocks], [block.n_experts for block in blocks]
+    for setup in writer.setups():
+        if (setup["layers"], setup["n_experts"]) != shape:
+            raise BadInput(
+                f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
+            )
     names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
     stream = writer.path / "parts" / f"{task_name(number)}-tokens.tmp" if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
             traced,
             domains,
-            lambda: documents(traced, reading, settings),
+            read_documents(traced, reading, settings.max_tokens, settings.chat_template),
             settings.phases,
             settings.batch_size,
             names,
@@ -170,38 +170,24 @@ def trace_step(
     with writer.timed("tables"):
         frames = result.tables(number, settings.seed)
     setup = {"step": number, **result.facts(), "warnings": result.warnings()}
-    writer.flush_task(
-        task_name(number),
-        frames,
-        setup,
-        result.arrays(),
-        {"tokens.parquet": stream} if stream is not None else None,
-    )
+    streamed = {"tokens.parquet": stream} if stream is not None else None
+    writer.flush_task(task_name(number), frames, setup, result.arrays(), streamed)
     writer.save_info()
 
 
-def check_shape(setups: list[dict[str, Any]], number: int, layers: list[int], n_experts: list[int]) -> None:
-    """Refuse a step of another shape before it runs."""
-    for setup in setups:
-        if (setup["layers"], setup["n_experts"]) != (layers, n_experts):
-            raise BadInput(
-                f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
-            )
-
-
 def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
-    """Join the steps' tables, compare the steps with each other, and close the run."""
-    from moescope.routing.collect import TABLES_OF_A_STEP
-    from moescope.routing.compare_steps import stability_table
+    """Join the tables of all steps, compare the steps with each other, and close the run."""
+    from moescope.routing.counts_to_tables import STEP_TABLES
+    from moescope.routing.stability import stability_table
 
     with writer.timed("join"):
-        frames = {name: writer.joined(name) for name in TABLES_OF_A_STEP}
+        frames = {name: writer.joined(name) for name in STEP_TABLES}
         setups = sorted(writer.setups(), key=lambda setup: setup["step"])
         frames["stability"] = stability_table(
             steps,
             setups,
             lambda step, array: writer.array(task_name(step), array),
-            layer_names_in(frames["load"]),
+            dict(zip(frames["load"]["layer"], frames["load"]["layer_name"], strict=True)),
         )
         if settings.save_tokens:
             writer.join_streamed("tokens")
@@ -213,144 +199,5 @@ def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_devi
     return writer.finish(frames)
 
 
-def layer_names_in(load: Any) -> dict[int, str]:
-    pairs = load[["layer", "layer_name"]].drop_duplicates()
-    return dict(zip(pairs["layer"], pairs["layer_name"], strict=True))
-
-
 def task_name(step: int) -> str:
     return f"step{step}"
-
-
-# --- documents
-
-
-def documents(traced: TracedModel, reading: list[Source], settings: TraceSettings) -> Iterator[Document]:
-    """Every document as token ids, domain after domain; each domain gets the same share of --max-tokens."""
-    import numpy as np
-
-    from moescope.execution.documents import Document
-
-    number = 0
-    for index, source in enumerate(reading):
-        left = None if settings.max_tokens is None else quota(settings.max_tokens, len(reading), index)
-        for content in source.read():
-            if left == 0:
-                break
-            ids = np.asarray(token_ids_of(traced, content, settings)[:left], dtype=np.int64)
-            if len(ids):
-                check_ids(ids, traced)
-                yield Document(number, index, ids)
-                number += 1
-                left = None if left is None else left - len(ids)
-
-
-def quota(tokens: int, domains: int, index: int) -> int:
-    """An equal share of the tokens; what does not divide goes to the first domains."""
-    return tokens // domains + (index < tokens % domains)
-
-
-def token_ids_of(traced: TracedModel, content: Content, settings: TraceSettings) -> list[int]:
-    if isinstance(content, list) and all(isinstance(part, int) for part in content):
-        return content
-    if traced.tokenizer is None:
-        raise BadInput(f"{traced.name}: no tokenizer beside the model; give token ids with --token-ids FILE")
-    if settings.chat_template:
-        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        return list(traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-    if isinstance(content, list):
-        content = "\n".join(
-            str(message.get("content", "")) for message in content if isinstance(message, dict)
-        )
-    return list(traced.tokenizer(content, verbose=False)["input_ids"])
-
-
-def check_ids(ids: Any, traced: TracedModel) -> None:
-    if ids.min() < 0 or ids.max() >= traced.vocabulary:
-        worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
-        raise BadInput(
-            f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; "
-            "give ids of its own tokenizer"
-        )
-
-
-# --- models and what is known of them before they are loaded
-
-
-def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> list[str]:
-    given = [str(model) for model in models]
-    wanted = [part for part in (revisions.split(",") if isinstance(revisions, str) else revisions) if part]
-    if not given:
-        raise BadInput("no model given; give a model's folder or hub id")
-    if wanted:
-        if len(given) > 1:
-            raise BadInput("--revisions are of one model; give one")
-        if Path(given[0]).exists() or "@" in given[0]:
-            raise BadInput(
-                f"{given[0]}: --revisions are of a hub id such as owner/name; give folders one "
-                "by one as steps instead"
-            )
-        given = [f"{given[0]}@{revision}" for revision in wanted]
-    resolved = [str(Path(name).resolve()) if Path(name).exists() else name for name in given]
-    for index, name in enumerate(given):
-        if resolved[index] in resolved[:index]:
-            raise BadInput(f"{name}: given twice; give each step once")
-        if "://" in name:
-            raise BadInput(
-                f"{shown_url(name)}: a model to be run cannot be read from a URL; download it "
-                "and give its folder"
-            )
-        if not Path(name).is_dir():
-            find_place(name)  # refuses in a second what transformers would look for for half a minute
-    return given
-
-
-def check_routed(name: str) -> None:
-    """Refuse a dense model of the lab before anything is loaded."""
-    from moescope.decoder.routers import router_class
-    from moescope.decoder.saving import is_lab_checkpoint, load_config
-
-    if not is_lab_checkpoint(name):
-        return
-    config = load_config(Path(name))
-    if router_class(config.router).expert_shape(config)[0] == 1:
-        raise BadInput(
-            f"{name}: nothing is routed in it (router {config.router}, one block a layer), so "
-            "there is nothing to trace; "
-            "moescope scan shows its spectra"
-        )
-
-
-def short_name(name: str) -> str:
-    return Path(name).resolve().name if Path(name).exists() else name.rsplit("/", 1)[-1]
-
-
-def checkpoint_identity(name: str) -> dict[str, Any]:
-    from moescope.checkpoint import open_checkpoint
-
-    try:
-        checkpoint = open_checkpoint(name)
-    except BadInput:  # weights in another form than safetensors: transformers may still read them
-        path, _, revision = name.partition("@")
-        return {"path": path, "revision": revision or None, "header_hash": None}
-    return {
-        "path": checkpoint.address,
-        "revision": checkpoint.revision,
-        "header_hash": checkpoint.header_hash(),
-    }
-
-
-def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:
-    """The blocks' names in the checkpoint, as scan has them.
-
-    As they are in memory where the checkpoint cannot tell.
-    """
-    from moescope.checkpoint import open_checkpoint
-    from moescope.families import read_moe
-
-    try:
-        moe = read_moe(open_checkpoint(name))
-    except BadInput:
-        return in_memory
-    on_disk = {number: layer.layer_name for number, layer in moe.layers.items()}
-    return on_disk if set(on_disk) == set(in_memory) else in_memory

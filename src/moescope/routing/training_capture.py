@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moescope.execution.adapters import CONTRACT, Block, adapter_of, router_logits
 from moescope.execution.capture import Capture, tensors_in
-from moescope.routing.decision import DECISION
+from moescope.routing.metrics import DECISION
 from moescope.routing.step_tally import Handed, StepTally
 from moescope.routing.tally import MOST_WAITING as MOST_LOGITS
 from moescope.routing.tally import decisions

@@ -9,11 +9,19 @@ import numpy as np
 from torch import Tensor
 
 from moescope.execution.adapters import Block
-from moescope.routing.arrays import Array
-from moescope.routing.decision import DECISION
-from moescope.routing.load import cv, load_entropy_share, max_over_mean, unused
-from moescope.routing.rows import Corpus, Row, coactivation_columns, load_rows, metric_rows, separation_rows
+from moescope.routing.counts_to_tables import (
+    Corpus,
+    Row,
+    coactivation_columns,
+    layer_columns,
+    load_rows,
+    metric_rows,
+    separation_rows,
+)
+from moescope.routing.load_balance import cv, load_entropy_share, max_over_mean, unused
+from moescope.routing.metrics import DECISION
 from moescope.routing.step_tally import Place, Window
+from moescope.types import Array
 
 DOMAIN = "train"
 PERCENTILES = {
@@ -51,7 +59,8 @@ def window_tables(
             line for line in separation_rows(counts, router_ED) if pairs or line["metric"] != "expert_overlap"
         )  # which is made of pairs
         tables["routing_layers"] += [
-            {**place, **line} for line in (*metrics, *apart, *window.diagnostics.rows(row))
+            {**place, **layer_columns(counts), **line}
+            for line in (*metrics, *apart, *window.diagnostics.rows(row))
         ]
         if pairs and counts.k > 1:
             columns = coactivation_columns(counts)

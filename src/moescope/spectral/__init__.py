@@ -1,1 +1,1 @@
-"""What the weights alone say: decompositions, alignment, its nulls and tests, subspaces, ambiguity."""
+"""Spectral analysis of expert weights: decompositions, alignment with router rows, its nulls, subspaces."""

@@ -1,4 +1,4 @@
-"""Router-expert alignment: M(k)[i, j] = align(router i, expert j; k), and what is read off it."""
+"""Router-expert alignment M(k)[i, j] = align(router i, expert j; k), its nulls and accuracies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from moescope.spectral.arrays import Array
+from moescope.types import Array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIE = 1e-6  # two alignments closer than this are the same
+TIE = 1e-6  # two alignments closer than this count as equal
 
 
 @dataclass(frozen=True)
 class AlignmentMatrix:
-    """M(k) of one layer at every k of the ladder, with what is needed to read it."""
+    """M(k) of one layer at every k of the grid."""
 
     ks: list[int]
     align_KEE: Array  # k, router, expert
@@ -37,32 +37,28 @@ class AlignmentMatrix:
 
 
 def cumulate(
-    energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, ladder: list[int]
+    energy_per_expert: Sequence[Array], ranks: Sequence[int], d_model: int, k_grid: list[int]
 ) -> AlignmentMatrix:
-    """align(i, j; k) = sum over a <= k of (v_a(W_j) . r_i)^2, for every k of the ladder at once.
+    """align(i, j; k) = sum over a <= k of (v_a(W_j) . r_i)^2, for every k of the grid.
 
-    `energy_per_expert[j]` is [routers, rungs]: the cumulative sum at each rung of the ladder, ended by the
-    total. Rungs above
-    the layer's largest rank are replaced by that rank: beyond it nothing changes.
+    `energy_per_expert[j]` [routers, ks + 1] comes from `cumulative_energy`. The layer's largest rank replaces
+    every larger k: nothing changes beyond it.
     """
     top = max(ranks)
-    kept = [index for index, k in enumerate(ladder) if k < top]
-    columns = [np.append(energy[:, kept], energy[:, -1:], axis=1) for energy in energy_per_expert]
+    below = [index for index, k in enumerate(k_grid) if k < top]
+    columns = [np.append(energy[:, below], energy[:, -1:], axis=1) for energy in energy_per_expert]
     align_KEE = np.clip(np.stack(columns, axis=-1).transpose(1, 0, 2), 0.0, 1.0)
     return AlignmentMatrix(
-        [*(ladder[index] for index in kept), top], align_KEE, np.array(ranks, float), d_model
+        [*(k_grid[index] for index in below), top], align_KEE, np.array(ranks, float), d_model
     )
 
 
-def cumulative_energy(energy_ER: Array | Tensor, ladder: list[int]) -> Array:
-    """[routers, rungs + 1]: the energy below each rung, and in all.
-
-    A rung above the expert's own rank holds the total.
-    """
+def cumulative_energy(energy_ER: Array | Tensor, k_grid: list[int]) -> Array:
+    """[routers, ks + 1]: the energy up to each k (the total where k exceeds the rank), then the total."""
     sums = energy_ER.cumsum(1)
     rank = sums.shape[1]
-    rungs = sums[:, [*(min(k, rank) - 1 for k in ladder), rank - 1]]
-    return rungs if isinstance(rungs, np.ndarray) else rungs.cpu().numpy()
+    selected = sums[:, [*(min(k, rank) - 1 for k in k_grid), rank - 1]]
+    return selected if isinstance(selected, np.ndarray) else selected.cpu().numpy()
 
 
 def diagonal(M_KEE: Array) -> Array:
@@ -70,23 +66,17 @@ def diagonal(M_KEE: Array) -> Array:
 
 
 def random_expectation(ks: list[int], rank_E: Array, d_model: int) -> Array:
-    """[K, E]: min(k, rank) / d, the mean alignment of a router drawn uniformly from the sphere."""
+    """[K, E]: min(k, rank) / d, the mean alignment of a router row drawn uniformly from the sphere."""
     return np.minimum(np.array(ks, float)[:, None], rank_E[None, :]) / d_model
 
 
 def shuffle_null(M_KEE: Array) -> tuple[Array, Array]:
-    """[K] mean and population standard deviation of all n^2 entries.
-
-    What infinitely many pooled re-pairings converge to.
-    """
+    """[K] mean and population standard deviation of all n^2 entries: the limit of many pooled re-pairings."""
     return M_KEE.mean(axis=(1, 2)), M_KEE.std(axis=(1, 2))
 
 
 def sampled_shuffle_null(M_KEE: Array, n_shuffles: int, seed: int) -> tuple[Array, Array]:
-    """[K] the same two, from `n_shuffles` drawn re-pairings pooled.
-
-    For comparison with older results, noisy by design.
-    """
+    """[K] mean and standard deviation of `n_shuffles` sampled re-pairings, to compare with older results."""
     generator = np.random.default_rng(seed)
     n = M_KEE.shape[1]
     pairings = np.stack([generator.permutation(n) for _ in range(n_shuffles)])
@@ -95,43 +85,36 @@ def sampled_shuffle_null(M_KEE: Array, n_shuffles: int, seed: int) -> tuple[Arra
 
 
 def z_scores(delta: Array, std_K: Array) -> Array:
-    """delta / std, 0 where the std is 0 (every entry equal, as at k = d: nothing differs from anything)."""
-    safe = np.where(std_K > 1e-12, std_K, np.inf)
-    return delta / safe[:, None]
+    """delta / std, and 0 where the std is 0 (all entries equal, as at k = d)."""
+    return delta / np.where(std_K > 1e-12, std_K, np.inf)[:, None]
 
 
 def z_ceiling(n: int) -> float:
-    """sqrt(n - 1): the largest mean z any layer of n experts can reach under the closed-form null.
+    """sqrt(n - 1): the largest mean z that a layer of n experts can reach under the closed-form null.
 
-    With the n^2 entries standardised to mean 0 and variance 1, the diagonal's mean is largest when all n
-    diagonal entries
-    equal x and all others equal y: n x + n (n - 1) y = 0 and n x^2 + n (n - 1) y^2 = n^2 give x = sqrt(n -
-    1).
+    With the n^2 entries standardised to mean 0 and variance 1, the diagonal's mean is largest when all
+    diagonal entries equal x and all others y: n x + n (n - 1) y = 0 and n x^2 + n (n - 1) y^2 = n^2 give x =
+    sqrt(n - 1).
     """
     return float(np.sqrt(n - 1))
 
 
 def hit_shares(M_KEE: Array) -> Array:
-    """[K, E, E]: cell (i, j) holds 1/(number tied) where expert j is among router i's best, else 0.
-
-    Each row sums to 1.
-    """
+    """[K, E, E]: 1/(number tied) where expert j is among router i's best, else 0. Rows sum to 1."""
     best = M_KEE.max(axis=2, keepdims=True) - M_KEE <= TIE
     return best / best.sum(axis=2, keepdims=True)
 
 
 def argmax_accuracy(M_KEE: Array) -> Array:
-    """[K]: share of routers whose own expert aligns best; ties count 1/(number tied). Chance 1/n."""
+    """[K]: share of routers whose paired expert aligns best; ties count 1/(number tied). Chance 1/n."""
     return diagonal(hit_shares(M_KEE)).mean(axis=1)
 
 
 def assignment_accuracy(M_KEE: Array) -> Array:
-    """[K]: diagonal share of the best one-to-one assignment; an expert that attracts every router does not
-    fool it.
+    """[K]: diagonal share of the best one-to-one assignment; robust to an expert that attracts every router.
 
-    Where every assignment is as good as any other (all entries equal, all experts alike, all routers alike)
-    the diagonal is
-    worth 1/n, as under chance: the solver would name one of them, often the stored order.
+    1/n, as under chance, where all assignments are equally good: the solver would return one of them, often
+    the stored order.
     """
     accuracies = []
     for M_EE in M_KEE:
@@ -145,10 +128,7 @@ def assignment_accuracy(M_KEE: Array) -> Array:
 
 
 def margins(M_KEE: Array) -> Array:
-    """[K, E]: own alignment less the best other expert's.
-
-    Negative where another expert fits the router better.
-    """
+    """[K, E]: alignment with the paired expert less the best other expert's."""
     others = M_KEE.copy()
     index = np.arange(M_KEE.shape[1])
     others[:, index, index] = -np.inf

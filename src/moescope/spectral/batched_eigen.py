@@ -1,13 +1,9 @@
-"""Eigenvalues of many symmetric matrices at once, and where given vectors lie in their eigenbases.
+"""Eigenvalues of a batch of symmetric matrices, and the coordinates of some vectors in their eigenbases.
 
-cuSOLVER takes the matrices of a batch one after the other, and one matrix of 768 rows keeps a large GPU
-waiting for most of
-its 8 ms. Here every step is taken for the whole batch: reduction to tridiagonal form, of which only Q'
-applied to the
-given vectors is kept, then divide and conquer on the tridiagonal matrices, of which only the product with
-those vectors
-is formed. No eigenvector is computed but the leading ones. Plain torch, so that it runs and is tested on any
-device.
+cuSOLVER solves the matrices of a batch one after the other, and a matrix of 768 rows leaves a large GPU idle
+for most of its 8 ms. Here every step handles the entire batch: reduction to tridiagonal form, of which only
+Q' times the vectors is stored, then divide and conquer, of which only the product with those vectors is
+formed. Only the leading eigenvectors are computed. Plain torch, so that it runs and is tested on any device.
 """
 
 from __future__ import annotations
@@ -21,28 +17,23 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-PANEL = 32  # columns reduced before the rest of the matrix is brought up to date
-LEAF = 32  # rows of a tridiagonal matrix that are left to the library's batched solver, at most
-# of the secular equation's solver, at most; it mostly needs six, and halves an interval where eigenvalues are
-# tied
-ITERATIONS = 60
+PANEL = 32  # columns reduced before the rest of the matrix is updated
+LEAF = 32  # largest tridiagonal block that the library's batched solver handles
+ITERATIONS = 60  # limit of the secular equation's solver: mostly six, bisection where eigenvalues are tied
 Update = Callable[["Tensor", "Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
 EPS = torch.finfo(torch.float64).eps
-NEXT_TO_NOTHING = 1e-150  # its square is still a number
-# a step so small against the root itself: the next one would be lost in rounding, convergence being quadratic
-SETTLED = 1e-9
+TINY = 1e-150  # its square does not underflow
+SETTLED = 1e-9  # relative step below which the next one is lost in rounding: convergence is quadratic
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Q' G Q = T, tridiagonal, for each matrix of a batch.
-
-    Suffixes: B matrices, N rows, V vectors, P panels.
-    """
+    """Q' G Q = T, tridiagonal, for each matrix of a batch. Suffixes: B matrices, N rows, V vectors, P panel
+    columns."""
 
     diagonal_BN: Tensor
     beside_BN: Tensor  # off the diagonal: N - 1 entries
-    vectors_BNV: Tensor  # Q' applied to the given vectors
+    vectors_BNV: Tensor  # Q' applied to the input vectors
     reflectors_BNN: Tensor  # column j: the Householder vector that cleared column j
     factors_BN: Tensor
 
@@ -60,21 +51,17 @@ class Reduction:
 
 
 def inner(V_BNP: Tensor, factors_BP: Tensor) -> Tensor:
-    """V'V with 1/tau on the diagonal: its upper triangle is the inverse of the factor T in H_1 ...
-
-    H_p = I - V T V'.
-    """
+    """V'V with 1/tau on the diagonal: its upper triangle is the inverse of T in H_1 ... H_p = I - V T V'."""
     products = V_BNP.mT @ V_BNP
     products.diagonal(dim1=1, dim2=2).copy_(1 / factors_BP)
     return products
 
 
 def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
-    """The Householder reduction of each matrix; `matrices_BNN` is overwritten.
+    """Reduce each matrix to tridiagonal form by Householder reflections; overwrites `matrices_BNN`.
 
-    Blocked as LAPACK's sytrd is: within a panel the matrix is left as it was, and each step corrects its
-    product with
-    the panel's own vectors, so that the matrix is read once a step and written once a panel.
+    Blocked as in LAPACK's sytrd: within a panel the matrix stays unchanged and each step corrects its product
+    with the panel's vectors, so that the matrix is read once per step and written once per panel.
     """
     A, Y = matrices_BNN, vectors_BNV.clone()
     batch, rows = A.shape[:2]
@@ -83,9 +70,7 @@ def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
     for start in range(0, rows - 1, PANEL):
         end = min(start + PANEL, rows - 1)
         V, W = reflectors[:, :, start:end], A.new_zeros(batch, rows, end - start)
-        for column in range(
-            start, end
-        ):  # the fewer kernels here, the better: each takes microseconds, and there are N times as many
+        for column in range(start, end):  # few kernels: each takes microseconds, and runs N times
             done, below = slice(0, column - start), slice(column + 1, None)
             head = A[:, column:, column, None]
             if column > start:
@@ -113,12 +98,12 @@ def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
 
 
 def householder(columns_BM1: Tensor, beta_B: Tensor) -> tuple[Tensor, Tensor]:
-    """v with v_0 = 1 and tau such that (I - tau v v') x = beta e_0; beta is written where told."""
+    """v with v_0 = 1 and tau such that (I - tau v v') x = beta e_0; writes beta into `beta_B`."""
     first = columns_BM1[:, :1]
-    first += NEXT_TO_NOTHING  # a column of zeros is reflected like any other
+    first += TINY  # so that a column of zeros can be reflected
     signed = torch.copysign(torch.linalg.vector_norm(columns_BM1, dim=1, keepdim=True), first)
     torch.neg(signed[:, 0, 0], out=beta_B)
-    away = first + signed  # never cancels: both have one sign
+    away = first + signed  # never cancels: same sign
     v = columns_BM1 / away
     v[:, 0] = 1.0
     return v, away / signed
@@ -126,18 +111,18 @@ def householder(columns_BM1: Tensor, beta_B: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Merge:
-    """One level of divide and conquer: how the eigenbases of pairs of blocks become those of their unions."""
+    """One level of divide and conquer: from the eigenbases of pairs of blocks to those of their unions."""
 
-    order: Tensor  # [..., M] ascending order of the two blocks' eigenvalues
-    vectors: Tensor  # [..., M, M] row i: eigenvector i of the union, in the sorted order of the old ones
+    order: Tensor  # [..., M]: ascending order of the two blocks' eigenvalues
+    vectors: Tensor  # [..., M, M]: row i is eigenvector i of the union, in the sorted order of the old ones
 
 
 @dataclass(frozen=True)
 class Eigenbasis:
-    """Of each tridiagonal matrix of a batch; ascending."""
+    """The eigenbasis of each tridiagonal matrix of a batch, eigenvalues ascending."""
 
     values_BN: Tensor
-    coordinates_BVN: Tensor  # the given vectors in the eigenbasis
+    coordinates_BVN: Tensor  # the input vectors in the eigenbasis
     leaves: Tensor
     merges: list[Merge]
     padding: int
@@ -146,18 +131,18 @@ class Eigenbasis:
     def top_vectors(self, count: int) -> Tensor:
         """[B, N, count]: the eigenvectors of the largest eigenvalues, largest first."""
         batch, rows = self.values_BN.shape
-        whole = rows + self.padding
+        padded = rows + self.padding
         if not self.merges:
             return self.leaves[:, 0, self.padding :, self.padding :].flip(-1)[..., :count]
-        top = self.merges[-1].vectors[:, 0].flip(-2)[:, :count].mT  # [B, whole, count]
-        parts = top.reshape(batch, 1, whole, top.shape[-1])
+        top = self.merges[-1].vectors[:, 0].flip(-2)[:, :count].mT  # [B, padded, count]
+        parts = top.reshape(batch, 1, padded, top.shape[-1])
         for level in reversed(range(len(self.merges))):
             if level < len(self.merges) - 1:
                 parts = self.merges[level].vectors.mT @ parts
             order = self.merges[level].order[..., None].expand(parts.shape)
             parts = torch.empty_like(parts).scatter_(-2, order, parts)
             parts = parts.reshape(batch, 2 * parts.shape[1], parts.shape[2] // 2, parts.shape[3])
-        return (self.leaves @ parts).reshape(batch, whole, -1)[:, self.padding :]
+        return (self.leaves @ parts).reshape(batch, padded, -1)[:, self.padding :]
 
 
 def divide_and_conquer(
@@ -166,13 +151,10 @@ def divide_and_conquer(
     """Eigenvalues of tridiagonal matrices and the vectors' coordinates in their eigenbases (Cuppen; Gu and
     Eisenstat 1995).
 
-    A library deflates: it leaves out eigenvalues that a merge does not move. What is deflated differs from
-    matrix to
-    matrix, so here the problem is moved instead, by no more than rounding: equal eigenvalues are set apart by
-    eps, and no
-    coupling is less than eps. Every matrix then takes the same steps, and stays as accurate as if its entries
-    had been
-    rounded once more. `update` takes the place of `rank_one_update`, where there is a quicker one.
+    Libraries deflate: they skip eigenvalues that a merge does not change. Deflation differs between matrices,
+    so here the problem is perturbed instead, by no more than rounding: equal eigenvalues are separated by
+    eps, and no coupling is below eps. Every matrix then takes the same steps, as accurately as if its entries
+    had been rounded once more. `update` replaces `rank_one_update` where a quicker one exists.
     """
     update = update or rank_one_update
     batch, rows = diagonal_BN.shape
@@ -184,8 +166,8 @@ def divide_and_conquer(
     leaf = -(-rows // (1 << levels))
     padding = (leaf << levels) - rows
     blocks = 1 << levels
-    # padding goes below all eigenvalues (3 is beyond the norm of a scaled tridiagonal matrix), so that it
-    # comes first
+    # padding lies below all eigenvalues (3 exceeds the norm of a scaled tridiagonal matrix), so that it sorts
+    # first
     below = -3.0 - torch.arange(padding, 0, -1, device=diagonal_BN.device, dtype=diagonal_BN.dtype) / max(
         padding, 1
     )
@@ -193,40 +175,32 @@ def divide_and_conquer(
     b = torch.cat([beside_BN.new_zeros(batch, padding), beside_BN / scale], 1)
     sign = torch.where(b < 0, -1.0, 1.0)
     coupling = b.abs().clamp_min(EPS)
-    cuts = torch.arange(
-        leaf, blocks * leaf, leaf, device=a.device
-    )  # the first row of each block but the first
+    cuts = torch.arange(leaf, blocks * leaf, leaf, device=a.device)  # first row of each block but the first
     a = a.index_add(1, cuts, -coupling[:, cuts - 1]).index_add(1, cuts - 1, -coupling[:, cuts - 1])
     leaves = torch.diag_embed(a.reshape(batch, blocks, leaf))
     if leaf > 1:
-        ends = torch.cat([b, b.new_zeros(batch, 1)], 1)[:, : blocks * leaf].reshape(batch, blocks, leaf)[
-            ..., :-1
-        ]
+        ends = torch.cat([b, b.new_zeros(batch, 1)], 1)[:, : blocks * leaf]
+        ends = ends.reshape(batch, blocks, leaf)[..., :-1]
         leaves = leaves + torch.diag_embed(ends, 1) + torch.diag_embed(ends, -1)
     values, leaf_vectors = torch.linalg.eigh(leaves)
-    Y = (
-        torch.nn.functional.pad(vectors_BNV, (0, 0, padding, 0))
-        .mT.reshape(batch, -1, blocks, leaf)
-        .transpose(1, 2)
-    )
+    Y = torch.nn.functional.pad(vectors_BNV, (0, 0, padding, 0)).mT
+    Y = Y.reshape(batch, -1, blocks, leaf).transpose(1, 2)
     edges = torch.stack([leaf_vectors[..., 0, :], leaf_vectors[..., -1, :]], -2)
-    work = torch.cat(
-        [edges, Y @ leaf_vectors], -2
-    )  # rows: first and last row of the eigenbasis, then the vectors
+    work = torch.cat([edges, Y @ leaf_vectors], -2)  # first and last row of the eigenbasis, then the vectors
     merges: list[Merge] = []
     converged = torch.ones(batch, dtype=torch.bool, device=a.device)
     while blocks > 1:
         size = values.shape[-1]
         blocks //= 2
-        cut = torch.arange(1, 2 * blocks, 2, device=a.device) * size  # the first row of each second block
+        cut = torch.arange(1, 2 * blocks, 2, device=a.device) * size  # first row of every second block
         strength, side = coupling[:, cut - 1], sign[:, cut - 1]
         pair_values = values.reshape(batch, blocks, 2 * size)
         left, right = work[:, 0::2], work[:, 1::2]
-        # first row of the union: the left one's; last row: the right one's; the vectors: both
-        nothing = torch.zeros_like(left[:, :, :1])
+        # first row of the union: the left block's; last row: the right block's; the vectors: both
+        zeros = torch.zeros_like(left[:, :, :1])
         tied = torch.cat([left[:, :, 1:2], side[..., None, None] * right[:, :, :1]], -1)
-        first = torch.cat([left[:, :, :1], nothing], -1)
-        last = torch.cat([nothing, right[:, :, 1:2]], -1)
+        first = torch.cat([left[:, :, :1], zeros], -1)
+        last = torch.cat([zeros, right[:, :, 1:2]], -1)
         both = torch.cat([left[:, :, 2:], right[:, :, 2:]], -1)
         joined = torch.cat([tied, first, last, both], -2)
         sorted_values, order = pair_values.sort(-1)
@@ -246,62 +220,59 @@ def divide_and_conquer(
 
 
 def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues and eigenvectors (as rows) of diag(d) + rho z z', d ascending, batched; and whether all
-    roots were found.
+    """Eigenvalues and eigenvectors (as rows) of diag(d) + rho z z', d ascending, and whether each root
+    converged.
 
-    Each eigenvalue is kept as its distance from the nearer pole, so that d_j - lambda_i is exact to the last
-    digits, and
-    the vectors are made from the z that has these eigenvalues exactly (Gu and Eisenstat 1994): orthogonal to
-    rounding.
+    Each eigenvalue is stored as its distance from the nearer pole, so that d_j - lambda_i is exact to the
+    last digits. The vectors are made from the z that has these eigenvalues exactly (Gu and Eisenstat 1994):
+    orthogonal to rounding.
     """
     size = poles_M.shape[-1]
     steps = torch.arange(size, device=poles_M.device)
-    poles, z, weights, gap = interlaced(poles_M, coupling_M, strength)
-    # which of the two poles beside it a root is nearer to: the sign of the secular function half way tells
+    poles, z, weights, gap = separate_poles(poles_M, coupling_M, strength)
+    # the sign of the secular function halfway shows which of its two poles a root is nearer to
     half = poles + gap / 2
     middle = 1 + weighted_sums(poles[..., None, :] - half[..., None], weights)[0]
     has_far = steps < size - 1  # the last root has a pole on one side only
     upper = (middle < 0) & has_far
-    own = steps + upper  # the pole from which the root is measured
-    origin = poles.gather(-1, own)
+    near = steps + upper  # the pole from which the root is measured
+    origin = poles.gather(-1, near)
     distance = poles[..., None, :] - origin[..., None]  # [root, pole]
-    own_weight = weights.gather(-1, own)
-    other = torch.where(upper, -gap, gap)  # where the other pole beside the root lies
+    near_weight = weights.gather(-1, near)
+    other = torch.where(upper, -gap, gap)  # position of the root's other pole
     low = torch.where(upper, -gap / 2, 0.0)
     high = torch.where(upper, 0.0, torch.where(has_far, gap / 2, gap))
     root = torch.where(has_far, (low + high) / 2, high)
     settled = torch.zeros_like(root, dtype=torch.bool)
     for iteration in range(ITERATIONS):
-        rest, slope = weighted_sums(distance - root[..., None], weights, own)
+        rest, slope = weighted_sums(distance - root[..., None], weights, near)
         rest = 1 + rest
-        residual = rest - own_weight / root
+        residual = rest - near_weight / root
         low, high = torch.where(residual < 0, root, low), torch.where(residual >= 0, root, high)
-        # c - w / x + t / (other - x): the own pole as it is, the rest by its value and slope (Li's fixed
-        # weight method).
-        # Solved for x, not for a step: x is the distance from a pole, and must keep its digits however small
-        # it is.
+        # c - w / x + t / (other - x): the near pole exactly, the rest by value and slope (Li's fixed weight
+        # method). Solved for x, not for a step: x is a distance from a pole and must keep its digits however
+        # small it is.
         to_other = torch.where(has_far, other - root, 0.0)
         t = to_other.square() * slope
         c = rest - to_other * slope
-        linear, constant = c * other + own_weight + t, own_weight * other
+        linear, constant = c * other + near_weight + t, near_weight * other
         radical = (linear.square() - 4 * c * constant).clamp_min(0).sqrt()
         two_poles = torch.where(linear > 0, 2 * constant / (linear + radical), (linear - radical) / (2 * c))
         # the last root: rest + slope (x - root) - w / x
         tangent = rest - root * slope
-        radical = (tangent.square() + 4 * slope * own_weight).sqrt()
+        radical = (tangent.square() + 4 * slope * near_weight).sqrt()
         one_pole = torch.where(
-            tangent > 0, 2 * own_weight / (tangent + radical), (radical - tangent) / (2 * slope)
+            tangent > 0, 2 * near_weight / (tangent + radical), (radical - tangent) / (2 * slope)
         )
         proposed = torch.where(has_far, two_poles, one_pole)
-        inside = (proposed > low) & (proposed < high)  # so written, NaN is outside
+        inside = (proposed > low) & (proposed < high)  # NaN is outside
         close = (proposed - root).abs() <= SETTLED * root.abs()
-        moved = torch.where(
-            close, proposed.clamp(low, high), torch.where(inside, proposed, halfway(low, high))
-        )
-        # a residual within the rounding of its sum says no more which way to go
-        size_of_terms = 1 + rest.abs() + (own_weight / root).abs() + slope * root.abs()
+        safe = torch.where(inside, proposed, halfway(low, high))
+        following = torch.where(close, proposed.clamp(low, high), safe)
+        # the sign of a residual within the rounding of its sum is meaningless
+        size_of_terms = 1 + rest.abs() + (near_weight / root).abs() + slope * root.abs()
         settled |= residual.abs() <= 4 * size**0.5 * EPS * size_of_terms
-        root = torch.where(settled, root, moved)
+        root = torch.where(settled, root, following)
         settled |= close
         if iteration > 3 and bool(settled.all()):
             break
@@ -316,16 +287,14 @@ def rank_one_update(poles_M: Tensor, coupling_M: Tensor, strength: Tensor) -> tu
     return origin + root, vectors, settled
 
 
-def interlaced(
+def separate_poles(
     poles_M: Tensor, coupling_M: Tensor, strength: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(poles set apart, couplings of which none vanishes, rho z^2.
-
-    The width of the interval above each pole that holds a root).
-    """
+    """(separated poles, nonzero couplings z, rho z^2, width of the interval above each pole that holds a
+    root)."""
     steps = torch.arange(poles_M.shape[-1], device=poles_M.device)
-    apart = 2 * EPS * torch.maximum(poles_M.abs().amax(-1, keepdim=True), strength[..., None])
-    poles = torch.cummax(poles_M - steps * apart, -1).values + steps * apart
+    gap = 2 * EPS * torch.maximum(poles_M.abs().amax(-1, keepdim=True), strength[..., None])
+    poles = torch.cummax(poles_M - steps * gap, -1).values + steps * gap
     z = torch.where(coupling_M < 0, -1.0, 1.0) * coupling_M.abs().clamp_min(EPS)
     weights = strength[..., None] * z.square()  # rho z_j^2
     above = torch.cat([poles[..., 1:], poles[..., -1:] + weights.sum(-1, keepdim=True)], -1)
@@ -335,10 +304,9 @@ def interlaced(
 def weighted_sums(
     distances: Tensor, weights_M: Tensor, without: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum over poles of w / d and of w / d^2, for each root, one pole left out where asked. `distances` is
-    overwritten.
+    """Sums over poles of w / d and of w / d^2 per root, excluding the pole `without`; overwrites `distances`.
 
-    As products of a matrix and a vector: a sum of terms would write them to memory first.
+    Matrix-vector products: a sum of terms would write them to memory first.
     """
     inverse = distances.reciprocal_()
     if without is not None:
@@ -347,10 +315,7 @@ def weighted_sums(
 
 
 def halfway(low: Tensor, high: Tensor) -> Tensor:
-    """Between two bounds of one sign.
-
-    Their geometric mean where the inner one is not zero, for a root may lie very near a pole.
-    """
+    """The geometric mean of two nonzero bounds, since a root may lie very near a pole; else their mean."""
     same = low * high > 0
     geometric = torch.sign(low + high) * (low.abs().sqrt() * high.abs().sqrt())
     return torch.where(same, geometric, (low + high) / 2)

@@ -1,11 +1,8 @@
-"""LAPACK's routines as scipy carries them, for those that scipy has no function for.
+"""LAPACK and BLAS routines that scipy ships without a Python function, called through ctypes.
 
-scipy publishes the addresses of all of BLAS and LAPACK to compiled code (`scipy.linalg.cython_blas`,
-`cython_lapack`); here
-they are called through ctypes, which also lets other Python threads run meanwhile. Arrays are overwritten in
-place, lie in
-memory column by column (a C-ordered [rows, columns] array is its own transpose to LAPACK), and must be fp64
-or int32.
+scipy publishes their addresses to compiled code (`scipy.linalg.cython_blas`, `cython_lapack`). ctypes
+releases the GIL, so other Python threads run meanwhile. Arrays are overwritten in place, are column-major (a
+C-ordered [rows, columns] array is its own transpose to LAPACK), and must be fp64 or int32.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moescope.spectral.arrays import Array
+from moescope.types import Array
 
 CAPSULE_NAME = ctypes.pythonapi.PyCapsule_GetName
 CAPSULE_NAME.restype, CAPSULE_NAME.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -37,8 +34,8 @@ def routine(name: str) -> Any:
     return ctypes.CFUNCTYPE(None)(CAPSULE_POINTER(published[name], signature))
 
 
-def passed(argument: str | int | float | np.ndarray[Any, Any]) -> Any:
-    """As Fortran wants it: everything by its address."""
+def to_fortran(argument: str | int | float | np.ndarray[Any, Any]) -> Any:
+    """Return the argument's address, as Fortran expects."""
     if isinstance(argument, str):
         return ctypes.c_char_p(argument.encode())
     if isinstance(argument, int):
@@ -46,19 +43,16 @@ def passed(argument: str | int | float | np.ndarray[Any, Any]) -> Any:
     if isinstance(argument, float):
         return ctypes.byref(ctypes.c_double(argument))
     assert argument.dtype in (np.float64, np.int32), argument.dtype
-    assert argument.flags.forc, "LAPACK needs arrays without gaps"
+    assert argument.flags.forc, "LAPACK needs contiguous arrays"
     return ctypes.c_void_p(argument.ctypes.data)
 
 
 def blas(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
-    routine(name)(*map(passed, arguments))
+    routine(name)(*map(to_fortran, arguments))
 
 
 def product(left_NK: Array, right: Array, transposed: bool = False) -> Array:
-    """left @ right, or left @ right.T.
-
-    By the same BLAS as all else here: a second one's idle threads would be in the way.
-    """
+    """left @ right, or left @ right.T, by scipy's BLAS: numpy's own would keep a second set of threads."""
     left, right = np.ascontiguousarray(left_NK), np.ascontiguousarray(right)
     inner, columns = right.shape[::-1] if transposed else right.shape
     result = np.empty((len(left), columns))
@@ -68,7 +62,7 @@ def product(left_NK: Array, right: Array, transposed: bool = False) -> Array:
 
 
 def lapack(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
-    """Call a routine whose last argument is `info`, which is looked at here and not to be given."""
+    """Call a routine whose last argument is `info`, which is added and checked here."""
     info = np.zeros(1, np.int32)
     blas(name, *arguments, info)
     assert info[0] >= 0, f"{name}: argument {-info[0]} is not what LAPACK expects"
@@ -77,7 +71,7 @@ def lapack(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> N
 
 
 def lapack_with_workspace(name: str, *arguments: str | int | float | np.ndarray[Any, Any]) -> None:
-    """Call a routine that ends in `work, lwork, info`, with as much workspace as it asks for."""
+    """Call a routine that ends in `work, lwork, info`, with the workspace size it asks for."""
     wanted = np.zeros(1)
     lapack(name, *arguments, wanted, -1)
     size = int(wanted[0])
@@ -85,7 +79,7 @@ def lapack_with_workspace(name: str, *arguments: str | int | float | np.ndarray[
 
 
 class ThreadControls(NamedTuple):
-    """How many threads scipy's BLAS uses, and how to change it."""
+    """Get and set the number of threads of scipy's BLAS."""
 
     get: Callable[[], int]
     set: Callable[[int], None]
@@ -93,10 +87,7 @@ class ThreadControls(NamedTuple):
 
 @cache
 def thread_controls() -> ThreadControls | None:
-    """Of the OpenBLAS that scipy's wheels carry.
-
-    None where scipy came with another BLAS, which is then left alone.
-    """
+    """Those of the OpenBLAS in scipy's wheels; None where scipy was built with another BLAS."""
     import scipy
 
     package = Path(scipy.__file__).parent
@@ -112,24 +103,24 @@ def thread_controls() -> ThreadControls | None:
     return None
 
 
-_alone = threading.Lock()
-_inside: list[int] = []  # how many threads BLAS had when the first of several came in
+_lock = threading.Lock()
+_saved_counts: list[int] = []  # one entry per active one_blas_thread: the thread count to restore
 
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """BLAS on one thread until the last of those who asked for it, from whatever thread, is done."""
+    """Limit BLAS to one thread until the last active caller, in whatever thread, leaves."""
     controls = thread_controls()
     if controls is None:
         yield
         return
-    with _alone:
-        _inside.append(_inside[0] if _inside else controls.get())
+    with _lock:
+        _saved_counts.append(_saved_counts[0] if _saved_counts else controls.get())
         controls.set(1)
     try:
         yield
     finally:
-        with _alone:
-            before = _inside.pop()
-            if not _inside:
+        with _lock:
+            before = _saved_counts.pop()
+            if not _saved_counts:
                 controls.set(before)

@@ -1,7 +1,4 @@
-"""Is the pairing of routers and experts better than chance? Permutation tests over all k at once.
-
-And the verdict.
-"""
+"""Permutation tests of the pairing of routers and experts over all k, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ import numpy.typing as npt
 from scipy.special import gammaln
 
 from moescope.spectral.alignment import TIE, AlignmentMatrix, argmax_accuracy, diagonal, hit_shares, margins
-from moescope.spectral.arrays import Array
+from moescope.types import Array
 
 Indices = npt.NDArray[np.intp]
 
-EXACT_UP_TO = 8  # 8! = 40,320 pairings are all looked at
+EXACT_UP_TO = 8  # experts: all 8! = 40,320 pairings are evaluated
 SAMPLED_PAIRINGS = 20_000
 TOLERANCE = 1e-9
 ALPHA = 0.05
-ORDER_ALPHA = 0.01  # of looking for another order besides: together they stay within 0.05, as tests show
+ORDER_ALPHA = 0.01  # of the additional search for another order: jointly within 0.05, as tests show
 IDENTIFYING_ACCURACY = 0.9
 
 IDENTIFYING, PERMUTED, NON_RANDOM, CHANCE = "identifying", "permuted", "non_random", "chance"
@@ -31,14 +28,11 @@ IDENTIFYING, PERMUTED, NON_RANDOM, CHANCE = "identifying", "permuted", "non_rand
 
 @dataclass(frozen=True)
 class OtherOrder:
-    """Routers and experts that fit one to one, but not as stored.
-
-    Router i fits expert experts[i], -1 where none does.
-    """
+    """A one-to-one fit of routers and experts that differs from the stored order."""
 
     k: int
-    experts: list[int]
-    p: float  # an upper bound on chance, all ks looked at paid for
+    experts: list[int]  # router i fits expert experts[i]; -1 where none does
+    p: float  # upper bound on the chance probability, corrected for multiple k
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,7 @@ class PairingTest:
     exact: bool
     best_k: int | None  # None where every k is degenerate
     best_accuracy: float
-    # the mean over pairings of their own best accuracy: what the best of several ks gives by chance
-    chance_accuracy: float
+    chance_accuracy: float  # chance level of the best accuracy over k: its mean over pairings
     verdict: str
     other_order: OtherOrder | None
     null_means_KP: Array  # the mean diagonal under every pairing, for the density figure
@@ -61,23 +54,20 @@ class PairingTest:
 
 @functools.lru_cache(maxsize=2)
 def pairings(n: int, seed: int) -> tuple[Indices, bool]:
-    """[E, P]: column p says which expert each router gets under pairing p; and whether these are all there
-    are.
+    """([E, P]: the expert of each router under pairing p; whether these are all pairings).
 
-    Every pairing for n <= 8, else 20,000 drawn ones.
+    Every pairing for n <= 8, else 20,000 sampled ones.
     """
     if n <= EXACT_UP_TO:
         return np.ascontiguousarray(np.array(list(itertools.permutations(range(n))), dtype=np.intp).T), True
     generator = np.random.default_rng(seed)
-    drawn_PE = generator.permuted(np.tile(np.arange(n, dtype=np.intp), (SAMPLED_PAIRINGS, 1)), axis=1)
-    return np.ascontiguousarray(drawn_PE.T), False
+    sampled_PE = generator.permuted(np.tile(np.arange(n, dtype=np.intp), (SAMPLED_PAIRINGS, 1)), axis=1)
+    return np.ascontiguousarray(sampled_PE.T), False
 
 
 def paired_means(M_KEE: Array, pairings_EP: Indices) -> Array:
     """[K, P]: mean over i of M[k, i, pairing(i)], for every k and pairing."""
-    by_expert_EEK = np.ascontiguousarray(
-        M_KEE.transpose(1, 2, 0)
-    )  # one gather brings all ks, which lie side by side
+    by_expert_EEK = np.ascontiguousarray(M_KEE.transpose(1, 2, 0))  # one gather fetches all ks
     total_PK = np.zeros((pairings_EP.shape[1], len(M_KEE)))
     for row_EK, experts_P in zip(by_expert_EEK, pairings_EP, strict=True):
         total_PK += row_EK.take(experts_P, axis=0)
@@ -88,7 +78,7 @@ def null_moments(M_KEE: Array) -> tuple[Array, Array]:
     """[K] mean and standard deviation of T(k) = mean diagonal under a uniformly random pairing.
 
     E[T] = mean(M); Var[T] = sum D^2 / (n^2 (n - 1)), D = M less row means, less column means, plus grand mean
-    (Hoeffding 1951, the combinatorial central limit theorem). Never turned into a p-value by the normal law.
+    (Hoeffding 1951, the combinatorial central limit theorem). No p-value is derived from the normal law.
     """
     n = M_KEE.shape[1]
     mean = M_KEE.mean(axis=(1, 2))
@@ -97,18 +87,16 @@ def null_moments(M_KEE: Array) -> tuple[Array, Array]:
 
 
 def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
-    """The layer's pairing tested against all others (n <= 8) or 20,000 drawn ones, the choice of k paid for.
+    """Test the layer's pairing against all others (n <= 8) or 20,000 sampled ones, corrected for multiple k.
 
-    p_value = share of pairings whose max over k of Z reaches the observed max; the same pairings serve every
-    k, so the
-    dependence between ks is kept and no correction for the number of ks is needed. Degenerate ks take no
-    part.
+    p_value = share of pairings whose max over k of Z reaches the observed max (max statistic): the same
+    pairings serve every k, which keeps the dependence between ks. Degenerate ks are excluded.
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     pairings_EP, exact = pairings(n, seed)
     mean_K, sd_K = null_moments(M_KEE)
     usable_K = ~matrix.degenerate_K & (sd_K > 1e-12)
-    safe_sd_K = np.where(usable_K, sd_K, np.inf)  # a k where all pairings agree says nothing: its Z is 0
+    safe_sd_K = np.where(usable_K, sd_K, np.inf)  # Z = 0 at a k where all pairings agree
     perm_z_K = (diagonal(M_KEE).mean(axis=1) - mean_K) / safe_sd_K
 
     null_KP = paired_means(M_KEE, pairings_EP)
@@ -137,7 +125,7 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         chance_accuracy = float(best_accuracy_P.mean())
     else:
         p_accuracy, chance_accuracy = 1.0, 1 / n
-    called = verdict(matrix, accuracy_K, best, p_accuracy)
+    layer_verdict = verdict(matrix, accuracy_K, best, p_accuracy)
     return PairingTest(
         perm_z_K=perm_z_K,
         p_adjusted_K=p_adjusted_K,
@@ -149,29 +137,27 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         best_k=None if best is None else matrix.ks[best],
         best_accuracy=float("nan") if best is None else float(accuracy_K[best]),
         chance_accuracy=chance_accuracy,
-        verdict=called,
-        other_order=other_order(matrix) if called == PERMUTED else None,
+        verdict=layer_verdict,
+        other_order=other_order(matrix) if layer_verdict == PERMUTED else None,
         null_means_KP=null_KP,
     )
 
 
 def best_index(accuracy_K: Array, degenerate_K: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-    """The rung of highest argmax accuracy, ties to the smallest k, degenerate ks left out."""
+    """Index of the k of highest argmax accuracy, ties to the smallest k, degenerate ks excluded."""
     if degenerate_K.all():
         return None
     return int(np.argmax(np.where(degenerate_K, -1.0, accuracy_K)))
 
 
 def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accuracy: float) -> str:
-    """What may be said of a layer's pairing.
+    """Classify a layer's pairing.
 
-    identifying: at the best k at least 0.9 of the experts are told from the weights alone, with positive mean
-    margin;
-    non_random: accuracy (its best k chosen) beats the permutation null, short of that; permuted: routers and
-    experts fit
-    one to one, under another order than the stored one; chance: none of these. The claims also need p <= 0.05
-    (0.01), so
-    that two or three experts, which chance pairs correctly every few layers, are never said to be identified.
+    identifying: at the best k at least 0.9 of the experts are identified from the weights alone, with
+    positive mean margin; non_random: accuracy (at the best k) exceeds the permutation null, but less than
+    that; permuted: routers and experts fit one to one in another order than stored; chance: none of these.
+    The claims also need p <= 0.05 (0.01), so that two or three experts, often paired correctly by chance, are
+    never called identified.
     """
     if best is None:
         return CHANCE
@@ -182,44 +168,38 @@ def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accu
 
 
 def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
-    """The order in which routers and experts are each other's best match, where that is not the stored one.
+    """The order in which routers and experts are each other's best match, if it differs from the stored one.
 
-    Looked for at every k that is not degenerate; taken where at least 0.9 of the routers are in mutual-best
-    pairs and
-    chance, all ks looked at, would do that with p <= 0.01 (`mutual_best_bound`). Routers without a mutual
-    best get -1.
+    Searched at every k that is not degenerate. Accepted where at least 0.9 of the routers are in mutual-best
+    pairs, which chance, corrected for multiple k, does with p <= 0.01 (`mutual_best_bound`).
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
-    rungs = np.flatnonzero(~matrix.degenerate_K)
-    found: OtherOrder | None = None
+    indices = np.flatnonzero(~matrix.degenerate_K)
+    order: OtherOrder | None = None
     most = 0
-    for rung in rungs:
-        M_EE = M_KEE[rung]
+    for index in indices:
+        M_EE = M_KEE[index]
         best_expert, best_router = M_EE.argmax(axis=1), M_EE.argmax(axis=0)
         mutual = best_router[best_expert] == np.arange(n)
         second = np.partition(M_EE, -2, axis=1)[:, -2]
         mutual &= M_EE.max(axis=1) - second > TIE
         pairs = int(mutual.sum())
-        chance = len(rungs) * mutual_best_bound(n, pairs)
+        chance = len(indices) * mutual_best_bound(n, pairs)
         if pairs > most and pairs >= IDENTIFYING_ACCURACY * n and chance <= ORDER_ALPHA:
             most = pairs
-            found = OtherOrder(
-                matrix.ks[rung], [int(best_expert[i]) if mutual[i] else -1 for i in range(n)], chance
-            )
-    if found is None or all(expert in (-1, router) for router, expert in enumerate(found.experts)):
+            order = OtherOrder(matrix.ks[index], np.where(mutual, best_expert, -1).tolist(), chance)
+    if order is None or all(expert in (-1, router) for router, expert in enumerate(order.experts)):
         return None
-    return found
+    return order
 
 
 def mutual_best_bound(n: int, pairs: int) -> float:
-    """Upper bound on the chance that a random n x n matrix of exchangeable entries holds that many
+    """Upper bound on the probability that a random n x n matrix of exchangeable entries has that many
     mutual-best pairs.
 
-    A given set of r cells, no two in a line, is all mutual-best with probability r! / prod_{j<=r} (n^2 -
-    (n-j)^2): sorted
-    upwards, the j-th must top a nested set of that many cells. Times the number of such sets, C(n,r)^2 r!
-    (Markov).
-    For r = n it is exact: 1/3 for n = 2, 1.6e-4 for n = 8.
+    A set of r cells, no two in a line, is all mutual-best with probability r! / prod_{j<=r} (n^2 - (n-j)^2):
+    in ascending order, the j-th must top a nested set of that many cells. Times the number of such sets,
+    C(n,r)^2 r! (Markov). For r = n it is exact: 1/3 for n = 2, 1.6e-4 for n = 8.
     """
     if pairs == 0:
         return 1.0
@@ -227,15 +207,3 @@ def mutual_best_bound(n: int, pairs: int) -> float:
     log_choose = gammaln(n + 1) - gammaln(pairs + 1) - gammaln(n - pairs + 1)
     log_bound = 2 * log_choose + 2 * gammaln(pairs + 1) - np.log(n**2 - (n - j) ** 2).sum()
     return min(1.0, math.exp(log_bound))
-
-
-def benjamini_hochberg(p_values: Array) -> Array:
-    """q-values.
-
-    The smallest false-discovery rate at which each layer would be called (Benjamini and Hochberg 1995).
-    """
-    order = np.argsort(p_values)
-    scaled = p_values[order] * len(p_values) / np.arange(1, len(p_values) + 1)
-    q = np.empty_like(scaled)
-    q[order] = np.minimum.accumulate(scaled[::-1])[::-1].clip(max=1.0)
-    return q

@@ -1,4 +1,4 @@
-"""Are experts redundant? Cosines of their top singular vectors, and overlaps of their leading subspaces."""
+"""Redundancy of experts: cosines of their top singular vectors, overlaps of their leading subspaces."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moescope.spectral.arrays import Array
 from moescope.spectral.decompose import LEADING_VECTORS
+from moescope.types import Array
 
 REDUNDANT, COLLAPSED = 0.3, 0.7  # |cosine| above which two experts are called redundant, and collapsed
 
@@ -24,13 +24,11 @@ class Similarity:
     largest_principal_cosine_P: Array
 
 
-def subspace_ladder(n_experts: int, smallest_rank: int, d_model: int) -> list[int]:
-    """1, 2, ... 64 as powers of two up to 32 experts, else 1, 16, 64: what can be stored and read.
-
-    k = d is left out: every subspace of full dimension is the same.
-    """
-    rungs = [2**power for power in range(7)] if n_experts <= 32 else [1, 16, 64]
-    return [k for k in rungs if k <= min(smallest_rank, LEADING_VECTORS, d_model - 1)]
+def make_subspace_grid(n_experts: int, smallest_rank: int, d_model: int) -> list[int]:
+    """1, 2, 4, ... 64 for up to 32 experts, else 1, 16, 64 (storage); k = d is excluded: all subspaces
+    coincide."""
+    ks = [2**power for power in range(7)] if n_experts <= 32 else [1, 16, 64]
+    return [k for k in ks if k <= min(smallest_rank, LEADING_VECTORS, d_model - 1)]
 
 
 def expert_pairs(
@@ -41,23 +39,25 @@ def expert_pairs(
 
 
 def similarities(leading_EDK: Sequence[Any], ks: list[int]) -> list[Similarity]:
-    """Of numpy arrays, or of tensors on a GPU.
+    """Compare every pair of experts by their leading vectors: numpy arrays, or tensors on a GPU.
 
     Per k: overlap ||V_a' V_b||_F^2 / k (chance k/d), and the largest principal cosine, sigma_max(V_a' V_b).
     """
-    found: list[Any]
+    parts_per_k: list[Any]
     if isinstance(leading_EDK[0], np.ndarray):
         stacked = np.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
-        # one row of pairs at a time: n = 256 experts would need gigabytes at once
+        # one row of pairs at a time: n = 256 experts would need gigabytes together
         rows = [
             row_similarities(stacked[expert].T[None] @ stacked[expert + 1 :], ks)
             for expert in range(len(stacked) - 1)
         ]
-        found = [tuple(map(np.concatenate, zip(*of_k, strict=True))) for of_k in zip(*rows, strict=True)]
+        parts_per_k = [
+            tuple(map(np.concatenate, zip(*of_k, strict=True))) for of_k in zip(*rows, strict=True)
+        ]
     else:
-        from moescope.spectral.on_gpu import pair_similarities
+        from moescope.spectral.gpu import pair_similarities
 
-        found = pair_similarities(leading_EDK, ks)
+        parts_per_k = pair_similarities(leading_EDK, ks)
     return [
         Similarity(
             k=k,
@@ -65,35 +65,28 @@ def similarities(leading_EDK: Sequence[Any], ks: list[int]) -> list[Similarity]:
             overlap_P=np.clip(overlap, 0, 1),
             largest_principal_cosine_P=np.clip(largest, 0, 1),
         )
-        for k, (cosine, overlap, largest) in zip(ks, found, strict=True)
+        for k, (cosine, overlap, largest) in zip(ks, parts_per_k, strict=True)
     ]
 
 
 def row_similarities(products_PKK: Array, ks: list[int]) -> list[tuple[Any, Any, Any]]:
-    """Per k.
-
-    The cosine of the first vectors, the overlap, and the largest singular value of the products' leading
-    blocks.
-    """
-    found = []
+    """Per k: cosine of the first vectors, overlap, and largest singular value of the leading k x k blocks."""
+    parts_per_k = []
     for k in ks:
         block = products_PKK[:, :k, :k]
         cosine = block[:, 0, 0]
         largest = np.abs(cosine) if k == 1 else np.linalg.svd(block, compute_uv=False)[:, 0]
-        found.append((cosine, (block**2).sum(axis=(1, 2)) / k, largest))
-    return found
+        parts_per_k.append((cosine, (block**2).sum(axis=(1, 2)) / k, largest))
+    return parts_per_k
 
 
 def orthogonality(similarity: Similarity, d_model: int) -> dict[str, float | int | None]:
     """Statistics over expert pairs: of the signed cosine at k = 1, of the subspace overlap beyond.
 
-    The counts above 0.3 and 0.7 are of |cos|, so they exist at k = 1 only: overlaps grow with k by
-    themselves.
+    The counts above 0.3 and 0.7 are of |cos| and exist at k = 1 only: overlaps grow with k by themselves.
 
-    Chance: E|cos| = sqrt(2 / (pi d)) at k = 1, k / d beyond. The sign of a cosine rests on how singular
-    vectors were
-    oriented, so the headline is the mean of |cos|; `mean`, `max` and `min` are signed for comparison with
-    older results.
+    Chance: E|cos| = sqrt(2 / (pi d)) at k = 1, k / d beyond. The sign of a cosine depends on the orientation
+    of the singular vectors, so the headline is the mean of |cos|; `mean`, `max` and `min` are signed.
     """
     values = similarity.cosine_P if similarity.cosine_P is not None else similarity.overlap_P
     sizes = np.abs(values)

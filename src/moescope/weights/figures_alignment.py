@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import false_discovery_control
 
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
@@ -171,6 +170,8 @@ def random_std_of_mean(row: pd.Series) -> float:
 
 def discoveries(p_values: pd.Series, rate: float = 0.05) -> list[int]:
     """Layers with a q value (Benjamini-Hochberg) of at most `rate`."""
+    from scipy.stats import false_discovery_control
+
     return [int(layer) for layer in p_values.index[false_discovery_control(p_values) <= rate]]
 
 

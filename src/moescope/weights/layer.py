@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import false_discovery_control
 
 from moescope.arguments import choose_device, names
 from moescope.checkpoint import open_checkpoint
@@ -22,13 +21,12 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import timed
 from moescope.spectral import alignment
 from moescope.spectral.alignment import AlignmentMatrix
-from moescope.spectral.arrays import Array
-from moescope.spectral.at_once import beside_others, decompose_each, reads
-from moescope.spectral.decompose import k_ladder
+from moescope.spectral.decompose import make_k_grid, spectrum_statistics
 from moescope.spectral.pairing import PairingTest, pairing_test
-from moescope.spectral.spectra import spectrum_statistics
-from moescope.spectral.subspaces import expert_pairs, orthogonality, similarities, subspace_ladder
+from moescope.spectral.parallel import decompose_each, layer_stream, matrix_readers
+from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
 from moescope.tables import VIEW
+from moescope.types import Array
 from moescope.weights.ambiguity import DEFAULT_WEIGHTS, ambiguity_ranking, choose_k_star
 from moescope.weights.views import (
     MATRICES,
@@ -130,7 +128,7 @@ def analyse_here(
     start = time.perf_counter()
     timer = functools.partial(timed, timings)
     try:
-        with beside_others(device):
+        with layer_stream(device):
             result = analyse_layer(
                 moe.layers[task.layer], task.settings, device, task.keep_going, timer, tick
             )
@@ -185,6 +183,8 @@ def scan_model(
 
 def compare_layers(frames: dict[str, pd.DataFrame], settings: ScanSettings) -> dict[str, pd.DataFrame]:
     """Add what needs all layers of a view: q values (Benjamini-Hochberg) and the ambiguity ranking."""
+    from scipy.stats import false_discovery_control
+
     if "alignment_tests" in frames:
         view = ["step", *VIEW]
         tests = frames["alignment_tests"]
@@ -310,7 +310,7 @@ def decompose_layer(
         else [normalised_rows(weights, rows_ED[usable], router) for router in routers]
     ).to(device)
     scale_D = norm_scale(weights).to(device) if settings.fold_norm else None
-    ks = k_ladder(min(weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model), settings.k)
+    ks = make_k_grid(min(weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model), settings.k)
     for _ in bad_rows:
         on_expert()  # progress counts every expert, analysed or not
 
@@ -318,7 +318,7 @@ def decompose_layer(
         return expert_matrix(weights, matrix, expert, scale_D, device)
 
     def readable() -> Iterator[tuple[int, Tensor]]:
-        for expert, get in reads(read, usable, device):
+        for expert, get in matrix_readers(read, usable, device):
             try:
                 with timed("read"):
                     W_FD = get()
@@ -384,7 +384,7 @@ def matrix_frames(
             frames.setdefault(name, []).append(frame.assign(**keys))
     if len(layer.experts) > 1:
         smallest_rank = min(len(values) for values in layer.singular_values)
-        ks = subspace_ladder(len(layer.experts), smallest_rank, d_model)
+        ks = make_subspace_grid(len(layer.experts), smallest_rank, d_model)
         similarity, statistics = similarity_frames(layer, ks, d_model)
         frames["similarity"] = [similarity.assign(matrix=matrix)]
         frames["orthogonality"] = [statistics.assign(matrix=matrix)]

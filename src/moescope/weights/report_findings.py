@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.special import bdtrc
-from scipy.stats import false_discovery_control
 
 from moescope.errors import BadInput
 from moescope.plotting.style import FigureSpec, capital, counted, from_to, listed, named_layers, number
@@ -272,6 +271,8 @@ def small_k_findings(view: View) -> list[str]:
 
 
 def avoidance_findings(view: View) -> list[str]:
+    from scipy.stats import false_discovery_control
+
     tests = view.tables["alignment_tests"].sort_values("layer")
     q = false_discovery_control(tests["p_lower"].to_numpy(float))
     layers = view.tables["alignment_layers"]

@@ -225,7 +225,7 @@ def scan_layers(
     done = sum(count for task, count in experts.items() if task.name in finished)
     with progress(sum(experts.values()), done, "experts", quiet) as advance, engine as workers:
         writer.save_info(engine=workers.name, device=workers.device)
-        analyse = analyse_elsewhere if workers.elsewhere else functools.partial(analyse_here, opened)
+        analyse = analyse_elsewhere if workers.remote else functools.partial(analyse_here, opened)
         work = functools.partial(analyse, workers.device)
         for task, analysed in workers.run(work, remaining, lambda task: advance(task.label(len(steps)))):
             for frame in analysed.frames.values():

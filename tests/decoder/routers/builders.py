@@ -48,5 +48,5 @@ class SecondRank(Ranks):
     def sum_with_gradients(self, amount: Tensor) -> Tensor:
         return amount * 2
 
-    def gathered(self, rows_T: Tensor) -> Tensor:
+    def gather_rows(self, rows_T: Tensor) -> Tensor:
         return torch.cat([rows_T.detach()] * 2)

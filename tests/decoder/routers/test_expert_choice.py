@@ -40,11 +40,11 @@ def test_how_many_experts_a_token_has_is_noted_beside_experts_that_choose_indepe
     count_T = (made.chosen_TK >= 0).sum(-1)[mask].double().numpy()
     assert count_T.mean() == 1.0
     diagnostics, law = made.diagnostics, binom(4, 1 / 4)
-    assert float(diagnostics["experts_a_token"].value) == 1.0
-    assert float(diagnostics["experts_a_token_spread"].value) == pytest.approx(count_T.std(), rel=1e-5)
+    assert float(diagnostics["experts_per_token"].value) == 1.0
+    assert float(diagnostics["experts_per_token_spread"].value) == pytest.approx(count_T.std(), rel=1e-5)
     assert float(diagnostics["tokens_without_expert"].value) == pytest.approx((count_T == 0).mean())
-    assert diagnostics["experts_a_token"].chance == pytest.approx(law.mean())
-    assert diagnostics["experts_a_token_spread"].chance == pytest.approx(law.std())
+    assert diagnostics["experts_per_token"].chance == pytest.approx(law.mean())
+    assert diagnostics["experts_per_token_spread"].chance == pytest.approx(law.std())
     assert diagnostics["tokens_without_expert"].chance == pytest.approx(law.pmf(0))
 
 
@@ -53,7 +53,7 @@ def test_at_the_worst_all_experts_take_the_same_tokens():
     diagnostics = router_for(4, k=1, capacity_factor=1.0).experts_by_token(
         taken, torch.ones(12, dtype=torch.bool)
     )
-    for name in ("tokens_without_expert", "experts_a_token_spread"):
+    for name in ("tokens_without_expert", "experts_per_token_spread"):
         assert float(diagnostics[name].value) == pytest.approx(diagnostics[name].collapse), name
 
 

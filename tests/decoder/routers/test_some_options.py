@@ -70,10 +70,10 @@ def test_every_option_stands_in_the_list_of_changes():
         ({"publish_usage": True}, "did you mean 'published_usage'?"),
         ({"temperature": 0.0}, "temperature must be more than 0"),
         ({"peer_pull": -0.1}, "peer_pull must be 0 or more"),
-        ({"decay": 1.0}, "decay must be at least 0 and less than 1"),
-        ({"decay_percentile": 101.0}, "decay_percentile must lie between 0 and 100"),
-        ({"respawn": True, "frozen_keys": True}, "respawn needs keys that weaken"),
-        ({"decay_after": 2.5}, "decay_after must be a whole number"),
+        ({"decay": 1.0}, "decay must be at least 0 and below 1"),
+        ({"decay_percentile": 101.0}, "decay_percentile must be between 0 and 100"),
+        ({"respawn": True, "frozen_keys": True}, "respawn needs decaying keys"),
+        ({"decay_after": 2.5}, "decay_after must be an integer"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):

@@ -368,5 +368,5 @@ def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
 
 
 def test_only_the_plain_ablation_is_not_built_to_be_sure():
-    assert made().sure_by_design
-    assert not made(plain=True).sure_by_design
+    assert made().expects_low_entropy
+    assert not made(plain=True).expects_low_entropy

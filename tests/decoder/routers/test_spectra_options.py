@@ -150,7 +150,7 @@ def test_each_ablation_builds_and_names_an_option_that_differs_from_its_default(
         ({"evaluation": "batch"}, "known: potentials, published"),
         ({"epsilon": 0.0}, "epsilon must be more than 0"),
         ({"iterations": 0}, "iterations must be more than 0"),
-        ({"potential_decay": 1.0}, "potential_decay must be at least 0 and less than 1"),
+        ({"potential_decay": 1.0}, "potential_decay must be at least 0 and below 1"),
         ({"entropy_weight": -0.1}, "entropy_weight must be 0 or more"),
         ({"entropy_weight": float("nan")}, "entropy_weight must be 0 or more"),
         ({"quota": "no"}, "quota must be true or false, not 'no'"),

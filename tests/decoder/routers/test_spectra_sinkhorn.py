@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 
-from moescope.decoder.routers.spectra_sinkhorn import balance, column_error
+from moescope.decoder.routers.spectra import balance, column_error
 
 N, E = 40, 5
 EVERYONE = torch.ones(N, dtype=torch.bool)

@@ -1,5 +1,9 @@
-"""The routers. One file each, one line here."""
+"""The routers: one file each, one line here."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from moescope.decoder.config import ModelConfig
 from moescope.decoder.routers.contract import Routed, Router, RouterInput, to_routing
 from moescope.decoder.routers.dense import Dense
 from moescope.decoder.routers.expert_choice import ExpertChoice
@@ -29,4 +33,9 @@ def router_class(name: str) -> type[Router]:
     return ROUTERS[name]
 
 
-__all__ = ["ROUTERS", "Routed", "Router", "RouterInput", "router_class", "to_routing"]
+def facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts about the router of a [model] table, such as run.json and config.json hold."""
+    return router_class(model["router"]).facts(ModelConfig(**model))
+
+
+__all__ = ["ROUTERS", "Routed", "Router", "RouterInput", "facts_of_model", "router_class", "to_routing"]

@@ -1,4 +1,4 @@
-"""Hard capacity: how many tokens an expert may take, and which ones it keeps."""
+"""Hard capacity: how many tokens an expert accepts, and which."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from moescope.decoder.ranks import ALONE, Ranks
 
 
 def capacity_of(mask_T: Tensor, factor: float, top_k: int, n_experts: int, ranks: Ranks = ALONE) -> Tensor:
-    """ceil(factor N k / n), N the real tokens of all ranks; at least 1.
+    """Return ceil(factor N k / n), N the real tokens of all ranks; at least 1.
 
-    A tensor, so that the device is not waited for.
+    A tensor, so that the host does not wait for the device.
     """
-    # In float64: in float32, 1.25 x 24,576 x 4 / 64 and its like may come out just above a whole number.
+    # In float64: in float32, 1.25 x 24,576 x 4 / 64 and similar products may round to just above an integer.
     real = ranks.sum(mask_T.sum()).double()
     return torch.ceil(real * (factor * top_k / n_experts) - 1e-9).clamp(min=1).long()
 
 
 def place_in_line(chosen_TK: Tensor, priority_TK: Tensor) -> Tensor:
-    """How many slots with higher priority ask for the same expert; at equal priority the earlier token goes
-    first. int64 [T, K].
+    """Return how many slots with higher priority chose the same expert; ties go to the earlier token.
 
-    Empty slots (-1) stand in a line of their own.
+    int64 [T, K]. Empty slots (-1) form a line of their own.
     """
     chosen_S = chosen_TK.flatten()
     by_priority = torch.sort(priority_TK.detach().flatten(), descending=True, stable=True).indices
@@ -40,10 +39,9 @@ def place_in_line(chosen_TK: Tensor, priority_TK: Tensor) -> Tensor:
 def within_capacity(
     chosen_TK: Tensor, priority_TK: Tensor, capacity: Tensor | int, ranks: Ranks = ALONE
 ) -> Tensor:
-    """True where a slot is filled and its expert keeps it: each expert keeps its `capacity` slots of highest
-    priority. bool [T, K].
+    """Return which slots are filled and among the `capacity` slots of highest priority of their expert.
 
-    The slots of all ranks stand in one line.
+    bool [T, K]; the slots of all ranks compete with each other.
     """
-    line_TK = place_in_line(ranks.gathered(chosen_TK), ranks.gathered(priority_TK))
-    return (chosen_TK >= 0) & (ranks.own(line_TK) < capacity)
+    line_TK = place_in_line(ranks.gather_rows(chosen_TK), ranks.gather_rows(priority_TK))
+    return (chosen_TK >= 0) & (ranks.local_rows(line_TK) < capacity)

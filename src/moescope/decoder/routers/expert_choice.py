@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.capacity import capacity_of
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
-from moescope.errors import BadInput
-from moescope.execution.adapters import LinearView
-from moescope.types import Diagnostic
-
-if TYPE_CHECKING:
-    from moescope.decoder.config import ModelConfig, Option
+from moescope.types import Diagnostic, LinearView
 
 
 class ExpertChoice(Router):
-    """Each expert takes its c tokens of largest probability, c = ceil(factor N k / n); gates are the
-    probabilities. Zhou et al. 2022.
+    """Each expert takes its c = ceil(factor N k / n) tokens of largest probability; gates are probabilities.
 
-    Which tokens are in the batch decides who is taken, later tokens included. In evaluation expert i takes
-    token t iff
-    p[t, i] >= theta_i instead, theta_i the moving average over training batches of the midpoint of the c-th
-    and (c+1)-th largest
-    probability: about the same share of tokens on text like the training's, token by token, as long as the
-    average keeps up with the
-    router: with a slow one (`decay` near 1) experts get half or twice their share while the learning rate is
-    high. Before any training
-    theta is 1/n. A token that nobody takes passes through; `diagnostics` has the share of such tokens, and
-    how unevenly experts fall to tokens.
+    Zhou et al. 2022. The whole batch, later tokens included, decides who is taken. In evaluation expert i
+    instead takes token t iff p[t, i] >= theta_i, theta_i the moving average over training batches of the
+    midpoint of the c-th and (c+1)-th largest probability: about the same share of tokens on similar text,
+    as long as the average follows the router (with `decay` near 1, experts get half or twice their share
+    while the learning rate is high). Before training theta is 1/n. A token that no expert takes passes
+    through; `diagnostics` report the share of such tokens and how unevenly experts spread over tokens.
     """
 
     name = "expert_choice"
+    experts_choose = True
     causal_in_training = False
+    compression_effects: ClassVar[dict[str, str]] = {
+        "slice": "Thresholds stay while probabilities grow: the remaining experts take more tokens.",
+        "fold": "Thresholds are set so that a merged expert takes as many tokens as any of its members took.",
+    }
     OPTIONS: ClassVar[dict[str, Option]] = {"capacity_factor": 1.25, "decay": 0.9}
     midpoints_E: Tensor
     steps: Tensor
@@ -44,63 +40,56 @@ class ExpertChoice(Router):
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__(config, layer, shared)
         self.weight = nn.Parameter(torch.empty(config.experts, config.d_model).normal_(std=0.02))
-        self.register_buffer(
-            "midpoints_E", torch.zeros(config.experts)
-        )  # the moving average, not yet bias-corrected
+        self.register_buffer("midpoints_E", torch.zeros(config.experts))  # moving average, not bias-corrected
         self.register_buffer("steps", torch.zeros(()))
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        if options["capacity_factor"] <= 0:
-            raise BadInput(
-                f"router {cls.name}: capacity_factor must be more than 0, not {options['capacity_factor']}"
-            )
-        if not 0 <= options["decay"] < 1:
-            raise BadInput(f"router {cls.name}: decay must be at least 0 and below 1, not {options['decay']}")
+        cls.check_range(options, ("capacity_factor",), "more than 0")
+        cls.check_range(options, ("decay",), "at least 0 and below 1")
 
     @classmethod
     def renormalises(cls, config: ModelConfig) -> bool:
         return False
 
+    @classmethod
+    def slots_per_token(cls, config: ModelConfig) -> float:
+        factor = float(cls.checked_options(config)["capacity_factor"])
+        return min(factor * config.top_k, config.experts)
+
     @property
     def threshold_E(self) -> Tensor:
-        """theta; divided by 1 - decay^t, since the average starts at 0."""
+        """theta, divided by 1 - decay^t since the average starts at 0."""
         corrected_E = self.midpoints_E / (1 - self.options["decay"] ** self.steps).clamp(min=1e-12)
         return torch.where(self.steps > 0, corrected_E, 1 / self.config.experts)
 
-    def forward(self, given: RouterInput) -> Routed:
-        logits_TE = functional.linear(given.x_TD, self.weight)
+    def forward(self, inputs: RouterInput) -> Routed:
+        logits_TE = functional.linear(inputs.x_TD, self.weight)
         scores_TE = logits_TE.softmax(-1)
         if self.training:
             ranks = self.sharing
-            everybody_TE, most = self.best_tokens(
-                ranks.gathered(scores_TE.detach()), ranks.gathered(given.mask_T)
+            taken_TE, most = self.best_tokens(
+                ranks.gather_rows(scores_TE.detach()), ranks.gather_rows(inputs.mask_T)
             )
-            taken_TE, at_most = ranks.own(everybody_TE), min(most, len(scores_TE)) * self.config.experts
+            taken_TE, at_most = ranks.local_rows(taken_TE), min(most, len(scores_TE)) * self.config.experts
             selection_TE = scores_TE
         else:
             selection_TE = scores_TE - self.threshold_E
-            taken_TE = (selection_TE >= 0) & given.mask_T[:, None]
-            at_most = max(int(taken_TE.sum()), 1)  # waits for the device, which evaluation can afford
+            taken_TE = (selection_TE >= 0) & inputs.mask_T[:, None]
+            at_most = max(int(taken_TE.sum()), 1)  # a host sync, which evaluation can afford
         chosen_TE = torch.where(taken_TE, torch.arange(self.config.experts, device=taken_TE.device), -1)
         gates_TE = torch.where(taken_TE, scores_TE, 0)
-        diagnostics = self.experts_by_token(taken_TE, given.mask_T)
         return Routed(
-            chosen_TE,
-            gates_TE,
-            logits_TE,
-            scores_TE,
-            selection_TE,
-            diagnostics=diagnostics,
+            *(chosen_TE, gates_TE, logits_TE, scores_TE, selection_TE),
+            diagnostics=self.experts_by_token(taken_TE, inputs.mask_T),
             filled_at_most=at_most,
         )
 
     def experts_by_token(self, taken_TE: Tensor, mask_T: Tensor) -> dict[str, Diagnostic]:
-        """How many experts a token has: the share of tokens with none, mean and spread over tokens.
+        """Return the share of tokens without an expert, and mean and spread of experts per token.
 
-        Beside them experts that take a share p = factor k / n each, independently of each other (binomial),
-        and at the worst all of
-        them the same tokens.
+        Reference: experts that each take a share p = factor k / n independently (binomial). Worst case: all
+        take the same tokens.
         """
         n = self.config.experts
         p = min(self.options["capacity_factor"] * self.config.top_k / n, 1.0)
@@ -111,22 +100,21 @@ class ExpertChoice(Router):
         without = ((count_T == 0) & mask_T).sum() / tokens
         return {
             "tokens_without_expert": Diagnostic(without, (1 - p) ** n, 1 - p),
-            "experts_a_token": Diagnostic(mean, n * p),
-            "experts_a_token_spread": Diagnostic(
+            "experts_per_token": Diagnostic(mean, n * p),
+            "experts_per_token_spread": Diagnostic(
                 variance.sqrt(), math.sqrt(n * p * (1 - p)), n * math.sqrt(p * (1 - p))
             ),
         }
 
     def best_tokens(self, scores_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, int]:
-        """Which tokens of the whole batch each expert takes, bool [T, E], and how many it can at most.
+        """Return the tokens of the whole batch that each expert takes, bool [T, E], and the most it can take.
 
-        Remembers the midpoints.
+        Accumulates the midpoints.
         """
         tokens, n_experts = scores_TE.shape
         factor, top_k = self.options["capacity_factor"], self.config.top_k
         most = max(min(math.ceil(tokens * (factor * top_k / n_experts) - 1e-9), tokens), 1)
-        # With padding the capacity is smaller, by how much only the device knows: the places past it are
-        # struck out.
+        # Padding lowers the capacity by an amount only the device knows: places beyond it are masked.
         capacity = capacity_of(mask_T, factor, top_k, n_experts).minimum(mask_T.sum())
         ranked_TE = scores_TE.masked_fill(~mask_T[:, None], -1)
         best_CE, tokens_CE = ranked_TE.topk(min(most + 1, tokens), dim=0)
@@ -134,18 +122,14 @@ class ExpertChoice(Router):
         taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(
             0, tokens_CE, (places_C1 < capacity).expand_as(tokens_CE)
         )
-        # Where an expert takes everybody nobody comes next; 0 stands in, so that the threshold lies below
-        # them all.
+        # Where an expert takes every token there is no next one: 0 puts the threshold below all of them.
         best_CE = functional.pad(best_CE, (0, 0, 0, 1)).clamp(min=0)
         last_and_next_2E = best_CE[torch.stack(((capacity - 1).clamp(min=0), capacity))]
         self.accumulate("midpoints", torch.cat((last_and_next_2E.mean(0), torch.ones_like(best_CE[0, :1]))))
-        return taken_TE, most  # never padding: there are real tokens for every place, and they rank first
+        return taken_TE, most  # never padding: real tokens rank first, and there is one for every place
 
     def linear_view(self) -> LinearView:
-        """Rows times x.
-
-        Thresholds are stored as the average they are made from; one that never moved has none to set.
-        """
+        """Rows times x. Thresholds are stored as the moving average that they are computed from."""
 
         def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
             assert threshold_K is not None

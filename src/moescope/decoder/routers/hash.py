@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
-from moescope.errors import BadInput
-
-if TYPE_CHECKING:
-    from moescope.decoder.config import ModelConfig, Option
 
 
 class Hash(Router):
-    """k different experts for every token id, drawn once for each layer, gates 1/k. Roller et al. 2021,
-    random hashing.
+    """k different experts per token id, drawn once per layer, gates 1/k. Roller et al. 2021, random hashing.
 
-    Frequent tokens make it uneven: balance is of the vocabulary, not of the text.
+    It balances the vocabulary, not the text: frequent tokens make the load uneven.
     """
 
     name = "hash"
+    has_rows = False
+    has_logits = False
     learns_from_text = False
+    compression_effects: ClassVar[dict[str, str]] = {
+        "slice": "Token ids of pruned experts are reassigned to the remaining experts in turn.",
+        "join": "A merged expert gets the token ids of all its members.",
+    }
     OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0}
     table_VK: Tensor
 
@@ -31,17 +33,13 @@ class Hash(Router):
         super().__init__(config, layer, shared)
         draws = np.random.default_rng([self.options["seed"], layer])
         order_VE = draws.random((config.vocabulary, config.experts)).argsort(axis=1)
-        table_VK = torch.tensor(np.ascontiguousarray(order_VE[:, : config.top_k]))
-        self.register_buffer(
-            "table_VK", table_VK
-        )  # saved, so that no random number generator need be trusted later
+        # saved, so that loading does not depend on numpy's generator
+        self.register_buffer("table_VK", torch.tensor(np.ascontiguousarray(order_VE[:, : config.top_k])))
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        if options["seed"] < 0:
-            raise BadInput(f"router {cls.name}: seed must be 0 or more, not {options['seed']}")
+        cls.check_range(options, ("seed",), "0 or more")
 
-    def forward(self, given: RouterInput) -> Routed:
-        chosen_TK = self.table_VK[given.token_ids_T].masked_fill(~given.mask_T[:, None], -1)
-        gates_TK = (chosen_TK >= 0).to(given.x_TD.dtype) / self.config.top_k
-        return Routed(chosen_TK, gates_TK)
+    def forward(self, inputs: RouterInput) -> Routed:
+        chosen_TK = self.table_VK[inputs.token_ids_T].masked_fill(~inputs.mask_T[:, None], -1)
+        return Routed(chosen_TK, (chosen_TK >= 0).to(inputs.x_TD.dtype) / self.config.top_k)

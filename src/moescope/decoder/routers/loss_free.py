@@ -1,32 +1,28 @@
-"""Balance without a loss: a bias on each expert's score, for choosing only."""
+"""Balance without a loss: a bias per expert, used for selection only."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.decoder.routers.topk import choice_counts, masked_mean
-from moescope.errors import BadInput
 from moescope.types import Diagnostic
-
-if TYPE_CHECKING:
-    from moescope.decoder.config import ModelConfig, Option
 
 
 class LossFree(Router):
-    """The k largest of sigmoid(logit) + b; gates are the sigmoids without b, divided by their sum (at k = 1
-    the sigmoid itself).
+    """The k largest of sigmoid(logit) + b; gates are the sigmoids without b, divided by their sum (k > 1).
 
     After each step b_i += rate sign(mean count - count_i), counts over the whole batch. Wang et al. 2024;
-    DeepSeek-V3. The rule
-    looks at the sign alone, so b moves by `rate` however small the imbalance, and never quite comes to rest.
+    DeepSeek-V3. Only the sign counts, so b changes by `rate` however small the imbalance and never settles.
     """
 
     name = "loss_free"
+    sigmoid_scores = True
     OPTIONS: ClassVar[dict[str, Option]] = {"rate": 0.001}
     bias_E: Tensor
 
@@ -37,32 +33,31 @@ class LossFree(Router):
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        if options["rate"] < 0:
-            raise BadInput(f"router {cls.name}: rate must be 0 or more, not {options['rate']}")
+        cls.check_range(options, ("rate",), "0 or more")
 
     @classmethod
     def renormalises(cls, config: ModelConfig) -> bool:
         return config.top_k > 1
 
-    def forward(self, given: RouterInput) -> Routed:
-        logits_TE = functional.linear(given.x_TD, self.weight)
+    def forward(self, inputs: RouterInput) -> Routed:
+        logits_TE = functional.linear(inputs.x_TD, self.weight)
         sigmoids_TE = logits_TE.sigmoid()
         selection_TE = sigmoids_TE.detach() + self.bias_E
         chosen_TK = selection_TE.topk(self.config.top_k, dim=-1).indices
         gates_TK = sigmoids_TE.gather(1, chosen_TK)
         if self.config.top_k > 1:
             gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
-        chosen_TK = chosen_TK.masked_fill(~given.mask_T[:, None], -1)
+        chosen_TK = chosen_TK.masked_fill(~inputs.mask_T[:, None], -1)
         gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)
         self.accumulate("counts", choice_counts(chosen_TK, self.config.experts))
         scores_TE = sigmoids_TE / sigmoids_TE.sum(-1, keepdim=True)
-        diagnostics = {"bias_spread": self.bias_spread(sigmoids_TE.detach(), given.mask_T)}
+        diagnostics = {"bias_spread": self.bias_spread(sigmoids_TE.detach(), inputs.mask_T)}
         return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, selection_TE, diagnostics=diagnostics)
 
     def bias_spread(self, sigmoids_TE: Tensor, mask_T: Tensor) -> Diagnostic:
-        """The standard deviation of b over experts; at the worst as large as that of a token's own scores.
+        """Return the standard deviation of b over experts; its worst case is that of a token's scores.
 
-        Then b chooses, not the text.
+        Beyond that b decides the selection, not the text.
         """
         # torch's own std takes several times as long along short rows on a CPU
         spread_T = (sigmoids_TE - sigmoids_TE.mean(-1, keepdim=True)).square().mean(-1).sqrt()

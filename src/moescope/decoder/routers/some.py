@@ -1,35 +1,29 @@
-"""SoME, the self-organising mixture of experts.
-
-Frozen random experts, keys that organise themselves, a trained query network.
-"""
+"""SoME, the self-organising mixture of experts: frozen random experts, moving keys, trained queries."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.errors import BadInput
-from moescope.execution.adapters import LinearView
-from moescope.types import Diagnostic
-
-if TYPE_CHECKING:
-    from moescope.decoder.config import ModelConfig, Option
+from moescope.types import Diagnostic, LinearView
 
 PUBLISHED_EVALUATION_TEMPERATURE = 0.5
 RESPAWN_BELOW = 0.1  # of a key's strength
 
-# What SoME is compared with, as changes to [model] of the whole: one thing taken away, or held fixed, at a
-# time.
+BLOCK = {"block": "some", "frozen_experts": True}
+# Controls of the ablation study: changes to [model], one part removed or fixed at a time.
 CONTROLS: dict[str, dict[str, Any]] = {
     "-PeerPull": {"router_options": {"peer_pull": 0.0}},
     "-MovingKeys": {"router_options": {"frozen_keys": True}},
     "-Experts": {"expert_init": "zero"},
-    "+TrainedExperts": {"frozen_experts": False},  # the same blocks, so the same operations a token
+    "+TrainedExperts": {"frozen_experts": False},  # the same operations per token
     "+Orthogonal": {"expert_init": "orthogonal"},
     "+OrthogonalMatched": {"expert_init": "orthogonal", "match_expert_scale": True},
     "+Sparse": {"expert_init": "sparse"},
@@ -41,23 +35,26 @@ class SoME(Router):
     """The router of one SoME layer.
 
     q = unit(W2 gelu(W1 x)); scores q K'; the k largest; gates softmax(score/T) over them (k = 1: over all
-    experts). Keys
-    K_i = rho_i khat_i, |khat_i| = 1, have no gradient: they move after each optimiser step, see `after_step`.
+    experts). Keys K_i = rho_i khat_i, |khat_i| = 1, have no gradient: `after_step` updates them.
 
-    Options: `attraction` alpha and `peer_pull` beta (0 switches either off; peer pull alone drives keys
-    together), `frozen_keys` (the
-    control: nothing moves, usage is still counted), `decay` delta of rho, `decay_after` so many steps, for
-    keys below the
-    `decay_percentile` of used ones, `respawn` of keys whose rho fell below 0.1. As published:
-    `published_usage` (usage without bias
-    correction, so that the first steps overshoot), `published_peers` (the pull divided by the smaller usage
-    of a pair),
-    `published_order` (keys are made unit vectors after the decay, which undoes it), `published_pads` (padding
-    moves keys too),
-    `published_temperature` (0.5 in evaluation, whatever it was in training).
+    Options: `attraction` alpha and `peer_pull` beta (0 disables; peer pull alone drives keys together),
+    `frozen_keys` (control: keys never move, usage is still counted), `decay` delta of rho, `decay_after` so
+    many steps, for keys below the `decay_percentile` of used ones, `respawn` of keys whose rho fell below
+    0.1. As published: `published_usage` (no bias correction, so the first steps overshoot), `published_peers`
+    (pull divided by the smaller usage of a pair), `published_order` (keys are normalised after the decay,
+    which cancels it), `published_pads` (padding moves keys too), `published_temperature` (0.5 in evaluation).
     """
 
     name: ClassVar[str] = "some"
+    has_keys: ClassVar[bool] = True
+    expects_frozen_experts: ClassVar[bool] = True
+    compression_effects: ClassVar[dict[str, str]] = {
+        "fold": "The rows are keys, fitted on the queries they meet."
+    }
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "": BLOCK,
+        **{name: {**BLOCK, **changes} for name, changes in CONTROLS.items()},
+    }
     OPTIONS: ClassVar[dict[str, Option]] = {
         "temperature": 0.8,
         "attraction": 0.01,
@@ -98,52 +95,41 @@ class SoME(Router):
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        if not options["temperature"] > 0:
-            raise BadInput(f"router some: temperature must be more than 0, not {options['temperature']}")
-        for name in ("attraction", "peer_pull", "decay_after"):
-            if not options[name] >= 0:
-                raise BadInput(f"router some: {name} must be 0 or more, not {options[name]}")
-        for name in ("usage_decay", "decay"):
-            if not 0 <= options[name] < 1:
-                raise BadInput(f"router some: {name} must be at least 0 and less than 1, not {options[name]}")
-        if not 0 <= options["decay_percentile"] <= 100:
-            raise BadInput(
-                f"router some: decay_percentile must lie between 0 and 100, not {options['decay_percentile']}"
-            )
+        cls.check_range(options, ("temperature",), "more than 0")
+        cls.check_range(options, ("attraction", "peer_pull", "decay_after"), "0 or more")
+        cls.check_range(options, ("usage_decay", "decay"), "at least 0 and below 1")
+        cls.check_range(options, ("decay_percentile",), "between 0 and 100")
         if options["respawn"] and (options["frozen_keys"] or options["published_order"]):
-            raise BadInput(
-                "router some: respawn needs keys that weaken; leave out frozen_keys and published_order"
-            )
+            raise BadInput("router some: respawn needs decaying keys; unset frozen_keys and published_order")
 
     @property
     def keys_ED(self) -> Tensor:
         """K = rho khat."""
         return self.strength_E[:, None] * self.direction_ED
 
-    def forward(self, given: RouterInput) -> Routed:
-        q_TD = self.query(given.x_TD)
+    def forward(self, inputs: RouterInput) -> Routed:
+        q_TD = self.query(inputs.x_TD)
         scores_TE = self.scores(q_TD)
-        everywhere_TK = self.choose(scores_TE)
-        chosen_TK = everywhere_TK.masked_fill(~given.mask_T[:, None], -1)
+        with_pads_TK = self.choose(scores_TE)
+        chosen_TK = with_pads_TK.masked_fill(~inputs.mask_T[:, None], -1)
         logits_TE = scores_TE / self.temperature()
         if self.training:
-            pads_too = self.options["published_pads"]
-            self.remember(q_TD, everywhere_TK if pads_too else chosen_TK)
+            self.remember(q_TD, with_pads_TK if self.options["published_pads"] else chosen_TK)
         return Routed(
             chosen_TK=chosen_TK,
             gates_TK=self.gates(logits_TE, chosen_TK),
             logits_TE=logits_TE,
             scores_TE=logits_TE.softmax(-1),
             selection_TE=scores_TE.detach(),
-            diagnostics=self.of_keys(),
+            diagnostics=self.key_diagnostics(),
         )
 
-    def of_keys(self) -> dict[str, Diagnostic]:
-        """The mean cosine between two keys (0 for random ones, 1 when all are one; `lab/key_metrics.py` says
-        more), their mean
-        strength rho, and the share that has lost any: beside it, once the decay has begun, how many of n used
-        keys lie below their
-        percentile q, ceil(q (n - 1))/n."""
+    def key_diagnostics(self) -> dict[str, Diagnostic]:
+        """Return the mean cosine of two keys (0 random, 1 all equal), mean rho, and the share with rho < 1.
+
+        The reference of that share, once the decay has begun, is the share of n used keys below percentile q:
+        ceil(q (n - 1))/n.
+        """
         n, options = self.config.experts, self.options
         cosine = (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
         begun = (self.steps > options["decay_after"]).float()
@@ -155,10 +141,7 @@ class SoME(Router):
         }
 
     def linear_view(self) -> LinearView:
-        """Keys divided by the temperature, times queries.
-
-        Strengths above 1, which fitted keys may have, training would bring down.
-        """
+        """Keys divided by the temperature, times queries. Fitted strengths may exceed 1."""
 
         def stored(rows_KD: Tensor, threshold_K: Tensor | None) -> dict[str, Tensor]:
             keys_KD = rows_KD * self.temperature()
@@ -171,7 +154,7 @@ class SoME(Router):
         return PUBLISHED_EVALUATION_TEMPERATURE if published else self.options["temperature"]
 
     def query(self, x_TD: Tensor) -> Tensor:
-        """Unit vectors, [T, D]."""
+        """Return unit queries, [T, D]."""
         return functional.normalize(self.narrow(functional.gelu(self.wide(x_TD))), dim=-1)
 
     def scores(self, q_TD: Tensor) -> Tensor:
@@ -181,10 +164,7 @@ class SoME(Router):
         return scores_TE.detach().topk(self.config.top_k, -1).indices
 
     def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Softmax over a token's k choices, over all experts where k = 1 (over one it would be 1.
-
-        And teach nothing); 0 for pads.
-        """
+        """Softmax over a token's k choices; at k = 1 over all experts, for a gradient; 0 for pads."""
         picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
         if self.config.top_k == 1:
             gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
@@ -194,10 +174,7 @@ class SoME(Router):
 
     @torch.no_grad()
     def remember(self, q_TD: Tensor, chosen_TK: Tensor) -> None:
-        """Keeps what the step's update needs, as sums.
-
-        Choices an expert, their queries, and how often each pair was chosen together.
-        """
+        """Accumulate the update's sums: choices per expert, their queries, co-activation counts of pairs."""
         n = self.config.experts
         slots_TK = torch.where(chosen_TK < 0, n, chosen_TK)
         member_TE = torch.zeros(len(slots_TK), n + 1, device=q_TD.device).scatter_(1, slots_TK, 1)[:, :n]
@@ -205,21 +182,19 @@ class SoME(Router):
         self.accumulate("queries", member_TE.T @ q_TD)
         self.accumulate("pairs", (member_TE.T @ member_TE).fill_diagonal_(0))
         if self.options["respawn"]:
-            real_T = self.ranks.gathered((chosen_TK[:, 0] >= 0).double())
-            # all weights 0 cannot be drawn from; then nothing counts anyway
+            real_T = self.ranks.gather_rows((chosen_TK[:, 0] >= 0).double())
+            # multinomial rejects all-zero weights; the result is then unused
             picked_E = torch.multinomial(real_T + (real_T.sum() == 0), n, replacement=True)
-            self.accumulated["candidates"] = self.ranks.picked(q_TD, self.ranks.of_first(picked_E))
+            self.accumulated["candidates"] = self.ranks.select_rows(q_TD, self.ranks.broadcast(picked_E))
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Usage, then keys, then strengths, from this step's queries and choices (Kohonen's rule with a rate
-        for each key).
+        """Update usage, keys and strengths from this step's queries and choices (Kohonen's rule).
 
-        u <- 0.99 u + 0.01 c, used as u/(1 - 0.99^t). From the keys as they were:
-        K_i += alpha/(1+u_i) sum_{slots of i} (q - K_i) + sum_{tokens, j beside i} beta/max(1+u_i, 1+u_j) (K_j
-        - K_i).
-        khat is made a unit vector again and rho is left alone. After `decay_after` steps rho <- rho (1 -
-        delta) where u is below the
+        u <- 0.99 u + 0.01 c, used as u/(1 - 0.99^t). From the keys before the update:
+        K_i += alpha/(1+u_i) sum_{slots of i} (q - K_i)
+               + sum_{tokens, j co-activated with i} beta/max(1+u_i, 1+u_j) (K_j - K_i).
+        Only khat is normalised again. After `decay_after` steps rho <- rho (1 - delta) where u is below the
         percentile of the used ones, rho <- min(1, rho/(1 - delta)) elsewhere.
         """
         options = self.options
@@ -231,53 +206,45 @@ class SoME(Router):
         if options["frozen_keys"]:
             return
         usage_E = self.usage_E if options["published_usage"] else self.corrected_usage()
-        self.move(counts_E, queries_ED, pairs_EE, usage_E)
+        self.move_keys(counts_E, queries_ED, pairs_EE, usage_E)
         if not options["published_order"]:
-            self.weaken(usage_E)
+            self.decay_strengths(usage_E)
         if options["respawn"]:
-            self.revive(self.accumulated.pop("candidates"))
+            self.respawn_keys(self.accumulated.pop("candidates"))
 
     def corrected_usage(self) -> Tensor:
-        """u/(1 - 0.99^t): the mean of the counts so far, the later ones weighing more."""
+        """Return u/(1 - 0.99^t): the mean count, weighted towards recent steps."""
         return self.usage_E / (1 - self.options["usage_decay"] ** self.steps.clamp(min=1))
 
-    def move(self, counts_E: Tensor, queries_ED: Tensor, pairs_EE: Tensor, usage_E: Tensor) -> None:
+    def move_keys(self, counts_E: Tensor, queries_ED: Tensor, pairs_EE: Tensor, usage_E: Tensor) -> None:
         K_ED = self.keys_ED
         slowness_E = 1 + usage_E
         attraction_E1 = (self.options["attraction"] / slowness_E)[:, None]
         pair = torch.minimum if self.options["published_peers"] else torch.maximum
         pull_EE = pairs_EE * self.options["peer_pull"] / pair(slowness_E[:, None], slowness_E)
-        moved_ED = attraction_E1 * (queries_ED - counts_E[:, None] * K_ED)
-        moved_ED += pull_EE @ K_ED - pull_EE.sum(-1, keepdim=True) * K_ED
-        self.direction_ED.copy_(functional.normalize(K_ED + moved_ED, dim=-1))
+        change_ED = attraction_E1 * (queries_ED - counts_E[:, None] * K_ED)
+        change_ED += pull_EE @ K_ED - pull_EE.sum(-1, keepdim=True) * K_ED
+        self.direction_ED.copy_(functional.normalize(K_ED + change_ED, dim=-1))
 
-    def weaken(self, usage_E: Tensor) -> None:
-        """Shrinks the strength of hardly used keys and lets that of the others grow back.
-
-        Nothing before `decay_after` steps.
-        """
+    def decay_strengths(self, usage_E: Tensor) -> None:
+        """Shrink rho of rarely used keys, let others grow back; nothing before `decay_after` steps."""
         keep = 1 - self.options["decay"]
         idle_E = usage_E < quantile_of_used(usage_E, self.options["decay_percentile"] / 100)
         changed_E = torch.where(idle_E, self.strength_E * keep, (self.strength_E / keep).clamp(max=1))
-        self.strength_E.copy_(
-            torch.where(self.steps > self.options["decay_after"], changed_E, self.strength_E)
-        )
+        decaying = self.steps > self.options["decay_after"]
+        self.strength_E.copy_(torch.where(decaying, changed_E, self.strength_E))
 
-    def revive(self, candidates_ED: Tensor) -> None:
-        """Keys too weak to be chosen begin anew, at full strength.
-
-        Each where some token of this step asked.
-        """
+    def respawn_keys(self, candidates_ED: Tensor) -> None:
+        """Restart keys too weak to be chosen at a query of this step, at full strength."""
         weak_E = self.strength_E < RESPAWN_BELOW
         self.direction_ED.copy_(torch.where(weak_E[:, None], candidates_ED, self.direction_ED))
         self.strength_E.masked_fill_(weak_E, 1)
 
 
 def quantile_of_used(usage_E: Tensor, share: float) -> Tensor:
-    """The quantile of the values above 0, between two of them in a line; NaN where there are none.
+    """Return the linearly interpolated quantile of the values above 0; NaN where there are none.
 
-    The bits of torch.nanquantile, which in some versions looks into its tensors, put together from parts that
-    never do.
+    Bit-equal to torch.nanquantile, which syncs with the host in some versions.
     """
     used = (usage_E > 0).sum()
     ascending_E = torch.where(usage_E > 0, usage_E, torch.inf).sort().values

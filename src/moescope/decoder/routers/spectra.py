@@ -1,35 +1,36 @@
-"""SPECTRA: a depth-wise GRU and an expression projector meet in a cosine; Sinkhorn and a quota spread the
-tokens.
+"""SPECTRA: a depth-wise GRU and an expression projector, compared by cosine; Sinkhorn and quota for balance.
 
-Published text and code of SPECTRA disagree; this is one reading in which every part does something. Sinkhorn
-and the quota look at the
-whole batch, so in training the choice is not causal; in evaluation it is, token by token.
+Published text and code of SPECTRA disagree; this version gives every part an effect. Sinkhorn and the quota
+look at the whole batch, so selection is not causal in training; in evaluation it is per token.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.capacity import capacity_of, within_capacity
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
-from moescope.decoder.routers.spectra_sinkhorn import balance, column_error
 from moescope.decoder.routers.topk import choice_counts
 from moescope.errors import BadInput, unknown_name
 from moescope.types import Diagnostic
-
-if TYPE_CHECKING:
-    from moescope.decoder.config import ModelConfig, Option
 
 REPULSIONS = ("between", "published", "none")
 PENALTY_SIGNS = ("cost", "published")
 EVALUATIONS = ("potentials", "published")
 LEAST_ROUTER_DIM = 64
+EMPTY = -1e30  # not -inf: a token without any choice would get NaN
+NOT_NEGATIVE = (
+    *("repulsion_weight", "saturation_weight", "saturation_start"),
+    *("orthogonality_weight", "entropy_weight", "speciality_weight"),
+)
 
-# The switches of the ablation table, by the names it has for them: what each sets.
+# Names in the ablation table -> the options each sets.
 ABLATIONS: dict[str, dict[str, Option]] = {
     "-GRU": {"gru": False},
     "-Expression": {"expression": False},
@@ -44,31 +45,32 @@ ABLATIONS: dict[str, dict[str, Option]] = {
 class Spectra(Router):
     """SPECTRA's router of one layer.
 
-    A state of width R a token, 0 before the first MoE layer, goes through one GRU cell that all layers share;
-    a linear map makes
-    h[t,i] of it for every expert, another one v[t,i] of x. With s = cos(h, v), G the Gram matrix of the
-    experts' directions and
-    p = softmax(s/eps), the cost is
+    A state of width R per token, 0 before the first MoE layer, goes through one GRU cell that all layers
+    share. A linear map expands it to h[t,i] for every expert; another maps x to v[t,i]. With s = cos(h, v), G
+    the Gram matrix of the experts' directions and p = softmax(s/eps), the cost is
 
         C[t,i] = -s[t,i] + lambda sum_{j != i} G_ij^2 p[t,j] + beta relu(|s[t,i]| - tau)^2
 
-    and logits are -C/eps. In training the k largest of Sinkhorn's plan are chosen, and a quota admits the
-    best of each expert; in
-    evaluation the k largest of logits + the moving average of the column potentials. Gates: softmax of the
-    logits over the choices
-    that survive (k = 1: over all experts), without potentials.
+    and logits are -C/eps. Training selects the k largest entries of Sinkhorn's plan, and a quota accepts the
+    best of each expert; evaluation selects the k largest of logits + the moving average of the column
+    potentials. Gates: softmax of the logits over the surviving choices (k = 1: over all experts), without
+    potentials.
 
-    Options beside the weights: `gru`, `expression`, `quota` (ablations), `repulsion` ("published": lambda |s|
-    sum_j G_ij^2/(n-1), one
-    factor an expert, which changes almost no choice), `penalty_sign` ("published": penalties enter the logit
-    as if it were the cost,
-    so that repulsion attracts), `evaluation` ("published": Sinkhorn over the evaluated batch: uniform for one
-    token alone), and
-    `plain` (a linear softmax top-k router without any balancing: everything above taken away).
+    Options besides weights: `gru`, `expression`, `quota` (ablations); `repulsion` ("published": lambda |s|
+    sum_j G_ij^2/(n-1), one factor per expert, which changes almost no choice); `penalty_sign` ("published":
+    penalties enter the logit as if it were the cost, so repulsion attracts); `evaluation` ("published":
+    Sinkhorn over the evaluated batch, uniform for one token alone); `plain` (a linear softmax top-k router
+    without any balancing).
     """
 
     name: ClassVar[str] = "spectra"
+    has_rows: ClassVar[bool] = False
     causal_in_training: ClassVar[bool] = False
+    expects_low_entropy = True  # cosines divided by a small epsilon, and an entropy loss
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {},
+        **{name: {"router_options": options} for name, options in ABLATIONS.items()},
+    }
     OPTIONS: ClassVar[dict[str, Option]] = {
         "router_dim": 64,
         "gru": True,
@@ -90,7 +92,6 @@ class Spectra(Router):
         "speciality_weight": 0.01,
         "plain": False,
     }
-    # what the overhead table times, and the methods that do it; none of them calls another one
     components: ClassVar[dict[str, str]] = {
         "gru": "trajectories",
         "projection": "expressions",
@@ -109,18 +110,17 @@ class Spectra(Router):
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__(config, layer, shared)
         n, width, dim = config.experts, config.d_model, self.options["router_dim"]
+        self.expects_low_entropy = not self.options["plain"]
         if self.options["plain"]:
             self.linear = nn.Linear(width, n, bias=False)
             return
         if not self.options["gru"]:
             self.state = nn.Linear(width, dim)
         self.expand = nn.Linear(dim, n * dim)
-        # Biases matter: without them h and v are odd in x, and their cosine is the same for x and -x.
+        # Without biases h and v are odd in x, and their cosine is the same for x and -x.
         self.express = nn.Linear(width, (n if self.options["expression"] else 1) * dim)
         nn.init.orthogonal_(self.express.weight)
-        self.register_buffer(
-            "direction_ER", torch.zeros(n, dim)
-        )  # moving averages, before they are made unit vectors
+        self.register_buffer("direction_ER", torch.zeros(n, dim))  # moving averages, before normalisation
         self.register_buffer("potential_E", torch.zeros(n))
 
     @classmethod
@@ -136,103 +136,91 @@ class Spectra(Router):
             raise BadInput(
                 f"router spectra: router_dim must be at least {LEAST_ROUTER_DIM}, not {options['router_dim']}"
             )
-        for option in ("epsilon", "iterations", "capacity_factor"):
-            if not options[option] > 0:
-                raise BadInput(f"router spectra: {option} must be more than 0, not {options[option]}")
-        for option in ("direction_decay", "potential_decay"):
-            if not 0 <= options[option] < 1:
-                raise BadInput(
-                    f"router spectra: {option} must be at least 0 and less than 1, not {options[option]}"
-                )
-        for option in NOT_NEGATIVE:
-            if not options[option] >= 0:
-                raise BadInput(f"router spectra: {option} must be 0 or more, not {options[option]}")
+        cls.check_range(options, ("epsilon", "iterations", "capacity_factor"), "more than 0")
+        cls.check_range(options, ("direction_decay", "potential_decay"), "at least 0 and below 1")
+        cls.check_range(options, NOT_NEGATIVE, "0 or more")
+
+    @classmethod
+    def facts(cls, config: ModelConfig) -> dict[str, Any]:
+        plain = cls.checked_options(config)["plain"]
+        return {**super().facts(config), "has_rows": plain, "expects_low_entropy": not plain}
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:
-        """The GRU cell of all layers, where there is one."""
+        """Return the GRU cell of all layers, where there is one."""
         options = cls.checked_options(config)
         if options["plain"] or not options["gru"]:
             return None
         return nn.GRUCell(config.d_model, options["router_dim"])
 
-    @property
-    def sure_by_design(self) -> bool:
-        """Cosines divided by a small epsilon, and an entropy that is made small."""
-        return not self.options["plain"]
-
-    def forward(self, given: RouterInput) -> Routed:
+    def forward(self, inputs: RouterInput) -> Routed:
         if self.options["plain"]:
-            return self.plain(given)
-        carried_TR, h_TER = self.trajectories(given)
-        v_TER = self.expressions(given.x_TD)
+            return self.plain(inputs)
+        carried_TR, h_TER = self.trajectories(inputs)
+        v_TER = self.expressions(inputs.x_TD)
         s_TE = self.similarity(h_TER, v_TER)
-        gram_EE = self.gram(v_TER, given.mask_T)
+        gram_EE = self.gram(v_TER, inputs.mask_T)
         logits_TE = self.logits(s_TE, gram_EE)
         scores_TE = logits_TE.softmax(-1)
         diagnostics = {"direction_overlap": self.direction_overlap(gram_EE.detach())}
         if self.training or self.options["evaluation"] == "published":
-            selection_TE, left = self.balanced(logits_TE.detach(), given.mask_T)
-            untreated = column_error(scores_TE.detach(), given.mask_T)
+            selection_TE, left = self.balanced(logits_TE.detach(), inputs.mask_T)
+            untreated = column_error(scores_TE.detach(), inputs.mask_T)
             diagnostics["column_error"] = Diagnostic(left, untreated, float(self.config.experts - 1))
         else:
             selection_TE = logits_TE.detach() + self.potential_E
-        chosen_TK = self.choose(selection_TE, given.mask_T)
+        chosen_TK = self.choose(selection_TE, inputs.mask_T)
         dropped_T = None
         if self.training and self.options["quota"]:
-            kept_TK = self.admit(chosen_TK, selection_TE, given.mask_T)
-            dropped_T = ((chosen_TK >= 0) & ~kept_TK).sum(-1)
-            chosen_TK = torch.where(kept_TK, chosen_TK, -1)
+            accepted_TK = self.admit(chosen_TK, selection_TE, inputs.mask_T)
+            dropped_T = ((chosen_TK >= 0) & ~accepted_TK).sum(-1)
+            chosen_TK = torch.where(accepted_TK, chosen_TK, -1)
         return Routed(
             chosen_TK=chosen_TK,
             gates_TK=self.gates(logits_TE, chosen_TK),
             logits_TE=logits_TE,
             scores_TE=scores_TE,
             selection_TE=selection_TE,
-            losses=self.losses(logits_TE, gram_EE, v_TER, given.mask_T) if self.training else {},
+            losses=self.losses(logits_TE, gram_EE, v_TER, inputs.mask_T) if self.training else {},
             dropped_T=dropped_T,
             carried_TR=carried_TR,
             diagnostics=diagnostics,
         )
 
-    def plain(self, given: RouterInput) -> Routed:
+    def plain(self, inputs: RouterInput) -> Routed:
         """Linear, softmax, top-k, and nothing that balances."""
-        logits_TE = self.linear(given.x_TD)
-        chosen_TK = self.choose(logits_TE.detach(), given.mask_T)
-        return Routed(
-            chosen_TK, self.gates(logits_TE, chosen_TK), logits_TE, logits_TE.softmax(-1), logits_TE.detach()
-        )
+        logits_TE = self.linear(inputs.x_TD)
+        chosen_TK = self.choose(logits_TE.detach(), inputs.mask_T)
+        gates_TK = self.gates(logits_TE, chosen_TK)
+        return Routed(chosen_TK, gates_TK, logits_TE, logits_TE.softmax(-1), logits_TE.detach())
 
-    # --- the parts, in the order in which they act
+    # --- components, in order of execution
 
-    def trajectories(self, given: RouterInput) -> tuple[Tensor | None, Tensor]:
-        """The depth state to hand on, and h [T, n, R] made of it.
+    def trajectories(self, inputs: RouterInput) -> tuple[Tensor | None, Tensor]:
+        """Return the depth state for the next layer and h [T, n, R] computed from it.
 
-        Without the GRU a linear map of x stands in, and nothing is handed on.
+        Without the GRU, h is a linear map of x and there is no state.
         """
         if self.options["gru"]:
             cell = self.shared
-            assert isinstance(cell, nn.GRUCell), "the model hands shared_parts to every layer's router"
-            carried_TR = cell(given.x_TD, given.carried_TR)  # a state of None is 0
+            assert isinstance(cell, nn.GRUCell), "the model passes shared_parts to every layer's router"
+            carried_TR = cell(inputs.x_TD, inputs.carried_TR)  # a state of None is 0
             return carried_TR, self.per_expert(self.expand(carried_TR))
-        return None, self.per_expert(self.expand(self.state(given.x_TD)))
+        return None, self.per_expert(self.expand(self.state(inputs.x_TD)))
 
     def expressions(self, x_TD: Tensor) -> Tensor:
-        """v [T, n, R]; without expression one vector a token, the same for all experts."""
+        """Return v [T, n, R]; without expression one vector per token, the same for all experts."""
         v = self.express(x_TD)
-        return (
-            self.per_expert(v)
-            if self.options["expression"]
-            else v[:, None].expand(-1, self.config.experts, -1)
-        )
+        if self.options["expression"]:
+            return self.per_expert(v)
+        return v[:, None].expand(-1, self.config.experts, -1)
 
     def per_expert(self, flat: Tensor) -> Tensor:
         return flat.view(len(flat), self.config.experts, self.options["router_dim"])
 
     def similarity(self, h_TER: Tensor, v_TER: Tensor) -> Tensor:
         """s = cos(h, v), [T, n]."""
-        # functional.cosine_similarity makes both unit vectors first: two more tensors of this size, and half
-        # as fast
+        # functional.cosine_similarity normalises both first: two more tensors of this size, half as fast
         lengths_TE = h_TER.norm(dim=-1) * v_TER.norm(dim=-1)
         return (h_TER * v_TER).sum(-1) / lengths_TE.clamp(min=1e-8)
 
@@ -254,13 +242,10 @@ class Spectra(Router):
         return m_ER @ m_ER.T
 
     def direction_overlap(self, gram_EE: Tensor) -> Diagnostic:
-        """The mean squared cosine of two experts' directions: 1/R for random ones, 1 when all are one."""
+        """Return the mean squared cosine of two directions: 1/R for random ones, 1 when all are equal."""
         n = self.config.experts
-        return Diagnostic(
-            gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1),
-            1 / self.options["router_dim"],
-            1.0,
-        )
+        overlap = gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1)
+        return Diagnostic(overlap, 1 / self.options["router_dim"], 1.0)
 
     def logits(self, s_TE: Tensor, gram_EE: Tensor) -> Tensor:
         """-C/eps, [T, n]."""
@@ -277,75 +262,67 @@ class Spectra(Router):
         return (s_TE + sign * penalty_TE) / options["epsilon"]
 
     def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Sinkhorn's log plan [T, n], from the moving average of the potentials on.
-
-        And the column error that is left.
-        """
+        """Return Sinkhorn's log plan [T, n], warm-started from averaged potentials, and its column error."""
         ranks = self.sharing
-        plan = balance(
-            ranks.gathered(logits_TE), ranks.gathered(mask_T), self.potential_E, self.options["iterations"]
-        )
+        logits_TE, mask_T = ranks.gather_rows(logits_TE), ranks.gather_rows(mask_T)
+        plan = balance(logits_TE, mask_T, self.potential_E, self.options["iterations"])
         self.accumulate("potentials", plan.potential_E)
         self.accumulate("batches", torch.ones_like(plan.column_error))
-        return ranks.own(plan.log_plan_TE), plan.column_error
+        return ranks.local_rows(plan.log_plan_TE), plan.column_error
 
     def choose(self, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
-        """The k best of each real token, -1 for pads."""
+        """Return the k best experts of each real token, -1 for pads."""
         return torch.where(mask_T[:, None], selection_TE.topk(self.config.top_k, -1).indices, -1)
 
     def admit(self, chosen_TK: Tensor, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
-        """Which choices the quota ceil(cf N k / n) admits, by Sinkhorn's plan.
+        """Return which choices the quota ceil(cf N k / n) accepts, by Sinkhorn's plan.
 
-        That no expert exceeds it is asserted, without a wait.
+        Asserts without a host sync that no expert exceeds it.
         """
         n, k, ranks = self.config.experts, self.config.top_k, self.sharing
         capacity = capacity_of(mask_T, self.options["capacity_factor"], k, n, ranks)
-        kept_TK = within_capacity(chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity, ranks)
-        load_E = ranks.sum(choice_counts(chosen_TK.masked_fill(~kept_TK, -1), n))
+        accepted_TK = within_capacity(
+            chosen_TK, selection_TE.gather(-1, chosen_TK.clamp(min=0)), capacity, ranks
+        )
+        load_E = ranks.sum(choice_counts(chosen_TK.masked_fill(~accepted_TK, -1), n))
         torch._assert_async((load_E <= capacity).all(), "spectra: an expert got more tokens than its quota")
-        return kept_TK
+        return accepted_TK
 
     def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         """Softmax of the logits over a token's choices, over all experts where k = 1; 0 in empty slots."""
         picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
-        if (
-            self.config.top_k == 1
-        ):  # over its own choice alone a gate would be 1, and teach the router nothing
+        if self.config.top_k == 1:  # a softmax over one choice is 1 and has no gradient
             gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
         else:
             gates_TK = picked_TK.masked_fill(chosen_TK < 0, EMPTY).softmax(-1)
         return torch.where(chosen_TK < 0, 0, gates_TK)
 
     def losses(self, logits_TE: Tensor, gram_EE: Tensor, v_TER: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
-        """What joins the language-model loss, weighted; losses of weight 0 are left out.
+        """Return the weighted losses; those of weight 0 are skipped.
 
-        orthogonality: ||G - I||_F^2 / (n(n-1)) of the directions. entropy: mean of -sum p log p, p =
-        softmax(-C/eps), over real tokens.
-        speciality: the first, of each token's own v[t,i], meaned over tokens.
+        orthogonality: ||G - I||_F^2 / (n(n-1)) of the directions. entropy: mean over real tokens of
+        -sum p log p, p = softmax(-C/eps). speciality: the first, of each token's v[t,i], mean over tokens.
         """
         n = self.config.experts
         pairs = max(n * (n - 1), 1)
-        real_T = mask_T / self.sharing.tokens_a_rank(mask_T)
-        found: dict[str, Tensor] = {}
+        real_T = mask_T / self.sharing.tokens_per_rank(mask_T)
+        losses: dict[str, Tensor] = {}
         if weight := self.options["orthogonality_weight"]:
-            found["orthogonality"] = weight * gram_EE.square().fill_diagonal_(0).sum() / pairs
+            losses["orthogonality"] = weight * gram_EE.square().fill_diagonal_(0).sum() / pairs
         if weight := self.options["entropy_weight"]:
             log_p_TE = logits_TE.log_softmax(-1)
-            found["entropy"] = weight * (-(log_p_TE.exp() * log_p_TE).sum(-1) * real_T).sum()
+            losses["entropy"] = weight * (-(log_p_TE.exp() * log_p_TE).sum(-1) * real_T).sum()
         if weight := self.options["speciality_weight"]:
             v_TER = functional.normalize(v_TER, dim=-1)
-            # V V' and V' V have the same norm, and the diagonal of the first is 1: the smaller one will do
+            # V V' and V' V have the same norm and the diagonal of the first is 1: use the smaller
             inner = v_TER.mT @ v_TER if v_TER.shape[-1] < n else v_TER @ v_TER.mT
             beyond_T = inner.square().sum((-1, -2)) - n
-            found["speciality"] = weight * (beyond_T * real_T).sum() / pairs
-        return found
+            losses["speciality"] = weight * (beyond_T * real_T).sum() / pairs
+        return losses
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Moves the averages of directions and column potentials on.
-
-        By the means over this step's real tokens and passes.
-        """
+        """Update the moving averages of directions and potentials with this step's means."""
         tokens, directions_ER = self.total("tokens"), self.total("directions")
         batches, potentials_E = self.total("batches"), self.total("potentials")
         if tokens is not None and directions_ER is not None:
@@ -354,12 +331,39 @@ class Spectra(Router):
             self.potential_E.lerp_(potentials_E / batches, 1 - self.options["potential_decay"])
 
 
-EMPTY = -1e30  # not -inf: a token without any choice would get NaN
-NOT_NEGATIVE = (
-    "repulsion_weight",
-    "saturation_weight",
-    "saturation_start",
-    "orthogonality_weight",
-    "entropy_weight",
-    "speciality_weight",
-)
+# --- Sinkhorn's iteration in the log domain
+
+
+class Balanced(NamedTuple):
+    """The result of Sinkhorn's iteration."""
+
+    log_plan_TE: Tensor
+    potential_E: Tensor  # of the columns, mean zero
+    column_error: Tensor  # scalar
+
+
+def balance(logits_TE: Tensor, mask_T: Tensor, start_E: Tensor, iterations: int) -> Balanced:
+    """Return the plan P = exp(L + f + g) whose rows sum to 1 and columns to about N/n, over N real tokens.
+
+    f_t = -log sum_i exp(L_ti + g_i);  g_i = log(N/n) - log sum_t exp(L_ti + f_t);  `iterations` times, then
+    rows once more (Cuturi, Sinkhorn Distances, 2013). Rows are exact, columns are not: `column_error` =
+    max_i |sum_t P_ti - N/n| / (N/n). Pads get rows too, but do not count in the columns.
+    """
+    real_T1 = mask_T[:, None]
+    even = mask_T.sum().clamp(min=1) / logits_TE.shape[1]
+    potential_E = start_E
+    for _ in range(iterations):
+        rows_TE = (logits_TE + potential_E).log_softmax(-1) - potential_E
+        columns_E = rows_TE.masked_fill(~real_T1, -math.inf).logsumexp(0)
+        # without real tokens the start stays
+        potential_E = torch.where(columns_E.isfinite(), even.log() - columns_E, start_E)
+    potential_E = potential_E - potential_E.mean()  # the rows cancel a constant
+    log_plan_TE = (logits_TE + potential_E).log_softmax(-1)
+    return Balanced(log_plan_TE, potential_E, column_error(log_plan_TE.exp(), mask_T))
+
+
+def column_error(plan_TE: Tensor, mask_T: Tensor) -> Tensor:
+    """Return max_i |sum_t P_ti - N/n| / (N/n); n - 1 where one expert has all tokens."""
+    even = mask_T.sum().clamp(min=1) / plan_TE.shape[1]
+    taken_E = plan_TE.masked_fill(~mask_T[:, None], 0).sum(0)
+    return (taken_E - even).abs().max() / even

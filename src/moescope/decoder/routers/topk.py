@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.decoder.routers.capacity import capacity_of, within_capacity
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
-from moescope.errors import BadInput
-
-if TYPE_CHECKING:
-    from moescope.decoder.config import ModelConfig, Option
 
 
 def choice_counts(chosen_TK: Tensor, n_experts: int) -> Tensor:
-    """How many slots hold each expert, float32 [E]; empty slots are not counted.
-
-    Never waits for the device.
-    """
+    """Return how many slots hold each expert, float32 [E], without a host sync. Empty slots do not count."""
     counts = torch.zeros(n_experts + 1, device=chosen_TK.device)
     flat = torch.where(chosen_TK < 0, n_experts, chosen_TK).flatten()
     return counts.index_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))[:-1]
 
 
 def masked_mean(values_T: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """The mean over real tokens (dim 0), of several ranks this one's part of it; 0 where there are none."""
+    """Return the mean over real tokens (dim 0), or this rank's part of it; 0 without real tokens."""
     weights_T = mask_T.to(values_T.dtype)
     weighted = values_T * weights_T.view(-1, *[1] * (values_T.dim() - 1))
-    return weighted.sum(0) / ranks.tokens_a_rank(mask_T)
+    return weighted.sum(0) / ranks.tokens_per_rank(mask_T)
 
 
 def switch_loss(scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """n sum_i f_i P_i: f_i the share of slots that chose expert i, P_i its mean probability. 1 when either is
-    uniform, n at collapse.
+    """n sum_i f_i P_i: f_i the share of slots that chose expert i, P_i its mean probability.
 
-    Fedus, Zoph, Shazeer 2022, equations 4 to 6, with f over N k slots; transformers' load_balancing_loss_func
-    is k times this. It
-    is not a lower bound: below 1 is possible where f and P disagree. Gradients flow through P only. f is of
-    all ranks'
-    slots, and the loss linear in P, so its mean over ranks is that of the whole batch (Qiu et al. 2025 on
-    global balance).
+    1 when either is uniform, n at collapse. Fedus, Zoph, Shazeer 2022, equations 4 to 6, with f over N k
+    slots; transformers' load_balancing_loss_func is k times this. Not a lower bound: values below 1 are
+    possible where f and P disagree. Gradients flow through P only. f covers the slots of all ranks and the
+    loss is linear in P, so its mean over ranks is that of the whole batch (Qiu et al. 2025, global balance).
     """
     n_experts = scores_TE.shape[1]
     counts_E = ranks.sum(choice_counts(chosen_TK, n_experts))
@@ -52,23 +43,17 @@ def switch_loss(scores_TE: Tensor, chosen_TK: Tensor, mask_T: Tensor, ranks: Ran
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """Mean over real tokens of logsumexp(logits)^2, which keeps logits small. Zoph et al.
-
-    2022 (ST-MoE), equation 5.
-    """
+    """Mean over real tokens of logsumexp(logits)^2; keeps logits small. Zoph et al. 2022 (ST-MoE), eq. 5."""
     return masked_mean(torch.logsumexp(logits_TE, -1).square(), mask_T, ranks)
 
 
 class TopK(Router):
-    """The k most probable experts; gates are their probabilities divided by their sum, at k = 1 the
-    probability itself.
+    """The k most probable experts; gates are their probabilities divided by their sum (k > 1).
 
-    A gate divided by itself is 1 whatever the router says, and the text would teach the router nothing; so k
-    = 1 is never
-    renormalised. With `capacity_factor` > 0 each expert keeps its ceil(factor N k / n) most probable tokens
-    in training; what it
-    turns away is dropped and counted. Choosing them looks at the whole batch, so it is not causal in
-    training.
+    At k = 1 the gate is the probability itself: divided by itself it would be the constant 1, and the
+    language-model loss would have no gradient into the router. With `capacity_factor` > 0 each expert
+    accepts its ceil(factor N k / n) most probable tokens in training; the rest is dropped and counted. That
+    looks at the whole batch, so it is not causal in training.
     """
 
     name = "topk"
@@ -77,7 +62,7 @@ class TopK(Router):
         "balance": 0.01,  # weight of the Switch loss
         "z": 1e-3,  # weight of the z-loss
         "capacity_factor": 0.0,  # 0: no capacity
-        "renormalise": True,  # without it gates are the probabilities; at k = 1 they always are
+        "renormalise": True,  # False: gates are the probabilities, as always at k = 1
     }
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
@@ -86,18 +71,16 @@ class TopK(Router):
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        for name in ("balance", "z", "capacity_factor"):
-            if options[name] < 0:
-                raise BadInput(f"router {cls.name}: {name} must be 0 or more, not {options[name]}")
+        cls.check_range(options, ("balance", "z", "capacity_factor"), "0 or more")
 
     @classmethod
     def renormalises(cls, config: ModelConfig) -> bool:
         return config.top_k > 1 and bool(cls.checked_options(config)["renormalise"])
 
-    def forward(self, given: RouterInput) -> Routed:
+    def forward(self, inputs: RouterInput) -> Routed:
         config, options, ranks = self.config, self.options, self.sharing
-        real_T1 = given.mask_T[:, None]
-        logits_TE = functional.linear(given.x_TD, self.weight)
+        real_T1 = inputs.mask_T[:, None]
+        logits_TE = functional.linear(inputs.x_TD, self.weight)
         scores_TE = logits_TE.softmax(-1)
         gates_TK, chosen_TK = scores_TE.topk(config.top_k, dim=-1)
         if config.top_k > 1 and options["renormalise"]:
@@ -105,24 +88,23 @@ class TopK(Router):
         chosen_TK = chosen_TK.masked_fill(~real_T1, -1)
         losses = {}
         if self.training and options["balance"]:
-            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, given.mask_T, ranks)
+            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, inputs.mask_T, ranks)
         if self.training and options["z"]:
-            losses["z"] = options["z"] * z_loss(logits_TE, given.mask_T, ranks)
+            losses["z"] = options["z"] * z_loss(logits_TE, inputs.mask_T, ranks)
         dropped_T = None
         if self.training and options["capacity_factor"]:
-            capacity = capacity_of(
-                given.mask_T, options["capacity_factor"], config.top_k, config.experts, ranks
-            )
+            factor = options["capacity_factor"]
+            capacity = capacity_of(inputs.mask_T, factor, config.top_k, config.experts, ranks)
             priority_TK = scores_TE.gather(1, chosen_TK.clamp(min=0))
-            kept_TK = within_capacity(chosen_TK, priority_TK, capacity, ranks)
-            dropped_T = ((chosen_TK >= 0) & ~kept_TK).sum(-1)
-            chosen_TK = chosen_TK.masked_fill(~kept_TK, -1)
+            accepted_TK = within_capacity(chosen_TK, priority_TK, capacity, ranks)
+            dropped_T = ((chosen_TK >= 0) & ~accepted_TK).sum(-1)
+            chosen_TK = chosen_TK.masked_fill(~accepted_TK, -1)
         gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)
         return Routed(chosen_TK, gates_TK, logits_TE, scores_TE, scores_TE, losses, dropped_T)
 
 
 class SwitchTop1(TopK):
-    """One expert a token, its gate the probability. Fedus, Zoph, Shazeer 2022."""
+    """One expert per token, its gate the probability. Fedus, Zoph, Shazeer 2022."""
 
     name = "switch_top1"
     fixed_top_k = 1
@@ -132,7 +114,7 @@ class SwitchTop1(TopK):
 
 
 class Top2(TopK):
-    """Two experts a token, gates renormalised: Mixtral's router with the Switch loss."""
+    """Two experts per token, gates renormalised: Mixtral's router with the Switch loss."""
 
     name = "top2"
     fixed_top_k = 2

@@ -1,0 +1,461 @@
+"""Counts of one layer -> rows of the tables, every metric with its chance level, bounds and interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moescope.routing.contexts import Contexts, TokenText
+from moescope.routing.load_balance import Setting, divide, gate_relative_std
+from moescope.routing.metrics import (
+    DECISION,
+    DROPPED,
+    GATE_WEIGHT,
+    LOAD,
+    OVERLAP,
+    ROUTER,
+    SEQUENCE,
+    Metric,
+)
+from moescope.routing.separation import chance_lift, coactivation, pair_cosines
+from moescope.routing.specialisation import (
+    affinity,
+    by_domain,
+    domain_information,
+    domain_shares,
+    information,
+    permute_within_documents,
+    permuted_tables,
+    purity,
+    token_counts,
+    token_information,
+    top_tokens,
+    vocabulary_specialisation,
+)
+from moescope.routing.token_sample import Probe
+from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, jackknife_interval
+from moescope.tables import TABLES
+from moescope.types import Array, Integers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from moescope.routing.tally import LayerCounts
+
+Row = dict[str, Any]
+STEP_TABLES = (
+    "load",
+    "routing_layers",
+    "coactivation",
+    "domains",
+    "vocabulary",
+    "contexts",
+    "expert_cosines",
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was read: the domains' names, and the number of documents of each."""
+
+    domains: list[str]
+    documents: list[int]
+
+    @property
+    def single_documents(self) -> bool:
+        """Whether no domain has two documents, so that domain and document cannot be told apart."""
+        return max(self.documents, default=0) < 2
+
+
+@dataclass
+class Traced:
+    """The result of tracing one model or one recorded trace: everything its tables are made of."""
+
+    corpus: Corpus
+    counts: list[LayerCounts]
+    main_phase: str  # of the tables without a phase
+    layer_names: dict[int, str]
+    probe: Probe | None = None
+    routers: dict[int, Array] = field(default_factory=dict)  # router rows by layer
+    scoring: dict[int, str] = field(default_factory=dict)
+    text: TokenText = field(default_factory=TokenText)
+    contexts: Contexts | None = None
+    outputs: dict[int, Array] = field(default_factory=dict)  # mean output of each expert, by layer
+    seen: Integers | None = None  # token ids in the tokens table
+    model_type: str = "unknown"
+    window: int | None = None
+    has_gates: bool = True
+    has_logits: bool = True
+
+    def main(self) -> list[LayerCounts]:
+        return [counts for counts in self.counts if counts.phase == self.main_phase]
+
+    def tables(self, step: int, seed: int) -> dict[str, pd.DataFrame]:
+        import pandas as pd
+
+        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in STEP_TABLES}
+
+        def add(table: str, counts: LayerCounts, content: Any) -> None:
+            frame = pd.DataFrame(content if isinstance(content, dict) else list(content))
+            if len(frame):
+                frame.insert(0, "step", step)
+                frame.insert(1, "layer", counts.layer)
+                frame.insert(2, "layer_name", self.layer_names[counts.layer])
+                parts[table].append(frame)
+
+        for counts in self.counts:
+            add("load", counts, load_rows(counts, self.corpus, self.has_gates))
+            metrics = metric_rows(counts, self.corpus, self.has_gates, self.has_logits)
+            add("routing_layers", counts, metrics)
+            add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
+            add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
+        contexts = self.context_rows()
+        for counts in self.main():
+            add("domains", counts, domain_rows(counts, self.corpus))
+            add("contexts", counts, contexts.get(counts.layer, []))
+            for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
+                if counts.layer in vectors:
+                    add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
+            if counts.k > 1:
+                add("coactivation", counts, coactivation_columns(counts))
+            if self.probe is not None:
+                add("routing_layers", counts, vocabulary_metric_rows(self.probe, counts, seed))
+                add("vocabulary", counts, vocabulary_columns(self.probe, counts, self.text.of))
+        frames = {
+            name: pd.concat(frames, ignore_index=True)
+            if frames
+            else pd.DataFrame(columns=list(TABLES[name].columns))
+            for name, frames in parts.items()
+        }
+        if self.seen is not None:
+            words = [self.text.of(int(token)) for token in self.seen]
+            frames["token_text"] = pd.DataFrame({"token_id": self.seen, "token": words})
+        return frames
+
+    def context_rows(self) -> dict[int, list[Row]]:
+        """Return layer -> its rows of the contexts table, as text."""
+        rows: dict[int, list[Row]] = {}
+        if self.contexts is not None and self.probe is not None:
+            for layer, place in self.contexts.rows(self.probe.share):
+                before, token, after = self.text.around(place["before"], place["token_id"], place["after"])
+                text = {"token": token, "before": before, "after": after}
+                domain = self.corpus.domains[place["domain"]]
+                rows.setdefault(layer, []).append({**place, "domain": domain, **text})
+        return rows
+
+    def facts(self) -> dict[str, Any]:
+        """Return what run.json says about this step; `mean_k` where tokens have fewer than k experts."""
+        main = self.main()
+        chosen = sum(int(counts.counts_MBE.sum()) for counts in main)
+        tokens = sum(counts.tokens for counts in main)
+        unfilled = chosen < tokens * min((counts.k for counts in main), default=0)
+        return {
+            "coverage": {
+                "model_type": self.model_type,
+                "layers": len(main),
+                "experts_per_layer": sorted({counts.n_experts for counts in main}),
+                "k": sorted({counts.k for counts in main}),
+                **({"mean_k": chosen / tokens} if unfilled else {}),
+                "domains": dict(zip(self.corpus.domains, self.corpus.documents, strict=True)),
+                "tokens": {
+                    name: int(main[0].sums("tokens")[index].sum()) if main else 0
+                    for index, name in enumerate(self.corpus.domains)
+                },
+            },
+            "window": self.window,
+            "layers": [counts.layer for counts in main],
+            "n_experts": [counts.n_experts for counts in main],
+            "scoring": [self.scoring.get(counts.layer) for counts in main],
+            "sample_tokens": 0 if self.probe is None else len(self.probe.ids_T),
+            "sample_share": None if self.probe is None else self.probe.share,
+        }
+
+    def arrays(self) -> dict[str, Any]:
+        """Return what comparing steps needs: the sample's tokens and every layer's choices for them."""
+        if self.probe is None:
+            return {}
+        return {"chosen": self.probe.chosen_LTK, "ids": self.probe.ids_T, "documents": self.probe.document_T}
+
+    def warnings(self) -> list[str]:
+        lines = []
+        documents = sum(self.corpus.documents)
+        if documents < FEWEST_DOCUMENTS:
+            lines.append(f"no intervals: {FEWEST_DOCUMENTS} documents are needed, {documents} given")
+        if len(self.corpus.domains) > 1 and self.corpus.single_documents:
+            lines.append(
+                "domain_information and purity not available: with one document per domain, domain and "
+                "document cannot be told apart"
+            )
+        unknown = [layer for layer, words in self.scoring.items() if "not reproduced" in words]
+        if unknown:
+            lines.append(
+                f"selection_margin not available in layers {', '.join(map(str, unknown))}: the scoring "
+                "function was not recognised"
+            )
+        if self.probe is not None and self.probe.share < 1:
+            lines.append(
+                f"vocabulary and stability are of a sample: {len(self.probe.ids_T):,} tokens, "
+                f"{self.probe.share:.1%} of the text's windows"
+            )
+        return lines
+
+
+# --- metrics made of counts
+
+
+def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterator[Row]:
+    """Yield the load table: tokens and gate weight of every expert, of domains that have tokens."""
+    for index, domain in enumerate(corpus.domains):
+        if counts.sums("tokens")[index].sum():
+            tokens_E, weight_E = counts.counts_MBE[index].sum(0), counts.gate_weight_MBE[index].sum(0)
+            for expert in range(counts.n_experts):
+                yield {
+                    "phase": counts.phase,
+                    "domain": domain,
+                    "expert": expert,
+                    "tokens": int(tokens_E[expert]),
+                    "gate_weight": float(weight_E[expert]) if gates else None,
+                }
+
+
+def metric_rows(
+    counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True, order: bool = True
+) -> Iterator[Row]:
+    """Yield the metrics of all domains together, and of each where there are several.
+
+    `gates`, `decisions` and `order` (of the tokens) say which were counted.
+    """
+    scopes = [("", slice(None), sum(corpus.documents))]
+    if len(corpus.domains) > 1:
+        scopes += [
+            (name, slice(index, index + 1), corpus.documents[index])
+            for index, name in enumerate(corpus.domains)
+        ]
+    for domain, where, documents in scopes:
+        if counts.sums("tokens")[where].sum():
+            scope = Scope(counts, domain, where, documents)
+            yield from scope.load()
+            yield from scope.means([DROPPED] if scope.loses_slots else [])
+            yield from scope.means(SEQUENCE if order else [])
+            yield from scope.gate_weight() if gates else ()
+            yield from scope.means(DECISION if decisions else [])
+
+
+class Scope:
+    """One layer's counts over some domains, by bucket."""
+
+    def __init__(self, counts: LayerCounts, domain: str, where: slice, documents: int):
+        self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
+        tokens = int(self.total("tokens"))
+        k = self.total("assigned") / tokens
+        self.setting = Setting(tokens, counts.n_experts, k, slots=counts.k)
+
+    def sums(self, name: str) -> Array:
+        if name == "slots":
+            return self.sums("tokens") * self.counts.k
+        return np.asarray(self.counts.sums(name)[self.where].sum(0))
+
+    def total(self, name: str) -> float:
+        return float(self.sums(name).sum())
+
+    def load(self) -> Iterator[Row]:
+        if self.total("assigned"):
+            load_BE = self.counts.counts_MBE[self.where].sum(0).astype(float)
+            yield from self.balance(LOAD, load_BE, self.setting)
+
+    def gate_weight(self) -> Iterator[Row]:
+        if self.total("gates") > 0:
+            sums = (self.total(name) for name in ("gates", "gates_squared", "token_gates_squared"))
+            tokens, n, k = self.setting.tokens, self.setting.n_experts, self.setting.k
+            setting = Setting(tokens, n, k, gate_relative_std(n, *sums))
+            yield from self.balance(GATE_WEIGHT, self.counts.gate_weight_MBE[self.where].sum(0), setting)
+
+    def balance(self, metrics: list[Metric], load_BE: Array, setting: Setting) -> Iterator[Row]:
+        for metric in metrics:
+            assert metric.function is not None
+            value = float(metric.function(load_BE.sum(0)))
+            interval = jackknife_interval(load_BE, metric.function, self.documents)
+            yield self.row(metric, value, interval, setting)
+
+    @property
+    def loses_slots(self) -> bool:
+        """Not where each expert has a slot: experts choose tokens, and an empty slot is no loss."""
+        return not (self.counts.k == self.counts.n_experts and self.total("dropped"))
+
+    def means(self, metrics: list[Metric]) -> Iterator[Row]:
+        for metric in metrics:
+            parts = np.stack([self.sums(name) for name in metric.sums], -1)
+            interval = jackknife_interval(parts, ratio, self.documents)
+            yield self.row(metric, ratio(parts.sum(0)), interval, self.setting)
+
+    def row(self, metric: Metric, value: float, interval: tuple[float, float], setting: Setting) -> Row:
+        levels = metric.chance(setting), metric.collapse(setting)
+        return {
+            **layer_columns(self.counts, self.domain, self.setting.tokens),
+            **row(metric.name, value, *levels, interval),
+        }
+
+
+def ratio(parts: Array) -> Any:
+    """Return a mean from its sum and count along the last axis; NaN without tokens."""
+    return divide(parts[..., 0], parts[..., 1])[()]
+
+
+def layer_columns(counts: LayerCounts, domain: str = "", tokens: int | None = None) -> Row:
+    """Return the columns of routing_layers that do not depend on the metric."""
+    return {
+        "phase": counts.phase,
+        "domain": domain,
+        "n_experts": counts.n_experts,
+        "top_k": counts.k,
+        "tokens": counts.tokens if tokens is None else tokens,
+    }
+
+
+def row(
+    metric: str, value: float, chance: float, collapse: float, interval: tuple[float, float] = NOT_AVAILABLE
+) -> Row:
+    return {
+        "metric": metric,
+        "value": value,
+        "chance": chance,
+        "collapse": collapse,
+        "low": interval[0],
+        "high": interval[1],
+    }
+
+
+# --- separation
+
+
+def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Row]:
+    """Yield the overlap of experts' token sets, and the similarity of their router rows."""
+    metrics: list[tuple[Metric, Array]] = []
+    if counts.tokens and counts.k > 1:
+        metrics.append((OVERLAP, counts.pairs_EE))
+    if router_ED is not None and len(router_ED) > 1:
+        metrics += [(metric, router_ED) for metric in ROUTER]
+    d_model = 0 if router_ED is None else router_ED.shape[1]
+    setting = Setting(counts.tokens, counts.n_experts, counts.mean_k, d_model=d_model)
+    for metric, values in metrics:
+        assert metric.function is not None
+        levels = metric.chance(setting), metric.collapse(setting)
+        yield {**layer_columns(counts), **row(metric.name, metric.function(values), *levels)}
+
+
+def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
+    """Return the columns of the coactivation table: every ordered pair of different experts."""
+    n, tokens = counts.n_experts, counts.tokens
+    a, b = np.nonzero(~np.eye(n, dtype=bool))
+    share_EE, lift_EE = coactivation(counts.pairs_EE, tokens)
+    tokens_E = np.diag(counts.pairs_EE).astype(np.int64)
+    return {
+        "expert_a": a,
+        "expert_b": b,
+        "tokens": counts.pairs_EE[a, b].astype(np.int64),
+        "tokens_a": tokens_E[a],
+        "tokens_b": tokens_E[b],
+        "layer_tokens": tokens,
+        "share_of_a": share_EE[a, b],
+        "lift": lift_EE[a, b],
+        "chance_lift": chance_lift(n, counts.mean_k or np.nan),
+    }
+
+
+def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
+    """Return the columns of the expert_cosines table; mean |cos| of random directions: sqrt(2/(pi D))."""
+    a, b = np.triu_indices(len(rows_ED), 1)
+    d = rows_ED.shape[1]
+    chance = np.full(len(a), np.sqrt(2 / (np.pi * d)))
+    cosine = pair_cosines(rows_ED)
+    return {"of": of, "expert_a": a, "expert_b": b, "cosine": cosine, "chance": chance, "dimensions": d}
+
+
+# --- domains
+
+
+def domain_metric_rows(counts: LayerCounts, corpus: Corpus, seed: int) -> Iterator[Row]:
+    """Yield purity and I(expert; domain); nothing for one domain, or one document per domain."""
+    n_domains = len(corpus.domains)
+    if n_domains < 2 or corpus.single_documents or not counts.sums("assigned").sum():
+        return
+    filled_MB = counts.sums("tokens") > 0  # cells: groups of documents that stay together in permutations
+    cells_CE, labels_C = counts.counts_MBE[filled_MB].astype(float), np.nonzero(filled_MB)[0]
+    permuted_PME = permuted_tables(cells_CE, labels_C, n_domains, seed)
+    value = domain_information(cells_CE, labels_C, n_domains, seed)
+    documents = sum(corpus.documents)
+    by_bucket_BME = counts.counts_MBE.transpose(1, 0, 2).astype(float)
+    interval = jackknife_interval(by_bucket_BME, information, documents, centre=value)
+    yield {**layer_columns(counts), **row("domain_information", value, 0.0, 0.0, interval)}
+    table_ME = by_domain(cells_CE, labels_C, n_domains)
+    full = permuted_PME.sum(-1).all(-1)  # a domain without a token has no shares
+    chance = float(purity(permuted_PME[full]).mean()) if full.any() else np.nan
+    interval = jackknife_interval(by_bucket_BME, purity, documents)
+    yield {**layer_columns(counts), **row("purity", float(purity(table_ME)), chance, 1 / n_domains, interval)}
+
+
+def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:
+    """Yield the domains table; empty for a single domain."""
+    if len(corpus.domains) < 2:
+        return
+    table_ME = counts.counts_MBE.sum(1).astype(float)
+    affinity_ME, shares_ME = affinity(table_ME), domain_shares(table_ME)
+    for expert in range(counts.n_experts):
+        for index, domain in enumerate(corpus.domains):
+            yield {
+                "expert": expert,
+                "domain": domain,
+                "tokens": int(table_ME[index, expert]),
+                "affinity": affinity_ME[index, expert],
+                "share": shares_ME[index, expert],
+                "share_chance": 1 / len(corpus.domains),
+            }
+
+
+# --- vocabulary
+
+
+def vocabulary_metric_rows(probe: Probe, counts: LayerCounts, seed: int) -> Iterator[Row]:
+    """Yield held-out information of tokens about experts, and specialisation by role of the token."""
+    chosen_TK, n_experts = probe.chosen_TK(counts.layer), counts.n_experts
+    if not len(chosen_TK):
+        return
+    columns = layer_columns(counts, tokens=len(chosen_TK))
+    permuted_T = permute_within_documents(probe.ids_T, probe.document_T, seed)
+    value, chance = (
+        token_information(ids_T, chosen_TK, probe.half_T, n_experts) for ids_T in (probe.ids_T, permuted_T)
+    )
+    yield {**columns, **row("token_information", value, chance, 0.0)}
+    for role, ids_T in token_roles(probe).items():
+        permuted_T = permute_within_documents(ids_T, probe.document_T, seed)
+        value, chance = (vocabulary_specialisation(ids, chosen_TK, n_experts) for ids in (ids_T, permuted_T))
+        yield {**columns, **row(f"vocabulary_specialisation_{role}", value, chance, 1.0)}
+
+
+def token_roles(probe: Probe) -> dict[str, Integers]:
+    """Return role -> token ids: the input, the next, the predicted token; unknown ones are left out."""
+    roles = {"input": probe.ids_T, "next": probe.next_T, "predicted": probe.predicted_T}
+    return {role: ids_T for role, ids_T in roles.items() if (ids_T >= 0).any()}
+
+
+def vocabulary_columns(
+    probe: Probe, counts: LayerCounts, token_text: Callable[[int], str | None]
+) -> dict[str, list[Any]]:
+    """Return the columns of the vocabulary table: each expert's 50 most distinctive tokens, in each role."""
+    chosen_TK, n_experts = probe.chosen_TK(counts.layer), counts.n_experts
+    names = ("expert", "role", "token_id", "token", "count", "share", "lift")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for role, ids_T in token_roles(probe).items():
+        counts_VE = token_counts(ids_T, chosen_TK, int(ids_T.max()) + 1, n_experts)
+        for expert, (ids, count, share, lift) in enumerate(top_tokens(counts_VE)):
+            columns["expert"] += [expert] * len(ids)
+            columns["role"] += [role] * len(ids)
+            columns["token_id"] += ids.tolist()
+            columns["token"] += [token_text(int(token)) for token in ids]
+            columns["count"] += [int(number) for number in count]
+            columns["share"] += share.tolist()
+            columns["lift"] += lift.tolist()
+    return columns

@@ -1,0 +1,149 @@
+"""Load balance: how evenly experts are used, and what ideal random balanced routing gives.
+
+The metrics take loads over the last axis: tokens per expert, or gate weight per expert. Under random balanced
+routing every token chooses k of n experts, all subsets alike, independently. Tokens of real text are
+correlated, so even a balanced router lies above these chance levels on text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from moescope.types import Array
+
+DRAWS = 200
+
+
+def cv(load_E: Array) -> Array:
+    """Coefficient of variation: std(c, ddof 0) / mean(c)."""
+    return np.asarray(divide(load_E.std(-1), load_E.mean(-1)))
+
+
+def max_violation(load_E: Array) -> Array:
+    """Excess of the busiest expert over the mean load: (max c - mean c) / mean c."""
+    return np.asarray(max_over_mean(load_E) - 1)
+
+
+def max_over_mean(load_E: Array) -> Array:
+    """Load of the busiest expert over the mean: max_violation + 1, as other tools print it."""
+    return np.asarray(divide(load_E.max(-1), load_E.mean(-1)))
+
+
+def gini(load_E: Array) -> Array:
+    """Gini coefficient: (n + 1 - 2 sum of cumulative shares) / n, loads ascending; 0 when all are equal."""
+    n = load_E.shape[-1]
+    cumulative = np.cumsum(np.sort(load_E, -1), -1)
+    return np.asarray((n + 1 - 2 * divide(cumulative.sum(-1), cumulative[..., -1])) / n)
+
+
+def unused(load_E: Array) -> Array:
+    """Share of experts without load."""
+    return np.asarray((load_E == 0).mean(-1))
+
+
+def min_max_ratio(load_E: Array) -> Array:
+    """Load of the least busy expert over that of the busiest."""
+    return np.asarray(divide(load_E.min(-1), load_E.max(-1)))
+
+
+def load_entropy(load_E: Array) -> Array:
+    """Entropy of the load shares in nats: -sum q log q."""
+    shares = divide(load_E, load_E.sum(-1, keepdims=True))
+    return np.asarray(-np.sum(shares * np.log(np.where(shares > 0, shares, 1.0)), -1))
+
+
+def load_entropy_bits(load_E: Array) -> Array:
+    """Entropy of the load shares in bits."""
+    return np.asarray(load_entropy(load_E) / np.log(2))
+
+
+def load_entropy_share(load_E: Array) -> Array:
+    """Entropy of the load shares over its maximum, log n."""
+    n = load_E.shape[-1]
+    return np.asarray(load_entropy(load_E) / np.log(n)) if n > 1 else np.ones(load_E.shape[:-1])
+
+
+def divide(top: Array, bottom: Array) -> Array:
+    """Return top / bottom, NaN where the bottom is 0: without tokens there is no value."""
+    return np.asarray(
+        np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom > 0)
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What chance levels depend on. k is the mean number of experts per token: empty slots do not count.
+
+    `relative_std` is the standard deviation of one expert's load under random routing, over the mean load.
+    """
+
+    tokens: int
+    n_experts: int
+    k: float
+    gate_std: float | None = None  # relative_std where the load is gate weight
+    slots: int = 0  # expert slots per token, empty or not
+    d_model: int = 0
+
+    @property
+    def relative_std(self) -> float:
+        if self.gate_std is not None:
+            return self.gate_std
+        variance = max(self.n_experts - self.k, 0) / (self.tokens * self.k) if self.tokens else np.nan
+        return float(np.sqrt(variance))
+
+    @property
+    def load_entropy(self) -> float:
+        """log n - (n - k)/(2 N k), to first order in the variance of the loads."""
+        return float(np.log(self.n_experts) - self.relative_std**2 / 2)
+
+    @cached_property
+    def draws(self) -> Array:
+        """Loads of 200 random routings, seeded: exact for counts, normal for gate weight."""
+        if self.gate_std is not None:
+            return normal_loads(self.n_experts, self.gate_std)
+        return random_loads(self.tokens, self.n_experts, min(max(round(self.k), 1), self.n_experts))
+
+
+def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_sums_squared: float) -> float:
+    """Relative std of an expert's gate weight when each token assigns its gates to experts at random.
+
+    With s the sum of a token's gates and q the sum of their squares: sqrt(sum(q/n - s^2/n^2)) / (sum(s)/n).
+    Equal gates give sqrt((n - k)/(N k)), the chance level of counts.
+    """
+    variance = max(gates_squared / n_experts - token_sums_squared / n_experts**2, 0.0)
+    return float(np.sqrt(variance) / (gates / n_experts)) if gates > 0 else np.nan
+
+
+@lru_cache(maxsize=256)
+def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: int = 0) -> Array:
+    """Counts [draws, n] of N tokens that each choose k of n experts at random.
+
+    Exact at any N, in n k steps: experts are visited in turn, and of the tokens with r choices left each
+    takes the expert with probability r over the experts left.
+    """
+    generator = np.random.default_rng(seed)
+    left = np.zeros((k + 1, draws), dtype=np.int64)  # tokens by number of choices left
+    left[k] = tokens
+    loads = np.zeros((draws, n_experts))
+    for expert in range(n_experts):
+        remaining = n_experts - expert
+        for r in range(1, k + 1):
+            taken = generator.binomial(left[r], min(r / remaining, 1.0))
+            loads[:, expert] += taken
+            left[r] -= taken
+            left[r - 1] += taken
+    return loads
+
+
+@lru_cache(maxsize=256)
+def normal_loads(n_experts: int, relative_std: float, draws: int = DRAWS, seed: int = 0) -> Array:
+    """Normal loads of mean 1 and this std that sum to n.
+
+    Gate weight is distributed like this once experts have some dozens of tokens each.
+    """
+    noise = np.random.default_rng(seed).standard_normal((draws, n_experts))
+    noise -= noise.mean(-1, keepdims=True)
+    return np.maximum(1 + relative_std * noise * np.sqrt(n_experts / max(n_experts - 1, 1)), 0.0)

@@ -1,0 +1,190 @@
+"""Rows of tables.
+
+Random routing lands on every chance, collapse on every collapse value, and intervals sit around values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moescope.routing.counts_to_tables import (
+    Corpus,
+    coactivation_columns,
+    domain_metric_rows,
+    domain_rows,
+    load_rows,
+    metric_rows,
+    separation_rows,
+)
+from moescope.routing.stability import jaccard_chance
+from moescope.routing.tally import LayerCounts, Tally
+from moescope.statistics import BUCKETS
+from moescope.types import Routing, Tokens
+
+CORPUS = Corpus(["a", "b"], [128, 128])
+
+
+def counted(
+    chosen: np.ndarray, gates: np.ndarray, n_experts: int, domain: np.ndarray | None = None
+) -> LayerCounts:
+    """Tokens dealt to 256 documents in turn, one a bucket; every second one is of domain b."""
+    n = len(chosen)
+    document = np.arange(n) % BUCKETS
+    domain = document % 2 if domain is None else domain
+    order = np.argsort(document, kind="stable")
+    tally = Tally(2)
+    rows = [order[document[order] == number] for number in range(BUCKETS)]
+    width = max(len(row) for row in rows)
+    at = np.full((BUCKETS, width), -1)
+    for number, row in enumerate(rows):
+        at[number, : len(row)] = row
+    flat = at.reshape(-1)
+    real = torch.from_numpy(flat >= 0)
+    zeros = torch.zeros(len(flat), dtype=torch.int64)
+    tokens = Tokens(
+        BUCKETS,
+        zeros,
+        real,
+        zeros,
+        zeros,
+        torch.from_numpy(domain[flat]),
+        torch.from_numpy(document[flat]),
+        "prefill",
+    )
+    tally.consume(
+        Routing(0, "mlp", n_experts, torch.from_numpy(chosen[flat]), torch.from_numpy(gates[flat]), tokens)
+    )
+    return tally.to_cpu()[0]
+
+
+def random_routing(tokens: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    chosen = generator.random((tokens, n)).argsort(1)[:, :k]
+    gates = np.sort(generator.dirichlet([0.7] * k, tokens), 1)[:, ::-1].copy()
+    return chosen, gates
+
+
+def by_metric(counts: LayerCounts, domain: str = "") -> dict[str, dict]:
+    rows = [
+        *metric_rows(counts, CORPUS, decisions=False),
+        *separation_rows(counts, None),
+        *domain_metric_rows(counts, CORPUS, 0),
+    ]
+    return {row["metric"]: row for row in rows if row["domain"] == domain}
+
+
+@pytest.mark.parametrize("domain", ["", "b"])
+def test_random_routing_lands_on_every_floor(domain):
+    values: dict[str, list[float]] = {}
+    chances: dict[str, list[float]] = {}
+    for seed in range(12):
+        for name, row in by_metric(counted(*random_routing(6000, 64, 4, seed), 64), domain).items():
+            values.setdefault(name, []).append(row["value"])
+            chances.setdefault(name, []).append(row["chance"])
+    for name in values:
+        # the cv of 64 experts varies by a tenth from draw to draw, the mean of twelve by a fortieth
+        assert np.mean(values[name]) == pytest.approx(np.mean(chances[name]), rel=0.12, abs=2e-3), name
+    assert len([name for name in values if name.endswith(("cv", "gini", "max_violation"))]) == 6
+
+
+def test_neighbours_have_the_floors_of_two_random_sets():
+    rows = by_metric(counted(*random_routing(2048, 8, 2), 8))
+    assert rows["sequential_consistency"]["chance"] == 1 / 8
+    assert rows["adjacent_jaccard"]["chance"] == jaccard_chance(8, 2)
+
+
+def test_gate_weight_has_a_floor_of_its_own_above_that_of_counts():
+    rows = by_metric(counted(*random_routing(3000, 8, 2), 8))
+    assert rows["gate_weight_cv"]["chance"] > 1.1 * rows["cv"]["chance"]
+
+
+def test_total_collapse_lands_on_every_collapse_value():
+    tokens = 2048
+    rows = by_metric(counted(np.tile([[5, 2]], (tokens, 1)), np.full((tokens, 2), 0.5), 8))
+    for name, row in rows.items():
+        if np.isfinite(row["collapse"]):
+            assert row["value"] == pytest.approx(row["collapse"], abs=1e-9), name
+    assert {
+        "cv",
+        "gate_weight_gini",
+        "sequential_consistency",
+        "adjacent_jaccard",
+        "expert_overlap",
+        "purity",
+        "domain_information",
+    } <= set(rows)
+
+
+def test_intervals_sit_around_their_values_and_shrink_with_the_text():
+    widths = []
+    for tokens in (2048, 32_768):
+        rows = by_metric(counted(*random_routing(tokens, 8, 2), 8))
+        for name, row in rows.items():
+            if np.isfinite(row["low"]):
+                assert (row["low"] + row["high"]) / 2 == pytest.approx(row["value"], abs=1e-9), name
+        widths.append(rows["sequential_consistency"]["high"] - rows["sequential_consistency"]["low"])
+    assert widths[1] == pytest.approx(widths[0] / 4, rel=0.3)
+
+
+def test_a_domain_s_rows_are_of_its_own_tokens():
+    chosen, gates = random_routing(4096, 8, 2)
+    domain = (np.arange(4096) % BUCKETS) % 2
+    chosen[domain == 1] = [0, 1]
+    counts = counted(chosen, gates, 8)
+    assert by_metric(counts, "b")["cv"]["value"] == pytest.approx(np.sqrt(3))
+    assert by_metric(counts, "a")["cv"]["value"] < 0.1
+    load = {(row["domain"], row["expert"]): row for row in load_rows(counts, CORPUS)}
+    assert [load[("b", expert)]["tokens"] for expert in range(8)] == [2048, 2048, 0, 0, 0, 0, 0, 0]
+    assert sum(row["gate_weight"] for row in load.values()) == pytest.approx(4096)
+    told = by_metric(counts)["domain_information"]
+    assert told["value"] > 0.3
+    assert told["low"] > 0
+    shares = {(row["expert"], row["domain"]): row["share"] for row in domain_rows(counts, CORPUS)}
+    assert shares[(5, "a")] == 1
+    assert shares[(0, "b")] == pytest.approx(0.5 / (0.5 + load[("a", 0)]["tokens"] / 4096))
+
+
+def test_slots_left_empty_lower_k_and_are_counted_as_dropped():
+    chosen, gates = random_routing(2048, 8, 2)
+    chosen[::4, 1] = -1
+    gates[::4, 1] = 0
+    rows = by_metric(counted(chosen, gates, 8))
+    assert rows["dropped"]["value"] == pytest.approx(1 / 8)
+    assert rows["cv"]["collapse"] == pytest.approx(np.sqrt(8 / 1.75 - 1))
+
+
+def test_every_ordered_pair_of_experts_is_listed_with_its_chance():
+    chosen, gates = random_routing(3000, 6, 3)
+    columns = coactivation_columns(counted(chosen, gates, 6))
+    assert len(columns["expert_a"]) == 30
+    for a, b, tokens, share in zip(
+        columns["expert_a"], columns["expert_b"], columns["tokens"], columns["share_of_a"], strict=True
+    ):
+        has_a, has_b = (chosen == a).any(1), (chosen == b).any(1)
+        assert tokens == (has_a & has_b).sum()
+        assert share == pytest.approx(tokens / has_a.sum())
+    assert np.mean(columns["lift"]) == pytest.approx(columns["chance_lift"], rel=0.01)
+
+
+def test_a_domain_without_tokens_has_no_rows():
+    chosen, gates = random_routing(512, 8, 2)
+    counts = counted(chosen, gates, 8, domain=np.zeros(512, dtype=int))
+    corpus = Corpus(["a", "b"], [256, 0])
+    assert {row["domain"] for row in load_rows(counts, corpus)} == {"a"}
+    assert {row["domain"] for row in metric_rows(counts, corpus, decisions=False)} == {"", "a"}
+
+
+def test_empty_slots_are_dropped_ones_unless_every_expert_has_a_slot_of_its_own():
+    chosen, gates = random_routing(2000, 8, 2)
+    chosen[::4, 1] = -1
+    assert by_metric(counted(chosen, np.where(chosen < 0, 0, gates), 8))["dropped"]["value"] == pytest.approx(
+        1 / 8
+    )
+    taken = np.random.default_rng(0).random((2000, 8)) < 0.3  # experts that chose their tokens
+    rows = by_metric(counted(np.where(taken, np.arange(8), -1), taken * 0.2, 8))
+    assert "dropped" not in rows
+    assert rows["cv"]["value"] < 0.2
+    every = np.broadcast_to(np.arange(8), (2000, 8)).copy()
+    assert by_metric(counted(every, np.full((2000, 8), 0.1), 8))["dropped"]["value"] == 0
