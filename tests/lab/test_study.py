@@ -24,7 +24,7 @@ from lab.tiny_study import SEEDS, write_study
 from moescope.decoder.saving import load_model
 from moescope.errors import BadInput
 from moescope.lab.document_losses import mean_loss
-from moescope.lab.study import fact_lines, one_arm_a_router, study
+from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
 from moescope.lab.study_task import prune
 from moescope.lab.train import data_of, first_model, train
@@ -357,8 +357,7 @@ def test_dry_run_counts_everything_and_touches_nothing(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    facts = study(config, dry_run=True)
-    assert isinstance(facts, dict)
+    facts = plan_study(config)
     assert not list(tmp_path.iterdir())
     assert facts["trainings"] == 6
     assert facts["tokens"] == 6 * 6 * 4 * 16
@@ -366,7 +365,7 @@ def test_dry_run_counts_everything_and_touches_nothing(
     assert (arm["arm"], arm["question"]) == ("top2", "main")
     assert arm["parameters_active"] < arm["parameters_total"]
     assert facts["flops"] == sum(3 * one["flops_per_token"] * one["tokens"] * 2 for one in facts["arms"])
-    said = "\n".join(fact_lines(facts))
+    said = "\n".join(plan_lines(facts))
     assert "6 trainings: 3 arms, seeds 3, 5" in said
     assert "no significance" in said
 
@@ -380,7 +379,7 @@ def test_dry_run_counts_everything_and_touches_nothing(
         ({"resume": True}, "no unfinished study"),
         ({"resume": True, "config": "x.toml"}, "--resume takes everything from the run"),
         ({"jobs": 0}, "--jobs 0: give a whole number from 1"),
-        ({"engine": "ray", "jobs": 2}, "--jobs 2: Ray runs as many"),
+        ({"engine": "ray", "jobs": 2}, "--jobs 2: Ray starts as many"),
         ({"engine": "dask"}, "unknown engine 'dask'"),
         ({"address": "auto"}, "only Ray has an address"),
         (
@@ -459,7 +458,7 @@ def test_the_reference_is_timed_for_its_router_wherever_it_stands():
         name: {"model": {"router": router, "layers": layers}}
         for name, router, layers in (("thin", "top2", 1), ("hash", "hash", 2), ("plain", "top2", 2))
     }
-    assert set(one_arm_a_router(study_from({"reference": "plain", "arms": arms}))) == {"plain", "hash"}
+    assert set(timed_models(study_from({"reference": "plain", "arms": arms}))) == {"plain", "hash"}
 
 
 def test_torchrun_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch):

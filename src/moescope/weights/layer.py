@@ -15,7 +15,7 @@ import pandas as pd
 
 from moescope.arguments import choose_device, names
 from moescope.checkpoint import open_checkpoint
-from moescope.checkpoint.in_memory import in_memory
+from moescope.checkpoint.source import in_memory
 from moescope.errors import BadInput, UnusableExpert
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import timed
