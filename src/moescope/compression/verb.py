@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from moescope.arguments import choose_device, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.loading import check_lab_router
 from moescope.errors import BadInput
-from moescope.execution.model_names import DTYPES, step_names
+from moescope.execution.model_names import Dtype, step_names
 from moescope.execution.texts import ReadSettings, sources
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
-from moescope.run import Run, RunWriter, default_folder, open_run
+from moescope.run import Run, RunWriter, default_folder, finished_run, open_run
 from moescope.storage import check_target
-from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     from moescope.compression.calibration_text import Calibration, Earlier, TextReader
@@ -102,7 +101,9 @@ def compress(
     """
     from moescope.compression.methods import PlanSettings
 
-    reading_settings = ReadSettings(max_tokens, one_of("dtype", dtype, DTYPES), batch_size, chat_template)
+    reading_settings = ReadSettings(
+        max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template
+    )
     for name, value, least in (
         ("max_tokens", max_tokens, 1),
         ("batch_size", batch_size, 1),

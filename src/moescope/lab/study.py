@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.arguments import choose_device, run_to_resume
+from moescope.arguments import choose_device
 from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.study_task import (
@@ -29,14 +29,15 @@ from moescope.run import (
     Run,
     RunWriter,
     default_folder,
+    finished_run,
     jsonable,
     open_run,
     read_run_json,
+    run_to_resume,
     write_table,
 )
 from moescope.storage import check_disk
 from moescope.tables import TABLES
-from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     import pandas as pd

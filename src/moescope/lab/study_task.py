@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from moescope.lab.train import STATE, Job, data_of, held, saved_checkpoints, train_in
 from moescope.lab.train_settings import as_plain
 from moescope.progress import unsaid_alerts
-from moescope.run import Run, jsonable, read_run_json, write_json
+from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
 from moescope.storage import check_disk, sync_file, sync_folder
-from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     import pandas as pd

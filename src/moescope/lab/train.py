@@ -29,9 +29,17 @@ from moescope.lab.train_settings import (
 )
 from moescope.lab.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 from moescope.progress import progress, unsaid_alerts
-from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json
+from moescope.run import (
+    TRAIN_LOCK,
+    Run,
+    check_folder,
+    default_folder,
+    finished_run,
+    jsonable,
+    now,
+    read_run_json,
+)
 from moescope.storage import check_disk, only_writer
-from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     from moescope.decoder.model import LabModel

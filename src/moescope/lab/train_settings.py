@@ -10,9 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.arguments import run_to_resume
 from moescope.errors import BadInput
-from moescope.run import jsonable
+from moescope.run import jsonable, run_to_resume
 
 if TYPE_CHECKING:
     from moescope.decoder.config import ModelConfig

@@ -9,15 +9,17 @@ dark.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-Tables = dict[str, pd.DataFrame]
-Trace = dict[str, Any]
+from moescope.verb import Figure as Figure
+from moescope.verb import FigureSpec as FigureSpec
+from moescope.verb import Slider as Slider
+from moescope.verb import Tables as Tables
+from moescope.verb import Trace as Trace
 
 GREY = "#8A9099"
 CATEGORICAL = (
@@ -36,52 +38,6 @@ DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A
 LEGEND_UP_TO = 10
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("solid", "dash", "dot", "dashdot")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Something to look at.
-
-    Traces and layout for plotly.js, a title made from the data, and where its words are defined.
-    """
-
-    name: str
-    title: str
-    caption: str
-    columns: tuple[str, ...]  # the glossary entries it needs
-    data: list[Trace]
-    layout: dict[str, Any]
-    slider: Slider | None = None
-    height: int = 340
-
-
-@dataclass(frozen=True)
-class Slider:
-    """A choice that a reader slides through: of its traces, `per_value` in a row belong to each value."""
-
-    label: str
-    values: list[str]
-    start: int = 0
-    per_value: int = 1
-    titles: list[str] = field(
-        default_factory=list
-    )  # the figure's title at each value; the first shown is the figure's own
-    orders: list[list[str]] = field(default_factory=list)  # another order of the categories at each value
-    captions: list[str] = field(default_factory=list)  # the figure's caption at each value, where it changes
-
-
-@dataclass(frozen=True)
-class FigureSpec:
-    """A figure that can be drawn.
-
-    Its name, the tables it reads, and the function from those tables to the figure.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    draw: Callable[[Tables], Figure]
-    wide: bool = False
-    metrics: tuple[str, ...] = ()  # routing metrics it cannot do without
 
 
 def layer_colors(layers: Sequence[int]) -> dict[int, str]:
@@ -363,3 +319,19 @@ def reference_k(ks: Iterable[int]) -> int:
     """k = 128 where it exists, else the median of the ladder: where experts are compared at one k."""
     rungs = sorted(set(ks))
     return 128 if 128 in rungs else rungs[len(rungs) // 2]
+
+
+def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
+    """Return the rows of a routing metric, one per layer: all domains together unless one is named.
+
+    Layers without a value are skipped.
+    """
+    rows = tables["routing_layers"]
+    of_metric = rows[(rows["metric"] == metric) & (rows["domain"] == domain) & rows["value"].notna()]
+    return of_metric.sort_values("layer")
+
+
+def span(values: pd.Series) -> str:
+    """Return one number, or "low to high" where the values differ."""
+    low, high = number(values.min()), number(values.max())
+    return low if low == high else f"{low} to {high}"

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from moescope.glossary.column import Column
 from moescope.routing import decision, load_balance, separation, specialisation
-from moescope.routing.load_balance import Setting
-from moescope.routing.stability import jaccard_chance
+from moescope.routing.load_balance import Setting, jaccard_chance
+from moescope.tables import Column
 
 Level = Callable[[Setting], float]
 PURPOSE = "depends on the purpose"
@@ -55,7 +54,7 @@ class Metric:
     def column(self) -> Column:
         """The words as the report's glossary shows them."""
         words = (self.meaning, self.formula, self.worst, self.at_chance, self.best, self.misleads, self.title)
-        return Column("float", *words)
+        return Column("float", *words, unit=self.unit)
 
 
 def load_metric(

@@ -1,18 +1,22 @@
-"""Keys, and the columns of scans."""
+"""The tables of a scan: keys, columns and what each column means."""
 
 from __future__ import annotations
 
-from moescope.glossary.column import Column
+from moescope.tables import Column, Table, define_tables
 
+VIEW = ("matrix", "router", "fold_norm")  # the choices that change an alignment
 BEST_P = "1/n! (n ≤ 8), else 1/20,001"
+CURVES = (
+    "align",
+    "random_expectation",
+    "effect_over_random",
+    "shuffle_mean",
+    "shuffle_std",
+    "delta_vs_shuffle",
+)
 
-WEIGHTS: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {
     # --- keys
-    "step": Column(
-        "int", "Training step of the checkpoint, or the last step of a window; 0 for a single model."
-    ),
-    "layer": Column("int", "The layer's number in the model, from 0."),
-    "layer_name": Column("text", "The MoE block's name in the checkpoint."),
     "matrix": Column(
         "text",
         "Expert matrix: gate, up, gate_up (both stacked on the hidden axis, each scaled to unit Frobenius "
@@ -32,10 +36,7 @@ WEIGHTS: dict[str, Column] = {
         "experts.",
     ),
     "k": Column("int", "Number of leading singular vectors of the expert."),
-    "expert": Column("int", "The expert's number in its layer, from 0."),
     "router_index": Column("int", "The router row's number; row i selects expert i."),
-    "expert_a": Column("int", "The first expert of a pair; always the smaller number."),
-    "expert_b": Column("int", "The second expert of a pair."),
     "bin": Column("int", "The bin's number, from 0."),
     # --- alignment
     "align": Column(
@@ -404,3 +405,88 @@ WEIGHTS: dict[str, Column] = {
         "bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."
     ),
 }
+
+TABLES = define_tables(
+    COLUMNS,
+    Table(
+        "alignment",
+        "Fit of each router row to its own expert, at every k.",
+        ("step", "layer", *VIEW, "k", "expert"),
+        (*CURVES, "z_vs_shuffle", "cos_squared", "margin", "identified"),
+    ),
+    Table(
+        "alignment_layers",
+        "The same, one row per layer and k: means over the layer's experts.",
+        ("step", "layer", *VIEW, "k"),
+        (
+            *(*CURVES, "z_vs_shuffle", "cos_squared", "argmax_accuracy", "assignment_accuracy"),
+            *("alignment_margin", "positive_margin_share", "z_ceiling", "perm_z", "p_adjusted", "degenerate"),
+            *("n_experts", "d_model"),
+        ),
+    ),
+    Table(
+        "alignment_tests",
+        "Whether a layer's pairing of router rows and experts beats chance, corrected for multiple k.",
+        ("step", "layer", *VIEW),
+        (
+            *(
+                "best_k",
+                "best_accuracy",
+                "p_value",
+                "q_value",
+                "p_lower",
+                "p_accuracy",
+                "n_pairings",
+                "exact",
+            ),
+            "verdict",
+        ),
+    ),
+    Table(
+        "pairs",
+        "The matrix M(k): every router row against every expert (beyond 32 experts at k = 1, 16, 128, "
+        "best_k, k_star).",
+        ("step", "layer", *VIEW, "k", "router_index", "expert"),
+        ("align",),
+    ),
+    Table(
+        "nulls",
+        "Null distribution of the mean diagonal under random pairings, in 60 bins, at a few ks.",
+        ("step", "layer", *VIEW, "k", "bin"),
+        ("left", "right", "density", "observed"),
+    ),
+    Table(
+        "similarity",
+        "Every pair of experts: top singular vectors (k = 1) and leading subspaces.",
+        ("step", "layer", "matrix", "k", "expert_a", "expert_b"),
+        ("cosine", "overlap", "largest_principal_cosine"),
+    ),
+    Table(
+        "orthogonality",
+        "Statistics over a layer's expert pairs: of the signed cosine at k = 1, of the subspace overlap "
+        "beyond.",
+        ("step", "layer", "matrix", "k"),
+        (
+            *("mean", "mean_abs", "max", "min", "std", "max_abs", "chance", "n_pairs_above_0_3"),
+            *("n_pairs_above_0_7", "d_model"),
+        ),
+    ),
+    Table(
+        "ambiguity",
+        "Layers ranked by how hard their experts are to tell apart.",
+        ("step", "layer", *VIEW),
+        (
+            *("rank", "ambiguity_score", "absolute_score", "absolute_chance", "k_star", "argmax_accuracy"),
+            *("alignment_margin", "z_score", "accuracy_term", "margin_term", "z_term", "level"),
+        ),
+    ),
+    Table(
+        "spectra",
+        "Singular values of each expert matrix, and statistics of them.",
+        ("step", "layer", "matrix", "expert"),
+        (
+            *("singular_values", "frobenius", "spectral_norm", "stable_rank", "effective_rank", "rank"),
+            *("condition", "fallback"),
+        ),
+    ),
+)

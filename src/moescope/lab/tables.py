@@ -1,10 +1,38 @@
-"""The columns of studies: many trainings in a design with paired seeds."""
+"""The tables of a study, and of what routers cost."""
 
 from __future__ import annotations
 
-from moescope.glossary.column import Column
+from moescope.tables import Column, Table, define_tables
 
-STUDY: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {
+    # --- the lab
+    "overhead.router": Column("text", "The router, and what was switched off or on in it."),
+    "component": Column(
+        "text",
+        (
+            "A part of the block, disjoint from the others: experts; update, what changes after a "
+            "step without gradients; routing, "
+            "the whole router; or the router's own parts, with rest for what it does beside them."
+        ),
+    ),
+    "milliseconds": Column(
+        "float",
+        "How long a forward pass spends in it, in training mode; median over repetitions.",
+        misleads="With few tokens on a GPU it is the time to launch kernels. Backward passes are not in it.",
+    ),
+    "flops": Column(
+        "int",
+        "Floating-point operations of one pass.",
+        "2 m n k a matrix product, one an element elsewhere",
+        misleads="Sorting and moving numbers count nothing, yet take time.",
+    ),
+    "overhead.share": Column(
+        "float",
+        "Its part of the block's time.",
+        "milliseconds/Σ milliseconds of the router's rows",
+        worst="1",
+        best="0, of all but the experts",
+    ),
     "arm": Column("text", "One setting of the study, trained once per seed."),
     "seed": Column(
         "int",
@@ -248,3 +276,81 @@ STUDY: dict[str, Column] = {
         "there is no test. failed: all attempts failed. not run: no result yet.",
     ),
 }
+
+TABLES: dict[str, Table] = define_tables(
+    COLUMNS,
+    Table(
+        "overhead",
+        "What each part of a router costs beside the experts it serves.",
+        ("router", "component"),
+        ("milliseconds", "flops", "share"),
+    ),
+    Table(
+        "study_runs",
+        "Every training of a study: one row an arm and seed, filled by a run or not run.",
+        ("arm", "seed"),
+        (
+            "question",
+            "status",
+            "validation_loss",
+            "noise_low",
+            "noise_high",
+            "load_cv",
+            "max_over_mean",
+            "routing_entropy",
+            "unused_share",
+            "dropped_share",
+            "consistency",
+            "usage_sigma",
+            "kendall_tau",
+            "tokens_per_second",
+            "peak_memory_bytes",
+            "seconds",
+            "parameters_total",
+            "parameters_trainable",
+            "parameters_active",
+            "flops_per_token",
+            "message",
+        ),
+    ),
+    Table(
+        "study_documents",
+        (
+            "The trained models' losses on every validation document: what the noise of the "
+            "evaluation is drawn from."
+        ),
+        ("arm", "seed", "document"),
+        ("domain", "tokens", "loss"),
+    ),
+    Table(
+        "study_curves",
+        "How each training of a study went, at the steps that were logged.",
+        ("arm", "seed", "step"),
+        ("train_loss", "validation_loss", "routing_entropy", "load_cv", "unused_share"),
+    ),
+    Table(
+        "study_comparisons",
+        "Every arm of a study against the reference, seed by seed.",
+        ("question", "arm"),
+        (
+            "reference",
+            "seeds",
+            "mean",
+            "low",
+            "high",
+            "difference",
+            "difference_low",
+            "difference_high",
+            "statistic",
+            "degrees_of_freedom",
+            "p_value",
+            "p_adjusted",
+            "test",
+            "equal_variances_p",
+            "hedges_g",
+            "rank_p",
+            "detectable_difference",
+            "verdict",
+        ),
+    ),
+)

@@ -1,0 +1,241 @@
+"""Every row of CONTRIBUTING.md's table: one file and one line in a copy, used by the real command line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+
+SOURCE = Path(__file__).parents[1] / "src" / "moescope"
+
+
+class Copy:
+    """A copy of the package to which files and lines are added, and its command line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "source"
+        self.package = self.folder / "moescope"
+        shutil.copytree(SOURCE, self.package)
+
+    def add_file(self, name: str, text: str) -> None:
+        path = self.package / name
+        assert not path.exists()
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def append(self, name: str, text: str) -> None:
+        """Add a function to a module that is there."""
+        path = self.package / name
+        path.write_text(f"{path.read_text(encoding='utf-8')}\n\n{text}", encoding="utf-8")
+
+    def add_line(self, name: str, literal: str, member: str, imported: str = "") -> None:
+        """Add a member to the end of a literal list, tuple or dict, and the import that it needs."""
+        path = self.package / name
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        body = ast.parse("".join(lines)).body
+        assigned = next(node for node in body if literal in assigned_names(node)).value
+        end, column = assigned.end_lineno - 1, assigned.end_col_offset - 1  # of the closing bracket
+        before = lines[end][:column].rstrip()
+        comma = "" if not before or before.endswith((",", "[", "(", "{")) else ","
+        lines[end] = f"{lines[end][:column]}{comma} {member},{lines[end][column:]}"
+        if imported:
+            kinds = ast.Import | ast.ImportFrom
+            first = next(n for n in body if isinstance(n, kinds) and getattr(n, "module", "") != "__future__")
+            lines.insert(first.lineno - 1, f"{imported}\n")
+        path.write_text("".join(lines), encoding="utf-8")
+
+    def changed(self) -> set[str]:
+        """Files that differ from the source."""
+        return {
+            str(path.relative_to(self.package))
+            for path in self.package.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+            if not (original := SOURCE / path.relative_to(self.package)).exists()
+            or original.read_bytes() != path.read_bytes()
+        }
+
+    def python(self, *arguments: str | Path) -> str:
+        """Run Python on the copy; return what it prints."""
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        shown = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=environment,
+            timeout=240,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stderr
+        return shown.stdout
+
+    def moescope(self, *arguments: str | Path) -> str:
+        return self.python("-m", "moescope", *arguments)
+
+    def json(self, *arguments: str | Path) -> Any:
+        return json.loads(self.moescope(*arguments, "--json"))
+
+
+def assigned_names(node: ast.stmt) -> set[str]:
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@pytest.fixture
+def copy(tmp_path) -> Copy:
+    return Copy(tmp_path)
+
+
+LAYOUT = """
+from moescope.families.experts import per_expert
+from moescope.families.layout import Family, Model
+from moescope.families.sparsity import every_layer
+
+GATE = "{L}.switchboard.workers.{e}.open.weight"
+SWITCHBOARD = Family(
+    name="switchboard",
+    models={"switchboard": Model(("num_local_experts",), ("num_experts_per_tok",), every_layer)},
+    router="{L}.switchboard.operator.weight",
+    markers=(GATE,),
+    experts=per_expert(GATE, GATE.replace("open", "raise"), GATE.replace("open", "close")),
+    block="{L}.switchboard",
+    norm="{L}.post_attention_layernorm.weight",
+)
+"""
+
+
+def test_a_disk_layout_is_one_file_and_one_line(copy, tmp_path):
+    copy.add_file("families/switchboard.py", LAYOUT)
+    copy.add_line(
+        "families/__init__.py",
+        "FAMILIES",
+        "SWITCHBOARD",
+        "from moescope.families.switchboard import SWITCHBOARD",
+    )
+    assert copy.changed() == {"families/switchboard.py", "families/__init__.py"}
+    words = {
+        "block_sparse_moe.gate": "switchboard.operator",
+        "block_sparse_moe.experts": "switchboard.workers",
+    }
+    words |= {"w1": "open", "w3": "raise", "w2": "close"}
+    tensors = tiny_tensors()
+    for old, new in words.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    config = {**tiny_config(), "model_type": "switchboard"}
+    model = write_checkpoint(tmp_path / "model", tensors, config)
+    facts = copy.json("inspect", model)
+    assert (facts["layout"], facts["experts"], facts["moe_layers"]) == ("switchboard", 4, [0, 1])
+    renamed = copy.json("scan", model, "--out", tmp_path / "renamed")
+    original = copy.json("scan", tiny_checkpoint(tmp_path / "original"), "--out", tmp_path / "run")
+    assert renamed["key_numbers"] == original["key_numbers"]
+
+
+VERB = '''
+"""sizes: how many numbers each expert has."""
+
+from moescope.checkpoint import open_checkpoint
+from moescope.run import Run, open_run, place_run
+from moescope.tables import Column, Table, define_tables
+from moescope.verb import Figure, FigureSpec, KeyNumber, Section, Summary, Verb
+
+TABLES = define_tables(
+    {"numbers": Column("int", "How many numbers the expert has.", unit="numbers")},
+    Table("sizes", "One row per layer and expert.", ("layer", "expert"), ("numbers",)),
+)
+
+
+def draw_sizes(tables):
+    """Numbers per expert."""
+    bars = {"type": "bar", "y": tables["sizes"]["numbers"].tolist()}
+    return Figure("expert_sizes", "Numbers per expert", "All experts.", ("numbers",), [bars], {})
+
+
+FIGURES = [FigureSpec("expert_sizes", ("sizes",), draw_sizes)]
+
+
+def sizes(model: str, *, factor: int = 1, out: str | None = None, overwrite: bool = False) -> Run:
+    """Count the numbers of each expert.
+
+    Parameters
+    ----------
+    model : MODEL
+        Checkpoint folder.
+    factor : int
+        Multiply the counts by this.
+    out : DIR
+        Run folder.
+    overwrite : bool
+        Replace the run that is there.
+    """
+    given = dict(locals())
+    import pandas as pd
+
+    from moescope.families import read_moe
+
+    moe = read_moe(open_checkpoint(model))
+    identity = {"arguments": {"model": model, **VERB.identity(given)}}
+    folder, done = place_run(VERB, out, moe.checkpoint.name, identity, overwrite)
+    if done is not None:
+        return done
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
+        for number, layer in moe.layers.items():
+            count = factor * layer.gate_EFD.shape[1] * layer.gate_EFD.shape[2]
+            rows = [
+                {"layer": number, "layer_name": layer.layer_name, "expert": expert, "numbers": count}
+                for expert in range(layer.n_experts)
+            ]
+            writer.flush_task(f"layer-{number}", {"sizes": pd.DataFrame(rows)}, {})
+        return writer.finish({"sizes": writer.joined("sizes")})
+
+
+def summary(run):
+    total = int(run.table("sizes")["numbers"].sum())
+    return Summary(["all layers"], [f"Size: {total} numbers."], [KeyNumber("Size", total)])
+
+
+def sections(run, selection):
+    return [Section("sizes", "Expert sizes", figures=[(FIGURES[0], {"sizes": run.table("sizes")})])]
+
+
+VERB = Verb("sizes", sizes, TABLES, FIGURES, summary, sections)
+'''
+
+
+def test_a_verb_is_one_package_and_one_line(copy, tmp_path):
+    copy.add_file("counting/__init__.py", "")
+    copy.add_file("counting/verb.py", VERB)
+    copy.add_line(
+        "verbs.py", "VERBS", '("sizes", "Count the numbers of each expert.", "moescope.counting.verb:VERB")'
+    )
+    assert copy.changed() == {"counting/__init__.py", "counting/verb.py", "verbs.py"}
+    assert "Count the numbers of each expert." in copy.moescope("--help")
+    assert "--factor" in copy.moescope("sizes", "--help")
+    assert (
+        copy.python("-c", "import moescope; print(moescope.sizes.__module__)") == "moescope.counting.verb\n"
+    )
+    model, run = tiny_checkpoint(tmp_path / "model"), tmp_path / "run"
+    facts = copy.json("sizes", model, "--factor", "2", "--out", run)
+    assert facts["key_numbers"][0]["value"] == 2 * 2 * 4 * 16 * 24
+    assert (
+        json.loads((run / "run.json").read_text())["command"]
+        == f"moescope sizes {model} --factor 2 --out {run}"
+    )
+    assert "already complete" in copy.moescope("sizes", model, "--factor", "2", "--out", run)
+    page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
+    assert "Numbers per expert" in page
+    assert "How many numbers the expert has." in page
