@@ -102,7 +102,7 @@ def execute(verb: Verb, values: dict[str, Any]) -> None:
 def show(lines: Callable[[Any], list[str]] | None, made: Any, as_json: bool, quiet: bool) -> None:
     """Print what a verb returned: a run's summary, or with `lines` the value of a command without tables."""
     if as_json:
-        facts = made if lines else summary_facts(made)
+        facts = summary_facts(made) if hasattr(made, "verb") else made
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str))
     elif not quiet:
         typer.echo("\n".join(lines(made) if lines else run_lines(made)))
@@ -125,6 +125,7 @@ def summary_facts(run: Any) -> dict[str, Any]:
         "warnings": run.info.get("warnings", []),
         "timings": run.info["timings"],
         "tables": run.tables,
+        "parts": {name: summary_facts(run.parts[name]) for name in run.verb.parts if name in run.parts},
     }
 
 

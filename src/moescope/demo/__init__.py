@@ -1,4 +1,4 @@
-"""The model that comes with moescope, its recipe, and the demo that shows it."""
+"""demo: the shipped model, its recipe, and a planted checkpoint of known structure."""
 
 import sys
 from types import ModuleType

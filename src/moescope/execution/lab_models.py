@@ -90,12 +90,12 @@ def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor |
     """Yield layer -> inputs of its experts in the current pass, and what the router got from above."""
     inputs: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def store_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, MoE)
         x_TD, _, _, carried_TR = args
         inputs[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
 
-    hooks = [block.mlp.register_forward_pre_hook(hook) for block in model.blocks]
+    hooks = [block.mlp.register_forward_pre_hook(store_inputs) for block in model.blocks]
     try:
         yield inputs
     finally:

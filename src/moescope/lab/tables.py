@@ -1,37 +1,33 @@
-"""The tables of a study, and of what routers cost."""
+"""The tables of studies: trainings under paired seeds, their curves, comparisons and overhead."""
 
 from __future__ import annotations
 
 from moescope.tables import Column, Table, define_tables
 
 COLUMNS: dict[str, Column] = {
-    # --- the lab
-    "overhead.router": Column("text", "The router, and what was switched off or on in it."),
+    "overhead.router": Column("text", "The router, with its ablation if any."),
     "component": Column(
         "text",
-        (
-            "A part of the block, disjoint from the others: experts; update, what changes after a "
-            "step without gradients; routing, "
-            "the whole router; or the router's own parts, with rest for what it does beside them."
-        ),
+        "A part of the block, disjoint from the others: experts; update (changes after a step without "
+        "gradients); routing (all of the router), or the router's named parts and rest.",
     ),
     "milliseconds": Column(
         "float",
-        "How long a forward pass spends in it, in training mode; median over repetitions.",
-        misleads="With few tokens on a GPU it is the time to launch kernels. Backward passes are not in it.",
+        "Median time of a forward pass in training mode.",
+        misleads="With few tokens on a GPU it is the time to launch kernels. Excludes backward passes.",
     ),
     "flops": Column(
         "int",
         "Floating-point operations of one pass.",
-        "2 m n k a matrix product, one an element elsewhere",
+        "2 m n k per matrix product, 1 per element elsewhere",
         misleads="Sorting and moving numbers count nothing, yet take time.",
     ),
     "overhead.share": Column(
         "float",
-        "Its part of the block's time.",
+        "Share of the block's time.",
         "milliseconds/Σ milliseconds of the router's rows",
         worst="1",
-        best="0, of all but the experts",
+        best="0 for all but the experts",
     ),
     "arm": Column("text", "One setting of the study, trained once per seed."),
     "seed": Column(
@@ -162,7 +158,13 @@ COLUMNS: dict[str, Column] = {
         "2 m n k per matrix product",
         title="FLOPs per token",
     ),
+    "study_runs.n_experts": Column("int", "Experts per layer; null without a router.", title="experts"),
+    "study_runs.top_k": Column("int", "Experts that the router chooses per token; null without a router."),
+    "study_runs.tokens_per_step": Column("int", "Training tokens per step."),
     "study_runs.message": Column("text", "Reason of a failure; else empty."),
+    "axis": Column("text", "An axis of the study: an option or size that its grid varies."),
+    "study_axes.value": Column("float", "The arm's value on the axis; null if it is a name."),
+    "study_axes.label": Column("text", "The arm's value or name on the axis, as text."),
     "study_documents.document": Column(
         "int", "Number of the validation document, the same for every arm and seed."
     ),
@@ -281,76 +283,48 @@ TABLES: dict[str, Table] = define_tables(
     COLUMNS,
     Table(
         "overhead",
-        "What each part of a router costs beside the experts it serves.",
+        "Time and FLOPs of each part of a router and of its experts.",
         ("router", "component"),
         ("milliseconds", "flops", "share"),
     ),
     Table(
         "study_runs",
-        "Every training of a study: one row an arm and seed, filled by a run or not run.",
+        "The trainings of a study: one row per arm and seed, whether or not it ran.",
         ("arm", "seed"),
         (
-            "question",
-            "status",
-            "validation_loss",
-            "noise_low",
-            "noise_high",
-            "load_cv",
-            "max_over_mean",
-            "routing_entropy",
-            "unused_share",
-            "dropped_share",
-            "consistency",
-            "usage_sigma",
-            "kendall_tau",
-            "tokens_per_second",
-            "peak_memory_bytes",
-            "seconds",
-            "parameters_total",
-            "parameters_trainable",
-            "parameters_active",
-            "flops_per_token",
-            "message",
+            *("question", "status", "validation_loss", "noise_low", "noise_high", "load_cv", "max_over_mean"),
+            *("routing_entropy", "unused_share", "dropped_share", "consistency", "usage_sigma"),
+            *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
+            *("parameters_trainable", "parameters_active", "flops_per_token"),
+            *("n_experts", "top_k", "tokens_per_step", "message"),
         ),
     ),
     Table(
+        "study_axes",
+        "Positions of the arms on the study's axes.",
+        ("arm", "axis"),
+        ("value", "label"),
+    ),
+    Table(
         "study_documents",
-        (
-            "The trained models' losses on every validation document: what the noise of the "
-            "evaluation is drawn from."
-        ),
+        "Loss of each trained model on each validation document; evaluation noise is resampled from it.",
         ("arm", "seed", "document"),
         ("domain", "tokens", "loss"),
     ),
     Table(
         "study_curves",
-        "How each training of a study went, at the steps that were logged.",
+        "Training curves of each arm and seed, at the logged steps.",
         ("arm", "seed", "step"),
         ("train_loss", "validation_loss", "routing_entropy", "load_cv", "unused_share"),
     ),
     Table(
         "study_comparisons",
-        "Every arm of a study against the reference, seed by seed.",
+        "Each arm of a study against the reference, seed by seed.",
         ("question", "arm"),
         (
-            "reference",
-            "seeds",
-            "mean",
-            "low",
-            "high",
-            "difference",
-            "difference_low",
-            "difference_high",
-            "statistic",
-            "degrees_of_freedom",
-            "p_value",
-            "p_adjusted",
-            "test",
-            "equal_variances_p",
-            "hedges_g",
-            "rank_p",
-            "detectable_difference",
-            "verdict",
+            *("reference", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high"),
+            *("statistic", "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p"),
+            *("hedges_g", "rank_p", "detectable_difference", "verdict"),
         ),
     ),
 )

@@ -106,8 +106,7 @@ def int_packed(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
             if settings is None:
                 raise BadInput(
                     f"{info.file}: tensor {name} is packed by compressed-tensors, and no group of "
-                    "quantization_config in config.json says in how many bits; put the checkpoint's own "
-                    "config.json beside it"
+                    "quantization_config in config.json gives its bits; add the checkpoint's config.json"
                 )
             yield one_tensor(stored, info, settings)
 
