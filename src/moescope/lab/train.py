@@ -40,7 +40,7 @@ from moescope.run import (
     write_json,
 )
 from moescope.storage import check_disk, only_writer
-from moescope.weights.verb import finished_run, scan
+from moescope.weights.verb import scan
 
 if TYPE_CHECKING:
     from moescope.decoder.model import LabModel
