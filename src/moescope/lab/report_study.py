@@ -134,7 +134,8 @@ def sections(run: Run, selection: Selection) -> list[Section]:
 def question_section(tables: Tables, question: str, first: bool) -> Section:
     title, text = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
     comparisons = tables["study_comparisons"]
-    figures = [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
+    figures: list[tuple[FigureSpec, Tables]] = []
+    figures += [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
     for places in axis_frames(tables, question):
         along = {**tables, "study_axes": places}
         figures += [(spec, along) for spec in ALONG if spec.can_draw(along)]
