@@ -24,7 +24,7 @@ from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.verb import KeyNumber, Section, Selection, Summary, Tables
+from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
 
 GUIDE = (
     "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint: "
