@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.families.inspect import inspect
     from moescope.lab.study import study
-    from moescope.lab.train import train
+    from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
     from moescope.routing.monitor import Monitor
     from moescope.routing.trace import trace
@@ -29,6 +29,7 @@ _HOME = {
     "BadInput": "moescope.errors",
     "Monitor": "moescope.routing.monitor",
     "Run": "moescope.run",
+    "count_parameters": "moescope.lab.train",
     "open": "moescope.run",
 }
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Run",
     "compare",
     "compress",
+    "count_parameters",
     "demo",
     "inspect",
     "open",

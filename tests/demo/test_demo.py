@@ -21,10 +21,9 @@ from moescope.demo.recipe import make_demo_model, store_model
 from moescope.demo.verb import CHARACTERS, SHIPPED, demo, truncate
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
-from moescope.lab.config import config_from
+from moescope.lab.config import config_from, settle
 from moescope.lab.corpus import embedded_corpus
 from moescope.lab.evaluation import evaluate
-from moescope.lab.train_settings import settle
 from moescope.run import Run
 
 GENERATED = ("arithmetic", "records")  # the domains that are the same under every Python

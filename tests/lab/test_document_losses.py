@@ -13,7 +13,7 @@ import torch
 from lab.tiny_training import TINY
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
-from moescope.lab.document_losses import (
+from moescope.lab.evaluation import (
     FEWEST,
     DocumentSample,
     document_losses,
@@ -35,7 +35,7 @@ def test_a_document_s_loss_is_the_mean_over_its_stretches_read_one_by_one():
     model.eval()
     for document in range(3):
         losses = []
-        for piece in (piece for piece in sample.pieces if piece.document == document):
+        for piece in (window for window in sample.windows if window.document == document):
             ids = torch.from_numpy(piece.tokens)[None]
             with torch.no_grad():
                 logits = model(ids[:, :-1]).logits_BLV

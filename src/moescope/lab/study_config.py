@@ -15,7 +15,7 @@ from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput, unknown_name
-from moescope.lab.config import LabConfig, config_from, preset
+from moescope.lab.config import LabConfig, config_from, preset_config
 
 KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
 ARM_KEYS = ("model", "data", "train", "question", "axes")
@@ -158,7 +158,7 @@ def base_config(content: dict[str, Any], where: str) -> LabConfig:
         )
     if "preset" in base:
         raise BadInput(f"{where}: [base] preset: write preset at the top of the file")
-    config = config_from(base, preset(name), f"{where}: base")
+    config = config_from(base, preset_config(name), f"{where}: base")
     if train.get("paired_weights") is False:
         raise BadInput(f"{where}: [base.train] paired_weights: {PAIRED}")
     check_vocabulary(config.data.vocabulary, config.model.vocabulary)
