@@ -156,7 +156,8 @@ def mean_loss(documents: pd.DataFrame) -> float:
 def evaluation_noise(documents: pd.DataFrame, seed: int = 0) -> tuple[float, float, float] | None:
     """Return the 95 % interval and standard deviation of that mean under resampling within domains.
 
-    Documents are drawn with replacement; None below 20 of them. It covers the choice of text for this one model, not other seeds.
+    Documents are drawn with replacement; None below 20 of them. It covers the choice of text for this one
+    model, not other seeds.
     """
     if len(documents) < FEWEST:
         return None

@@ -56,9 +56,7 @@ COLUMNS: dict[str, Column] = {
         title="noise, low",
     ),
     "noise_high": Column("float", "Upper end of that interval.", title="noise, high"),
-    "noise_std": Column(
-        "float", "Standard deviation of that loss over resampled documents.", title="noise σ"
-    ),
+    "noise_std": Column("float", "Its standard deviation over resampled documents.", title="noise σ"),
     "load_cv": Column(
         "float",
         "Coefficient of variation of experts' loads at the end of training, mean over layers.",
