@@ -25,6 +25,8 @@ from moescope.routing.training_capture import TrainingCapture
 from moescope.routing.training_run import TrainingRun, choose_folder
 from moescope.routing.training_tables import scalars, window_tables
 from moescope.run import Run
+from moescope.verb import Verb
+from moescope.verbs import load_verb
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,8 +94,9 @@ class LoopMonitor:
         step: int = 0,
         base: Path = Path("runs"),
         stem: str | None = None,
-        verb: str = "monitor",
+        verb: Verb | None = None,
         identity: dict[str, Any] | None = None,
+        command: str = "",
     ) -> LoopMonitor:
         """Begin to count. `step` is how many steps the model has been trained already: those before it are
         kept in the folder.
@@ -128,7 +131,9 @@ class LoopMonitor:
                 **shape,
             }
             self.folder = choose_folder(self.out, base, stem or f"monitor-{kind}", step, self.overwrite)
-            self.run = TrainingRun(self.folder, identity or own, step, self.overwrite, verb)
+            self.run = TrainingRun(
+                self.folder, verb or load_verb("monitor"), identity or own, step, self.overwrite, command
+            )
             self.abandon = weakref.finalize(self, self.run.abandon)
             if self.run.state:
                 self.tokens, self.alerts = self.run.state["tokens"], self.run.state["alerts"]

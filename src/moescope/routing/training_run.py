@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
 from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, write_table
-from moescope.tables import TABLES, TRAINING_TABLES, read_parquet
+from moescope.tables import read_parquet
+from moescope.verb import Verb
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +25,13 @@ Rows = dict[str, list[Any]]  # of tables, by their names: rows, or whole frames
 logger = logging.getLogger("moescope")
 STAGES = ("gradients", "scan", "judge", "tables", "write")
 LONG = ("load", "routing_layers", "coactivation")
-ALWAYS = ("load", "routing_layers", *TRAINING_TABLES)  # written even when they have no row
+ALWAYS = (
+    "load",
+    "routing_layers",
+    "steps",
+    "router_gradients",
+    "alerts",
+)  # written even when they have no row
 
 
 def task_name(step: int, more: bool = False) -> str:
@@ -64,10 +71,18 @@ class TrainingRun:
     """The one writer of a training's run folder, under its lock."""
 
     def __init__(
-        self, folder: Path, identity: dict[str, Any], step: int, overwrite: bool, verb: str = "monitor"
+        self,
+        folder: Path,
+        verb: Verb,
+        identity: dict[str, Any],
+        step: int,
+        overwrite: bool,
+        command: str = "",
     ):
         self.stack = ExitStack()
-        self.writer: RunWriter = self.stack.enter_context(open_run(folder, verb, identity, overwrite))
+        self.writer: RunWriter = self.stack.enter_context(
+            open_run(folder, verb, identity, overwrite, command)
+        )
         self.writer.timings = {
             stage: self.writer.timings.get(stage, 0.0) for stage in (*STAGES, *self.writer.timings)
         }  # its keys stay: two threads use it
@@ -83,8 +98,12 @@ class TrainingRun:
         What an earlier attempt wrote of later steps is dropped, for they are trained again.
         """
         path, kept = self.writer.path, None
-        whole = {name: path / f"{name}.parquet" for name in TABLES if (path / f"{name}.parquet").exists()}
-        frames = {name: upto(name, file, step) for name, file in whole.items()}
+        whole = {
+            name: path / f"{name}.parquet"
+            for name in self.writer.verb.tables
+            if (path / f"{name}.parquet").exists()
+        }
+        frames = {name: upto(file, step) for name, file in whole.items()}
         for piece in sorted(self.writer.done_tasks()):
             if step_of(piece) > step:
                 shutil.rmtree(path / "parts" / piece)
@@ -141,7 +160,7 @@ class TrainingRun:
             plain = [part for part in parts if isinstance(part, dict)]
             made = [part for part in parts if not isinstance(part, dict)]
             frame = pd.concat([*made, pd.DataFrame(plain)] if plain else made, ignore_index=True)
-            frames[name] = frame.sort_values(list(TABLES[name].keys), ignore_index=True)
+            frames[name] = frame.sort_values(list(self.writer.verb.tables[name].keys), ignore_index=True)
         there = task_name(step) in self.writer.done_tasks()
         self.writer.flush_task(task_name(step, there), frames, jsonable({"step": step, **setup}))
         self.writer.save_info()
@@ -156,16 +175,17 @@ class TrainingRun:
         self.wait()
         self.disk.shutdown()
         parts = self.writer.path / "parts"
-        names = [name for name in TABLES if name in ALWAYS or any(parts.glob(f"*/{name}.parquet"))]
+        tables = self.writer.verb.tables
+        names = [name for name in tables if name in ALWAYS or any(parts.glob(f"*/{name}.parquet"))]
         for name in names:
             if name in LONG:
                 self.writer.join_streamed(name)
             else:
                 empty = not any(parts.glob(f"*/{name}.parquet"))
                 frame = (
-                    pd.DataFrame(columns=list(TABLES[name].columns)) if empty else self.writer.joined(name)
+                    pd.DataFrame(columns=list(tables[name].columns)) if empty else self.writer.joined(name)
                 )
-                write_table(name, frame, self.writer.path / f"{name}.parquet")
+                write_table(tables[name], frame, self.writer.path / f"{name}.parquet")
         self.writer.save_info(status="done")
         for file in parts.glob("*/*.parquet"):
             file.unlink()
@@ -188,6 +208,6 @@ class TrainingRun:
         self.stack.close()
 
 
-def upto(name: str, file: Path, step: int) -> pd.DataFrame:
-    frame = read_parquet(name, str(file))
+def upto(file: Path, step: int) -> pd.DataFrame:
+    frame = read_parquet(str(file))
     return frame[frame["step"] <= step]
