@@ -34,6 +34,7 @@ from moescope.run import (
     check_folder,
     clear_run,
     default_folder,
+    finished_run,
     jsonable,
     now,
     read_run_json,
