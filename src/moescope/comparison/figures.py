@@ -15,11 +15,11 @@ from moescope.plotting.style import (
     category_style,
     grey_line,
     heatmap,
-    layer_axis,
     listed,
     number,
 )
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
+from moescope.weights.figures_alignment import layer_axis
 
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED_L2 = float(np.sqrt(2))
