@@ -17,7 +17,7 @@ import torch
 
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.routers.spectra import ABLATIONS
-from moescope.lab.config import PRESETS, preset, with_router
+from moescope.lab.config import PRESETS, preset_config, with_router
 from moescope.lab.overhead import overhead
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="default: one batch of the preset")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
-    base = preset(given.preset)
+    base = preset_config(given.preset)
     configs = {name: with_router(base, name).model for name in ROUTERS}
     for name, options in ABLATIONS.items():
         configs[f"spectra {name}"] = replace(configs["spectra"], router_options=options)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.families.inspect import inspect
     from moescope.lab.study import study
-    from moescope.lab.train import train
+    from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
     from moescope.routing.trace import trace
     from moescope.routing.trainer_monitor import Monitor
@@ -30,6 +30,7 @@ _HOME = {
     "BadInput": "moescope.errors",
     "Monitor": "moescope.routing.trainer_monitor",
     "Run": "moescope.run",
+    "count_parameters": "moescope.lab.train",
     "open": "moescope.run",
     "scan_model": "moescope.weights.layer",
 }
@@ -39,6 +40,7 @@ __all__ = [
     "Run",
     "compare",
     "compress",
+    "count_parameters",
     "demo",
     "inspect",
     "open",

@@ -21,10 +21,8 @@ from moescope.decoder.ranks import Ranks, process_group
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
 from moescope.lab.config import LabConfig, with_router
-from moescope.lab.divergence import FiniteWatch
-from moescope.lab.sharding import own_part
-from moescope.lab.training import Data, Training
-from moescope.lab.training_state import load_state
+from moescope.lab.training import Data, FiniteWatch, Training
+from moescope.lab.training_state import load_state, local_part
 from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
 
@@ -202,7 +200,7 @@ def shares(training: Training) -> list[float]:
     block = training.model.blocks[1]
     weight, experts = block.self_attn.o_proj.weight, next(block.mlp.experts.parameters())
     held = training.optimiser.state[experts]["exp_avg"] if experts.requires_grad else experts
-    return [own_part(tensor).numel() / tensor.numel() for tensor in (weight, held)]
+    return [local_part(tensor).numel() / tensor.numel() for tensor in (weight, held)]
 
 
 # --- a whole training, with its Monitor, evaluations and checkpoints

@@ -14,7 +14,7 @@ from moescope.decoder.model import LabModel
 from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
-from moescope.lab.checkpoint_stability import checkpoint_stability, routed
+from moescope.lab.evaluation import checkpoint_stability, chosen_experts
 from moescope.routing.stability import rank_correlation, routing_consistency, usage
 
 
@@ -39,7 +39,7 @@ def test_equal_checkpoints_are_wholly_stable(rows, tmp_path):
 
 def test_values_are_means_over_layers_and_neighbouring_checkpoints(rows, tmp_path):
     saved = [(step, checkpoint(tmp_path / f"step-{step}", seed=step)) for step in (30, 10, 20)]
-    layers = {step: routed(folder, rows, "cpu") for step, folder in saved}
+    layers = {step: chosen_experts(folder, rows, "cpu") for step, folder in saved}
     same, tau, sigma = [], [], []
     for layer in range(2):
         chosen = {step: layers[step][layer][0] for step in layers}

@@ -9,7 +9,15 @@ import pytest
 
 from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
-from moescope.lab.config import PRESETS, LabConfig, check, config_from, preset, read_config, with_router
+from moescope.lab.config import (
+    PRESETS,
+    LabConfig,
+    check,
+    config_from,
+    preset_config,
+    read_config,
+    with_router,
+)
 
 
 def test_every_preset_can_be_built_and_survives_json():
@@ -101,7 +109,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_an_unknown_preset_lists_the_known():
     with pytest.raises(BadInput, match="unknown preset 'mega'; known: nano, small, medium, some_a4"):
-        preset("mega")
+        preset_config("mega")
 
 
 def test_another_router_brings_its_own_k_and_leaves_the_old_options_behind():

@@ -13,7 +13,7 @@ import torch
 from lab.tiny_training import TINY
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
-from moescope.lab.document_losses import (
+from moescope.lab.evaluation import (
     FEWEST,
     DocumentSample,
     document_losses,
@@ -35,7 +35,7 @@ def test_a_document_s_loss_is_the_mean_over_its_stretches_read_one_by_one():
     model.eval()
     for document in range(3):
         losses = []
-        for piece in (piece for piece in sample.pieces if piece.document == document):
+        for piece in (window for window in sample.windows if window.document == document):
             ids = torch.from_numpy(piece.tokens)[None]
             with torch.no_grad():
                 logits = model(ids[:, :-1]).logits_BLV
@@ -66,21 +66,22 @@ def documents(losses: np.ndarray, domain: str = "a", tokens: int = 10) -> pd.Dat
 def test_noise_is_the_t_free_interval_of_a_mean_of_documents():
     """With documents of equal length the bootstrap's interval is mean +- 1.96 sd/sqrt n, to its own noise."""
     losses = np.random.default_rng(1).normal(3.0, 0.5, 400)
-    low, high = evaluation_noise(documents(losses))
+    low, high, std = evaluation_noise(documents(losses))
     half = 1.96 * losses.std() / np.sqrt(400)
     assert low == pytest.approx(losses.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(losses.mean() + half, abs=0.1 * half)
+    assert std == pytest.approx(half / 1.96, rel=0.05)
 
 
 def test_domains_that_differ_are_no_noise():
     both = pd.concat([documents(np.full(30, 1.0)), documents(np.full(30, 9.0), "b")])
-    assert evaluation_noise(both) == pytest.approx((5.0, 5.0))
+    assert evaluation_noise(both) == pytest.approx((5.0, 5.0, 0.0))
 
 
 def test_long_documents_weigh_more():
     both = pd.concat([documents(np.full(15, 1.0), tokens=30), documents(np.full(15, 2.0), tokens=10)])
     assert mean_loss(both) == pytest.approx(1.25)
-    low, high = evaluation_noise(both)
+    low, high, _ = evaluation_noise(both)
     assert low < 1.25 < high < 1.5
 
 

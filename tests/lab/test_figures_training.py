@@ -1,18 +1,21 @@
 """Figures of a training.
 
-Drawn from a real run, validated by plotly, titles and references from its numbers.
+Validated by plotly, captions and references from the tables' numbers.
 """
 
 from __future__ import annotations
 
 import pandas as pd
 import pytest
+from moescope.routing.figures_monitor import router_gradient_by_step
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.lab.figures_training import (
+    expert_usage_histogram,
+    gain_by_domain,
     gradient_by_step,
+    key_map,
     loss_by_step,
-    saved_by_domain,
     speed_by_step,
 )
 from moescope.plotting.style import GREY, Figure, Tables
@@ -40,7 +43,15 @@ def tables() -> Tables:
             "unigram": [3.0, 3.0, 3.4, 3.4],
         }
     )
-    return {"steps": steps, "references": references, "domain_losses": domains}
+    gradients = pd.DataFrame(
+        {
+            "step": [10, 10, 20, 20],
+            "layer": [0, 1, 0, 1],
+            "lm_gradient_norm": [0.1, 0.2, 0.3, 0.05],
+            "aux_gradient_norm": [0.01, 0.03, 0.02, 0.04],
+        }
+    )
+    return {"steps": steps, "references": references, "domain_losses": domains, "router_gradients": gradients}
 
 
 def checked(figure: Figure) -> Figure:
@@ -52,44 +63,71 @@ def grey(figure: Figure) -> dict[str, list[float]]:
     return {trace["name"]: list(trace["y"]) for trace in figure.data if trace["line"]["color"] == GREY}
 
 
-def test_losses_stand_beside_models_without_skill(tables: Tables):
+def test_losses_are_drawn_with_their_baselines(tables: Tables):
     figure = checked(loss_by_step(tables))
-    assert grey(figure) == {"every token alike": [5.6, 5.6], "frequencies alone": [3.5, 3.5]}
-    assert "from 5.5 (step 0) to 2.5 nats a token (step 20); 3.5 by frequencies alone, 5.6" in figure.title
+    assert grey(figure) == {"uniform baseline": [5.6, 5.6], "unigram baseline": [3.5, 3.5]}
+    assert all(value in figure.caption for value in ("5.5", "2.5", "3.5", "5.6"))
     assert len(figure.data) == 4
 
 
 def test_the_published_loss_is_drawn_where_there_is_one_and_called_by_its_name(tables: Tables):
     tables["steps"].loc[2, "validation_loss_published"] = 1.1
     figure = checked(loss_by_step(tables))
-    assert figure.data[-1]["name"] == "validation, padding counted"
-    assert "look smaller" in figure.caption
+    assert list(figure.data[-1]["y"]) == [1.1]
 
 
-def test_domains_are_told_by_what_they_save_over_frequencies(tables: Tables):
-    figure = checked(saved_by_domain(tables))
+def test_domains_are_compared_by_their_gain_over_the_unigram_baseline(tables: Tables):
+    figure = checked(gain_by_domain(tables))
     assert list(figure.data[0]["y"]) == [-2.5, 1.0]
-    assert figure.title == (
-        "Code is learned best, 1 nat a token below frequencies alone; prose least, 0.2 nats a "
-        "token above frequencies alone"
-    )
-    assert grey(figure) == {"frequencies alone": [0, 0]}
+    assert "Code gains most: 1 nats per token; prose least: −0.2" in figure.caption
+    assert grey(figure) == {"unigram baseline": [0, 0]}
 
 
-def test_what_is_worse_than_frequencies_is_not_called_learned(tables: Tables):
+def test_a_loss_above_the_unigram_baseline_is_a_negative_gain(tables: Tables):
     tables["domain_losses"]["unigram"] = 1.5
-    title = saved_by_domain(tables).title
-    assert title == (
-        "No domain is learned yet: nearest comes code, 0.5 nats a token above frequencies alone; "
-        "farthest is prose, 2.1 nats a token above frequencies alone"
-    )
+    assert "Code gains most: −0.5 nats per token; prose least: −2.1" in gain_by_domain(tables).caption
     alone = tables["domain_losses"][lambda rows: rows["domain"] == "code"]
-    title = saved_by_domain({**tables, "domain_losses": alone}).title
-    assert title == "Code is not learned yet: 0.5 nats a token above frequencies alone"
+    assert "least" not in gain_by_domain({**tables, "domain_losses": alone}).caption
+
+
+def test_the_smallest_router_gradient_is_named_with_the_auxiliary_losss(tables: Tables):
+    figure = checked(router_gradient_by_step(tables))
+    assert "in layer 1: 0.05; auxiliary loss 0.03" in figure.caption
+
+
+def test_a_router_without_gradient_is_drawn_on_a_plain_axis(tables: Tables):
+    tables["router_gradients"]["lm_gradient_norm"] = 0.0
+    assert "type" not in checked(router_gradient_by_step(tables)).layout["yaxis"]
 
 
 def test_gradient_and_speed_have_their_references(tables: Tables):
-    assert "50 % of the points lie above 1" in checked(gradient_by_step(tables)).title
+    assert "50 % of the points exceed the limit 1" in checked(gradient_by_step(tables)).caption
     speed = checked(speed_by_step(tables))
     assert grey(speed) == {"median": [200.0, 200.0]}
-    assert speed.title == "200 tokens a second (median), 2 GB of memory at most"
+    assert "200 tokens per second" in speed.caption
+    assert "2 GB" in speed.caption
+
+
+KEY_TABLES = {
+    "key_histogram": pd.DataFrame(
+        {"left": [0, 1, 10], "right": [1, 10, 100], "experts": [1, 5, 2], "expected": [0.0, 1.5, 6.5]}
+    ),
+    "key_map": pd.DataFrame(
+        {"expert": [0, 1], "x": [0.0, 1.0], "y": [0.5, -0.5], "tokens": [3, 9], "strength": [1.0, 0.9]}
+    ),
+    "key_shares": pd.DataFrame([{"shown": 0.8, "by_chance": 0.3}]),
+}
+
+
+def test_usage_stands_beside_random_routing():
+    figure = expert_usage_histogram(KEY_TABLES)
+    checked(figure)
+    assert "5 of 8 experts have 1 to 10 tokens" in figure.caption
+    assert "random routing: mostly 10 to 100" in figure.caption
+    assert list(figure.data[1]["y"]) == [0.0, 1.5, 6.5]
+
+
+def test_the_map_says_what_random_keys_would_show():
+    figure = key_map(KEY_TABLES)
+    checked(figure)
+    assert "80 % of the variance (random keys: 30 %)" in figure.caption

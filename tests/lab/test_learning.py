@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from moescope.decoder.routers import ROUTERS, Routed, RouterInput
 from moescope.decoder.routers.topk import Top2
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows, unigram_loss
-from moescope.lab.config import LabConfig, preset
+from moescope.lab.config import LabConfig, preset_config
 from moescope.lab.corpus import embedded_corpus
 from moescope.lab.training import Data, Training
 
@@ -62,7 +62,7 @@ def below_unigram(training: Training) -> float:
 def test_sixty_small_steps_of_nano_beat_the_unigram_model_only_with_a_router_that_works(
     router: str, learns: bool, tmp_path: Path
 ):
-    nano = with_router(preset("nano"), router)
+    nano = with_router(preset_config("nano"), router)
     few = replace(
         nano.train,
         steps=60,
@@ -81,7 +81,7 @@ def test_sixty_small_steps_of_nano_beat_the_unigram_model_only_with_a_router_tha
 @pytest.mark.slow
 @pytest.mark.parametrize(("router", "learns"), [("top2", True), ("at_random", False), ("nowhere", False)])
 def test_nano_itself_beats_the_unigram_model_only_with_a_router_that_works(router: str, learns: bool):
-    config = with_router(preset("nano"), router)
+    config = with_router(preset_config("nano"), router)
     corpus = embedded_corpus()
     rows = [
         TokenRows.of(side, Bytes(), config.train.sequence_length)
@@ -89,18 +89,16 @@ def test_nano_itself_beats_the_unigram_model_only_with_a_router_that_works(route
     ]
     torch.manual_seed(0)
     training = Training(config, LabModel(config.model), Data(rows[0], rows[1].sample(60)))
-    from moescope.lab.divergence import FiniteWatch
     from moescope.lab.evaluation import evaluate
+    from moescope.lab.training import FiniteWatch
 
     watch = FiniteWatch(training.model)
-    training.evaluations.append(
-        evaluate(training.model, rows[1].sample(60), 0, 16, "cpu", "float32").as_dict()
-    )
+    training.evaluations.append(asdict(evaluate(training.model, rows[1].sample(60), 0, 16, "cpu", "float32")))
     training.model.train()
     for _ in range(config.train.steps):
         training.one_step(watch)
     watch.check()
     training.evaluations.append(
-        evaluate(training.model, rows[1].sample(60), 300, 16, "cpu", "float32").as_dict()
+        asdict(evaluate(training.model, rows[1].sample(60), 300, 16, "cpu", "float32"))
     )
     assert (below_unigram(training) > WHOLE) == learns

@@ -17,28 +17,26 @@ def run(trained_run: Run) -> Run:
     return trained_run
 
 
-def test_the_first_sentence_gives_the_loss_and_both_models_without_skill(run: Run):
+def test_the_first_finding_gives_the_loss_and_both_baselines(run: Run):
     first = findings(run)[0]
-    told = run.info["references"]
+    baselines = run.info["references"]
     for value in (
         run.info["evaluations"][-1]["loss"],
         run.info["evaluations"][0]["loss"],
-        told["unigram"][""],
-        told["uniform"],
+        baselines["unigram"][""],
+        baselines["uniform"],
     ):
         assert f"{value:.3g}" in first
 
 
 def test_domains_no_better_than_frequencies_are_named(run: Run):
     worse = {**run.info["references"], "unigram": dict.fromkeys(run.info["references"]["unigram"], 0.0)}
-    assert (
-        "No better than token frequencies alone"
-        in findings(Run(run.path, {**run.info, "references": worse}))[1]
-    )
+    sentence = findings(Run(run.path, {**run.info, "references": worse}))[1]
+    assert all(domain in sentence for domain in run.info["domains"])
 
 
 def test_load_is_told_beside_random_routing(run: Run):
-    assert any("CV" in sentence and "random routing: " in sentence for sentence in findings(run))
+    assert any("CV" in sentence and "random routing:" in sentence for sentence in findings(run))
 
 
 def with_model(run: Run, **model: object) -> Run:
@@ -55,8 +53,10 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
     even = rows.assign(value=rows["value"].where(rows["metric"] != "cv", 0.0))
     tables = {name: run.table(name) for name in run.tables} | {"routing_layers": even}
     monkeypatch.setattr(Run, "table", lambda self, name: tables[name])
-    sentence = [said for said in findings(with_model(run, router="expert_choice")) if "Load balance" in said]
-    assert "by construction (experts choose the tokens), CV 0 (random routing: " in sentence[0]
+    sentence = [
+        said for said in findings(with_model(run, router="expert_choice")) if said.startswith("Load balance")
+    ]
+    assert "CV 0 in every layer, by construction" in sentence[0]
     assert not any("Load balance" in said for said in findings(with_model(run, router="dense")))
     assert not any("Load balance" in said for said in findings(with_model(run, experts=1)))
 
@@ -67,7 +67,7 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
         ({"layers": 1, "experts": 1}, "top2 router, 1 layer of 1 expert; "),
         (
             {"router": "dense"},
-            "dense router, 2 layers of one block, as wide as the 2 experts that a token would meet; ",
+            "dense router, 2 layers of one block as wide as 2 experts; ",
         ),
         ({}, "top2 router, 2 layers of 4 experts; "),
     ],
@@ -80,7 +80,7 @@ def test_a_small_text_is_told_in_bytes_and_the_head_beside_the_vocabulary(run: R
     sizes = {"text": {"train_bytes": 851}}
     last = coverage(Run(run.path, {**run.info, "domains": sizes}))[-1]
     assert last.startswith(
-        "text: text, 851 bytes to train on; 258 tokens in the vocabulary, 260 entries in the model's head;"
+        "text: text, 851 bytes for training; 258 tokens in the vocabulary, 260 entries in the model's head;"
     )
 
 
@@ -88,14 +88,14 @@ def test_what_is_frozen_and_where_it_began_is_said(run: Run):
     told = Run(
         run.path, {**run.info, "frozen": "frozen: x", "arguments": {**run.info["arguments"], "from": "there"}}
     )
-    assert coverage(told)[1:3] == ["begins with there: model and vocabulary are its own", "frozen: x"]
+    assert coverage(told)[1:3] == ["starts from there with its model and vocabulary", "frozen: x"]
 
 
 def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):
-    assert [section.anchor for section in sections(run)] == ["losses", "load", "routers", "course"]
+    assert [section.anchor for section in sections(run)] == ["losses", "load", "routers", "speed"]
     page = page_content([run])
     assert len(page["told"]) == 4
-    assert page["title"] == f"{run.name}: a training with top2"
+    assert page["title"] == f"{run.name}: training with top2"
     assert page["readings"]
     assert page["views"]
     assert all(entry["figures"] for entry in page["told"])

@@ -19,11 +19,9 @@ from lab.test_train_parts import damage
 from lab.tiny_training import TOML
 from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
-from moescope.lab.config import DataConfig, LabConfig, config_from, preset
-from moescope.lab.corpus import EMBEDDED, Corpus
-from moescope.lab.train import held, train
-from moescope.lab.train_settings import bytes_on_disk, fact_lines, settle
-from moescope.lab.train_text import read_corpus, vocabulary_of
+from moescope.lab.config import DataConfig, LabConfig, config_from, preset_config, settle
+from moescope.lab.corpus import EMBEDDED, Corpus, read_corpus, training_vocabulary
+from moescope.lab.train import bytes_on_disk, count_parameters, lock_training, size_lines, train
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -95,7 +93,7 @@ def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(
     """Its lock covers scan and trace after the last step too, and comes before anything is cleared."""
     folder = shutil.copytree(trained_run.path, tmp_path / "copy")
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    with held(folder), pytest.raises(BadInput, match="another moescope process is writing this run"):
+    with lock_training(folder), pytest.raises(BadInput, match="another moescope process is writing this run"):
         train(config_file(tmp_path, steps=13), out=folder, device="cpu", overwrite=True, quiet=True)
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
@@ -240,7 +238,7 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     scanned = set(Run.load(run.path / "scan").tables)
     assert scanned == tables[router] if router in tables else "alignment" in scanned
     sections = page_content([run])["told"]
-    assert ("Load while it learned" in [section["title"] for section in sections]) == (router != "dense")
+    assert ("Load balance in training" in [section["title"] for section in sections]) == (router != "dense")
     if router == "some":
         page = (run.path / "report.html").read_text()
         assert "How the keys organised themselves" in page
@@ -302,10 +300,14 @@ def test_a_training_without_a_step_on_disk_has_no_report_yet(trained_run: Run, t
         report(tmp_path, quiet=True)
 
 
-def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_counting_parameters_needs_the_texts_to_exist():
+    with pytest.raises(BadInput, match=r"nowhere\.txt: no such file"):
+        count_parameters({"data": {"domains": {"a": "nowhere.txt"}}})
+
+
+def test_counting_parameters_allocates_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    facts = train(preset="some_a4", dry_run=True)
-    assert isinstance(facts, dict)
+    facts = count_parameters(preset="some_a4")
     assert (round(facts["parameters_total"] / 1e6, 2), round(facts["parameters_trainable"] / 1e6, 2)) == (
         701.50,
         29.42,
@@ -323,11 +325,7 @@ def test_dry_run_counts_parameters_and_touches_nothing(tmp_path: Path, monkeypat
         ({"from_": "nowhere"}, "nowhere: not a lab checkpoint"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
-        (
-            {"config": {"data": {"domains": {"a": "nowhere.txt"}}}, "dry_run": True},
-            r"nowhere\.txt: no such file",
-        ),
-        ({"config": {"data": {"text": ["nowhere.txt"]}}, "dry_run": True}, r"nowhere\.txt: no such file"),
+        ({"config": {"data": {"text": ["nowhere.txt"]}}}, r"nowhere\.txt: no such file"),
         ({"seed": -1}, "^--seed -1: must be 0 or more"),
         ({"config": {"model": {"vocabulary": 100}}}, "bytes needs at least 258 entries"),
     ],
@@ -377,9 +375,9 @@ def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_new_text_says
     assert run.info["arguments"]["data"]["vocabulary"] == "bpe"
     assert run.info["vocabulary_size"] > 258
     with pytest.raises(
-        BadInput, match=r"config: \[data\] vocabulary is bytes, but .*step-2 has bpe; leave it out"
+        BadInput, match=r"config: \[data\] vocabulary is bytes, but .*step-2 has bpe; remove it"
     ):
-        train({"data": {**further, "vocabulary": "bytes"}}, from_=origin, dry_run=True)
+        count_parameters({"data": {**further, "vocabulary": "bytes"}}, from_=origin)
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(tmp_path: Path):
@@ -407,9 +405,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     )
     assert isinstance(run, Run)
     warmup, entries, cut, scanned = run.info["warnings"]
-    assert warmup.startswith(
-        "[train] warmup is 20 steps, more than the 2 there are: the learning rate ends at 10% of 0.003"
-    )
+    assert warmup.startswith("[train] warmup 20 exceeds steps 2: the learning rate ends at 10% of 0.003")
     assert entries.startswith(
         f"the vocabulary has {run.info['vocabulary_size']} entries, not the 4,096 of [model] vocabulary"
     )
@@ -447,56 +443,49 @@ def test_a_config_that_contradicts_the_checkpoint_it_begins_with_is_refused_by_k
 ):
     origin = trained_run.path / "checkpoints" / "step-12"
     with pytest.raises(BadInput, match=message):
-        train({"model": model}, from_=origin, dry_run=True)
+        count_parameters({"model": model}, from_=origin)
 
 
 def test_what_a_config_repeats_of_its_checkpoint_or_leaves_to_a_preset_is_no_contradiction(trained_run: Run):
     origin, said = trained_run.path / "checkpoints" / "step-12", trained_run.info["arguments"]["model"]
     for config in (said, {"experts": 4, "qk_norm": False, "router_options": {"balance": 0.01}}, {}):
-        facts = train(
-            {"model": config, "train": {"sequence_length": 32}}, preset="small", from_=origin, dry_run=True
-        )
-        assert isinstance(facts, dict)
+        changed = {"model": config, "train": {"sequence_length": 32}}
+        facts = count_parameters(changed, preset="small", from_=origin)
         assert facts["parameters_total"] == trained_run.info["parameters_total"]
-        assert (
-            fact_lines(facts)[1]
-            == f"begins with {origin}: model and vocabulary are its own, whatever the preset has"
-        )
-    other = replace(preset("nano"), model=replace(preset("nano").model, layers=3))
+        assert size_lines(facts)[1] == f"starts from {origin} with its model and vocabulary"
+    other = replace(preset_config("nano"), model=replace(preset_config("nano").model, layers=3))
     with pytest.raises(BadInput, match=r"config: \[model\] layers is 3, but"):
-        train(other, from_=origin, dry_run=True)
+        count_parameters(other, from_=origin)
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ({"router": "some"}, "frozen: nothing; the experts are trained too"),
+        ({"router": "some"}, "frozen: nothing; SoME's experts"),
         (
             {"config": {"model": {"router": "some", "frozen_experts": True}}},
-            "frozen: the experts stay as they were drawn",
+            "frozen: the experts keep their initial weights",
         ),
-        ({"preset": "some_a4"}, "frozen: the experts stay as they were drawn"),
+        ({"preset": "some_a4"}, "frozen: the experts keep their initial weights"),
         ({}, "300 steps"),
     ],
 )
 def test_dry_run_says_what_is_frozen(words: dict[str, object], line: str):
-    facts = train(dry_run=True, **words)  # type: ignore[arg-type]
-    assert isinstance(facts, dict)
-    assert fact_lines(facts)[2].startswith(line)
+    facts = count_parameters(**words)  # type: ignore[arg-type]
+    assert size_lines(facts)[2].startswith(line)
 
 
 def test_a_warm_up_longer_than_the_training_is_said_before_it_begins():
     for steps, said in ((20, 0), (19, 1)):
-        facts = train({"train": {"steps": steps}}, dry_run=True)
-        assert isinstance(facts, dict)
-        assert (
-            sum(line.startswith("warning: [train] warmup is 20 steps") for line in fact_lines(facts)) == said
-        )
+        lines = size_lines(count_parameters({"train": {"steps": steps}}))
+        assert sum(line.startswith("warning: [train] warmup 20 exceeds") for line in lines) == said
 
 
 def test_pairs_are_learned_from_training_texts_alone():
     corpus = Corpus(("a",), {"a": ["the cat sat\n" * 50]}, {"a": ["qxqxqxqx\n" * 50]}, identity="")
-    vocabulary = vocabulary_of(LabConfig(ModelConfig(vocabulary=300), DataConfig(vocabulary="bpe")), corpus)
+    vocabulary = training_vocabulary(
+        LabConfig(ModelConfig(vocabulary=300), DataConfig(vocabulary="bpe")), corpus
+    )
     assert len(vocabulary.encode("the cat")) < 4
     assert len(vocabulary.encode("qxqxqxqx")) == 8
 

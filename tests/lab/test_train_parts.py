@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
-from moescope.lab.config import LabConfig
-from moescope.lab.train_parts import is_routed, own_part, report_is_behind
+from moescope.lab.train import make_part, report_is_outdated
 from moescope.run import Run, open_run
 
 
@@ -28,11 +26,11 @@ def damage(part: Path, how: str) -> None:
 
 
 def made_in(folder: Path) -> Run:
-    def make(overwrite: bool) -> Run:
-        with open_run(folder, "scan", {"arguments": {"seed": 0}}, overwrite) as writer:
+    def make(out: Path, overwrite: bool) -> Run:
+        with open_run(out, "scan", {"arguments": {"seed": 0}}, overwrite) as writer:
             return writer.finish({})
 
-    return own_part(folder, make)
+    return make_part(folder, make)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +64,10 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path):
 
 
 def test_a_report_older_than_a_part_is_behind(tmp_path: Path):
-    assert report_is_behind(tmp_path)
+    assert report_is_outdated(tmp_path)
     made_in(tmp_path / "scan")
     (tmp_path / "report.html").write_text("page")
-    assert not report_is_behind(tmp_path)
+    assert not report_is_outdated(tmp_path)
     later = (tmp_path / "report.html").stat().st_mtime_ns + 10**9
     os.utime(tmp_path / "scan" / "run.json", ns=(later, later))
-    assert report_is_behind(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("router", "experts", "routed"), [("topk", 4, True), ("topk", 1, False), ("dense", 4, False)]
-)
-def test_with_one_expert_nothing_is_routed(router: str, experts: int, routed: bool):
-    assert is_routed(LabConfig(ModelConfig(router=router, experts=experts, top_k=1))) == routed
+    assert report_is_outdated(tmp_path)

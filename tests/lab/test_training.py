@@ -18,13 +18,19 @@ from moescope.decoder.routers import ROUTERS, Routed
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
-from moescope.lab.divergence import Diverged, FiniteWatch
-from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
-from moescope.lab.training import Data, Training
+from moescope.lab.training import (
+    Data,
+    Diverged,
+    FiniteWatch,
+    Training,
+    clip_gradients,
+    learning_rate,
+    make_optimiser,
+)
 from moescope.lab.training_state import load_state
-from moescope.routing.monitor_run import Thresholds
 from moescope.routing.metrics import DIAGNOSTICS
 from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_run import Thresholds
 
 LOSSES = [
     "step",

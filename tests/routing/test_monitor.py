@@ -390,7 +390,7 @@ def test_a_monitor_thrown_away_by_its_own_writing_thread_leaves_an_interrupted_r
         ({"every": 0}, "every 0: must be a whole number from 1"),
         ({"every": 1.5}, "every 1.5: must be a whole number from 1"),
         ({"gradients_every": -1}, "gradients_every -1: must be a whole number from 0"),
-        ({"scan_every": 5}, "scan_every 5: no scan function given; use moescope.Monitor"),
+        ({"scan_every": 5}, "scan_every 5: .*moescope.scan_model"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings, message):

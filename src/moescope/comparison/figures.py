@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,16 @@ HOW_TO_READ = (
     "intervals of the mean. Grey: unrelated experts in stored order (dotted), and what matching reaches on "
     "random experts of this shape (band): a matched series inside the band is at chance level."
 )
+
+
+@dataclass(frozen=True)
+class MatrixFigure(FigureSpec):
+    """A figure of one matrix, which the table may lack."""
+
+    matrix: str = ""
+
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and self.matrix in set(tables[self.needs[0]]["matrix"])
 
 
 # --- distances per series
@@ -77,7 +88,9 @@ def distance_chart(matrix: str) -> FigureSpec:
         )
 
     line = f"R and relative L2 of {matrix} per layer, one colour per series, chance in grey."
-    return FigureSpec(f"expert_distance_{matrix}", ("geometry_layers",), draw, description=line)
+    return MatrixFigure(
+        f"expert_distance_{matrix}", ("geometry_layers",), draw, description=line, matrix=matrix
+    )
 
 
 def chart_caption(rows: pd.DataFrame) -> str:
@@ -198,12 +211,6 @@ def legend_entry(name: str, line: dict[str, Any], legend: str = "legend") -> Tra
 EXPERT_DISTANCE = [distance_chart(matrix) for matrix in PROJECTIONS]
 
 
-def distance_charts(geometry_layers: pd.DataFrame) -> list[FigureSpec]:
-    """The charts of the projections that the table has."""
-    present = set(geometry_layers["matrix"])
-    return [spec for spec, matrix in zip(EXPERT_DISTANCE, PROJECTIONS, strict=True) if matrix in present]
-
-
 # --- drift between two checkpoints
 
 
@@ -223,8 +230,9 @@ def drift_heatmap(tables: Tables) -> Figure:
         grid = group.pivot(index="layer", columns="expert_a", values="relative_l2").sort_index()
         values = grid.to_numpy(float)
         top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
-        colors = {"low": 0.0, "high": max(top, 1e-12), "label": "relative L2"}
-        data.append(heatmap(values, list(grid.columns), list(grid.index), axes=("expert", "layer"), **colors))
+        experts, layers, high = list(grid.columns), list(grid.index), max(top, 1e-12)
+        axes = ("expert", "layer")
+        data.append(heatmap(values, experts, layers, low=0.0, high=high, label="relative L2", axes=axes))
         captions.append(drift_caption(name, group))
     yaxis = {"type": "category", "autorange": "reversed"}
     return Figure(
@@ -335,7 +343,7 @@ def norm_ratios(tables: Tables) -> Figure:
 
 DRIFT = [
     FigureSpec("drift_heatmap", ("geometry",), drift_heatmap, wide=True),
-    FigureSpec("router_cosines", ("geometry",), router_cosines),
+    MatrixFigure("router_cosines", ("geometry",), router_cosines, matrix="router"),
     FigureSpec("norm_ratios", ("geometry",), norm_ratios),
 ]
 FIGURES = [*EXPERT_DISTANCE, *DRIFT]

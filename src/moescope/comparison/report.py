@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import pandas as pd
 
 from moescope.comparison.figures import (
     DRIFT,
+    EXPERT_DISTANCE,
     PROJECTIONS,
     UNRELATED_L2,
-    distance_charts,
     layer_range,
     unmatched,
 )
 from moescope.comparison.tables import TABLES
 from moescope.plotting.style import counted, number
+from moescope.reporting.joint import series_of_runs
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
@@ -180,6 +182,10 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     return [section for section in parts if section.figures or section.tables]
 
 
+def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
+    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
+
+
 def chart_section(tables: Tables, anchor: str = "distances") -> Section:
     """The distances of all series in `geometry_layers`."""
     layers = tables["geometry_layers"]
@@ -188,7 +194,7 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
         "Distances between experts",
         "Distance of each series' pairs per layer and projection. Grey: chance level, for unrelated "
         "experts in stored order and after matching the neurons of random ones.",
-        [(spec, {"geometry_layers": layers}) for spec in distance_charts(layers)],
+        drawable(EXPERT_DISTANCE, {"geometry_layers": layers}),
         [
             table_payload(
                 TABLES["geometry_layers"],
@@ -202,32 +208,22 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
 
 def overlay(runs: list[Run]) -> list[Section]:
     """The series of several runs in one chart; nothing for one run, or for runs of different layers."""
-    frames = [(run, run.table("geometry_layers")) for run in runs if "geometry_layers" in run.tables]
-    if len(frames) < 2 or len({tuple(sorted(set(rows["layer"]))) for _, rows in frames}) > 1:
+    rows = series_of_runs(runs)
+    if rows is None:
         return []
-    times = pd.Series([name for _, rows in frames for name in rows["series"].unique()]).value_counts()
-    parts = [
-        rows.assign(series=[f"{name} ({run.name})" if times[name] > 1 else name for name in rows["series"]])
-        for run, rows in frames
-    ]
-    section = chart_section({"geometry_layers": pd.concat(parts, ignore_index=True)}, "distances-of-all")
+    section = chart_section({"geometry_layers": rows}, "distances-of-all")
     return [replace(section, title="Distances between experts, all runs")]
 
 
 def drift_section(tables: Tables) -> Section:
     geometry = tables["geometry"]
-    present = set(geometry["matrix"])
     return Section(
         "drift",
         "Drift of experts and router rows",
         "Every expert and router row compared with itself in the other checkpoint. Reference: the median "
         "over all experts.",
-        [
-            (spec, {"geometry": geometry})
-            for spec in DRIFT
-            if spec.name != "router_cosines" or "router" in present
-        ],
-        [changed_experts_table(geometry)] if present & set(PROJECTIONS) else [],
+        drawable(DRIFT, {"geometry": geometry}),
+        [changed_experts_table(geometry)] if geometry["matrix"].isin(PROJECTIONS).any() else [],
     )
 
 

@@ -98,7 +98,7 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
     Held-out documents are chosen by name, so the choice is the same under another Python, whose texts differ.
     """
     from moescope.lab.config import config_from
-    from moescope.lab.train_text import read_corpus
+    from moescope.lab.corpus import read_corpus
 
     if not folder.exists():
         settings = {key: value for key, value in run.info["arguments"].items() if key != "from"}

@@ -154,8 +154,8 @@ class Capture:
                 decision = adapter_of(block).decide(block, inputs)
                 logits_TE = router_logits(block)
                 if block.scoring is None:
-                    facts = block.correction_bias_E, block.groups, block.expected_scoring
-                    block.scoring = find_scoring(logits_TE, *decision[1:], *facts)
+                    bias_E, groups, expected = block.correction_bias_E, block.groups, block.expected_scoring
+                    block.scoring = find_scoring(logits_TE, *decision[1:], bias_E, groups, expected)
                 if self.check and not block.checked:
                     self.pending = decision
                 block.calls += 1

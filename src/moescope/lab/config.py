@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from moescope.decoder.config import DTYPES, ModelConfig, check_numbers, override, unknown_key
 from moescope.errors import BadInput, unknown_name
+from moescope.run import run_to_resume
 
 LAYOUTS = ("packed", "documents")
 PARALLEL = ("ddp", "fsdp")
@@ -109,7 +110,7 @@ PRESETS: dict[str, LabConfig] = {
 }
 
 
-def preset(name: str) -> LabConfig:
+def preset_config(name: str) -> LabConfig:
     if name not in PRESETS:
         raise unknown_name("preset", name, list(PRESETS))
     return PRESETS[name]
@@ -150,7 +151,7 @@ def config_from(tables: dict[str, Any], base: LabConfig | None = None, where: st
     if base is None:
         if named is not None and not isinstance(named, str):
             raise BadInput(f"{where}: preset must be text, not {named!r}; one of {', '.join(PRESETS)}")
-        base = preset(named or "nano")
+        base = preset_config(named or "nano")
     parts = [part.name for part in fields(LabConfig)]
     for key in tables:
         if key not in parts:
@@ -207,3 +208,95 @@ def check_data(data: DataConfig, where: str) -> None:
             raise BadInput(
                 f"{where}: [data] domains: {name!r} cannot be a domain's name; use letters, digits, - and _"
             )
+
+
+# --- from a verb's arguments
+
+
+def settle(
+    config: str | Path | dict[str, Any] | LabConfig | None,
+    preset: str | None,
+    router: str | None,
+    from_: str | Path | None,
+    seed: int | None,
+) -> LabConfig:
+    """Return the checked config; with `from_`, model and vocabulary are the checkpoint's."""
+    from moescope.decoder.saving import load_config
+    from moescope.decoder.vocabulary import check_vocabulary, kind_of
+
+    base = None if preset is None else preset_config(preset)
+    where, tables = "config", {}
+    if isinstance(config, LabConfig):
+        settled, tables = config, not_default(config)
+    elif config is not None:
+        if not isinstance(config, dict):
+            where = str(config)
+        tables = config if isinstance(config, dict) else read_toml(config)
+        settled = config_from(tables, base, where)
+    else:
+        settled = base or PRESETS["nano"]
+    if router is not None:
+        settled = with_router(settled, router)
+    if seed is not None:
+        if not 0 <= seed < 2**63:
+            raise BadInput(f"--seed {seed}: must be 0 or more, and less than 2**63")
+        settled = replace(settled, train=replace(settled.train, seed=seed))
+    if from_ is not None:
+        folder = Path(from_)
+        model, kind = load_config(folder), kind_of(folder)
+        if router not in (None, model.router):
+            raise BadInput(
+                f"{folder}: its router is {model.router}; remove --router {router}, or train without --from"
+            )
+        check_matches(tables, where, model, kind, folder)
+        settled = replace(settled, model=model, data=replace(settled.data, vocabulary=kind))
+    check(settled, where)
+    check_vocabulary(settled.data.vocabulary, settled.model.vocabulary)
+    return settled
+
+
+def check_matches(tables: dict[str, Any], where: str, model: ModelConfig, kind: str, folder: Path) -> None:
+    """Reject explicit settings that contradict the model or vocabulary of the checkpoint to start from.
+
+    Values from a preset do not count.
+    """
+    from moescope.decoder.layers import uses_qk_norm
+    from moescope.decoder.routers import router_class
+
+    actual = {**asdict(model), "qk_norm": uses_qk_norm(model)}
+    options = {**router_class(model.router).OPTIONS, **actual.pop("router_options")}
+    wanted = dict(tables.get("model", {}))
+    # the router first: options of another router are unknown here
+    pairs: list[tuple[str, Any, Any]] = [("router", wanted.pop("router", model.router), model.router)]
+    pairs += [
+        (f"router_options.{name}", value, options.get(name))
+        for name, value in wanted.pop("router_options", {}).items()
+    ]
+    pairs += [(name, value, actual[name]) for name, value in wanted.items()]
+    pairs = [(f"[model] {name}", value, other) for name, value, other in pairs]
+    pairs.append(("[data] vocabulary", tables.get("data", {}).get("vocabulary", kind), kind))
+    for name, value, other in pairs:
+        if value is not None and value != other:
+            shown, stored = (
+                str(one).lower() if isinstance(one, bool) else str(one) for one in (value, other)
+            )
+            raise BadInput(
+                f"{where}: {name} is {shown}, but {folder} has {stored}; remove it, or train without --from"
+            )
+
+
+def not_default(config: LabConfig) -> dict[str, Any]:
+    """Return the tables of a config made in Python, without values that equal the default."""
+    tables, default = asdict(config), asdict(LabConfig())
+    return {
+        part: {name: value for name, value in tables[part].items() if value != default[part][name]}
+        for part in tables
+    }
+
+
+def resumed_config(folder: Path | None, others: bool) -> tuple[Path, LabConfig, str | None]:
+    """Return folder, config and origin of the run to resume; `others`: arguments that --resume excludes."""
+    folder, info = run_to_resume(folder, "train", "training", others)
+    arguments = dict(info["arguments"])
+    origin = arguments.pop("from", None)
+    return folder, config_from(arguments, where=str(folder / "run.json")), origin

@@ -1,52 +1,44 @@
-"""Texts to train on, by domain, parted into training and validation by document.
+"""Texts to train on, by domain, split into training and validation by document.
 
-The embedded corpus is the Python installation itself, so nothing is downloaded: sources of the standard
-library, its manual and docstrings,
-C headers where they are installed, and two domains that are generated. Its identity is a hash, since another
-Python has other sources.
+The embedded corpus comes from the Python installation, so nothing is downloaded: sources of the standard
+library, its manual and docstrings, C headers if installed, and two generated domains. Its identity is a hash,
+since another Python has other sources.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
+import json
 import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
+from moescope.decoder.vocabulary import Vocabulary, load_vocabulary, make_vocabulary
 from moescope.errors import BadInput
+from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
+from moescope.lab.config import LabConfig
 
-BYTES_A_DOMAIN = 1_000_000
+BYTES_PER_DOMAIN = 1_000_000
+VALIDATION_BYTES = 60_000  # per domain, saved with the run for tracing
+FEW_UNUSED = 20  # warn if more than 1 in this many vocabulary entries is unused
 VALIDATION_SHARE = 0.1
 NO_SOURCES = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "encodings",
-    "pydoc_data",
-    "ensurepip",
-    "__pycache__",
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"),
+    *("encodings", "pydoc_data", "ensurepip", "__pycache__"),
 }
-LONGEST = 2**16  # characters of an embedded document: beyond, one file would be most of a domain
-SHORTEST_DOCSTRINGS = 200  # characters of prose below which a module has too little to be a document
-LINES_A_DOCUMENT = 40  # of what is generated
-LONG_LINE = 40  # characters from which a line says enough to be told from another
+LONGEST = 2**16  # characters of an embedded document, so that no file dominates a domain
+SHORTEST_DOCSTRINGS = 200  # characters of prose that make a module a document
+LINES_PER_DOCUMENT = 40  # of generated text
+LONG_LINE = 40  # characters that make a line distinctive
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
-
-    Documents of one group (a module's source and its docstrings, topics that repeat each other) are never
-    parted by the split.
-    """
+    """One text. The split keeps a group together: a module's source and docstrings, overlapping topics."""
 
     domain: str
     group: str
@@ -55,16 +47,16 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation texts of every domain, in an order that depends on their content alone."""
+    """Training and validation texts of every domain, ordered by their content."""
 
     domains: tuple[str, ...]
     train: dict[str, list[str]]
     validation: dict[str, list[str]]
     identity: str  # hash of all texts, their domains and sides
-    cut: tuple[str, ...] = ()  # domains of one document, whose end is their validation text
+    cut: tuple[str, ...] = ()  # domains of one document, whose end is its validation text
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Documents and bytes of every domain, for run.json."""
+        """Return documents and bytes of every domain, for run.json."""
         return {
             domain: {
                 "train_documents": len(self.train[domain]),
@@ -77,42 +69,38 @@ class Corpus:
 
 
 def embedded_corpus(
-    bytes_a_domain: int = BYTES_A_DOMAIN, validation_share: float = VALIDATION_SHARE
+    bytes_per_domain: int = BYTES_PER_DOMAIN, validation_share: float = VALIDATION_SHARE
 ) -> Corpus:
-    """The corpus of this Python installation: code, prose, C headers if present, arithmetic, records."""
-    found: list[Document] = []
+    """Return the corpus of this Python installation: code, prose, C headers, arithmetic, records."""
+    documents: list[Document] = []
     for domain, read in EMBEDDED.items():
-        taken = list(limited(read(), bytes_a_domain))
-        if not taken and domain not in MAY_BE_ABSENT:
+        chosen = list(limited(read(), bytes_per_domain))
+        if not chosen and domain not in MAY_BE_ABSENT:
             raise BadInput(
-                f"embedded corpus: this Python has no text for the domain {domain}; give text "
-                "files as domains"
+                f"embedded corpus: this Python has no text for the domain {domain}; set [data] domains"
             )
-        found += taken
-    return split(found, validation_share)
+        documents += chosen
+    return split(documents, validation_share)
 
 
 def corpus_of(
     domains: dict[str, Callable[[], Iterable[str]]], validation_share: float = VALIDATION_SHARE
 ) -> Corpus:
-    """A corpus of the user's texts.
+    """Return a corpus of the user's texts.
 
     Equal texts stay on one side of the split; a domain of one text is cut near its end.
     """
-    found: list[Document] = []
+    documents: list[Document] = []
     for domain, read in domains.items():
         texts = [text for text in read() if text.strip()]
         if not texts:
-            raise BadInput(f"domain {domain!r}: no text in it; give another path")
-        found += [Document(domain, text, text) for text in texts]
-    return split(found, validation_share)
+            raise BadInput(f"domain {domain!r}: it has no text; set another path")
+        documents += [Document(domain, text, text) for text in texts]
+    return split(documents, validation_share)
 
 
 def split(documents: list[Document], validation_share: float) -> Corpus:
-    """Part documents by a hash of their group.
-
-    So that neither order nor a document added elsewhere moves another.
-    """
+    """Split documents by a hash of their group, independent of their order and of other documents."""
     if not 0 < validation_share < 1:
         raise BadInput(f"validation_share {validation_share}: must lie between 0 and 1, such as 0.1")
     domains = tuple(dict.fromkeys(document.domain for document in documents))
@@ -120,14 +108,13 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
     validation: dict[str, list[str]] = {}
     cut: list[str] = []
     for domain in domains:
-        own = sorted((place(d.group), d.text) for d in documents if d.domain == domain)
-        held = [text for at, text in own if at < validation_share]
-        kept = [text for at, text in own if at >= validation_share]
-        if not held or not kept:
-            held, kept = few_documents(domain, own, validation_share)
-        if len({at for at, _ in own}) == 1:
+        placed = sorted((place(d.group), d.text) for d in documents if d.domain == domain)
+        validation[domain] = [text for at, text in placed if at < validation_share]
+        train[domain] = [text for at, text in placed if at >= validation_share]
+        if not validation[domain] or not train[domain]:
+            validation[domain], train[domain] = split_few(domain, placed, validation_share)
+        if len({at for at, _ in placed}) == 1:
             cut.append(domain)
-        train[domain], validation[domain] = kept, held
     digest = hashlib.blake2b(digest_size=16)
     for side in (train, validation):
         for domain in domains:
@@ -137,37 +124,31 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
     return Corpus(domains, train, validation, digest.hexdigest(), tuple(cut))
 
 
-def few_documents(domain: str, own: list[tuple[float, str]], share: float) -> tuple[list[str], list[str]]:
-    """Validation and training of a domain too small for the hash.
-
-    The first group against the rest, or one text cut at a line's end.
-    """
-    first = [text for at, text in own if at == own[0][0]]
-    rest = [text for at, text in own if at != own[0][0]]
+def split_few(domain: str, placed: list[tuple[float, str]], share: float) -> tuple[list[str], list[str]]:
+    """Split a domain too small for the hash: the first group against the rest, or one text cut at a line."""
+    first = [text for at, text in placed if at == placed[0][0]]
+    rest = [text for at, text in placed if at != placed[0][0]]
     if rest:
         return first, rest
     text = first[0]
     cut = text.rfind("\n", 0, max(int(len(text) * (1 - share)), 1)) + 1 or int(len(text) * (1 - share))
     if cut < 1 or cut >= len(text):
-        raise BadInput(f"domain {domain!r}: too little text to hold some back for validation; give more")
+        raise BadInput(f"domain {domain!r}: too little text to hold some out for validation; add more")
     return [text[cut:]], [text[:cut]]
 
 
 def place(group: str) -> float:
-    """Where in [0, 1) a group falls."""
+    """Return the hash of a group in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def shuffled(name: str) -> float:
-    """An order by hash that has nothing to do with the split's.
-
-    Taking the first of it must not take one side.
-    """
+    """Return a hash independent of the split's, so that a prefix of this order has both sides."""
     return place(f"order {name}")
 
 
 def limited(documents: Iterable[Document], most: int) -> Iterator[Document]:
-    """Documents until that many bytes are reached."""
+    """Yield documents until that many bytes are reached."""
     left = most
     for document in documents:
         if left <= 0:
@@ -176,20 +157,96 @@ def limited(documents: Iterable[Document], most: int) -> Iterator[Document]:
         left -= len(document.text.encode())
 
 
+# --- the text of a training
+
+
+def read_corpus(config: LabConfig) -> Corpus:
+    """Return the embedded corpus, or that of the config's text."""
+    data = config.data
+    if not data.text and not data.domains:
+        share = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_PER_DOMAIN
+        return embedded_corpus(share, data.validation_share)
+    opened = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
+    most = max(data.max_bytes // len(opened), 1) if data.max_bytes else None
+    return corpus_of({source.domain: texts_of(source, most) for source in opened}, data.validation_share)
+
+
+def check_texts(config: LabConfig) -> None:
+    """Reject missing files without reading any; standard input and hub datasets are not checked."""
+    for path in [*config.data.text, *config.data.domains.values()]:
+        if path != STDIN and not is_hub_text(path):
+            existing(path)
+
+
+def text_warnings(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> list[str]:
+    """Return warnings about unused vocabulary entries and domains of a single document."""
+    warnings = []
+    entries, size = config.model.vocabulary, vocabulary.size
+    if (entries - size) * FEW_UNUSED > entries:
+        remedy = "give more text" if config.data.vocabulary == "bpe" else 'set vocabulary = "bpe" in [data]'
+        warnings.append(
+            f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary; "
+            f"lower it, or {remedy}"
+        )
+    if corpus.cut:
+        single = len(corpus.cut) == 1
+        which = f"domain {corpus.cut[0]} is" if single else f"domains {', '.join(corpus.cut)} are each"
+        warnings.append(
+            f"{which} one document: its end is the validation text, perhaps easier than another document"
+        )
+    return warnings
+
+
+def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
+    def read() -> list[str]:
+        texts, left = [], most
+        for content in source.read():
+            if left is not None and left <= 0:
+                break
+            text = (
+                content
+                if isinstance(content, str)
+                else "\n".join(str(part.get("content", "")) for part in content if isinstance(part, dict))
+            )
+            texts.append(text)
+            left = None if left is None else left - len(text.encode())
+        return texts
+
+    return read
+
+
+def training_vocabulary(config: LabConfig, corpus: Corpus, origin: str | None = None) -> Vocabulary:
+    """Return the vocabulary of the checkpoint to start from, else one made from the training text."""
+    if origin is not None:
+        return load_vocabulary(Path(origin))
+    texts = (text for domain in corpus.domains for text in corpus.train[domain])
+    return make_vocabulary(config.data.vocabulary, config.model.vocabulary, texts)
+
+
+def save_validation(folder: Path, corpus: Corpus) -> None:
+    """Write some validation documents of each domain as JSON lines for `trace`."""
+    folder.mkdir(exist_ok=True)
+    for domain in corpus.domains:
+        left, lines = VALIDATION_BYTES, []
+        for text in corpus.validation[domain]:
+            if left <= 0:
+                break
+            lines.append(json.dumps({"text": text[:left]}, ensure_ascii=False))
+            left -= len(text)
+        (folder / f"{domain}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 # --- the domains of the embedded corpus
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Every module of the standard library by name, in the order of a hash.
-
-    A part of them is a sample, not the letter A.
-    """
+    """Return name and path of every module of the standard library, ordered by hash."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = [(path.relative_to(folder), path) for path in folder.rglob("*.py")]
+    paths = [(path.relative_to(folder), path) for path in folder.rglob("*.py")]
     named = [
-        (".".join(place.with_suffix("").parts), path)
-        for place, path in found
-        if not NO_SOURCES & set(place.parts)
+        (".".join(relative.with_suffix("").parts), path)
+        for relative, path in paths
+        if not NO_SOURCES & set(relative.parts)
     ]
     return sorted(named, key=lambda module: shuffled(module[0]))
 
@@ -208,10 +265,7 @@ def code() -> Iterator[Document]:
 
 
 def prose() -> Iterator[Document]:
-    """The manual's topics, then docstrings, module by module.
-
-    A module's docstrings stay with its source in the split.
-    """
+    """Yield the manual's topics, then docstrings by module; the split keeps those with the source."""
     from pydoc_data.topics import topics
 
     groups = topic_groups(topics)
@@ -224,20 +278,16 @@ def prose() -> Iterator[Document]:
 
 
 def topic_groups(topics: dict[str, str]) -> dict[str, str]:
-    """The group of every topic; topics that have a passage in common, over however many others, are one
-    group.
+    """Return the group of every topic: those connected by shared passages of two consecutive long lines.
 
-    Some topics are the sections of a longer one word for word: split by themselves, validation would be read
-    in training. A passage is
-    two long lines that follow one another. A group goes by the member that the split puts farthest from
-    validation, so it is held
-    back only where each of its topics would have been.
+    Some topics repeat sections of a longer one: split separately, training would see validation text. A
+    group's place is that of its member farthest from validation.
     """
     holders: dict[tuple[str, str], str] = {}
-    joined = {name: {name} for name in topics}  # each name's whole group, the same set for all of its members
+    joined = {name: {name} for name in topics}  # one set per group, shared by its members
     for name in sorted(topics):
         lines = [line for line in map(str.strip, topics[name].splitlines()) if len(line) >= LONG_LINE]
-        for passage in pairwise(lines):
+        for passage in itertools.pairwise(lines):
             other = holders.setdefault(passage, name)
             if joined[other] is not joined[name]:
                 joined[other] |= joined[name]
@@ -250,11 +300,11 @@ def docstrings(path: Path) -> str:
     source = readable(path)
     try:
         tree = ast.parse(source or "")
-    except (SyntaxError, ValueError):  # cut in the middle, or for another Python
+    except (SyntaxError, ValueError):  # truncated, or of another Python version
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return "\n\n".join(text for text in found if text)
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(text for text in texts if text)
 
 
 def headers() -> Iterator[Document]:
@@ -265,23 +315,18 @@ def headers() -> Iterator[Document]:
 
 
 def arithmetic() -> Iterator[Document]:
-    """Sums, differences, products and quotients of small numbers, without end."""
-    number = 0
-    while True:
+    """Yield sums, differences, products and quotients of small numbers, endlessly."""
+    for number in itertools.count():
         draw = random.Random(f"arithmetic {number}")
-        yield Document(
-            "arithmetic",
-            f"arithmetic {number}",
-            "\n".join(calculation(draw) for _ in range(LINES_A_DOCUMENT)) + "\n",
-        )
-        number += 1
+        text = "\n".join(calculation(draw) for _ in range(LINES_PER_DOCUMENT)) + "\n"
+        yield Document("arithmetic", f"arithmetic {number}", text)
 
 
 def calculation(draw: random.Random) -> str:
     a, b = draw.randrange(1, 10 ** draw.randint(1, 3)), draw.randrange(1, 10 ** draw.randint(1, 2))
     sign = draw.choice("+-*/")
     if sign == "/":
-        a = a * b  # quotients come out even
+        a = a * b  # quotients are integers
     result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
     return f"{a} {sign} {b} = {result}"
 
@@ -292,14 +337,12 @@ NAMES = ("Ada", "Bram", "Clara", "Dov", "Edda", "Finn", "Greta", "Hugo", "Ines",
 
 
 def records() -> Iterator[Document]:
-    """Made-up shipments, each document in one of three notations, without end."""
-    number = 0
-    while True:
+    """Yield invented shipments, each document in one of three notations, endlessly."""
+    for number in itertools.count():
         draw = random.Random(f"records {number}")
         write = draw.choice((as_json, as_table, as_settings))
-        rows = [shipment(draw) for _ in range(LINES_A_DOCUMENT // 2)]
+        rows = [shipment(draw) for _ in range(LINES_PER_DOCUMENT // 2)]
         yield Document("records", f"records {number}", write(rows))
-        number += 1
 
 
 def shipment(draw: random.Random) -> dict[str, str | int]:
@@ -315,8 +358,6 @@ def shipment(draw: random.Random) -> dict[str, str | int]:
 
 
 def as_json(rows: list[dict[str, str | int]]) -> str:
-    import json
-
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -340,4 +381,4 @@ EMBEDDED: dict[str, Callable[[], Iterator[Document]]] = {
     "arithmetic": arithmetic,
     "records": records,
 }
-MAY_BE_ABSENT = ("headers",)  # a Python without its development files has none
+MAY_BE_ABSENT = ("headers",)  # without Python's development files

@@ -1,7 +1,4 @@
-"""A training as it went.
-
-Losses beside what no skill would lose, the pull on the routers, and the course of the steps.
-"""
+"""Figures of a training: losses with their baselines, gradients, speed, and the keys of SoME."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import pandas as pd
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     CATEGORICAL,
+    GREY,
+    HEAT,
     Figure,
     FigureSpec,
     Tables,
@@ -22,7 +21,7 @@ from moescope.plotting.style import (
     number,
 )
 
-UNIFORM, UNIGRAM = "every token alike", "frequencies alone"
+UNIFORM, UNIGRAM = "uniform baseline", "unigram baseline"
 
 
 def line(
@@ -40,166 +39,168 @@ def line(
     }
 
 
+# --- losses
+
+
 def loss_by_step(tables: Tables) -> Figure:
-    """Training and validation loss, with the losses of a uniform and of a unigram model."""
+    """Draw training and validation loss with the uniform and the unigram baseline."""
     steps, references = tables["steps"], tables["references"].set_index("name")["value"]
-    trained, judged = steps[steps["lm_loss"].notna()], steps[steps["validation_loss"].notna()]
+    trained, evaluated = steps[steps["lm_loss"].notna()], steps[steps["validation_loss"].notna()]
     ends = [int(steps["step"].min()), int(steps["step"].max())]
     data = [
         line(trained["step"], trained["lm_loss"], "training", CATEGORICAL[5]),
-        line(judged["step"], judged["validation_loss"], "validation", CATEGORICAL[0], "lines+markers"),
+        line(evaluated["step"], evaluated["validation_loss"], "validation", CATEGORICAL[0], "lines+markers"),
         grey_line(ends, [references["uniform"]] * 2, UNIFORM, "dot"),
         grey_line(ends, [references["unigram"]] * 2, UNIGRAM),
     ]
     published = steps[steps["validation_loss_published"].notna()]
     if len(published):
+        losses = published["validation_loss_published"]
         data.append(
-            line(
-                published["step"],
-                published["validation_loss_published"],
-                "validation, padding counted",
-                CATEGORICAL[3],
-                dash="dash",
-            )
+            line(published["step"], losses, "validation, padding counted", CATEGORICAL[3], dash="dash")
         )
-    first, last = judged.iloc[0], judged.iloc[-1]
-    title = (
-        f"Validation loss goes from {number(first['validation_loss'])} (step "
-        f"{int(first['step'])}) to {number(last['validation_loss'])} nats a token "
-        f"(step {int(last['step'])}); {number(references['unigram'])} by {UNIGRAM}, "
-        f"{number(references['uniform'])} with {UNIFORM}"
-    )
+    first, last = evaluated["validation_loss"].iloc[[0, -1]]
     caption = (
-        "Loss of the text alone, without routers' own losses. Training is the mean since the "
-        "point before. Dashed: a model that knows how often "
-        "each token occurs and nothing else; dotted: one that knows nothing."
-    ) + (
-        " Padding counted: as published comparisons of SoME do, which makes losses look smaller."
-        if len(published)
-        else ""
-    )
-    layout = base_layout("step", "loss (nats a token)")
-    return Figure("loss_by_step", title, caption, ("lm_loss", "validation_loss"), data, layout, height=400)
+        f"Validation loss falls from {number(first)} to {number(last)} nats per token"
+        if last < first
+        else f"Validation loss goes from {number(first)} to {number(last)} nats per token"
+    ) + f" (unigram baseline {number(references['unigram'])}, uniform {number(references['uniform'])})."
+    layout = base_layout("step", "loss (nats per token)")
+    columns = ("lm_loss", "validation_loss")
+    return Figure("loss_by_step", "Training and validation loss", caption, columns, data, layout, height=400)
 
 
-def beside_unigram(saved: float) -> str:
-    """How far a loss lies from the unigram model's, in words."""
-    if saved == 0:
-        return f"at the loss of {UNIGRAM}"
-    far = number(abs(saved))
-    return f"{far} {'nat' if far == '1' else 'nats'} a token {'below' if saved > 0 else 'above'} {UNIGRAM}"
-
-
-def saved_by_domain(tables: Tables) -> Figure:
-    """How far below the unigram model's loss each domain's validation loss lies."""
+def gain_by_domain(tables: Tables) -> Figure:
+    """Draw the unigram baseline's loss minus the validation loss of each domain."""
     rows = tables["domain_losses"]
     data: list[Trace] = []
-    for index, (domain, own) in enumerate(rows.groupby("domain", sort=False)):
-        ordered = own.sort_values("step")
-        style = category_style(index)
-        data.append(
-            line(
-                ordered["step"],
-                ordered["unigram"] - ordered["loss"],
-                str(domain),
-                style["color"],
-                "lines+markers",
-                style["dash"],
-            )
-        )
+    for index, (domain, group) in enumerate(rows.groupby("domain", sort=False)):
+        ordered, style = group.sort_values("step"), category_style(index)
+        gain = ordered["unigram"] - ordered["loss"]
+        data.append(line(ordered["step"], gain, str(domain), style["color"], "lines+markers", style["dash"]))
     steps = sorted(rows["step"].unique())
     data.append(grey_line([steps[0], steps[-1]], [0, 0], UNIGRAM))
-    last = (
-        rows[rows["step"] == steps[-1]]
-        .assign(saved=lambda frame: frame["unigram"] - frame["loss"])
-        .sort_values("saved")
-    )
+    last = rows[rows["step"] == steps[-1]].assign(gain=lambda frame: frame["unigram"] - frame["loss"])
+    last = last.sort_values("gain")
     worst, best = last.iloc[0], last.iloc[-1]
-    title = f"{capital(str(best['domain']))} is learned best, {beside_unigram(best['saved'])}"
-    least = f"; {worst['domain']} least, {beside_unigram(worst['saved'])}"
-    if best["saved"] <= 0:
-        nearest = str(best["domain"])
-        title = (
-            f"No domain is learned yet: nearest comes {nearest}, {beside_unigram(best['saved'])}"
-            if len(last) > 1
-            else f"{capital(nearest)} is not learned yet: {beside_unigram(best['saved'])}"
-        )
-        least = f"; farthest is {worst['domain']}, {beside_unigram(worst['saved'])}"
-    title += least if len(last) > 1 else ""
-    caption = (
-        "Unigram model's loss minus validation loss, by domain: 0 is a model that knows frequencies "
-        "alone, below it one that does not even know those."
-    )
-    return Figure(
-        "saved_by_domain",
-        title,
-        caption,
-        ("validation_loss",),
-        data,
-        base_layout("step", "nats a token below frequencies alone"),
-        height=400,
-    )
+    caption = f"{capital(str(best['domain']))} gains most: {number(best['gain'])} nats per token"
+    if len(last) > 1:
+        caption += f"; {worst['domain']} least: {number(worst['gain'])}"
+    caption += " (0: the unigram baseline; below 0 nothing is learned yet)."
+    layout = base_layout("step", "gain over the unigram baseline (nats per token)")
+    title = "Gain over the unigram baseline by domain"
+    return Figure("gain_by_domain", title, caption, ("validation_loss",), data, layout, height=400)
+
+
+# --- gradients and speed
 
 
 def gradient_by_step(tables: Tables) -> Figure:
-    """Norm of the whole gradient, and the norm at which it is clipped."""
-    steps = tables["steps"]
-    rows = steps[steps["gradient_norm"].notna()]
+    """Draw the norm of the full gradient and the norm at which it is clipped."""
+    rows = tables["steps"][tables["steps"]["gradient_norm"].notna()]
     clip = float(tables["references"].set_index("name")["value"].get("clip", np.nan))
-    data = [line(rows["step"], rows["gradient_norm"], "gradient", CATEGORICAL[1])]
-    title = (
-        f"The gradient's norm goes from {number(rows['gradient_norm'].iloc[0])} to "
-        f"{number(rows['gradient_norm'].iloc[-1])}"
-    )
+    norms = rows["gradient_norm"]
+    data = [line(rows["step"], norms, "gradient", CATEGORICAL[1])]
+    caption = f"Before clipping: from {number(norms.iloc[0])} to {number(norms.iloc[-1])}"
     if clip > 0:
         data.append(grey_line([rows["step"].iloc[0], rows["step"].iloc[-1]], [clip, clip], "clipped above"))
-        title += (
-            f"; {number(100 * float((rows['gradient_norm'] > clip).mean()))} % of the points lie "
-            f"above {number(clip)}, where it is clipped"
+        caption += (
+            f"; {number(100 * float((norms > clip).mean()))} % of the points exceed the limit {number(clip)}"
         )
-    yaxis = plain_log(data) or {}
-    return Figure(
-        "gradient_by_step",
-        title,
-        "Mean since the point before, before clipping.",
-        ("gradient_norm",),
-        data,
-        base_layout("step", "norm of the gradient", yaxis=yaxis),
-    )
+    layout = base_layout("step", "gradient norm", yaxis=plain_log(data) or {})
+    return Figure("gradient_by_step", "Gradient norm", f"{caption}.", ("gradient_norm",), data, layout)
 
 
 def speed_by_step(tables: Tables) -> Figure:
-    """Tokens a second, and their median."""
-    steps = tables["steps"]
-    rows = steps[steps["tokens_per_second"].notna()]
+    """Draw tokens per second and their median."""
+    rows = tables["steps"][tables["steps"]["tokens_per_second"].notna()]
     median = float(rows["tokens_per_second"].median())
     data = [
         line(rows["step"], rows["tokens_per_second"], "speed", CATEGORICAL[2]),
         grey_line([rows["step"].iloc[0], rows["step"].iloc[-1]], [median] * 2, "median"),
     ]
     memory = rows["peak_memory_bytes"].dropna()
-    title = f"{number(median)} tokens a second (median)" + (
-        f", {number(float(memory.max()) / 1e9)} GB of memory at most" if len(memory) else ""
-    )
+    caption = f"Median {number(median)} tokens per second, evaluations excluded"
+    caption += f"; peak memory {number(float(memory.max()) / 1e9)} GB." if len(memory) else "."
+    layout = base_layout("step", "tokens per second", yaxis={"rangemode": "tozero"})
+    columns = ("tokens_per_second", "peak_memory_bytes")
+    return Figure("speed_by_step", "Training speed", caption, columns, data, layout)
+
+
+# --- keys of SoME
+
+
+def expert_usage_histogram(tables: Tables) -> Figure:
+    """Draw how many experts have how many tokens, with random balanced routing in grey."""
+    rows = tables["key_histogram"]
+    seen = (rows["experts"] + rows["expected"]).to_numpy(float)
+    rows = rows[(rows.index == 0) | (seen.cumsum() - seen[0] > 0)]  # no empty bins between 0 and the first
+    bins = [
+        f"{number(left)} to {number(right)}" for left, right in zip(rows["left"], rows["right"], strict=True)
+    ]
+    data = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": bins,
+            "y": rows[column].to_numpy(float),
+            "marker": {"color": color},
+            "hovertemplate": f"%{{x}} tokens<br>{name}: %{{y:.3g}}<extra></extra>",
+        }
+        for column, name, color in (
+            ("experts", "experts", CATEGORICAL[0]),
+            ("expected", "random routing", GREY),
+        )
+    ]
+    busiest, expected = (int(rows[column].to_numpy().argmax()) for column in ("experts", "expected"))
     caption = (
-        "Tokens trained on a second, evaluations left out. Memory is the process's on a CPU, torch's "
-        "on a GPU."
+        f"{int(rows['experts'].iloc[busiest])} of {int(rows['experts'].sum())} experts have {bins[busiest]} "
+        f"tokens in the last window (random routing: mostly {bins[expected]})."
     )
-    return Figure(
-        "speed_by_step",
-        title,
-        caption,
-        ("tokens_per_second", "peak_memory_bytes"),
-        data,
-        base_layout("step", "tokens a second", yaxis={"rangemode": "tozero"}),
+    layout = base_layout("tokens", "experts", xaxis={"type": "category"}, barmode="group")
+    title = "Tokens per expert in the middle layer"
+    return Figure("expert_usage_histogram", title, caption, ("tokens",), data, layout)
+
+
+def key_map(tables: Tables) -> Figure:
+    """Draw the keys on their first two principal axes, coloured by tokens."""
+    rows, shares = tables["key_map"], tables["key_shares"].iloc[0]
+    color_bar = {"title": {"text": "tokens", "side": "right"}, "thickness": 12, "outlinewidth": 0}
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "showlegend": False,
+            "x": rows["x"].to_numpy(float),
+            "y": rows["y"].to_numpy(float),
+            "customdata": rows[["expert", "tokens"]].to_numpy(),
+            "marker": {
+                "size": 9,
+                "color": rows["tokens"].to_numpy(float),
+                "colorscale": HEAT,
+                "showscale": True,
+                "colorbar": color_bar,
+            },
+            "hovertemplate": "expert %{customdata[0]}<br>%{customdata[1]} tokens<extra></extra>",
+        }
+    ]
+    caption = (
+        f"Principal components of the middle layer's keys: they show {number(100 * shares['shown'])} % of "
+        f"the variance (random keys: {number(100 * shares['by_chance'])} %)."
     )
+    layout = base_layout("first component", "second component", yaxis={"scaleanchor": "x"})
+    return Figure("key_map", "Map of the keys", caption, ("tokens",), data, layout, height=420)
 
 
 LOSSES = [
     FigureSpec("loss_by_step", ("steps",), loss_by_step, wide=True),
-    FigureSpec("saved_by_domain", (), saved_by_domain, wide=True),
+    FigureSpec("gain_by_domain", (), gain_by_domain, wide=True),
 ]
-COURSE = {  # by the column of steps that it cannot do without
+SPEED = {  # required column of steps -> figure
     "gradient_norm": FigureSpec("gradient_by_step", ("steps",), gradient_by_step),
     "tokens_per_second": FigureSpec("speed_by_step", ("steps",), speed_by_step),
 }
+KEYS = [
+    FigureSpec("expert_usage_histogram", (), expert_usage_histogram),
+    FigureSpec("key_map", (), key_map),
+]

@@ -1,35 +1,59 @@
-"""How SoME's keys have organised themselves: usage of the middle layer, and where its keys lie.
-
-Each beside what chance gives.
-"""
+"""Usage and map of SoME's keys in the middle layer, with their chance levels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from moescope.routing.load_balance import Setting
 from moescope.routing.metrics import METRICS
+from moescope.run import Run, jsonable
 from moescope.types import Array
 
 if TYPE_CHECKING:
     import pandas as pd
 
-BINS_A_DECADE = 4
-DRAWS = 20  # random sets of keys, for what two axes hold of them
+    from moescope.decoder.config import ModelConfig
+
+BINS_PER_DECADE = 4
+DRAWS = 20  # random key sets, for the chance level of the map's share of variance
+
+
+def key_facts(run: Run, model: ModelConfig, checkpoint: str) -> dict[str, Any]:
+    """Return usage in the last window of training and the final keys of the middle layer, fit for JSON."""
+    from moescope.decoder.saving import load_model
+
+    layer, k = middle_layer(model.layers), model.top_k
+    load = run.table("load")
+    rows = load[(load["step"] == load["step"].max()) & (load["layer"] == layer)].sort_values("expert")
+    counts_E = rows["tokens"].to_numpy(float)
+    tokens = round(counts_E.sum() / k)
+    router = cast(Any, load_model(checkpoint)[0].routers[layer])
+    keys_ED = router.keys_ED.double().numpy()
+    places, shown, by_chance = key_map(keys_ED, counts_E)
+    cosine, spread = key_cosine(keys_ED)
+    return jsonable(
+        {
+            "layer": layer,
+            "metrics": usage_metrics(counts_E, tokens, k).to_dict("records"),
+            "histogram": usage_histogram(counts_E, tokens, k).to_dict("records"),
+            "map": places.to_dict("records"),
+            "shares": {"shown": shown, "by_chance": by_chance},
+            "cosine": {"mean": cosine, "random_spread": spread},
+        }
+    )
 
 
 def middle_layer(layers: int) -> int:
-    """The layer that SoME's figures are of: half the way down, the upper one of two."""
+    """Return the layer that SoME's figures show."""
     return layers // 2
 
 
 def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
-    """gini, load_entropy_bits and used (the share of experts with any token): value, chance (random balanced
-    routing) and collapse.
+    """Return value, chance (random balanced routing) and collapse of gini, load_entropy_bits and used.
 
-    `counts_E`: tokens each expert got of `tokens` that chose `top_k` each.
+    `used` is the share of experts with any token; `counts_E` the tokens per expert of `tokens` with `top_k`.
     """
     import pandas as pd
 
@@ -49,18 +73,17 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
 
 
 def usage_histogram(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
-    """How many experts have how many tokens, in four bins a decade: left, right, experts, expected.
+    """Return the histogram of tokens per expert in four bins per decade: left, right, experts, expected.
 
-    `expected` is the mean over 200 random balanced routings of the same tokens. Experts without a token stand
-    in the first row,
-    from 0 to 1, since a count of 0 has no logarithm.
+    `expected` is the mean over 200 random balanced routings. The first row, 0 to 1, has experts without a
+    token, since a count of 0 has no logarithm.
     """
     import pandas as pd
 
     draws = Setting(tokens, len(counts_E), top_k).draws
     highest = max(float(counts_E.max()), float(draws.max()), 1.0)
-    bins = int(np.floor(np.log10(highest) * BINS_A_DECADE)) + 1
-    edges = np.concatenate([[0.0], 10 ** (np.arange(bins + 1) / BINS_A_DECADE)])
+    bins = int(np.floor(np.log10(highest) * BINS_PER_DECADE)) + 1
+    edges = np.concatenate([[0.0], 10 ** (np.arange(bins + 1) / BINS_PER_DECADE)])
     experts, _ = np.histogram(counts_E, edges)
     expected, _ = np.histogram(draws, edges)
     return pd.DataFrame(
@@ -69,12 +92,10 @@ def usage_histogram(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
 
 
 def key_cosine(keys_ED: Array) -> tuple[float, float]:
-    """The mean cosine between two keys, and how far from 0 that mean strays for random keys (its standard
-    deviation).
+    """Return the mean cosine between two keys, and its standard deviation for random keys.
 
     (|sum of unit keys|^2 - n) / (n (n - 1)); for random directions the mean is 0 and the deviation sqrt(2 /
-    (n (n - 1) D)). Near 1 all
-    keys are one, and which expert a token gets is left to rounding.
+    (n (n - 1) D)). Near 1 all keys are equal, and rounding decides which expert a token gets.
     """
     n, width = keys_ED.shape
     if n < 2:
@@ -84,11 +105,10 @@ def key_cosine(keys_ED: Array) -> tuple[float, float]:
 
 
 def key_map(keys_ED: Array, counts_E: Array) -> tuple[pd.DataFrame, float, float]:
-    """A map of the keys' directions: expert, x, y, tokens, strength; the share of variance it shows, and that
-    of random keys.
+    """Return a map of the unit keys by their first two principal components, and the share of variance shown.
 
-    The first two principal components of the unit keys. A map of random keys shows some share too, the more
-    the fewer the keys.
+    Columns: expert, x, y, tokens, strength. The third value is the share for random keys, larger for fewer
+    keys.
     """
     import pandas as pd
 
@@ -114,9 +134,9 @@ def unit(keys_ED: Array) -> Array:
 
 
 def two_components(points_ED: Array) -> tuple[Array, float]:
-    """Places on the first two principal axes, each axis turned so that its largest entry is positive.
+    """Return coordinates on the first two principal axes and their share of variance.
 
-    And their share of variance.
+    The sign of each axis makes its largest entry positive.
     """
     centred_ED = points_ED - points_ED.mean(0)
     left, singular, _ = np.linalg.svd(centred_ED, full_matrices=False)

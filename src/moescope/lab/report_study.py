@@ -24,7 +24,7 @@ from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.verb import KeyNumber, Section, Selection, Summary, Tables
+from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
 
 GUIDE = (
     "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint: "
@@ -101,8 +101,8 @@ def of_question(tables: Tables, question: str) -> Tables:
 
 def compared_questions(tables: Tables) -> dict[str, Tables]:
     """Return the tables of each question with at least two arms."""
-    found = {name: of_question(tables, name) for name in questions_of(tables)}
-    return {name: own for name, own in found.items() if len(own["study_comparisons"]) > 1}
+    by_question = {name: of_question(tables, name) for name in questions_of(tables)}
+    return {name: part for name, part in by_question.items() if len(part["study_comparisons"]) > 1}
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:
@@ -112,7 +112,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     if not by_question:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
     first = next(iter(by_question))
-    parts = [question_section(own, name, name == first) for name, own in by_question.items()]
+    parts = [question_section(part, name, name == first) for name, part in by_question.items()]
     figures = [(spec, by_question[first]) for spec in CURVES if spec.can_draw(by_question[first])]
     if figures:
         text = "Loss on held-out text, and routing in training, by step."
@@ -134,7 +134,8 @@ def sections(run: Run, selection: Selection) -> list[Section]:
 def question_section(tables: Tables, question: str, first: bool) -> Section:
     title, text = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
     comparisons = tables["study_comparisons"]
-    figures = [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
+    figures: list[tuple[FigureSpec, Tables]] = []
+    figures += [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
     for places in axis_frames(tables, question):
         along = {**tables, "study_axes": places}
         figures += [(spec, along) for spec in ALONG if spec.can_draw(along)]
@@ -173,11 +174,11 @@ def summary(run: Run) -> Summary:
             "looks best makes false claims."
         )
     for question in questions_of(tables):
-        own = of_question(tables, question)
-        if len(own["study_comparisons"]) > 1:
-            sentences += question_findings(own["study_comparisons"], question)
+        part = of_question(tables, question)
+        if len(part["study_comparisons"]) > 1:
+            sentences += question_findings(part["study_comparisons"], question)
         if question == "sweep":
-            sentences += target_findings(own["study_runs"])
+            sentences += target_findings(part["study_runs"])
     sentences += unfinished_findings(tables["study_runs"])
     return Summary(coverage(run), sentences, key_numbers(tables))
 
@@ -185,7 +186,7 @@ def summary(run: Run) -> Summary:
 def key_numbers(tables: Tables) -> list[KeyNumber]:
     """Return the first question's best difference and its load CV, the detectable difference, progress."""
     runs, questions = tables["study_runs"], compared_questions(tables)
-    comparisons = next((own["study_comparisons"] for own in questions.values()), tables["study_comparisons"])
+    comparisons = next(iter(questions.values()), tables)["study_comparisons"]
     reference, known = reference_of(comparisons), compared(comparisons)
     done = KeyNumber("Trainings done", int((runs["status"] == "done").sum()), unit=f"of {len(runs)}")
     if known.empty:

@@ -1,7 +1,4 @@
-"""A training's part of the report: losses, load while it learned, what taught the routers.
-
-Its scan and trace follow as their own parts.
-"""
+"""A training's part of the report: losses, load balance, router gradients, keys, speed."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_keys import KEYS
-from moescope.lab.figures_training import COURSE, LOSSES
+from moescope.lab.figures_training import KEYS, LOSSES, SPEED
 from moescope.plotting.style import Tables, byte_size, counted, listed, number
 from moescope.reporting.pack import table_payload
 from moescope.reporting.run_kind import RunKind, Section
@@ -20,7 +16,6 @@ from moescope.reporting.untrusted import plot_words
 from moescope.routing.report_monitor import (
     STEP_COLUMNS,
     TABLES,
-    alert_findings,
     diagnostic_sections,
     gradient_sections,
     load_findings,
@@ -29,31 +24,25 @@ from moescope.routing.report_monitor import (
 from moescope.run import Run
 
 VIEW = (
-    "A training is judged by its validation loss, beside two models without skill: one that "
-    "gives every token the same chance, and one that knows how "
-    "often each occurs. Load and decisions are of the training's own passes, each point a "
-    "stretch of steps; chances are those of random routing."
+    "The validation loss is compared with two baselines: uniform (every token equally likely) and unigram "
+    "(token frequencies). Load balance and routing decisions come from the training passes, one point per "
+    "window of steps; the chance level is random routing."
 )
 
 
 def sections(run: Run) -> list[Section]:
-    """The parts of the page, in the order one asks.
-
-    Did it learn, did experts share the work, what taught the routers, how did it go.
-    """
+    """Return the sections: losses, load balance, diagnostics, router gradients, keys, speed."""
     if "steps" not in run.tables or not run.info.get("evaluations"):
-        raise BadInput(
-            f"{run.path}: nothing of this training is on disk yet; wait a while, or give its command again"
-        )
+        raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
     steps = run.table("steps")
     tables: Tables = {"steps": steps, "references": references(run), "domain_losses": domain_losses(run)}
     found = [
         Section(
             "losses",
-            "What it learned",
-            "Loss on text the model has not seen, over the steps and by domain.",
+            "Training curves",
+            "Loss on held-out text, by step and by domain.",
             [(spec, tables) for spec in LOSSES],
-            [table_payload("steps", steps, STEP_COLUMNS, "Every point")],
+            [table_payload("steps", steps, STEP_COLUMNS, "All steps")],
         )
     ]
     if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
@@ -61,35 +50,31 @@ def sections(run: Run) -> list[Section]:
     found += gradient_sections(run)
     if "keys" in run.info:
         found.append(key_section(run))
-    words = "Gradient and speed, from the run itself."
-    course = [(spec, tables) for column, spec in COURSE.items() if steps[column].notna().any()]
-    if course:
-        found.append(Section("course", "How it went", words, course))
+    speed = [(spec, tables) for column, spec in SPEED.items() if steps[column].notna().any()]
+    if speed:
+        found.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
     return found
 
 
 def key_section(run: Run) -> Section:
-    """SoME: usage of the middle layer's experts, and a map of its keys."""
+    """Return SoME's section: usage of the middle layer's experts and a map of its keys."""
     keys = run.info["keys"]
     tables = {
         "key_histogram": pd.DataFrame(keys["histogram"]),
         "key_map": pd.DataFrame(keys["map"]),
         "key_shares": pd.DataFrame([keys["shares"]]),
     }
-    told = [
-        (
-            f"{METRIC_WORDS[row['metric']]} {number(row['value'])} ({number(row['chance'])} with "
-            f"random routing, {number(row['collapse'])} at collapse)"
-        )
+    metrics = [
+        f"{METRIC_WORDS[row['metric']]} {number(row['value'])} (random routing: {number(row['chance'])}, "
+        f"collapse: {number(row['collapse'])})"
         for row in keys["metrics"]
     ]
     cosine = keys["cosine"]
     words = (
-        f"Layer {keys['layer']}, the middle one: {listed(told)}. Two keys have a cosine of "
-        f"{number(cosine['mean'])} on average; of random keys that mean is 0, "
-        f"give or take {number(cosine['random_spread'])}. Near 1 all keys are one."
+        f"Layer {keys['layer']}, the middle one: {listed(metrics)}. Mean cosine of two keys: "
+        f"{number(cosine['mean'])} (random keys: 0 ± {number(cosine['random_spread'])}; 1: all equal)."
     )
-    return Section("keys", "How the keys organised themselves", words, [(spec, tables) for spec in KEYS])
+    return Section("keys", "Keys", words, [(spec, tables) for spec in KEYS])
 
 
 METRIC_WORDS = {
@@ -100,69 +85,62 @@ METRIC_WORDS = {
 
 
 def references(run: Run) -> pd.DataFrame:
-    told = run.info["references"]
+    losses = run.info["references"]
     values = {
-        "uniform": told["uniform"],
-        "unigram": told["unigram"][""],
+        "uniform": losses["uniform"],
+        "unigram": losses["unigram"][""],
         "clip": run.info["arguments"]["train"]["clip"],
     }
     return pd.DataFrame({"name": list(values), "value": list(values.values())})
 
 
 def domain_losses(run: Run) -> pd.DataFrame:
-    """Validation loss of every domain at every evaluation, with the unigram model's beside it."""
+    """Return loss and unigram baseline of every domain at every evaluation."""
     unigram = run.info["references"]["unigram"]
     return pd.DataFrame(
         [
-            {
-                "step": evaluation["step"],
-                "domain": plot_words(domain),
-                "loss": loss,
-                "unigram": unigram[domain],
-            }
-            for evaluation in run.info["evaluations"]
-            for domain, loss in evaluation["domains"].items()
+            {"step": one["step"], "domain": plot_words(domain), "loss": loss, "unigram": unigram[domain]}
+            for one in run.info["evaluations"]
+            for domain, loss in one["domains"].items()
         ]
     )
 
 
 def findings(run: Run) -> list[str]:
-    """What the training came to, in sentences."""
+    """Return the training's results in sentences."""
     if not run.info.get("evaluations"):
-        return ["Nothing has been evaluated yet."]
-    told = run.info["references"]
+        return ["No evaluation yet."]
+    baselines = run.info["references"]
     first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
     found = [
-        (
-            f"Validation loss {number(last['loss'])} nats a token after {last['step']:,} steps, "
-            f"{number(first['loss'])} before the first; "
-            f"{number(told['unigram'][''])} by token frequencies alone, {number(told['uniform'])} "
-            "with every token alike."
-        )
+        f"Validation loss: {number(last['loss'])} nats per token after {last['step']:,} steps, "
+        f"{number(first['loss'])} before training (unigram baseline: {number(baselines['unigram'][''])}, "
+        f"uniform: {number(baselines['uniform'])})."
     ]
-    behind = [domain for domain, loss in last["domains"].items() if loss >= told["unigram"][domain]]
+    behind = [domain for domain, loss in last["domains"].items() if loss >= baselines["unigram"][domain]]
     if behind:
-        found.append(f"No better than token frequencies alone: {listed(behind)}.")
+        found.append(f"No better than the unigram baseline: {listed(behind)}.")
     if run.info["status"] != "done":
         stopped = f": {run.info['error']}" if run.info.get("error") else ""
         found.append(f"This training is {run.info['status']}{stopped}.")
     if is_routed(run):
-        chosen = router_facts(run).get("experts_choose")
-        found += load_findings(run, " by construction (experts choose the tokens)" if chosen else "")
-    return found + alert_findings(run)
+        equal = ", by construction: experts choose tokens" if router_facts(run).get("experts_choose") else ""
+        found += load_findings(run, equal)
+    alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
+    if len(alerts):
+        first_alert = alerts.sort_values("step").iloc[0]
+        found.append(f"{counted(len(alerts), 'alert')} in training; the first: {first_alert['message']}.")
+    return found
 
 
 def is_routed(run: Run) -> bool:
-    """Whether there is anything to choose: of one block a layer every load is even, and says nothing.
-
-    The Monitor watches MoE layers only.
-    """
+    """Return whether tokens have a choice. The Monitor's own runs, without a config, always do."""
     model = run.info["arguments"].get("model")
     return not model or (router_facts(run)["routes"] and int(model["experts"]) > 1)
 
 
 def router_facts(run: Run) -> dict[str, Any]:
-    """Facts about the lab's router; none for a training that the Monitor watched, of any model."""
+    """Return the facts about the lab's router; none for a training outside the lab, which has no config."""
     facts: dict[str, Any] | None = run.info.get("router_facts")
     if facts is None and (model := run.info["arguments"].get("model")):  # a run of an earlier version
         from moescope.decoder.routers import facts_of_model
@@ -178,16 +156,13 @@ def coverage(run: Run) -> list[str]:
     entries = f"{info['vocabulary_size']:,} tokens in the vocabulary"
     if info["vocabulary_size"] < model["vocabulary"]:
         entries += f", {model['vocabulary']:,} entries in the model's head"
-    begins = f"begins with {info['arguments']['from']}: model and vocabulary are its own"
+    starts = f"starts from {info['arguments']['from']} with its model and vocabulary"
     return [
-        (
-            f"{model['router']} router, {counted(model['layers'], 'layer')} of "
-            f"{experts_in_words(run)}; {info['parameters_total']:,} parameters, "
-            f"{info['parameters_trainable']:,} of them trained"
-        ),
-        *([begins] if info["arguments"].get("from") else []),
+        f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts_in_words(run)}; "
+        f"{info['parameters_total']:,} parameters, {info['parameters_trainable']:,} trained",
+        *([starts] if info["arguments"].get("from") else []),
         *([info["frozen"]] if info.get("frozen") else []),
-        f"text: {listed(list(sizes))}, {byte_size(read)} to train on; {entries}; corpus {info['corpus']}",
+        f"text: {listed(list(sizes))}, {byte_size(read)} for training; {entries}; corpus {info['corpus']}",
     ]
 
 
@@ -195,7 +170,7 @@ def experts_in_words(run: Run) -> str:
     model = run.info["arguments"]["model"]
     if router_facts(run)["routes"]:
         return counted(model["experts"], "expert")
-    return f"one block, as wide as the {counted(model['top_k'], 'expert')} that a token would meet"
+    return f"one block as wide as {counted(model['top_k'], 'expert')}"
 
 
 def command(run: Run) -> str:
@@ -210,11 +185,11 @@ def command(run: Run) -> str:
 
 
 def title(run: Run) -> str:
-    return f"{run.name}: a training with {run.info['arguments']['model']['router']}"
+    return f"{run.name}: training with {run.info['arguments']['model']['router']}"
 
 
 def parts(run: Run) -> list[Run]:
-    """The scan and the trace of what was trained, as far as they are there."""
+    """Return the scan and the trace of the trained model, as far as they exist."""
     found = []
     for name in ("scan", "trace"):
         try:

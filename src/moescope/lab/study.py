@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moescope.arguments import choose_device
 from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
+from moescope.lab.corpus import read_corpus, training_vocabulary
 from moescope.lab.figures_study import FIGURES as ARM_FIGURES
 from moescope.lab.figures_study_curves import FIGURES as CURVE_FIGURES
 from moescope.lab.report_study import guide, page_title, sections, select, summary
@@ -26,8 +27,7 @@ from moescope.lab.study_task import (
     save_text,
 )
 from moescope.lab.tables import TABLES
-from moescope.lab.train_settings import bytes_on_disk
-from moescope.lab.train_text import read_corpus, vocabulary_of
+from moescope.lab.train import bytes_on_disk
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,
@@ -109,7 +109,7 @@ def study(
     folder, done = place_run(VERB, folder, name, identity, overwrite)
     if done:
         return done
-    vocabulary = vocabulary_of(plan.base, corpus)
+    vocabulary = training_vocabulary(plan.base, corpus)
     replaces = overwrite and holds_study(folder)
     command = VERB.command(given if isinstance(config, str | Path) else {"resume": True, "out": folder})
     with open_run(folder, VERB, identity, overwrite, command) as writer:

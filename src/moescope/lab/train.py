@@ -1,8 +1,4 @@
-"""train.
-
-A small MoE language model under a router of one's choice, watched while it learns, scanned and traced when it
-is done.
-"""
+"""train: train a small MoE language model with a chosen router, monitor it, then scan and trace it."""
 
 from __future__ import annotations
 
@@ -11,40 +7,58 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
-from moescope.lab.train_parts import complete
-from moescope.lab.train_settings import (
-    as_plain,
-    bytes_on_disk,
-    facts_of,
-    settings_warnings,
-    settle,
-    unfinished,
+from moescope.lab.config import LabConfig, TrainConfig, resumed_config, settle
+from moescope.lab.corpus import (
+    Corpus,
+    check_texts,
+    read_corpus,
+    save_validation,
+    text_warnings,
+    training_vocabulary,
 )
-from moescope.lab.train_text import check_texts, keep_validation, read_corpus, text_warnings, vocabulary_of
 from moescope.progress import progress, unsaid_alerts
-from moescope.run import TRAIN_LOCK, Run, check_folder, default_folder, jsonable, now, read_run_json
+from moescope.routing.trace import trace
+from moescope.run import (
+    TRAIN_LOCK,
+    DamagedRun,
+    OtherRun,
+    Run,
+    check_folder,
+    clear_run,
+    default_folder,
+    finished_run,
+    jsonable,
+    now,
+    read_run_json,
+    write_json,
+)
 from moescope.storage import check_disk, only_writer
-from moescope.weights.verb import finished_run
+from moescope.weights.verb import scan
 
 if TYPE_CHECKING:
     from moescope.decoder.model import LabModel
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
-    from moescope.lab.config import LabConfig, TrainConfig
-    from moescope.lab.corpus import Corpus
     from moescope.lab.training import Data, Training
     from moescope.routing.monitor import LoopMonitor
 
-PARTS = ("scan", "trace", "validation")  # folders of a training's run, beside its checkpoints
+PARTS = ("scan", "trace", "validation")  # folders of a training's run besides its checkpoints
 STATE = "training_state.pt"
-WINDOWS = 20  # of the Monitor in a training, about
+WINDOWS = 20  # of the Monitor per training, about
+SMALL = 20_000_000  # parameters up to which several checkpoints are traced, not only the last
+MOST_TRACED = 4  # checkpoints
+TRACED_TOKENS = 40_000
+NOT_SCANNED = "the trained weights were not scanned"
+NOT_TRACED = "the routing of validation text was not traced"
+NO_REPORT = "no report"
 
 
 def train(
@@ -53,70 +67,150 @@ def train(
     router: str | None = None,
     from_: str | Path | None = None,
     out: str | Path | None = None,
-    dry_run: bool = False,
     resume: bool = False,
     device: str = "auto",
     seed: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
-) -> Run | dict[str, Any]:
-    """Train a model and return the run, with its scan, its trace and its report; with `dry_run` only what it
-    would be.
+) -> Run:
+    """Train a small MoE language model; return its run with a scan, a trace and a report.
 
-    `config` is a TOML file or what one holds; `preset` what it starts from (nano); `from_` a lab checkpoint
-    whose weights come first.
+    An interrupted training continues exactly from its last checkpoint when the same command is repeated. For
+    several processes use `torchrun -m moescope train ...`.
+
+    Parameters
+    ----------
+    config
+        TOML file with the tables [model], [data] and [train], or its content.
+    preset
+        Defaults of the config: nano, small, medium, some_a4, some_b1, some_b2 or some_b3 (default: nano).
+    router
+        Router to train: switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some or dense.
+    from_
+        Lab checkpoint to start from (default: random weights).
+    out
+        Folder of the run.
+    resume
+        Continue the unfinished training in `out`, or the newest in runs/.
+    device
+        auto, cpu, cuda or cuda:0.
+    seed
+        Seed of weights and data order (default: the config's).
+    overwrite
+        Replace a run in `out`.
+    quiet
+        Print nothing.
+
+    Examples
+    --------
+    >>> run = moescope.train(preset="nano", router="loss_free")  # doctest: +SKIP
     """
     from moescope.decoder.ranks import process_group
 
     folder = Path(out) if out is not None else None
     if resume:
-        folder, settled, origin = unfinished(folder, config, preset, router, from_, overwrite)
+        others = overwrite or any(value is not None for value in (config, preset, router, from_))
+        folder, settled, origin = resumed_config(folder, others)
     else:
-        settled, origin = (
-            settle(config, preset, router, from_, seed),
-            None if from_ is None else str(Path(from_).resolve()),
-        )
-    if dry_run:
-        check_texts(settled)
-        return facts_of(settled, origin)
+        settled = settle(config, preset, router, from_, seed)
+        origin = None if from_ is None else str(Path(from_).resolve())
     place = choose_device(device)
     with process_group(place) as ranks:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
-        identity = {"arguments": {**jsonable(as_plain(settled)), "from": origin}, "corpus": corpus.identity}
-        name = (
-            Path(config).stem
-            if isinstance(config, str | Path)
-            else f"{preset or 'nano'}-{settled.model.router}"
-        )
-        chosen: Path = ranks.broadcast_object(folder or default_folder("train", name, identity))
-        vocabulary = vocabulary_of(settled, corpus, origin)
-        job = Job(chosen, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
-        with held(chosen) if ranks.first else nullcontext(), unsaid_alerts(quiet):
-            done = None if overwrite else finished_run(chosen, identity)
-            if not ranks.broadcast_object(done is not None):
-                path = str(config) if isinstance(config, str | Path) else None
-                asked = (
-                    None if resume else {"config": path, "preset": preset, "router": router, "from": origin}
-                )
-                done = train_in(job, asked, overwrite)
+        identity = {"arguments": {**jsonable(asdict(settled)), "from": origin}, "corpus": corpus.identity}
+        path = config if isinstance(config, str | Path) else None
+        name = f"{preset or 'nano'}-{settled.model.router}" if path is None else Path(path).stem
+        folder = Path(ranks.broadcast_object(folder or default_folder("train", name, identity)))
+        vocabulary = training_vocabulary(settled, corpus, origin)
+        job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
+        with lock_training(folder) if ranks.first else nullcontext(), unsaid_alerts(quiet):
+            run = None if overwrite else finished_run(folder, identity)
+            if not ranks.broadcast_object(run is not None):
+                asked = {"config": path and str(path), "preset": preset, "router": router, "from": origin}
+                run = run_training(job, None if resume else asked, overwrite)
             if ranks.first:
-                assert done is not None
-                complete(done, settled, corpus.domains, place, quiet)
-        ranks.wait()  # the others wait for scan and trace
-    return Run.load(chosen)
+                assert run is not None
+                analyse(run, settled, corpus.domains, place, quiet)
+        ranks.wait()  # for scan and trace on the first
+    return Run.load(folder)
 
 
-def held(folder: Path) -> AbstractContextManager[None]:
-    """One training at a time, from before anything is cleared until scan and trace are done.
+def count_parameters(
+    config: str | Path | dict[str, Any] | LabConfig | None = None,
+    preset: str | None = None,
+    router: str | None = None,
+    from_: str | Path | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """Return parameters, tokens and config of a training without training it; arguments as for `train`.
 
-    The run's own lock covers its tables alone.
+    Examples
+    --------
+    >>> moescope.count_parameters(preset="some_a4")["parameters_total"]  # doctest: +SKIP
     """
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{folder}: a file is in the way; give another --out")
-    return only_writer(folder, folder / TRAIN_LOCK, "this run", "give another --out")
+    settled = settle(config, preset, router, from_, seed)
+    check_texts(settled)
+    return {**training_size(settled), "from": None if from_ is None else str(Path(from_).resolve())}
+
+
+def training_size(config: LabConfig) -> dict[str, Any]:
+    """Return parameters, tokens and warnings of a training, counted on the meta device."""
+    from moescope.decoder.model import parameter_counts
+    from moescope.decoder.saving import layout_of
+
+    counts, train = parameter_counts(config.model), config.train
+    tokens_per_step = train.batch_size * train.sequence_length
+    return {
+        "router": config.model.router,
+        "parameters_total": counts.total,
+        "parameters_trainable": counts.trainable,
+        "layout": layout_of(config.model),
+        "frozen": describe_frozen(config),
+        "warnings": settings_warnings(config),
+        "steps": train.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": train.steps * tokens_per_step,
+        "config": jsonable(asdict(config)),
+    }
+
+
+def size_lines(size: dict[str, Any]) -> list[str]:
+    """Return the lines that --dry-run prints."""
+    return [
+        f"router {size['router']}, saved in the layout {size['layout']}",
+        *([f"starts from {size['from']} with its model and vocabulary"] if size["from"] else []),
+        f"parameters: {size['parameters_total']:,} in total, {size['parameters_trainable']:,} trained",
+        *([size["frozen"]] if size["frozen"] else []),
+        f"{size['steps']:,} steps of {size['tokens_per_step']:,} tokens: {size['tokens']:,} tokens",
+        *(f"warning: {warning}" for warning in size["warnings"]),
+    ]
+
+
+def describe_frozen(config: LabConfig) -> str | None:
+    """Return which weights are frozen; also that none are where the router expects frozen experts."""
+    from moescope.decoder.routers import router_class
+
+    if config.model.frozen_experts:
+        return "frozen: the experts keep their initial weights"
+    if router_class(config.model.router).expects_frozen_experts:
+        return (
+            "frozen: nothing; SoME's experts are meant to be frozen: set [model] frozen_experts = true, "
+            "or use a preset of block some"
+        )
+    return None
+
+
+def settings_warnings(config: LabConfig) -> list[str]:
+    train = config.train
+    if train.warmup <= train.steps:
+        return []
+    return [
+        f"[train] warmup {train.warmup:,} exceeds steps {train.steps:,}: the learning rate ends at "
+        f"{train.steps / train.warmup:.0%} of {train.learning_rate:g}; lower warmup"
+    ]
 
 
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
@@ -128,33 +222,37 @@ def check_ranks(config: LabConfig, ranks: Ranks) -> None:
         )
 
 
+def lock_training(folder: Path) -> AbstractContextManager[None]:
+    """Lock the folder until scan and trace are done; a Run's own lock covers its tables only."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder}: a file of this name exists; pass another --out")
+    return only_writer(folder, folder / TRAIN_LOCK, "this run", "pass another --out")
+
+
 # --- training
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training, all questions answered."""
+    """One training with all its settings."""
 
     folder: Path
     config: LabConfig
     corpus: Corpus
     vocabulary: Vocabulary
     identity: dict[str, Any]
-    origin: str | None  # the checkpoint whose weights come first
+    origin: str | None  # the checkpoint to start from
     device: str
     ranks: Ranks
     quiet: bool
-    data: Data | None = None  # the corpus in rows, where somebody has made them already
-    on_step: Callable[[], None] = lambda: (
-        None
-    )  # called after every step, those of an earlier attempt included
+    data: Data | None = None  # the corpus as rows, where they exist already
+    on_step: Callable[[], None] = lambda: None  # called after every step, resumed ones included
 
 
-def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
-    """Train to the end, from the last state that is on disk if there is one. Returns the run on the first
-    rank, not yet `complete`d.
+def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
+    """Train to the end, from the last saved state if there is one; return the run on the first rank.
 
-    `asked` are the user's words; None where a run is resumed, which must then have a state.
+    `asked` are the user's arguments; None for --resume, which needs a saved state.
     """
     from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
@@ -164,39 +262,41 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
     states = job.folder / "checkpoints"
     if ranks.first:
         check_folder(job.folder, job.identity, overwrite)
-        check_room(states, config)
+        check_space(states, config)
         if overwrite:
             clear_training(job.folder)
-    ranks.wait()  # nobody looks for a state before it is settled which there is
+    ranks.wait()  # until the folder is checked and cleared
     state = None if overwrite else load_state(states)
     if asked is None and state is None:
         raise BadInput(
-            f"{job.folder}: stopped before its first checkpoint, so there is nothing to go on "
-            "with; give the first command again"
+            f"{job.folder}: stopped before its first checkpoint, so there is nothing to resume; repeat the "
+            "first command"
         )
-    data = job.data or data_of(config, corpus, job.vocabulary)
-    training = Training(config, first_model(config, job.origin, job.device), data, job.device, ranks)
+    data = job.data or make_data(config, corpus, job.vocabulary)
+    training = Training(config, initial_model(config, job.origin, job.device), data, job.device, ranks)
     if state is not None:
         training.restore(state)
-    # Measuring the pull on routers goes through a graph twice; compiled backward passes reuse what they are
-    # given, and allow one.
-    probed = 0 if config.train.compile else config.train.evaluate_every
+    # Gradient norms need a second backward pass, which compiled graphs do not allow.
+    gradients_every = 0 if config.train.compile else config.train.evaluate_every
     monitor = LoopMonitor(
-        job.folder, window_of(config.train), gradients_every=probed, overwrite=state is None
+        job.folder, window_length(config.train), gradients_every=gradients_every, overwrite=state is None
     )
     monitor.watch(training.model, training.step, verb="train", identity=job.identity)
     try:
         if monitor.run is not None:
-            words = {} if asked is None else {"asked": asked}
-            said = [
+            warnings = [
                 *monitor.run.writer.info.get("warnings", []),
                 *settings_warnings(config),
                 *text_warnings(config, corpus, job.vocabulary),
             ]
-            facts = {**about(job, data), "warnings": said, "checkpoints": saved_checkpoints(states)}
-            monitor.run.writer.save_info(**facts, **words)
-            keep_validation(job.folder / "validation", corpus)
-        steps_through(training, monitor, states, job)
+            monitor.run.writer.save_info(
+                **run_facts(job, data),
+                warnings=warnings,
+                checkpoints=saved_checkpoints(states),
+                **({} if asked is None else {"asked": asked}),
+            )
+            save_validation(job.folder / "validation", corpus)
+        run_steps(training, monitor, states, job)
         if monitor.run is not None:
             monitor.run.writer.info["checkpoints"] = saved_checkpoints(states)
             monitor.run.writer.info["finished"] = now()
@@ -208,44 +308,51 @@ def train_in(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | N
         monitor.stop()
 
 
-def data_of(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
-    """The corpus in rows: all of the training's, and those of validation that evaluations read."""
+def make_data(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
+    """Return the corpus as rows: all training rows, and the validation rows for evaluations."""
     from moescope.lab.batches import TokenRows
     from moescope.lab.training import Data
 
     length, layout = config.train.sequence_length, config.data.layout
-    held = TokenRows.of(corpus.validation, vocabulary, length, layout).sample(config.train.evaluation_rows)
-    return Data(TokenRows.of(corpus.train, vocabulary, length, layout), held)
+    held_out = TokenRows.of(corpus.validation, vocabulary, length, layout)
+    rows = held_out.sample(config.train.evaluation_rows)
+    return Data(TokenRows.of(corpus.train, vocabulary, length, layout), rows)
 
 
-def check_room(states: Path, config: LabConfig) -> None:
-    """Refuse now what would run out of disk after a day.
+def bytes_on_disk(config: LabConfig) -> int:
+    """Return the bytes of all checkpoints and of the saved state, of which two exist for a moment.
 
-    What lies there already is gone on with or replaced.
+    Trained weights are float32, frozen ones of `frozen_dtype`; AdamW has two moments per trained weight.
     """
-    there = sum(file.stat().st_size for file in states.rglob("*") if file.is_file())
+    from moescope.decoder.model import parameter_counts
+
+    counts, train = parameter_counts(config.model), config.train
+    frozen = (counts.total - counts.trainable) * (2 if config.model.frozen_dtype == "bfloat16" else 4)
+    checkpoint = 4 * counts.trainable + frozen
+    state = checkpoint + 8 * counts.trainable
+    return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * state
+
+
+def check_space(states: Path, config: LabConfig) -> None:
+    """Reject a training that would fill the disk; existing files are resumed from or replaced."""
+    existing = sum(file.stat().st_size for file in states.rglob("*") if file.is_file())
     place = next(part for part in (states.absolute(), *states.absolute().parents) if part.exists())
-    remedy = "raise [train] checkpoint_every, or give --out on a larger disk"
-    check_disk(place, max(bytes_on_disk(config) - there, 0), remedy)
+    remedy = "raise [train] checkpoint_every, or pass --out on a larger disk"
+    check_disk(place, max(bytes_on_disk(config) - existing, 0), remedy)
 
 
 def clear_training(folder: Path) -> None:
-    """Remove what an earlier training left in the folder beside its tables.
-
-    And nothing that another verb or somebody else put there.
-    """
+    """Remove checkpoints, state and parts of an earlier training, and nothing else."""
     if (read_run_json(folder) or {}).get("verb") != "train":
         return
-    for part in (
-        *(Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")),
-        *(folder / name for name in PARTS),
-    ):
+    checkpoints = [Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")]
+    for part in (*checkpoints, *(folder / name for name in PARTS)):
         shutil.rmtree(part, ignore_errors=True)
     (folder / "checkpoints" / STATE).unlink(missing_ok=True)
 
 
-def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
-    """The model as it is before its first step: of the seed, or of a checkpoint."""
+def initial_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
+    """Return the model before its first step: from the seed, or from a checkpoint."""
     import torch
 
     from moescope.decoder.model import LabModel, seeded_by_part, unseeded
@@ -258,21 +365,21 @@ def first_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
     before = seeded_by_part(config.train.seed) if paired else unseeded
     with torch.device(device):
         model = LabModel(config.model, compile=config.train.compile, before=before)
-    if paired:  # what is drawn in training must not depend on what was drawn for the weights either
+    if paired:  # draws in training must not depend on the draws for the weights
         torch.manual_seed(config.train.seed)
     return model
 
 
-def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: Job) -> None:
+def run_steps(training: Training, monitor: LoopMonitor, states: Path, job: Job) -> None:
     from moescope.decoder.saving import save_model
 
-    began, said = time.perf_counter(), "first steps"
+    began, status = time.perf_counter(), "first steps"
 
     def save(model: LabModel, step: int) -> None:
         nonlocal began
         save_model(model, job.vocabulary, states / f"step-{step}")
         assert monitor.run is not None
-        timings = monitor.run.writer.timings  # nobody writes now: tables were brought to disk just before
+        timings = monitor.run.writer.timings  # no concurrent writer: tables were just flushed
         timings["train"] = timings.get("train", 0.0) + time.perf_counter() - began
         began = time.perf_counter()
         monitor.run.writer.save_info(checkpoints=saved_checkpoints(states))
@@ -282,58 +389,129 @@ def steps_through(training: Training, monitor: LoopMonitor, states: Path, job: J
     quiet = job.quiet or not job.ranks.first
     with progress(training.config.train.steps, training.step, "steps", quiet) as advance:
 
-        def tell(label: str, amount: int) -> None:
-            nonlocal said
-            said = label or said
-            advance(said, amount)
+        def show(label: str, amount: int) -> None:
+            nonlocal status
+            status = label or status
+            advance(status, amount)
             job.on_step()
 
-        training.run(monitor, states, save, tell)
+        training.run(monitor, states, save, show)
 
 
-def about(job: Job, data: Data) -> dict[str, Any]:
-    """What run.json says of a training beside its arguments: its size, its text, and what a model without any
-    skill would lose.
+def run_facts(job: Job, data: Data) -> dict[str, Any]:
+    """Return run.json's facts about a training: size, text, router, and the losses of baselines.
 
-    Uniform is over all entries that the model's head has, used or not: over them an untrained model spreads.
+    The uniform baseline covers all entries of the model's head, used or not, as an untrained model does.
     """
     from moescope.decoder.routers import router_class
     from moescope.lab.batches import unigram_loss
 
-    counts, size, entries = facts_of(job.config), job.vocabulary.size, job.config.model.vocabulary
+    model, size = job.config.model, training_size(job.config)
     return {
         "device": job.device,
-        "router_facts": router_class(job.config.model.router).facts(job.config.model),
         "processes": job.ranks.world,
-        "parameters_total": counts["parameters_total"],
-        "parameters_trainable": counts["parameters_trainable"],
-        "layout": counts["layout"],
-        "frozen": counts["frozen"],
-        "vocabulary_size": size,
+        **{fact: size[fact] for fact in ("parameters_total", "parameters_trainable", "layout", "frozen")},
+        "router_facts": router_class(model.router).facts(model),
+        "vocabulary_size": job.vocabulary.size,
         "domains": job.corpus.sizes(),
         "references": {
-            "uniform": math.log(entries),
-            "unigram": unigram_loss(data.train, data.validation, size),
+            "uniform": math.log(model.vocabulary),
+            "unigram": unigram_loss(data.train, data.validation, job.vocabulary.size),
         },
     }
 
 
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
-    found = [
-        (int(path.name.removeprefix("step-")), path)
-        for path in states.glob("step-*")
-        if path.name.removeprefix("step-").isdigit()
-    ]
-    return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in sorted(found)]
+    """Return step, path and identity of every checkpoint in the folder, in order of steps."""
+    steps = {path: path.name.removeprefix("step-") for path in states.glob("step-*")}
+    numbered = sorted((int(step), path) for path, step in steps.items() if step.isdigit())
+    return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in numbered]
 
 
-def window_of(train: TrainConfig) -> int:
-    """How many steps a point of the Monitor's tables covers: about a twentieth of the training, and a divisor
-    of checkpoint_every.
+def window_length(train: TrainConfig) -> int:
+    """Return the steps per window of the Monitor: about 1/20 of the training, a divisor of checkpoint_every.
 
-    Tables end at every checkpoint, so that a training can be taken up there; windows of other lengths would
-    be cut short by it.
+    Tables end at every checkpoint so that a training can resume there; other windows would be cut short.
     """
     wanted = max(train.steps / WINDOWS, 1.0)
     divisors = [n for n in range(1, train.checkpoint_every + 1) if train.checkpoint_every % n == 0]
     return min(divisors, key=lambda n: abs(math.log(n / wanted)))
+
+
+# --- after the last step
+
+
+def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, quiet: bool) -> None:
+    """Scan and trace the trained model, and build the report; each is skipped where it exists.
+
+    Failures are warnings, since the training itself is done; the same command tries again.
+    """
+    from moescope.decoder.routers import router_class
+    from moescope.lab.key_metrics import key_facts
+    from moescope.reporting.verb import report
+
+    router = router_class(config.model.router)
+    chosen = traced_checkpoints(run.info["checkpoints"], run.info["parameters_total"])
+    states = (run.path / "checkpoints").resolve()  # recomputed: the run may have been moved since
+    models = [str(states / Path(item["path"]).name) for item in chosen]
+    routed = router.expert_shape(config.model)[0] > 1
+    can_report = find_spec("plotly") is not None
+    warnings = []
+    if not can_report:
+        warnings.append(f"{NO_REPORT}: plotly is not installed; run moescope report {run.path} elsewhere")
+
+    def attempt(name: str, failure: str, make: Callable[[Path, bool], Run]) -> None:
+        try:
+            make_part(run.path / name, make)
+        except BadInput as error:
+            warnings.append(f"{failure}: {error}")
+
+    def run_scan(out: Path, overwrite: bool) -> Run:
+        return scan(models[-1], out=out, device=device, overwrite=overwrite, quiet=quiet)
+
+    def run_trace(out: Path, overwrite: bool) -> Run:
+        texts = [f"{domain}={run.path / 'validation' / f'{domain}.jsonl'}" for domain in domains]
+        options = {"max_tokens": TRACED_TOKENS, "device": device, "overwrite": overwrite, "quiet": quiet}
+        return trace(*models, domain=texts, out=out, **options)  # type: ignore[arg-type]
+
+    attempt("scan", NOT_SCANNED, run_scan)
+    if routed:
+        attempt("trace", NOT_TRACED, run_trace)
+    keys = {"keys": key_facts(run, config.model, models[-1])} if routed and router.has_keys else {}
+    repeated = (NOT_SCANNED, NOT_TRACED, NO_REPORT)
+    before = [warning for warning in run.info.get("warnings", []) if not warning.startswith(repeated)]
+    info = {**run.info, **keys, "warnings": [*dict.fromkeys([*before, *warnings])]}
+    if info != run.info:
+        write_json(run.path / "run.json", info)
+    if can_report and report_is_outdated(run.path):
+        report(Run.load(run.path), quiet=quiet)
+
+
+def make_part(folder: Path, make: Callable[[Path, bool], Run]) -> Run:
+    """Return the scan or trace in a training's folder, recomputed if outdated or damaged.
+
+    Files that moescope did not write stay.
+    """
+    if folder.is_dir() and not (folder / "run.json").exists():  # killed while clearing, run.json goes first
+        clear_run(folder)
+    try:
+        return make(folder, False)
+    except (OtherRun, DamagedRun):
+        return make(folder, True)
+
+
+def report_is_outdated(folder: Path) -> bool:
+    """Return whether there is no report, or a part of the run is newer."""
+    page = folder / "report.html"
+    parts = [file for part in ("scan", "trace") if (file := folder / part / "run.json").exists()]
+    return not page.exists() or any(file.stat().st_mtime_ns > page.stat().st_mtime_ns for file in parts)
+
+
+def traced_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:
+    """Return the last checkpoint; of a small model up to MOST_TRACED, evenly spaced."""
+    if parameters > SMALL:
+        return saved[-1:]
+    if len(saved) <= MOST_TRACED:
+        return saved
+    apart = (len(saved) - 1) / (MOST_TRACED - 1)
+    return [saved[round(at * apart)] for at in range(MOST_TRACED)]

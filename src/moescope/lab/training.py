@@ -1,15 +1,16 @@
-"""The training loop.
+"""The training loop, its optimiser, and the check for NaN.
 
-The same losses step for step whether it runs through, is killed and taken up, or is shared by several ranks.
+The losses are the same step for step whether it runs through, is killed and resumed, or is shared by ranks.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,31 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moescope.decoder.model import LabModel
-from moescope.decoder.ranks import Ranks
+from moescope.decoder.ranks import ALONE, Ranks
+from moescope.errors import BadInput
 from moescope.lab.batches import IGNORED, TokenRows
-from moescope.lab.config import LabConfig
-from moescope.lab.divergence import FiniteWatch
-from moescope.lab.evaluation import Evaluation, evaluate
-from moescope.lab.optimising import clip_gradients, learning_rate, make_optimiser
-from moescope.lab.sharding import average_whole, share_out, whole_model
-from moescope.lab.training_state import TrainingState, save_state
+from moescope.lab.config import LabConfig, TrainConfig
+from moescope.lab.evaluation import evaluate
+from moescope.lab.training_state import (
+    TrainingState,
+    average_replicated,
+    is_sharded,
+    local_part,
+    replicated_parameters,
+    save_state,
+    shard_model,
+    unsharded_model,
+)
 from moescope.routing.monitor import LoopMonitor
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
+BETAS = (0.9, 0.95)
 Advance = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Rows to train on, and those that evaluation reads."""
+    """Rows to train on, and rows to evaluate on."""
 
     train: TokenRows
     validation: TokenRows
@@ -43,7 +52,7 @@ class Data:
 
 @dataclass
 class Training:
-    """One training of one model. `run` begins at `step`, which a restored state has moved on."""
+    """One training of one model. `run` starts at `step`, which `restore` sets."""
 
     config: LabConfig
     model: LabModel
@@ -54,18 +63,16 @@ class Training:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sharing_out = self.config.train.parallel == "fsdp" and self.ranks.world > 1
-        if self.sharing_out:
-            share_out(self.model, self.device, self.ranks)
+        self.sharded = self.config.train.parallel == "fsdp" and self.ranks.world > 1
+        if self.sharded:
+            shard_model(self.model, self.device, self.ranks)
         self.optimiser = make_optimiser(self.model, self.config.train, self.device)
-        self.logged: list[
-            Tensor
-        ] = []  # of each step since the last log: language-model loss, auxiliary loss, gradient norm
-        self.whole: nn.Module = self.model
+        self.logged: list[Tensor] = []  # per step since the last log: LM loss, auxiliary loss, gradient norm
+        self.parallel: nn.Module = self.model
         for router in self.model.routers:
             router.ranks = self.ranks
-        if self.ranks.world > 1 and not self.sharing_out:
-            self.whole = shared_by_ranks(self.model, self.device)
+        if self.ranks.world > 1 and not self.sharded:
+            self.parallel = distributed(self.model, self.device)
 
     def restore(self, state: TrainingState) -> None:
         state.restore(self.model, self.optimiser, self.ranks)
@@ -74,10 +81,7 @@ class Training:
     # --- one step
 
     def one_step(self, watch: FiniteWatch) -> None:
-        """Forward and backward over this rank's share of every micro-batch, one optimiser step.
-
-        One step of the routers.
-        """
+        """Train on this rank's share of every micro-batch: one step of the optimiser and of the routers."""
         train = self.config.train
         rate = learning_rate(self.step, train)
         for group in self.optimiser.param_groups:
@@ -88,60 +92,50 @@ class Training:
         for micro in range(train.micro_batches):
             rows = self.share(micro)
             ids, mask, wanted = (
-                self.moved(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL)
+                self.to_device(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL)
             )
             share = int((batch.targets_BL[rows] != IGNORED).sum()) / max(targets, 1)
             last = micro == train.micro_batches - 1
             with self.no_sync() if not last else nullcontext():
-                with torch.autocast(
-                    self.device.split(":")[0], torch.bfloat16, enabled=train.dtype == "bfloat16"
-                ):
-                    output = self.whole(ids, mask_BL=mask, targets_BL=wanted)
-                # Every target of the step counts alike, wherever it lies; ranks' gradients are averaged, so
-                # their shares are scaled up.
+                bf16 = train.dtype == "bfloat16"
+                with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=bf16):
+                    output = self.parallel(ids, mask_BL=mask, targets_BL=wanted)
+                # Every target of the step has the same weight; DDP averages over ranks, hence the world.
                 loss = output.lm_loss * (share * self.ranks.world) + output.aux_loss / train.micro_batches
                 loss.backward()
             lm_loss += output.lm_loss.detach() * share
             aux_loss += output.aux_loss.detach() / (train.micro_batches * self.ranks.world)
-        if self.sharing_out:
-            average_whole(self.model, self.ranks)
+        if self.sharded:
+            average_replicated(self.model, self.ranks)
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         norms_P = clip_gradients(gradients, train.clip, self.ranks)
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.model.after_step()
         self.step += 1
-        self.logged.append(
-            torch.stack([lm_loss, aux_loss, torch.linalg.vector_norm(norms_P) / self.ranks.world])
-        )
+        norm = torch.linalg.vector_norm(norms_P) / self.ranks.world
+        self.logged.append(torch.stack([lm_loss, aux_loss, norm]))
         watch.step_ended(self.step, lm_loss, norms_P)
 
     def share(self, micro: int) -> slice:
-        """This rank's rows of a micro-batch.
-
-        All ranks' together are the rows that one process alone would take.
-        """
+        """Return this rank's rows of a micro-batch; together the ranks take the rows of a single process."""
         train = self.config.train
         size = train.batch_size // train.micro_batches
-        own = size // self.ranks.world
-        first = micro * size + self.ranks.rank * own
-        return slice(first, first + own)
+        share = size // self.ranks.world
+        first = micro * size + self.ranks.rank * share
+        return slice(first, first + share)
 
-    def moved(self, part: NDArray[Any]) -> Tensor:
-        """On the device; from pinned memory, so that nothing waits for the copy."""
+    def to_device(self, part: NDArray[Any]) -> Tensor:
+        """Copy to the device from pinned memory, so that nothing waits for the copy."""
         tensor = torch.from_numpy(part)
-        return (
-            tensor.pin_memory().to(self.device, non_blocking=True)
-            if self.device.startswith("cuda")
-            else tensor
-        )
+        if not self.device.startswith("cuda"):
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        return (
-            self.whole.no_sync()
-            if isinstance(self.whole, nn.parallel.DistributedDataParallel)
-            else nullcontext()
-        )
+        if isinstance(self.parallel, nn.parallel.DistributedDataParallel):
+            return self.parallel.no_sync()
+        return nullcontext()
 
     # --- all steps
 
@@ -152,7 +146,7 @@ class Training:
         save: Callable[[LabModel, int], None],
         advance: Advance = lambda label, amount: None,
     ) -> None:
-        """Train to the last step. Checkpoints go through `save`; what is needed to go on lies in `folder`."""
+        """Train to the last step. `save` writes checkpoints; `folder` gets the state to resume from."""
         train = self.config.train
         self.model.train()
         watch = FiniteWatch(self.model)
@@ -179,7 +173,7 @@ class Training:
                 advance(label, 1)
                 if saving:
                     monitor.flush()
-                    model = whole_model(self.model, self.ranks.first) if self.sharing_out else self.model
+                    model = unsharded_model(self.model, self.ranks.first) if self.sharded else self.model
                     if monitor.run is not None and model is not None:
                         save(model, self.step)
                     save_state(folder, self.step, self.model, self.optimiser, self.evaluations, self.ranks)
@@ -187,29 +181,24 @@ class Training:
             watch.close()
 
     def evaluate(self, monitor: LoopMonitor) -> None:
-        """On the first rank, while the others wait; it does not count as time of the steps.
-
-        Where each has a part of the weights, all take part.
-        """
-        if not self.ranks.first and not self.sharing_out:
+        """Evaluate on the first rank (on all where weights are sharded), excluded from the steps' time."""
+        if not self.ranks.first and not self.sharded:
             return
         began = time.perf_counter()
         size = max(self.config.train.batch_size // self.config.train.micro_batches, 1)
-        found: Evaluation = evaluate(
-            self.model, self.data.validation, self.step, size, self.device, self.config.train.dtype
-        )
-        self.evaluations.append(found.as_dict())
+        rows, dtype = self.data.validation, self.config.train.dtype
+        self.evaluations.append(asdict(evaluate(self.model, rows, self.step, size, self.device, dtype)))
         if monitor.run is not None:
-            monitor.run.wait()  # its thread writes run.json too
+            monitor.run.wait()  # its thread writes run.json, too
             monitor.run.writer.save_info(evaluations=self.evaluations)
         monitor.since += time.perf_counter() - began
 
     def log(self, monitor: LoopMonitor, evaluated: bool) -> str:
-        """A row of the steps table over the steps since the last one; returns what a progress bar says."""
+        """Write a row of the steps table over the steps since the last; return the progress bar's text."""
         summed = self.ranks.sum(torch.stack(self.logged).double()).cpu()
         self.logged = []
         lm_loss, aux_loss, norm = summed.mean(0).tolist()
-        facts: dict[str, Any] = {
+        row: dict[str, Any] = {
             "train_loss": lm_loss + aux_loss,
             "lm_loss": lm_loss,
             "aux_loss": aux_loss,
@@ -218,39 +207,33 @@ class Training:
             **(validation_columns(self.evaluations) if evaluated else {}),
         }
         if not self.device.startswith("cuda"):
-            facts["peak_memory_bytes"] = process_peak()
+            row["peak_memory_bytes"] = process_peak()
         began, tokens = monitor.since, monitor.tokens
-        found = monitor.numbers(**facts)
+        metrics = monitor.numbers(**row)
         speed = (monitor.tokens - tokens) / max(time.perf_counter() - began, 1e-9)
-        busiest = found.get("moescope/max_over_mean_p50")
-        load = (
-            f", load {busiest:.1f}x" if busiest is not None else ""
-        )  # of the busiest expert over the mean, median of layers
+        busiest = metrics.get("moescope/max_over_mean_p50")  # busiest expert over the mean, median of layers
+        load = "" if busiest is None else f", load {busiest:.1f}x"
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"
 
 
 def process_peak() -> int | None:
-    """The most memory this process has held, in bytes; None where the system does not tell."""
+    """Return the peak memory of this process in bytes; None on Windows."""
     try:
         import resource
     except ImportError:  # Windows
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # which counts in bytes, Linux in kilobytes
+    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, Linux kilobytes
 
 
-def shared_by_ranks(model: LabModel, device: str) -> nn.Module:
-    """The model under DDP.
-
-    Buffers are left alone: routers make theirs from sums over ranks, so they are equal everywhere.
-    """
+def distributed(model: LabModel, device: str) -> nn.Module:
+    """Return the model under DDP without syncing buffers: routers compute theirs from sums over ranks."""
     kind: Any = nn.parallel.DistributedDataParallel
-    newer = "forward_sync_buffers" in signature(kind).parameters  # torch's second name for the same thing
+    newer = "forward_sync_buffers" in signature(kind).parameters  # torch's newer name of the option
     places = [torch.device(device)] if device.startswith("cuda") else None
-    made: nn.Module = kind(
-        model, device_ids=places, **{"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    )
-    return made
+    option = "forward_sync_buffers" if newer else "broadcast_buffers"
+    parallel: nn.Module = kind(model, device_ids=places, **{option: False})
+    return parallel
 
 
 def validation_columns(evaluations: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -260,3 +243,116 @@ def validation_columns(evaluations: list[dict[str, Any]]) -> dict[str, float | N
         "validation_loss": evaluations[-1]["loss"],
         "validation_loss_published": evaluations[-1]["published"],
     }
+
+
+# --- optimiser
+
+
+def make_optimiser(model: LabModel, train: TrainConfig, device: str) -> torch.optim.AdamW:
+    """Return AdamW (Loshchilov, Hutter 2019) over the trained weights; norms and biases do not decay."""
+    # One kernel updates a group, and takes sharded or unsharded tensors but no mixture.
+    replicated = (
+        {id(weight) for weight in replicated_parameters(model)} if train.parallel == "fsdp" else set()
+    )
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            # by name too: experts' biases are stacked and have two dimensions like a matrix
+            decay = 0.0 if weight.dim() <= 1 or name.endswith("bias") else train.weight_decay
+            groups.setdefault((id(weight) in replicated, decay), []).append(weight)
+    parameters = [{"params": weights, "weight_decay": decay} for (_, decay), weights in groups.items()]
+    return torch.optim.AdamW(parameters, lr=train.learning_rate, betas=BETAS, fused=device.startswith("cuda"))
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Return the rate of step 0, 1, ...: linear over the warm-up, then half a cosine to the final rate."""
+    if step < train.warmup:
+        return train.learning_rate * (step + 1) / train.warmup
+    after = max(train.steps - train.warmup - 1, 1)
+    share = min((step - train.warmup) / after, 1.0)
+    low = min(train.final_learning_rate, train.learning_rate)
+    return low + (train.learning_rate - low) * (1 + math.cos(math.pi * share)) / 2
+
+
+def clip_gradients(gradients: list[Tensor], most: float, ranks: Ranks = ALONE) -> Tensor:
+    """Scale all gradients to a total norm of at most `most` (0: never), in place; return each norm before.
+
+    The norm of a sharded gradient is that of all its shards.
+    """
+    parts = [local_part(gradient) for gradient in gradients]
+    norms_P = torch.stack([torch.linalg.vector_norm(part.float()) for part in parts])
+    if any(is_sharded(gradient) for gradient in gradients):
+        sharded_P = torch.tensor([is_sharded(gradient) for gradient in gradients], device=norms_P.device)
+        norms_P = torch.where(sharded_P, ranks.sum(norms_P.square()).sqrt(), norms_P)
+    if most > 0:
+        scale = (most / (torch.linalg.vector_norm(norms_P) + 1e-6)).clamp(max=1.0)
+        for gradient in parts:
+            gradient.mul_(scale.to(gradient.dtype))
+    return norms_P
+
+
+# --- divergence
+
+
+class Diverged(BadInput):
+    """A training that cannot continue."""
+
+
+class FiniteWatch:
+    """Finds the first NaN or infinity of a training, without a host sync until `check`.
+
+    Keeps the sum of each layer's output per step on the device: it is not finite when any output is not (or
+    when the sum overflows float32, which is as bad).
+    """
+
+    def __init__(self, model: LabModel):
+        self.names = [f"layer {at} (layers.{at})" for at in range(len(model.blocks))]
+        self.parameters = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        self.sums: list[Tensor] = []
+        self.hooks = [block.register_forward_hook(self.ran) for block in model.blocks]
+        self.steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
+
+    def ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training:
+            self.sums.append(output[0].detach().float().sum())
+
+    def step_ended(self, step: int, loss: Tensor, norms_P: Tensor) -> None:
+        """Store the step's loss, its layers' sums over micro-batches, and the norm of every gradient."""
+        sums_L = torch.stack(self.sums).view(-1, len(self.names)).sum(0)
+        self.sums = []
+        self.steps.append((step, loss.detach(), sums_L, norms_P))
+
+    def check(self) -> None:
+        """Raise for the first non-finite step since the last check. Collective: every rank must call it."""
+        steps, self.steps = self.steps, []
+        if not steps:
+            return
+        table = torch.stack(
+            [
+                torch.cat([part.view(-1).double() for part in (loss, sums_L, norms)])
+                for _, loss, sums_L, norms in steps
+            ]
+        )
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(table)  # not finite on one rank: the sum is not either
+        if bool(table.isfinite().all()):
+            return
+        finite = table.isfinite().cpu()
+        row = int((~finite).any(1).nonzero()[0])
+        number = steps[row][0]
+        layers, gradients = finite[row, 1 : 1 + len(self.names)], finite[row, 1 + len(self.names) :]
+        if not bool(layers.all()):
+            where = f"the output of {self.names[int((~layers).nonzero()[0])]} is not finite"
+        elif not bool(finite[row, 0]):
+            where = "the loss is not finite, though every layer's output is: the head (lm_head)"
+        else:
+            # gradients flow from the last layer to the first: the last bad one is where it began
+            where = f"the gradient of {self.parameters[int((~gradients).nonzero()[-1])]} is not finite"
+        raise Diverged(
+            f"step {number}: {where}; training stopped. Lower learning_rate or raise warmup; saved "
+            "checkpoints are from before this step"
+        )
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()

@@ -167,14 +167,44 @@ def checkpoint_at(run: Run, step: int) -> dict[str, Any] | None:
 
 
 def joint_sections(runs: list[Run]) -> list[Section]:
-    """Return what scans and traces of the same checkpoint say together; empty unless both kinds are there."""
+    """Return what the runs of several verbs say together: scans with traces, distances of all series."""
+    distances = distance_sections(runs)
     scans = [run for run in runs if "ambiguity" in run.tables]
     traces = [run for run in runs if {"routing_layers", "vocabulary"} <= set(run.tables)]
     if not scans or not traces:
-        return []
+        return distances
     parts = [part for scan in scans for trace in traces for part in joint_parts(scan, trace)]
     text = "" if parts else "Not available: no scan and trace here are of the same checkpoint."
-    return [Section("together", "Weights and routing together", text, sections=parts)]
+    return [*distances, Section("together", "Weights and routing together", text, sections=parts)]
+
+
+def distance_sections(runs: list[Run]) -> list[Section]:
+    """Return the expert distances of runs of several verbs in one chart per projection."""
+    holders = [run for run in runs if "geometry_layers" in run.tables]
+    rows = series_of_runs(holders)
+    if rows is None or len({run.verb.name for run in holders}) < 2:
+        return []
+    specs = [spec for run in holders for spec in run.verb.figures if spec.needs == ("geometry_layers",)]
+    tables = {"geometry_layers": rows}
+    drawable = {spec.name: spec for spec in specs if spec.can_draw(tables)}
+    figures = [(spec, tables) for spec in drawable.values()]
+    return [Section("distances", "Distances between experts, all runs", "", figures)] if figures else []
+
+
+def series_of_runs(runs: list[Run]) -> pd.DataFrame | None:
+    """Return `geometry_layers` of several runs; None for one run or different layers.
+
+    A series that several runs have is named after its run.
+    """
+    frames = [(run, run.table("geometry_layers")) for run in runs if "geometry_layers" in run.tables]
+    if len(frames) < 2 or len({tuple(sorted(set(rows["layer"]))) for _, rows in frames}) > 1:
+        return None
+    times = pd.Series([name for _, rows in frames for name in rows["series"].unique()]).value_counts()
+    parts = [
+        rows.assign(series=[f"{name} ({run.name})" if times[name] > 1 else name for name in rows["series"]])
+        for run, rows in frames
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def joint_parts(scan: Run, trace: Run) -> list[Section]:
