@@ -8,17 +8,16 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from moescope.glossary import COLUMNS
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.plotting.maps import Cloud, principal_plane
-from moescope.plotting.style import GREY, can_draw, ratio_heatmap, ratio_range, values_of
+from moescope.plotting.style import GREY, ratio_heatmap, ratio_range, values_of
 from moescope.routing.figures_experts import (
     MAPS,
     coactivation_order,
     coactivation_profiles,
+    expected_pairs,
     fill_diagonal,
-    layer_pairs,
     lift_over_chance,
     plane_of_noise,
     strongest_pair,
@@ -34,6 +33,8 @@ from moescope.routing.figures_steps import (
 )
 from moescope.routing.metrics import METRICS
 from moescope.routing.report_views import load_trace, routing_views
+from moescope.routing.tables import COLUMNS
+from moescope.tables import SHARED
 
 ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
 
@@ -45,7 +46,7 @@ def trace(traced_run):
 
 @pytest.fixture(scope="module")
 def views(trace):
-    return routing_views([trace], {trace.run.path: "run"})
+    return routing_views(trace)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def validate(figure):
     assert 0 < len(figure.title.split()) <= 8, figure.title
     assert len(figure.caption.split()) <= 36, figure.caption
     assert "nan" not in figure.caption
-    assert set(figure.columns) <= {*COLUMNS, *METRICS}
+    assert set(figure.columns) <= {*COLUMNS, *METRICS, *SHARED}
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
     if figure.slider:
@@ -68,24 +69,24 @@ def validate(figure):
 
 
 def test_a_metric_and_a_column_never_share_a_name():
-    assert not set(METRICS) & set(COLUMNS)
+    assert not set(METRICS) & {*COLUMNS, *SHARED}
 
 
 def test_every_figure_is_drawn_from_a_trace_with_domains_and_tokens(tables):
     for spec in ROUTING:
-        assert can_draw(spec, tables), spec.name
+        assert spec.can_draw(tables), spec.name
         validate(spec.draw({name: tables[name] for name in (*spec.needs, "domains")}))
 
 
 def test_every_figure_over_steps_is_drawn(trace):
     for spec in OVER_STEPS:
-        assert can_draw(spec, trace.in_main_phase())
+        assert spec.can_draw(trace.in_main_phase())
         validate(spec.draw(trace.in_main_phase()))
 
 
 def test_a_decode_view_draws_load_and_decisions_and_nothing_it_does_not_hold(views):
     decode = next(view for view in views if view.phase == "decode")
-    drawn = [spec.name for spec in ROUTING if can_draw(spec, decode.tables)]
+    drawn = [spec.name for spec in ROUTING if spec.can_draw(decode.tables)]
     for spec in ROUTING:
         if spec.name in drawn:
             validate(spec.draw(decode.tables))
@@ -100,7 +101,7 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
         "load": tables["load"].assign(domain="text", gate_weight=None).drop_duplicates(["layer", "expert"]),
         "routing_layers": rows[rows["metric"].isin(held) & (rows["domain"] == "")],
     }
-    drawn = [spec for spec in ROUTING if can_draw(spec, bare)]
+    drawn = [spec for spec in ROUTING if spec.can_draw(bare)]
     assert [spec.name for spec in drawn] == [
         "load_heatmap",
         "usage_by_expert",
@@ -153,13 +154,9 @@ def pair_rows(chosen: np.ndarray, k: int) -> pd.DataFrame:
     a, b = np.nonzero(~np.eye(n, dtype=bool))
     lift = tokens * both[a, b] / (loads[a] * loads[b])
     chance = n * (k - 1) / (k * (n - 1))
-    pairs = {"layer": 0, "expert_a": a, "expert_b": b, "lift": lift, "chance_lift": chance}
-    tables = {
-        "coactivation": pd.DataFrame({**pairs, "tokens": both[a, b]}),
-        "load": pd.DataFrame({"layer": 0, "expert": range(n), "tokens": loads}),
-        "routing_layers": pd.DataFrame({"layer": [0], "domain": "", "tokens": tokens}),
-    }
-    return layer_pairs(tables, 0)
+    counts = {"tokens": both[a, b], "tokens_a": loads[a], "tokens_b": loads[b], "layer_tokens": tokens}
+    pairs = {"expert_a": a, "expert_b": b, "lift": lift, "chance_lift": chance}
+    return expected_pairs(pd.DataFrame({**pairs, **counts}))
 
 
 def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) -> np.ndarray:
@@ -224,7 +221,7 @@ def test_noise_leaves_the_stated_share_on_two_axes():
 
 
 def test_the_lift_matrix_is_the_tables(tables):
-    pairs = layer_pairs(tables, 1)
+    pairs = expected_pairs(tables["coactivation"][tables["coactivation"]["layer"] == 1])
     matrix = lift_over_chance(pairs)
     row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
     assert matrix.loc[2, 0] == row["lift"] / row["chance_lift"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from moescope import cli
 from moescope.reporting.verb import report
-from moescope.routing.report import step_findings, trace_findings, trace_summary, which_findings
+from moescope.routing.report import step_findings, trace_findings, which_findings
 from moescope.routing.report_views import load_trace
 
 
