@@ -135,7 +135,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = str(getattr(config, "model_type", type(model).__name__))
     modules = dict(model.named_modules())
-    found = []
+    blocks = []
     for path, module in modules.items():
         n_experts = getattr(module, "num_experts", None)
         if not type(module).__name__.endswith("Experts") or not isinstance(n_experts, int):
@@ -150,21 +150,21 @@ def find_blocks(model: nn.Module) -> list[Block]:
             )
         groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
         scoring = known_scoring(model_type, text)
-        found.append(
+        blocks.append(
             Block(
                 number, path.rpartition(".")[0], block, module, router, n_experts, model_type, scoring, groups
             )
         )
-    if not found:
+    if not blocks:
         raise BadInput(
             f"model type {model_type!r}: no experts module in it; give a Mixture-of-Experts model that "
             "transformers runs through one"
         )
-    if len({block.layer for block in found}) < len(found):
+    if len({block.layer for block in blocks}) < len(blocks):
         raise BadInput(
             f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model"
         )
-    return sorted(found, key=lambda block: block.layer)
+    return sorted(blocks, key=lambda block: block.layer)
 
 
 def hands_out_routing(model: nn.Module) -> bool:
@@ -179,7 +179,7 @@ def hands_out_routing(model: nn.Module) -> bool:
 def handing_blocks(model: Any) -> list[Block]:
     kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     apart = model.expert_blocks() if callable(getattr(model, "expert_blocks", None)) else {}
-    found = []
+    blocks = []
     for layer, name, router, n_experts in model.routing_blocks():
         parts: Apart | None = apart.get(layer)
         experts = router if parts is None else parts.experts
@@ -188,8 +188,8 @@ def handing_blocks(model: Any) -> list[Block]:
         )
         if parts is not None:
             block.decide_alone, block.with_router, block.linear = parts.ask, parts.with_router, parts.linear
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moescope.decoder.model import Consume, LabModel, MoE
 from moescope.decoder.routers import Router, RouterInput
-from moescope.decoder.saving import config_json, layout_of, load_model
+from moescope.decoder.saving import config_json, is_lab_checkpoint, is_own_layout, layout_of, load_model
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.execution.models import TracedModel
@@ -158,3 +158,14 @@ def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
         model.cast(getattr(torch, dtype))
     traceable = Traceable(model, vocabulary).eval()
     return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)
+
+
+def load_any_model(name: str, dtype: str, device: str, prefer_transformers: bool = False) -> TracedModel:
+    """Load a lab checkpoint with the lab's decoder, any other model with transformers.
+
+    With `prefer_transformers`, lab checkpoints in a layout that transformers supports are loaded with it too.
+    """
+    from moescope.execution.models import load_model as load_transformers_model
+
+    by_lab = is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name)
+    return (load_traced if by_lab else load_transformers_model)(name, dtype, device)

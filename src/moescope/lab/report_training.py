@@ -34,8 +34,8 @@ METRIC_WORDS = {
 def guide(run: Run) -> list[str]:
     return [
         "The validation loss is compared with two baselines: uniform (every token equally likely) and "
-        "unigram (token frequencies). Load balance and routing decisions are counted in the training passes, one "
-        "point per window of steps; their chance level is random routing."
+        "unigram (token frequencies). Load balance and routing decisions are counted in the training "
+        "passes, one point per window of steps; their chance level is random routing."
     ]
 
 

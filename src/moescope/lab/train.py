@@ -468,7 +468,7 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
 
     def attempt(name: str, failure: str, make: Callable[[Path, bool], Run]) -> None:
         try:
-            make_part(run.path / name, make)
+            make_part(run.path / name, load_verb(name), make)
         except BadInput as error:
             warnings.append(f"{failure}: {error}")
 
@@ -495,13 +495,13 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
         report(Run.load(run.path), quiet=quiet)
 
 
-def make_part(folder: Path, make: Callable[[Path, bool], Run]) -> Run:
+def make_part(folder: Path, verb: Verb, make: Callable[[Path, bool], Run]) -> Run:
     """Return the scan or trace in a training's folder, recomputed if outdated or damaged.
 
     Files that moescope did not write stay.
     """
     if folder.is_dir() and not (folder / "run.json").exists():  # killed while clearing, run.json goes first
-        clear_run(folder, load_verb(folder.name))
+        clear_run(folder, verb)
     try:
         return make(folder, False)
     except (OtherRun, DamagedRun):

@@ -7,15 +7,15 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import FigureSpec, Tables, counted, listed, named_layers, number
+from moescope.plotting.style import counted, listed, named_layers, number
 from moescope.reporting.pack import table_payload
-from moescope.reporting.run_kind import RunKind, Section
 from moescope.routing.figures_diagnostics import in_words, told_and_drawn
 from moescope.routing.figures_monitor import DROPPED, ROUTER_GRADIENT, USAGE_BY_STEP
 from moescope.routing.figures_steps import OVER_STEPS
+from moescope.routing.tables import TABLES
 from moescope.run import Run
+from moescope.verb import FigureSpec, Section, Selection, Summary, Tables, Verb
 
-TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
 STEP_COLUMNS = [
     *("step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss"),
     *("learning_rate", "gradient_norm", "tokens_per_second"),
@@ -31,7 +31,7 @@ def rows_of(run: Run, table: str) -> pd.DataFrame:
     return run.table(table) if table in run.tables else pd.DataFrame()
 
 
-def sections(run: Run) -> list[Section]:
+def sections(run: Run, selection: Selection) -> list[Section]:
     """Return the sections: load balance, diagnostics, router gradients."""
     if not len(rows_of(run, "load")):
         raise BadInput(
@@ -39,7 +39,7 @@ def sections(run: Run) -> list[Section]:
             f"{run.info['arguments']['every']} steps"
         )
     steps = rows_of(run, "steps")
-    more = [table_payload("steps", steps, STEP_COLUMNS, "All steps")] if len(steps) else []
+    more = [table_payload(TABLES["steps"], steps, STEP_COLUMNS, "All steps")] if len(steps) else []
     return [load_section(run, more), *diagnostic_sections(run), *gradient_sections(run)]
 
 
@@ -50,7 +50,7 @@ def load_section(run: Run, tables: list[dict[str, Any]]) -> Section:
     dropped = (rows["metric"] == "dropped") & (rows["value"] > 0)
     specs = [*OVER_STEPS, *([DROPPED] if dropped.any() else [])]
     alerts = rows_of(run, "alerts")
-    shown = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
+    shown = [table_payload(TABLES["alerts"], alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
     words = "Tokens per expert and routing entropy, counted in every training pass."
     if layers := run.info.get("low_entropy_expected"):
         words += (
@@ -98,17 +98,19 @@ def can_draw(spec: FigureSpec, tables: Tables) -> bool:
     return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
 
 
-def findings(run: Run) -> list[str]:
-    found = load_findings(run)
-    alerts = rows_of(run, "alerts")
-    if len(alerts):
-        first = alerts.sort_values("step").iloc[0]
-        found.append(
-            f"{counted(len(alerts), 'alert')}, the first at step {first['step']}: {first['message']}"
-        )
+def summary(run: Run) -> Summary:
+    findings = [*load_findings(run), *alert_findings(run)]
     if run.info["status"] != "done":
-        found.append(f"this training is {run.info['status']}: what was written so far is shown")
-    return found
+        findings.append(f"This training is {run.info['status']}; the report shows what is written.")
+    return Summary(coverage(run), findings)
+
+
+def alert_findings(run: Run) -> list[str]:
+    alerts = rows_of(run, "alerts")
+    if not len(alerts):
+        return []
+    first = alerts.sort_values("step").iloc[0]
+    return [f"{counted(len(alerts), 'alert')}; the first: {first['message']}."]
 
 
 def load_findings(run: Run, why_equal: str = "") -> list[str]:
@@ -145,17 +147,13 @@ def coverage(run: Run) -> list[str]:
     ]
 
 
-def command(run: Run) -> str:
-    return f"moescope.Monitor(out={str(run.path)!r})"
-
-
-WATCHED = RunKind(
+MONITOR = Verb(
     "monitor",
-    TABLES,
-    findings,
-    sections,
-    command,
-    coverage,
-    VIEW,
-    lambda run: f"{run.name}: monitored training",
+    tables={name: TABLES[name] for name in ("steps", "load", "routing_layers", "router_gradients", "alerts")},
+    figures=[DROPPED, ROUTER_GRADIENT, *USAGE_BY_STEP],
+    summary=summary,
+    sections=sections,
+    guide=lambda run: [VIEW],
+    title=lambda run: f"{run.name}: monitored training",
+    grows=True,
 )

@@ -170,16 +170,13 @@ def trace_step(
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
-    from moescope.decoder.saving import is_lab_checkpoint
     from moescope.execution.adapters import find_blocks
     from moescope.execution.documents import read_documents
-    from moescope.execution.lab_models import load_traced
-    from moescope.execution.models import load_model
+    from moescope.execution.lab_models import load_any_model
     from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
-        load = load_traced if is_lab_checkpoint(name) else load_model
-        traced = load(name, settings.dtype, device)
+        traced = load_any_model(name, settings.dtype, device)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:

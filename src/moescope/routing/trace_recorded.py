@@ -32,12 +32,8 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
 
     `given` are the options of trace.
     """
-    models, file, format, experts = (
-        given["models"],
-        Path(given["recorded"]),
-        given["format"],
-        given["experts"],
-    )
+    models, file, seed = given["models"], Path(given["recorded"]), given["seed"]
+    format, experts = given["format"], given["experts"]
     if format is None:
         raise BadInput(f"--recorded {file}: give --format too; known: {', '.join(READERS)}")
     one_of("format", format, tuple(READERS))
@@ -68,7 +64,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         if not traced.counts:
             raise BadInput(f"{file}: no token in it; give a trace with tokens")
         with writer.timed("tables"):
-            frames = traced.tables(0, given["seed"])
+            frames = traced.tables(0, seed)
             frames["stability"] = stability_table([0], [], lambda step, name: None, {})
         setup = {"step": 0, **traced.facts()}
         absent = ["decision metrics (a trace holds no logits)"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.compression.grouping import Grouping
-from moescope.compression.merge_weights import MERGE_WEIGHTS, merge_weights
+from moescope.compression.grouping import MERGE_WEIGHTS, Grouping, merge_weights
 from moescope.errors import BadInput
 
 GROUPING = Grouping(5, ((0, 3, 4), (1,), (2,)), (3, 1, 2))
@@ -38,7 +37,7 @@ def test_weights_of_every_kind_sum_to_one_in_every_group(kind):
 
 
 def test_weights_that_need_text_are_refused_without_it():
-    with pytest.raises(BadInput, match="by usage need text"):
+    with pytest.raises(BadInput, match="merge weights usage need text"):
         merge_weights(GROUPING, "usage")
     with pytest.raises(
         BadInput, match="unknown merge weights 'mean'; known: usage, uniform, dominant, saliency"

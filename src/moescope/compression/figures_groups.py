@@ -1,4 +1,4 @@
-"""Groups of experts that become one: the steps that made them, and how large they are."""
+"""Figures of merged groups: the dendrogram of their merges, and their sizes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,22 @@ import pandas as pd
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     blend,
     counted,
     grey_line,
+    layer_axis,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis
+from moescope.verb import Figure, Slider, Tables, Trace
 
-NAMED_UP_TO = 64  # experts whose numbers fit below a dendrogram
-ONE_ROW = 12  # experts whose numbers fit side by side on a phone; more are written in three rows
+MOST_LABELS = 64  # experts whose numbers fit below a dendrogram
+ONE_ROW = 12  # labels that fit in one row on a phone; more are written in three rows
 SIZES = ("#B8C4D6", "#7FA6D0", "#3F7CB8", "#1B5490", "#0B2F5B")
 
 
 def leaf_order(steps: pd.DataFrame, experts: list[int]) -> list[int]:
-    """Experts so that what is merged stands side by side and no link crosses another.
-
-    Groups that never meet by first member.
-    """
+    """Experts in an order in which no link crosses another; unmerged groups by first member."""
     under: dict[int, list[int]] = {expert: [expert] for expert in experts}
     n_experts = len(experts)
     for place, step in enumerate(steps.itertuples()):
@@ -42,10 +35,7 @@ def leaf_order(steps: pd.DataFrame, experts: list[int]) -> list[int]:
 
 
 def links(steps: pd.DataFrame, order: list[int]) -> tuple[list[list[float]], list[list[float]]]:
-    """For every step the corners of its link: up from the left node, across, and down to the right one.
-
-    Heights in units of chance.
-    """
+    """x and y of each merge's link: up from the left node, across, down to the right; chance height is 1."""
     x = {expert: float(place) for place, expert in enumerate(order)}
     y = dict.fromkeys(order, 0.0)
     across, up = [], []
@@ -61,10 +51,7 @@ def links(steps: pd.DataFrame, order: list[int]) -> tuple[list[list[float]], lis
 
 
 def relative(steps: pd.DataFrame) -> list[float]:
-    """Heights over that of unrelated experts, so that layers can be compared.
-
-    Measures differ in size from layer to layer.
-    """
+    """Heights over the chance height, so that layers can be compared."""
     return [
         float(height) / max(float(chance), 1e-300)
         for height, chance in zip(steps["height"], steps["chance_height"], strict=True)
@@ -72,9 +59,10 @@ def relative(steps: pd.DataFrame) -> list[float]:
 
 
 def dendrogram(tables: Tables) -> Figure:
+    """Merges of each layer's experts by height, with the cut and the dominant members."""
     layers = sorted(int(layer) for layer in tables["merges"]["layer"].unique())
     data: list[Trace] = []
-    titles = []
+    captions = []
     top = max(1.0, *relative(tables["merges"]))
     for layer in layers:
         steps = tables["merges"][tables["merges"]["layer"] == layer].sort_values("merge")
@@ -119,7 +107,7 @@ def dendrogram(tables: Tables) -> Figure:
                 }
             )
         data.append(numbers_below(order, top))
-        titles.append(dendrogram_title(layer, steps, rows))
+        captions.append(dendrogram_caption(layer, steps, rows))
     layout = base_layout(
         "expert",
         "distance (1: unrelated experts)",
@@ -128,50 +116,49 @@ def dendrogram(tables: Tables) -> Figure:
     )
     return Figure(
         "dendrogram",
-        titles[0],
-        (
-            "Each link joins two experts, or groups of them, at the height of their distance by the "
-            "method's own measure, divided by that of experts that have nothing to do with each "
-            "other (dashed). "
-            "Blue links are carried out, grey ones lie above the cut. Orange: the dominant member of "
-            "a group, whose neurons give the order. Slide to change the layer."
-        ),
+        "Dendrogram of the experts of a layer",
+        captions[0],
         ("height", "chance_height", "done", "dominant"),
         data,
         layout,
-        Slider("layer", [str(layer) for layer in layers], 0, 6, titles),
+        Slider("layer", [str(layer) for layer in layers], 0, 6, captions=captions),
         400,
+        "Each link joins two experts or groups at the height of their distance in the method's measure, "
+        "divided by that of unrelated experts (dashed). Blue: merged; grey: above the cut. Orange: the "
+        "dominant member, whose neurons the others are matched to.",
     )
 
 
 def numbers_below(order: list[int], top: float) -> Trace:
-    """The experts' numbers below their places."""
+    """The numbers of the experts below the leaves."""
     rows = 1 if len(order) <= ONE_ROW else 3
     return {
         "type": "scatter",
         "mode": "text",
         "x": np.arange(len(order), dtype=float),
         "y": np.array([-top * (0.05 + 0.05 * (place % rows)) for place in range(len(order))]),
-        "text": [str(expert) if len(order) <= NAMED_UP_TO else "" for expert in order],
+        "text": [str(expert) if len(order) <= MOST_LABELS else "" for expert in order],
         "textfont": {"size": 10},
         "hoverinfo": "skip",
         "showlegend": False,
     }
 
 
-def dendrogram_title(layer: int, steps: pd.DataFrame, rows: pd.DataFrame) -> str:
+def dendrogram_caption(layer: int, steps: pd.DataFrame, rows: pd.DataFrame) -> str:
     done = steps[steps["done"].astype(bool)]
-    groups = rows["cluster"].nunique()
-    said = f"Layer {layer}: {counted(len(rows), 'expert')} in {counted(groups, 'group')}"
+    caption = (
+        f"Layer {layer}: {counted(len(rows), 'expert')} in {counted(rows['cluster'].nunique(), 'group')}"
+    )
     if done.empty:
-        return f"{said}; nothing is merged"
+        return f"{caption}; nothing is merged."
     low, high = number(done["height"].min()), number(done["height"].max())
-    span = f"at a distance of {low}" if low == high else f"at distances of {low} to {high}"
-    return f"{said}, merged {span}; unrelated experts lie at {number(float(steps['chance_height'].iloc[0]))}"
+    span = f"distance {low}" if low == high else f"distances {low} to {high}"
+    chance = number(float(steps["chance_height"].iloc[0]))
+    return f"{caption}, merged at {span} (unrelated experts: {chance}, dashed)."
 
 
 def group_sizes(tables: Tables) -> Figure:
-    """Groups by size in every layer, stacked; what joining at random would leave alone beside it."""
+    """Number of groups by size in every layer, with the singletons expected at random."""
     rows = tables["clusters"][tables["clusters"]["cluster"].notna()]
     sizes = rows.groupby(["layer", "cluster"]).size()
     layers = sorted(int(layer) for layer in rows["layer"].unique())
@@ -179,13 +166,13 @@ def group_sizes(tables: Tables) -> Figure:
     data: list[Trace] = []
     for place, (low, high) in enumerate(bins):
         name = "alone" if high == 1 else f"{low} members" if low == high else f"{low} to {high} members"
-        own = [int(((sizes.loc[layer] >= low) & (sizes.loc[layer] <= high)).sum()) for layer in layers]
+        counts = [int(((sizes.loc[layer] >= low) & (sizes.loc[layer] <= high)).sum()) for layer in layers]
         data.append(
             {
                 "type": "bar",
                 "name": name,
                 "x": layers,
-                "y": own,
+                "y": counts,
                 "marker": {"color": blend(SIZES, place / max(len(bins) - 1, 1))},
                 "hovertemplate": f"layer %{{x}}<br>{name}: %{{y}}<extra></extra>",
             }
@@ -193,39 +180,31 @@ def group_sizes(tables: Tables) -> Figure:
     experts = tables["clusters"].groupby("layer").size()
     alone = [int((sizes.loc[layer] == 1).sum()) for layer in layers]
     by_chance = [alone_by_chance(int(experts[layer]), len(sizes.loc[layer])) for layer in layers]
-    data.append(grey_line(layers, by_chance, "alone, were the others to join at random"))
+    data.append(grey_line(layers, by_chance, "alone if joined at random"))
     largest = int(sizes.max())
     where = int(sizes.idxmax()[0])
-    title = (
-        f"{number(float(np.mean(alone)))} of "
-        f"{number(float(np.mean([len(sizes.loc[layer]) for layer in layers])))} experts stay "
-        "alone on average, "
-        f"{number(float(np.mean(by_chance)))} were the others to join at random; the largest "
-        f"group has {largest} members (layer {where})"
-    )
+    groups = float(np.mean([len(sizes.loc[layer]) for layer in layers]))
     return Figure(
         "group_sizes",
-        title,
-        (
-            "How many experts of the compressed model stand for one, two or more of the original's, "
-            "layer by layer. Dashed: how many would stand for one alone if each expert that goes "
-            "joined "
-            "any of those that stay."
-        ),
+        "Group sizes per layer",
+        f"{number(float(np.mean(alone)))} of {number(groups)} experts stay alone on average (joined at "
+        f"random: {number(float(np.mean(by_chance)))}). Largest group: {largest} members, layer {where}.",
         ("cluster",),
         data,
         base_layout(
             "layer",
             "experts after merging",
-            xaxis=layer_axis(pd.Index(layers)),
+            xaxis=layer_axis(layers),
             yaxis={"rangemode": "tozero"},
             barmode="stack",
         ),
+        details="Experts of the compressed model by how many of the original's they stand for. Dashed: those "
+        "that stand for one if each removed expert joins any other at random.",
     )
 
 
 def size_bins(sizes: pd.Series) -> list[tuple[int, int]]:
-    """Sizes as they are up to five of them; beyond, those above four together."""
+    """Up to five sizes, one bin each; beyond, sizes above four share one."""
     found = sorted(Counter(int(size) for size in sizes))
     if len(found) <= len(SIZES):
         return [(size, size) for size in found]
@@ -238,7 +217,7 @@ def alone_by_chance(n_experts: int, groups: int) -> float:
     return groups * (1 - 1 / groups) ** (n_experts - groups) if groups else 0.0
 
 
-GROUPS = [
-    FigureSpec("dendrogram", ("merges", "clusters"), dendrogram, wide=True),
-    FigureSpec("group_sizes", ("clusters",), group_sizes),
-]
+def has_groups(tables: Tables) -> bool:
+    """Whether any experts are merged."""
+    clusters = tables["clusters"]
+    return bool(clusters.groupby(["layer", "cluster"]).size().gt(1).any())

@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional
 
 from decoder.tiny_lab import tiny, trained
-from moescope.compression import loading as compress_loading
-from moescope.compression.judging import is_held_out
+from moescope.compression.calibration_text import is_held_out
 from moescope.compression.plan import read_plan
 from moescope.compression.verb import compress
 from moescope.decoder.model import LabModel
@@ -24,6 +23,7 @@ from moescope.decoder.saving import load_model, save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
+from moescope.execution.lab_models import load_any_model
 from moescope.execution.models import TracedModel
 from moescope.run import Run
 from moescope.types import Routing
@@ -153,7 +153,7 @@ def test_measured_errors_are_those_of_both_models_blocks(place: Path):
     from moescope.compression.damage import block_outputs
     from moescope.execution.adapters import RouterReads
 
-    traced = compress_loading.load_to_compress(str(place / "small"), "auto", "cpu")
+    traced = load_any_model(str(place / "small"), "auto", "cpu", prefer_transformers=True)
     x_TD = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
     found = block_outputs(traced, {1: RouterReads(x_TD)})
     assert list(found) == [1]
@@ -217,7 +217,7 @@ def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by
 def test_a_dense_model_has_nothing_to_take_away(tmp_path: Path):
     model = saved(tmp_path / "model", "dense", layers=1)
     for method in ("random", "weights"):
-        with pytest.raises(BadInput, match="one expert a layer, nothing to take away"):
+        with pytest.raises(BadInput, match="one expert per layer, nothing to compress"):
             compress(model, keep=1, method=method, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -322,13 +322,13 @@ def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(route
         (
             "hash",
             {"method": "m_smoe"},
-            "its router, hash, has no logits for m_smoe to go by; merge with hc_smoe or weights, or prune",
+            "its router, hash, has no logits for m_smoe",
         ),
-        ("hash", {"method": "weights", "keep": 1}, "a token goes to 2; nearest possible: 2"),
+        ("hash", {"method": "weights", "keep": 1}, "a token is routed to 2; nearest possible: 2"),
         (
             "spectra",
             {"method": "hc_smoe", "sequential": True},
-            "not merged in sequence then; leave out --sequential",
+            "omit --sequential",
         ),
     ],
 )
@@ -342,7 +342,7 @@ def test_what_a_router_of_the_lab_cannot_become_is_refused_before_any_work(
 
 
 def test_layouts_that_transformers_loads_are_run_by_it(tmp_path: Path):
-    loaded: TracedModel = compress_loading.load_to_compress(
-        str(saved(tmp_path / "model", "top2", layers=1)), "auto", "cpu"
+    loaded: TracedModel = load_any_model(
+        str(saved(tmp_path / "model", "top2", layers=1)), "auto", "cpu", prefer_transformers=True
     )
     assert type(loaded.model).__name__ == "MixtralForCausalLM"

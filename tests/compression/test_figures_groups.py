@@ -9,8 +9,8 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.cluster.hierarchy import dendrogram as scipy_dendrogram
 from scipy.cluster.hierarchy import linkage
 
-from moescope.compression.figures_dendrogram import (
-    GROUPS,
+from moescope.compression.figures import GROUPS
+from moescope.compression.figures_groups import (
     alone_by_chance,
     dendrogram,
     group_sizes,
@@ -18,7 +18,7 @@ from moescope.compression.figures_dendrogram import (
     links,
     size_bins,
 )
-from moescope.glossary import COLUMNS
+from moescope.compression.verb import VERB
 
 
 def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFrame]:
@@ -27,9 +27,8 @@ def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFr
 
     from scipy.spatial.distance import pdist, squareform
 
-    from moescope.compression.clusters import merge_rows
     from moescope.compression.grouping import average_linkage
-    from moescope.compression.rows import cluster_rows
+    from moescope.compression.rows import cluster_rows, merge_rows
     from moescope.types import LayerPlan, Plan
 
     names = {layer: f"layers.{layer}" for layer in features}
@@ -57,11 +56,13 @@ def test_every_figure_is_valid_and_speaks_of_known_columns(tables):
     for spec in GROUPS:
         figure = spec.draw(tables)
         PlotlyFigure({"data": figure.data, "layout": figure.layout})
-        assert set(figure.columns) <= set(COLUMNS)
-        assert "nan" not in figure.title
+        assert set(figure.columns) <= {key for table in VERB.tables.values() for key in table.glossary}
+        assert len(figure.title.split()) <= 8
+        assert "nan" not in figure.caption
         if figure.slider:
             assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
-            assert len(figure.slider.titles) == len(figure.slider.values)
+            assert len(figure.slider.captions) == len(figure.slider.values)
+            assert max(len(caption.split()) for caption in figure.slider.captions) <= 25
 
 
 def test_links_meet_at_the_corners_of_scipy_s_own_dendrogram():
@@ -111,10 +112,11 @@ def test_carried_out_links_are_blue_the_others_grey_and_unrelated_experts_a_line
     assert np.isnan(merged["y"]).sum() == steps["done"].sum()
 
 
-def test_the_title_names_distances_beside_that_of_unrelated_experts(tables):
-    title = dendrogram(tables).slider.titles[1]
-    assert title.startswith("Layer 3: 10 experts in 6 groups, merged at distances of ")
-    assert title.endswith("unrelated experts lie at 2")
+def test_the_caption_names_distances_and_that_of_unrelated_experts(tables):
+    caption = dendrogram(tables).slider.captions[1]
+    done = tables["merges"].query("layer == 3 and done")["height"]
+    assert f"10 experts in 6 groups, merged at distances {done.min():.3g} to {done.max():.3g}" in caption
+    assert "unrelated experts: 2" in caption
 
 
 def test_dominant_members_of_groups_are_marked_and_those_alone_are_not(tables):
@@ -131,7 +133,7 @@ def test_sizes_add_up_to_the_experts_left_and_chance_is_beside_them(tables):
     bars = [trace for trace in figure.data if trace["type"] == "bar"]
     assert np.sum([trace["y"] for trace in bars], axis=0).tolist() == [6, 6]
     assert figure.data[-1]["y"] == pytest.approx([6 * (5 / 6) ** 4] * 2)
-    assert "were the others to join at random" in figure.title
+    assert f"{6 * (5 / 6) ** 4:.3g}" in figure.caption
 
 
 def test_alone_by_chance_is_what_dealing_gives():

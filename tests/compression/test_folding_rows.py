@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import log_softmax, softmax
 
-from moescope.compression.row_fitting import Problem, fit_rows, log_probabilities, mean_kl
+from moescope.compression.folding import Problem, fit_rows, log_probabilities, mean_kl
 
 
 def a_case(seed: int, tokens: int = 300, width: int = 5, rows: int = 3, bias: bool = False):

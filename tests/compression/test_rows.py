@@ -7,8 +7,9 @@ import pytest
 
 from checkpoints import tiny_checkpoint
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.clusters import MOST_PAIRS, cluster_geometry, cluster_pairs, merge_rows
 from moescope.compression.grouping import Grouping, Merge
+from moescope.compression.rows import MOST_PAIRS, cluster_geometry, cluster_pairs, merge_rows
+from moescope.compression.tables import TABLES
 from moescope.families import read_moe
 from moescope.geometry.distances import distance
 from moescope.geometry.matching import match_neurons
@@ -31,7 +32,7 @@ def test_steps_become_rows_with_the_height_of_unrelated_experts():
     )
     frame = merge_rows("weights", {4: grouping}, {4: "layers.4"})
     assert frame is not None
-    rows = conform("merges", frame).to_pandas()
+    rows = conform(TABLES["merges"], frame).to_pandas()
     assert rows["merge"].tolist() == [0, 1]
     assert rows["done"].tolist() == [True, False]
     assert set(rows["chance_height"]) == {1.5}
