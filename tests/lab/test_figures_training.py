@@ -18,7 +18,7 @@ from moescope.lab.figures_training import (
     speed_by_step,
 )
 from moescope.plotting.style import GREY
-from moescope.routing.figures_monitor import router_gradient_by_step
+from moescope.routing.figures_steps import router_gradient_by_step
 from moescope.verb import Figure, Tables
 
 

@@ -17,6 +17,7 @@ from moescope.routing.report_monitor import (
     alert_findings,
     diagnostic_sections,
     gradient_sections,
+    key_numbers,
     load_findings,
     load_section,
 )
@@ -70,9 +71,11 @@ def summary(run: Run) -> Summary:
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
     word = "below the unigram baseline" if last["loss"] < last["unigram_loss"] else "not below it"
     numbers = [
-        KeyNumber("validation loss", float(last["loss"]), float(last["unigram_loss"]), "nats per token", word)
+        KeyNumber("Validation loss", float(last["loss"]), float(last["unigram_loss"]), "nats per token", word)
     ]
-    return Summary(coverage(run), [*findings, *alert_findings(run)], [*numbers, *load_numbers(run)])
+    if is_routed(run):
+        numbers += key_numbers(run)
+    return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)
 
 
 def status(run: Run) -> list[str]:
@@ -80,23 +83,6 @@ def status(run: Run) -> list[str]:
         return []
     error = f": {run.info['error']}" if run.info.get("error") else ""
     return [f"This training is {run.info['status']}{error}."]
-
-
-def load_numbers(run: Run) -> list[KeyNumber]:
-    """Return CV and share of unused experts in the worst layer of the last window, and the final speed."""
-    numbers = []
-    if is_routed(run) and "routing_layers" in run.tables:
-        rows = run.table("routing_layers")
-        rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "") & rows["value"].notna()]
-        for metric, name in (("cv", "load CV, worst layer"), ("unused", "unused experts, worst layer")):
-            of_metric = rows[rows["metric"] == metric]
-            if len(of_metric):
-                worst = of_metric.loc[of_metric["value"].idxmax()]
-                numbers.append(KeyNumber(name, float(worst["value"]), float(worst["chance"])))
-    speed = run.table("steps")["tokens_per_second"].dropna()
-    if len(speed):
-        numbers.append(KeyNumber("speed", float(speed.median()), None, "tokens per second"))
-    return numbers
 
 
 def coverage(run: Run) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moescope.routing.tables import TABLES as ROUTING_TABLES
+from moescope.routing.tables import MONITOR_TABLES
 from moescope.tables import Column, Table, define_tables
 
 COLUMNS: dict[str, Column] = {
@@ -380,10 +380,7 @@ TRAIN_COLUMNS: dict[str, Column] = {
     "variance_share_chance": Column("float", "The same for random keys, mean of 20 draws."),
 }
 TRAIN_TABLES: dict[str, Table] = {
-    **{
-        name: ROUTING_TABLES[name]
-        for name in ("steps", "load", "routing_layers", "router_gradients", "alerts")
-    },
+    **MONITOR_TABLES,
     **define_tables(
         TRAIN_COLUMNS,
         Table(

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.training import Data, Training
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
 PARTS = ("scan", "trace", "validation")  # folders of a training's run besides its checkpoints
 STATE = "training_state.pt"
@@ -272,7 +272,7 @@ def run_training(job: Job, overwrite: bool = False, resume: bool = False) -> Run
     from moescope.lab.batches import unigram_loss
     from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
     config, corpus, ranks = job.config, job.corpus, job.ranks
     states = job.folder / "checkpoints"
