@@ -93,7 +93,7 @@ def test_a_loss_above_the_unigram_baseline_is_a_negative_gain(tables: Tables):
 
 def test_the_smallest_router_gradient_is_named_with_the_auxiliary_losss(tables: Tables):
     figure = checked(router_gradient_by_step(tables))
-    assert "in layer 1: 0.05; auxiliary loss 0.03" in figure.caption
+    assert "layer 1, 0.05; auxiliary loss 0.03" in figure.caption
 
 
 def test_a_router_without_gradient_is_drawn_on_a_plain_axis(tables: Tables):
