@@ -158,7 +158,7 @@ def measure(
     stability = checkpoint_stability(checkpoints, text.data.validation, device)
     last = load_over_steps(run)
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
-    values |= dict(zip(("noise_low", "noise_high"), noise or (None, None), strict=True))
+    values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
     values |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
     if stability is not None:
         values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}

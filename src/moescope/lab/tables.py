@@ -56,6 +56,7 @@ COLUMNS: dict[str, Column] = {
         title="noise, low",
     ),
     "noise_high": Column("float", "Upper end of that interval.", title="noise, high"),
+    "noise_std": Column("float", "Its standard deviation over resampled documents.", title="noise σ"),
     "load_cv": Column(
         "float",
         "Coefficient of variation of experts' loads at the end of training, mean over layers.",
@@ -292,8 +293,15 @@ TABLES: dict[str, Table] = define_tables(
         "The trainings of a study: one row per arm and seed, whether or not it ran.",
         ("arm", "seed"),
         (
-            *("question", "status", "validation_loss", "noise_low", "noise_high", "load_cv", "max_over_mean"),
-            *("routing_entropy", "unused_share", "dropped_share", "consistency", "usage_sigma"),
+            *("question", "status", "validation_loss", "noise_low", "noise_high", "noise_std", "load_cv"),
+            *(
+                "max_over_mean",
+                "routing_entropy",
+                "unused_share",
+                "dropped_share",
+                "consistency",
+                "usage_sigma",
+            ),
             *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
             *("parameters_trainable", "parameters_active", "flops_per_token"),
             *("n_experts", "top_k", "tokens_per_step", "message"),

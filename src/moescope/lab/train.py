@@ -34,20 +34,21 @@ from moescope.run import (
     check_folder,
     clear_run,
     default_folder,
+    finished_run,
     jsonable,
     now,
     read_run_json,
     write_json,
 )
 from moescope.storage import check_disk, only_writer
-from moescope.weights.verb import finished_run, scan
+from moescope.weights.verb import scan
 
 if TYPE_CHECKING:
     from moescope.decoder.model import LabModel
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.training import Data, Training
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
 PARTS = ("scan", "trace", "validation")  # folders of a training's run besides its checkpoints
 STATE = "training_state.pt"
@@ -255,7 +256,7 @@ def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run
     """
     from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
     config, corpus, ranks = job.config, job.corpus, job.ranks
     states = job.folder / "checkpoints"
