@@ -11,7 +11,7 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from moescope.compression.report import beside, rank_finding
+from moescope.compression.report import control_range, rank_finding
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.plotting.style import byte_size
@@ -150,6 +150,6 @@ def test_sizes_and_spreads_are_said_as_people_say_them():
         "75 MB",
         "93 GB",
     ]
-    assert beside(pd.Series([2.0, 1.0])) == " (random controls: 1 to 2)"
-    assert beside(pd.Series([2.0])) == " (random controls: 2)"
-    assert beside(pd.Series([None], dtype=float)) == ""
+    assert control_range(pd.Series([2.0, 1.0])) == " (random controls: 1 to 2)"
+    assert control_range(pd.Series([2.0])) == " (random controls: 2)"
+    assert control_range(pd.Series([None], dtype=float)) == ""
