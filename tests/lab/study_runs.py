@@ -144,6 +144,7 @@ def study_run(
                     "validation_loss": loss,
                     "noise_low": loss - 0.05,
                     "noise_high": loss + 0.05,
+                    "noise_std": 0.025,
                     "load_cv": cv * (1 + 0.1 * generator.uniform()),
                     "max_over_mean": 1.2,
                     "routing_entropy": 1.5,

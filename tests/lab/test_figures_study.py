@@ -168,14 +168,14 @@ def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: T
     runs = main["study_runs"]
     spread = dict(zip(named(figure, "over seeds")["y"], named(figure, "over seeds")["x"], strict=True))
     assert spread["hash"] == pytest.approx(runs[runs["arm"] == "hash"]["validation_loss"].std())
-    assert named(figure, "over documents")["x"] == pytest.approx(np.full(5, 0.1 / 3.92))
+    assert named(figure, "over documents")["x"] == pytest.approx(np.full(5, 0.025))
     row = main["study_comparisons"].set_index("arm").loc["hash"]
     within = (row["difference"] / row["statistic"]) / math.sqrt(2 / 5)  # the blocked test's s
     assert grey(figure)["residual within seeds, all arms"]["x"][0] == pytest.approx(within)
 
 
 def test_noise_that_was_not_measured_is_not_drawn(main: Tables):
-    runs = main["study_runs"].assign(noise_low=np.nan, noise_high=np.nan)
+    runs = main["study_runs"].assign(noise_std=np.nan)
     figure = checked(noise_and_spread({**main, "study_runs": runs}))
     assert "over documents" not in [trace["name"] for trace in figure.data]
     assert figure.caption.endswith("too few documents.")

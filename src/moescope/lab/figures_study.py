@@ -254,8 +254,7 @@ def losses(tables: Tables) -> Figure:
 def noise_and_spread(tables: Tables) -> Figure:
     """Standard deviation of the loss over seeds and over validation documents, per arm."""
     comparisons, done = tables["study_comparisons"], finished_runs(tables)
-    values = done.groupby("arm").agg(spread=("validation_loss", "std"))
-    values["noise"] = ((done["noise_high"] - done["noise_low"]) / (2 * 1.96)).groupby(done["arm"]).mean()
+    values = done.groupby("arm").agg(spread=("validation_loss", "std"), noise=("noise_std", "mean"))
     arms = [arm for arm in ordered_arms(comparisons) if arm in values.index]
     values = values.reindex(arms)
     wide = done.pivot(index="arm", columns="seed", values="validation_loss").dropna(axis=1)
@@ -276,7 +275,7 @@ def noise_and_spread(tables: Tables) -> Figure:
     layout = base_layout(
         "standard deviation (nats per token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)
     )
-    title, columns = "Spread over seeds and evaluation noise", ("study_runs.validation_loss", "noise_low")
+    title, columns = "Spread over seeds and evaluation noise", ("study_runs.validation_loss", "noise_std")
     details = (
         "Over seeds: of an arm's trainings. Over documents: of one model's loss under resampled validation "
         "documents, the same for all arms and used in no test. Dashed: the residual after removing arm and "

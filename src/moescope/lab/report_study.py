@@ -24,7 +24,7 @@ from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.verb import KeyNumber, Section, Selection, Summary, Tables
+from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
 
 GUIDE = (
     "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint: "
@@ -134,7 +134,8 @@ def sections(run: Run, selection: Selection) -> list[Section]:
 def question_section(tables: Tables, question: str, first: bool) -> Section:
     title, text = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
     comparisons = tables["study_comparisons"]
-    figures = [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
+    figures: list[tuple[FigureSpec, Tables]] = []
+    figures += [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
     for places in axis_frames(tables, question):
         along = {**tables, "study_axes": places}
         figures += [(spec, along) for spec in ALONG if spec.can_draw(along)]

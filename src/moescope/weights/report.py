@@ -1,362 +1,443 @@
-"""What a run says, in sentences made from its tables.
-
-The same for the terminal, --json and the report's first page.
-"""
+"""What the report shows of a scan: summary, sections across layers, one section per layer, several views."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy.special import bdtrc
 
-from moescope.plotting.style import capital, listed, named_layers, number
+from moescope.plotting.style import counted, listed, number
+from moescope.reporting.pack import plain_table, table_payload
+from moescope.reporting.page import run_names
+from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.spectral.alignment import TIE
-from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
-from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
-from moescope.types import Coverage
-from moescope.weights.figures_identification import FEWEST_TESTED, verdict_sentence
-from moescope.weights.figures_redundancy import share_above, width_of
-from moescope.weights.report_experts import rank_sentence, why_alone
-from moescope.weights.report_views import Reading, readings
+from moescope.spectral.pairing import ALPHA
+from moescope.spectral.subspaces import COLLAPSED
+from moescope.verb import KeyNumber, Payload, Section, Selection, Summary, Tables
+from moescope.weights.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, ONE_LAYER
+from moescope.weights.figures_identification import FEWEST_TESTED, VERDICT_WORDS, shown_verdict
+from moescope.weights.figures_redundancy import d_model_by_layer, share_above
+from moescope.weights.report_findings import (
+    View,
+    collapsed_pairs,
+    coverages,
+    findings,
+    headline,
+    layer_ranks,
+    verdict_layers,
+    view_words,
+    views,
+)
+from moescope.weights.tables import TABLES, VIEW
 
-NAMED_AT_MOST = 5  # examples spelled out in one sentence
+K_TABLE = [
+    "k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std",
+    "delta_vs_shuffle", "z_vs_shuffle", "z_ceiling", "argmax_accuracy", "assignment_accuracy",
+    "alignment_margin", "positive_margin_share", "perm_z", "p_adjusted", "degenerate",
+]  # fmt: skip
+EXPERT_TABLE = [
+    "expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle", "margin",
+    "identified",
+]  # fmt: skip
+SPECTRA_TABLE = ["expert", "effective_rank", "stable_rank", "rank", "spectral_norm", "frobenius", "condition"]
+ACROSS_TABLES = {
+    "alignment_tests": "Tests and verdicts of every layer",
+    "ambiguity": "Ambiguity ranking",
+    "orthogonality": "Redundancy of experts over k",
+    "alignment_layers": "Every layer and k",
+}
+PAIRING_HEADS = [
+    ("layer", "layer", "int"),
+    ("verdict", "verdict", "text"),
+    ("p_accuracy", "verdict p", "float"),
+    ("best_k", "best k", "int"),
+    ("best_accuracy", "accuracy", "float"),
+    ("chance_accuracy", "chance", "float"),
+    ("p_value", "alignment p", "float"),
+    ("q_value", "q", "float"),
+    ("ambiguity_score", "ambiguity", "float"),
+    ("mean_abs", "mean |cos|", "float"),
+    ("chance", "chance", "float"),
+    ("n_pairs_above_0_7", "collapsed", "int"),
+]
+EXPERT_HEADS = [
+    ("layer", "layer", "int"),
+    ("mean_abs", "mean |cos|", "float"),
+    ("chance", "chance", "float"),
+    ("max_abs", "largest |cos|", "float"),
+    ("n_pairs_above_0_7", "collapsed", "int"),
+    ("effective_rank", "effective rank", "float"),
+    ("stable_rank", "stable rank", "float"),
+    ("spectra.rank", "full rank", "int"),
+]
+OF_PAIRS = ("mean_abs", "chance", "max_abs", "n_pairs_above_0_7")  # undefined for a single expert
+VERDICT_NAMES = {
+    "identifying": "identifies its experts",
+    "non_random": "beats chance",
+    "permuted": "another order",
+    "chance": "at chance",
+    "untested": "too few experts",
+}
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """Everything worth printing of a run, as plain data."""
-    found = readings([run])
-    return {
-        "run": str(run.path),
-        "verb": run.info["verb"],
-        "status": run.info["status"],
-        "checkpoints": run.info["checkpoints"],
-        "coverage": coverage_lines(run),
-        "readings": [
+# --- the summary
+
+
+def summary(run: Run) -> Summary:
+    """Key numbers and findings of a scan, and its table of layers per view."""
+    found = views(run)
+    details = {
+        "views": [
             {
-                "reading": reading.label,
-                "verdicts": verdict_layers(reading),
-                "findings": findings(reading),
-                "most_ambiguous": most_ambiguous(reading),
-                "collapsed_pairs": collapsed_pairs(reading),
+                "view": view.label,
+                "verdicts": verdict_layers(view),
+                "findings": findings(view),
+                "most_ambiguous": most_ambiguous(view),
+                "collapsed_pairs": collapsed_pairs(view),
             }
-            for reading in found
+            for view in found
         ],
-        "findings": headline(found),
-        "warnings": run.info.get("warnings", []),
         "fallbacks": run.info.get("fallbacks", 0),
-        "timings": run.info["timings"],
-        "tables": run.tables,
     }
-
-
-def headline(found: list[Reading]) -> list[str]:
-    """The first reading's findings, and where another reading of the run comes to other verdicts."""
-    sentences = findings(found[0])
-    rows = found[0].has_rows
-    if len(found) > 1 and rows:
-        sentences[0] = f"Read from {found[0].label}: {sentences[0][:1].lower()}{sentences[0][1:]}"
-    first = verdict_layers(found[0])
-    others = [reading for reading in found[1:] if rows and verdict_layers(reading) != first]
-    for other in others[:NAMED_AT_MOST]:
-        words = verdict_sentence(other.tables)
-        sentences.append(f"Read from {other.label}: {words[:1].lower()}{words[1:]}.")
-    seen = {found[0].keys["matrix"]}
-    for other in found[1:]:
-        if other.keys["matrix"] not in seen:
-            seen.add(other.keys["matrix"])
-            if "similarity" in other.tables:
-                words = redundancy_finding(other)
-                sentences.append(f"Of the {other.keys['matrix']} matrices: {words[:1].lower()}{words[1:]}")
-            else:
-                sentences.append(rank_sentence(other))
-    agreeing = [reading.label for reading in found[1:] if rows and verdict_layers(reading) == first]
-    if agreeing:
-        who = f"{len(agreeing)} other readings" if len(agreeing) > 1 else agreeing[0]
-        sentences.append(f"Read from {who}: the same verdicts as from {found[0].label}.")
-    if len(others) > NAMED_AT_MOST:
-        sentences.append(
-            f"{len(others) - NAMED_AT_MOST} more readings come to other verdicts; see Side by side."
+    tables = [
+        Section(
+            "layer-table",
+            "Layers",
+            tables=[layer_table(view)],
+            view=view.label,
+            findings=findings(view) if index else [],
         )
-    return sentences
+        for index, view in enumerate(found)
+    ]
+    return Summary(coverage_lines(run), headline(found), key_numbers(found[0]), tables, details=details)
 
 
 def coverage_lines(run: Run) -> list[str]:
+    checkpoints = run.info["checkpoints"]
+    several = len(checkpoints) > 1
     return [
-        Coverage(**{**item, "experts_per_layer": tuple(item["experts_per_layer"])}).line() + where(run, index)
-        for index, item in enumerate(run.info["coverage"])
+        coverage.line() + (f" (step {checkpoint['step']})" if several else "")
+        for coverage, checkpoint in zip(coverages(run), checkpoints, strict=True)
     ]
 
 
-def where(run: Run, index: int) -> str:
-    checkpoints = run.info["checkpoints"]
-    return f" (step {checkpoints[index]['step']})" if len(checkpoints) > 1 else ""
+def key_numbers(view: View) -> list[KeyNumber]:
+    """The numbers that lead the overview, with their chance levels."""
+    numbers = []
+    if view.has_rows:
+        tests, layers = view.tables["alignment_tests"], view.layers
+        tested = sum(view.n_experts(layer) >= FEWEST_TESTED for layer in layers)
+        chance = pd.Series([view.facts(layer)["chance_accuracy"] for layer in layers])
+        identifying = len(verdict_layers(view).get("identifying", []))
+        ambiguity = view.tables["ambiguity"]
+        numbers = [
+            KeyNumber("Layers that identify their experts", identifying, ALPHA * tested, f"of {len(layers)}"),
+            KeyNumber("Median best argmax accuracy", tests["best_accuracy"].median(), chance.median()),
+            KeyNumber(
+                "Mean absolute ambiguity",
+                ambiguity["absolute_score"].mean(),
+                ambiguity["absolute_chance"].mean(),
+            ),
+        ]
+    cosines = first_cosines(view.tables)
+    if len(cosines):
+        pairs = view.tables["similarity"].query("k == 1").groupby("layer").size()
+        widths = d_model_by_layer(view.tables)
+        expected = sum(count * share_above(COLLAPSED, widths[layer]) for layer, count in pairs.items())
+        collapsed = int(cosines["n_pairs_above_0_7"].sum())
+        numbers += [
+            KeyNumber("Mean |cos| between experts", cosines["mean_abs"].mean(), cosines["chance"].mean()),
+            KeyNumber("Collapsed expert pairs", collapsed, expected, f"of {pairs.sum():,}"),
+        ]
+    ranks = layer_ranks(view)
+    full = f"of {number(ranks['rank'].max())}"
+    return [*numbers, KeyNumber("Median effective rank", ranks["effective_rank"].median(), unit=full)]
 
 
-def verdict_layers(reading: Reading) -> dict[str, list[int]]:
-    if not reading.has_rows:
-        return {}
-    tests = reading.tables["alignment_tests"]
+def most_ambiguous(view: View) -> list[dict[str, Any]]:
+    if not view.has_rows:
+        return []
+    columns = ["layer", "ambiguity_score", "absolute_score", "level"]
+    ranked = view.tables["ambiguity"].sort_values("rank").head(3)[columns].astype(object)
+    rows: list[dict[str, Any]] = ranked.where(ranked.notna(), None).to_dict("records")
+    return rows
+
+
+def layer_table(view: View) -> Payload:
+    """One row per layer that links to its section, every number with its chance level."""
+    cosines, ranks = first_cosines(view.tables), layer_ranks(view)
+    if view.has_rows:
+        heads = PAIRING_HEADS
+        ambiguity = view.tables["ambiguity"].set_index("layer")["ambiguity_score"]
+        tests = view.tables["alignment_tests"].set_index("layer")
+    else:
+        heads = [head for head in EXPERT_HEADS if len(cosines) or head[0] not in OF_PAIRS]
+    rows = []
+    for layer in view.layers:
+        cells = {**ranks.loc[layer], "spectra.rank": ranks.loc[layer, "rank"]}
+        cells |= dict(cosines.loc[layer]) if len(cosines) else {}
+        if view.has_rows:
+            facts = view.facts(layer)
+            cells |= {**tests.loc[layer], "ambiguity_score": ambiguity[layer], **facts}
+            cells["verdict"] = verdict_name(view, layer, cells["verdict"])
+            if order := facts["other_order"]:
+                cells["p_accuracy"] = order["p"]
+        rows.append([layer, *(cells[name] for name, _, _ in heads[1:])])
+    return plain_table("layers_at_a_glance", "Layers at a glance", heads, rows, "layer-")
+
+
+def first_cosines(tables: Tables) -> pd.DataFrame:
+    """Layer -> statistics of the cosines between top singular vectors; empty with one expert per layer."""
+    if "orthogonality" not in tables:
+        return pd.DataFrame()
+    return tables["orthogonality"].query("k == 1").set_index("layer")
+
+
+# --- sections
+
+
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """Per view: figures and tables across layers, then one folded section per layer."""
+    parts = []
+    for view in chosen_views(run, selection):
+        figures = [(spec, view.tables) for spec in view.drawable(ACROSS_LAYERS)]
+        tables = [across_table(view, name) for name in ACROSS_TABLES if name in view.tables]
+        parts.append(Section("across", "Across layers", "", figures, tables, view=view.label))
+        layers = [
+            layer_section(view, layer, tables)
+            for layer, tables in view.by_layer()
+            if selection.values.get("layer", layer) == layer
+        ]
+        parts.append(Section("layers", "Each layer", view=view.label, sections=layers))
+    return parts
+
+
+def chosen_views(run: Run, selection: Selection) -> list[View]:
+    """The views with the selected step, matrix and router; None selects all values of a key."""
+    wanted = {key: value for key, value in selection.values.items() if value is not None}
+    return [
+        view
+        for view in views(run)
+        if all(view.keys.get(key, value) == value for key, value in wanted.items())
+    ]
+
+
+def select(run: Run, selection: Selection) -> Tables:
+    """Tables of the first view with the selected values, or of all of them where a value is None."""
+    found = chosen_views(run, selection)
+    found = found if None in selection.values.values() else found[:1]
+    layer = Selection({key: value for key, value in selection.values.items() if key == "layer"})
+    return {name: layer.rows(frame) for name, frame in stack(found).items()}
+
+
+def stack(found: list[View], labels: list[str] | None = None) -> Tables:
+    """The tables of several views in one, with columns `view` (its label) and `run`."""
+    labels = labels or [view.label for view in found]
+    names = [name for name in TABLES if found and all(name in view.tables for view in found)]
     return {
-        str(verdict): sorted(int(layer) for layer in rows["layer"])
-        for verdict, rows in tests.groupby("verdict")
+        name: pd.concat(
+            [
+                view.tables[name].assign(view=label, run=str(view.run.path))
+                for view, label in zip(found, labels, strict=True)
+            ],
+            ignore_index=True,
+        )
+        for name in names
     }
 
 
-def findings(reading: Reading) -> list[str]:
-    """The reading's findings, most important first; each names its chance level."""
-    if not reading.has_rows:
-        alike = [redundancy_finding(reading)] if "similarity" in reading.tables else []
-        return [why_alone(reading), *alike, rank_sentence(reading), *rank_findings(reading)]
-    return [
-        verdict_finding(reading),
-        *quiet_pairing_findings(reading),
-        *other_order_findings(reading),
-        *small_k_findings(reading),
-        *avoidance_findings(reading),
-        *hub_findings(reading),
-        redundancy_finding(reading),
-        *ambiguity_finding(reading),
-        *rank_findings(reading),
+def across_table(view: View, name: str) -> Payload:
+    frame = view.tables[name]
+    columns = [column for column in TABLES[name].columns if column not in {"step", "layer_name", *VIEW}]
+    if name == "ambiguity":  # a ranking
+        frame = frame.sort_values(["rank", "layer"])
+        columns = ["rank", "layer", *(column for column in columns if column not in ("rank", "layer"))]
+    return table_payload(TABLES[name], frame, columns, ACROSS_TABLES[name])
+
+
+def overlay(runs: list[Run]) -> list[Section]:
+    """All views of all scans side by side, and each view with several steps over its steps."""
+    names = run_names(runs)
+    found = [(run, view) for run in runs for view in views(run)]
+    prefix = {run.path: f"{plot_words(names[run.path])} · " if len(runs) > 1 else "" for run in runs}
+    parts = []
+    groups: dict[tuple[Any, ...], list[View]] = {}
+    for run, view in found:
+        groups.setdefault((run.path, *(view.keys[key] for key in VIEW)), []).append(view)
+    for (path, *_), group in groups.items():
+        figures = [(spec, stack(group)) for spec in group[0].drawable(ACROSS_STEPS)]
+        if len(group) > 1 and figures:
+            title = f"Over steps: {prefix[path]}{view_words(group[0].keys)}"
+            parts.append(Section(f"steps-{len(parts)}", title, "", figures))
+    figures = []
+    for spec in ACROSS_VIEWS:
+        alike = [(run, view) for run, view in found if view.drawable([spec])]
+        if len(alike) > 1:
+            labels = [f"{prefix[run.path]}{view.label}" for run, view in alike]
+            tables = stack([view for _, view in alike], labels)
+            figures.append((spec, {name: tables[name] for name in spec.needs}))
+    if figures:
+        parts.append(Section("views", "Every view", "", figures))
+    return [Section("side-by-side", "Side by side", sections=parts)] if parts else []
+
+
+def guide(run: Run) -> list[str]:
+    """How to read a scan."""
+    if "alignment_tests" in run.tables:
+        return [
+            "A router row rᵢ decides when expert i is used; the expert's matrix Wᵢ decides which directions "
+            "of its input it responds to. If training made them a pair, rᵢ lies in the leading singular "
+            "directions of Wᵢ, more than in those of other experts. M(k)[i, j] is the share of rᵢ in the "
+            "first k directions of Wⱼ; every alignment number follows from that matrix.",
+            "Alignment grows with k for any weights, so it is shown with the level of a random direction. "
+            "Router rows and experts of a layer share directions, so exceeding that level does not show a "
+            "pairing: the pairing is tested against all other pairings of the layer, corrected for multiple "
+            "k. z has a ceiling and is not a confidence; p-values are.",
+        ]
+    pairs = [
+        "Experts are compared by the leading singular directions of their matrices: |cos| is of the first "
+        "ones, overlap of the subspaces that the first k span. Two unrelated experts have |cos| near "
+        "√(2/(πd)) and overlap near k/d."
     ]
+    ranks = "An effective rank far below the full rank means that few directions carry most of a matrix."
+    return [*(pairs if "similarity" in run.tables else []), ranks]
 
 
-def verdict_finding(reading: Reading) -> str:
-    counts = sorted({reading.n_experts(layer) for layer in reading.layers})
-    chance = " or ".join(f"1/{n}" for n in counts)
-    tested = sum(reading.n_experts(layer) >= FEWEST_TESTED for layer in reading.layers)
-    start = f"{verdict_sentence(reading.tables)}. Chance accuracy at one k is {chance}; "
-    if not tested:
-        return f"{start}3 experts have 6 pairings only, so no p can be below 1/6."
-    return (
-        f"{start}if every layer were random, up to {number(ALPHA * tested)} of {tested} would still "
-        "be called something else."
+# --- one layer
+
+
+def layer_section(view: View, layer: int, tables: Tables) -> Section:
+    """A layer's section: verdict, setup, tables and figures, folded to one line."""
+    line, badge, words, shown = (pairing_parts if view.has_rows else expert_parts)(view, layer, tables)
+    complete = [(spec, tables) for spec in view.drawable(COMPLETE_VIEW)]
+    return Section(
+        f"layer-{layer}",
+        f"Layer {layer}",
+        "\n".join(words),
+        [(spec, tables) for spec in view.drawable(ONE_LAYER)],
+        shown,
+        facts=setup_facts(view, layer, tables),
+        sections=[Section("complete", "Complete view", "", complete)] if complete else [],
+        folded=True,
+        line=line,
+        badge=badge,
     )
 
 
-def quiet_pairing_findings(reading: Reading) -> list[str]:
-    """Layers whose mean alignment beats random pairings though no router can tell its expert by its best
-    match.
-    """
-    tests = reading.tables["alignment_tests"]
-    sentences = []
-    quiet = tests[(tests["verdict"] == "chance") & (tests["q_value"] <= ALPHA)]
-    if len(quiet):
-        layers = reading.tables["alignment_layers"]
-        best = layers[layers["layer"].isin(quiet["layer"])].groupby("layer")["assignment_accuracy"].max()
-        sentences.append(
-            f"In {named_layers(quiet['layer'])} the pairing is not random all the same: mean "
-            "alignment beats other pairings "
-            f"(largest q {number(quiet['q_value'].max())}; best one-to-one assignment right for "
-            f"up to {number(100 * best.max())} % of the routers), "
-            "but a router's best match is not its own expert."
-        )
-    return sentences
+Parts = tuple[str, tuple[str, str] | None, list[str], list[Payload]]  # line, badge, words, tables
 
 
-def other_order_findings(reading: Reading) -> list[str]:
-    sentences = []
-    for layer in verdict_layers(reading).get("permuted", []):
-        order = reading.facts(layer)["other_order"]
-        pairs = zip(order["routers"], order["experts"], strict=True)
-        moved = [
-            f"router {router} fits expert {expert}"
-            for router, expert in pairs
-            if expert not in (None, router)
-        ]
-        shown = (
-            listed(moved)
-            if len(moved) <= 8
-            else f"{', '.join(moved[:NAMED_AT_MOST])} and {len(moved) - NAMED_AT_MOST} more"
-        )
-        sentences.append(
-            f"In layer {layer} routers and experts fit one to one, but not in the stored order: "
-            f"at k = {order['k']}, {shown} "
-            f"(p ≤ {number(order['p'])})."
-        )
-    return sentences
-
-
-def small_k_findings(reading: Reading) -> list[str]:
-    """Layers that identify their experts at small k and lose it far below the end of the ladder."""
-    sentences = []
-    layers = reading.tables["alignment_layers"]
-    for layer in verdict_layers(reading).get("identifying", []):
-        rungs = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)].sort_values("k")
-        good = rungs[rungs["argmax_accuracy"] >= IDENTIFYING_ACCURACY]
-        last_good, last = int(good["k"].max()), rungs.iloc[-1]
-        if last_good <= last["k"] / 4 and last["argmax_accuracy"] < 0.5:
-            sentences.append(
-                f"Layer {layer} identifies its experts at small k only: up to k = {last_good}; "
-                f"at k = {last['k']:.0f} accuracy is {number(last['argmax_accuracy'])}."
-            )
-    return sentences
-
-
-def avoidance_findings(reading: Reading) -> list[str]:
-    from scipy.stats import false_discovery_control
-
-    tests = reading.tables["alignment_tests"].sort_values("layer")
-    q = false_discovery_control(tests["p_lower"].to_numpy(float))
-    layers = reading.tables["alignment_layers"]
-    sentences = []
-    for layer, p in tests.loc[q <= ALPHA, ["layer", "p_lower"]].itertuples(index=False):
-        rungs = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)]
-        lowest = rungs.loc[rungs["perm_z"].idxmin()]
-        sentences.append(
-            f"In layer {layer} routers avoid their own experts at k = {lowest['k']:.0f}: "
-            f"alignment {number(lowest['align'])} "
-            f"against {number(lowest['shuffle_mean'])} for an average pair (lower-tail p = "
-            f"{number(p)})."
-        )
-    return sentences
-
-
-def hub_findings(reading: Reading) -> list[str]:
-    """Experts that are the best match of more routers than chance allows, at the layer's best k.
-
-    Chance: n routers choosing among n experts at random; the likeliest expert's count, all experts, ks and
-    layers paid for.
-    """
-    found = []
-    best = reading.tables["alignment_tests"].set_index("layer")["best_k"]
-    looked_at = reading.tables["alignment_layers"].groupby("layer")["k"].nunique().sum()
-    for layer, rows in reading.tables["pairs"].groupby("layer"):
-        grid = rows[rows["k"] == best[layer]].pivot(index="router_index", columns="expert", values="align")
-        M, n = grid.to_numpy(float), len(grid)
-        second, first = np.partition(M, -2, axis=1)[:, -2:].T
-        wins = np.bincount(M.argmax(axis=1)[first - second > TIE], minlength=n)
-        if looked_at * n * bdtrc(wins.max() - 1, n, 1 / n) <= ALPHA:
-            found.append(
-                f"expert {grid.columns[wins.argmax()]} of layer {layer} ({wins.max()} of {n} routers)"
-            )
-    if not found:
-        return []
-    return [
-        (
-            "Experts that attract more routers than independent router rows would: "
-            f"{', '.join(found[:NAMED_AT_MOST])}{more(found)}; "
-            "one each is expected. A direction common to all rows does this too; the centered "
-            "reading leaves it out."
-        )
-    ]
-
-
-def more(found: list[Any]) -> str:
-    return f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else ""
-
-
-def collapsed_pairs(reading: Reading) -> list[dict[str, Any]]:
-    if "similarity" not in reading.tables:
-        return []
-    pairs = reading.tables["similarity"]
-    close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)]
-    close = close.reindex(close["cosine"].abs().sort_values(ascending=False).index)
-    return [
-        {
-            "layer": int(row["layer"]),
-            "expert_a": int(row["expert_a"]),
-            "expert_b": int(row["expert_b"]),
-            "cosine": float(row["cosine"]),
-        }
-        for _, row in close.iterrows()
-    ]
-
-
-def redundancy_finding(reading: Reading) -> str:
-    statistics = reading.tables["orthogonality"]
-    statistics = statistics[statistics["k"] == 1]
-    collapsed = collapsed_pairs(reading)
-    redundant = int(statistics["n_pairs_above_0_3"].sum())
-    pairs = reading.tables["similarity"].query("k == 1").groupby("layer").size()
-    by_chance = sum(
-        count * share_above(REDUNDANT, width_of(reading.tables, layer)) for layer, count in pairs.items()
-    )
-    if collapsed:
-        named = [
-            (
-                f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} "
-                f"({number(abs(pair['cosine']))})"
-            )
-            for pair in collapsed[:NAMED_AT_MOST]
-        ]
-        start = (
-            f"Collapsed experts (|cos| of their top directions above {COLLAPSED}): "
-            f"{', '.join(named)}{more(collapsed)}"
-        )
+def pairing_parts(view: View, layer: int, tables: Tables) -> Parts:
+    test = tables["alignment_tests"].iloc[0].to_dict()
+    facts = view.facts(layer)
+    best = tables["alignment"][tables["alignment"]["k"] == test["best_k"]]
+    if order := facts["other_order"]:
+        line = f"fits in another order at k = {order['k']}, p ≤ {number(order['p'])}"
     else:
-        start = f"No two experts have collapsed (none above {COLLAPSED})"
-    return (
-        f"{start}; {redundant:,} of {pairs.sum():,} pairs are above {REDUNDANT}, "
-        f"where random directions give {number(by_chance)}."
-    )
+        line = (
+            f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} "
+            f"(chance: {number(facts['chance_accuracy'])}), p = {number(test['p_accuracy'])}"
+        )
+    shown = [
+        table_payload(
+            TABLES["alignment_layers"], tables["alignment_layers"], K_TABLE, "Every k (means over experts)"
+        ),
+        table_payload(TABLES["alignment"], best, EXPERT_TABLE, f"Every expert at k = {test['best_k']}"),
+    ]
+    badge = (test["verdict"], verdict_name(view, layer, test["verdict"]))
+    return line, badge, verdict_words(view, layer, test, tables), shown
 
 
-def most_ambiguous(reading: Reading) -> list[dict[str, Any]]:
-    if not reading.has_rows:
-        return []
-    ranked = reading.tables["ambiguity"].sort_values("rank").head(3)
-    return [
-        {
-            "layer": int(row["layer"]),
-            "ambiguity_score": optional(row["ambiguity_score"]),
-            "absolute_score": optional(row["absolute_score"]),
-            "level": row["level"] if isinstance(row["level"], str) else None,
+def verdict_name(view: View, layer: int, verdict: str) -> str:
+    return VERDICT_NAMES[shown_verdict(verdict, view.n_experts(layer))]
+
+
+def verdict_words(view: View, layer: int, test: dict[str, Any], tables: Tables) -> list[str]:
+    """The identification verdict of one layer in words, with chance beside every number."""
+    n, facts = view.n_experts(layer), view.facts(layer)
+    pairings = f"{'all' if test['exact'] else 'sampled'} {test['n_pairings']:,} pairings"
+    words = [
+        f"Layer {layer} {VERDICT_WORDS[shown_verdict(test['verdict'], n)][0]}. Best argmax accuracy: "
+        f"{number(test['best_accuracy'])} at k = {test['best_k']} (chance: 1/{n} at a given k, "
+        f"{number(facts['chance_accuracy'])} at a random pairing's own best k); "
+        f"p = {number(test['p_accuracy'])}.",
+        f"Mean alignment over all k: p = {number(test['p_value'])} against {pairings} "
+        f"(q = {number(test['q_value'])} over the layers scanned); lower tail p = {number(test['p_lower'])}.",
+    ]
+    if order := facts["other_order"]:
+        pairs = zip(order["routers"], order["experts"], strict=True)
+        mapped = ", ".join(f"{router} → {'?' if expert is None else expert}" for router, expert in pairs)
+        words.append(
+            f"Another order fits at k = {order['k']} (router row → expert, p ≤ {number(order['p'])}): "
+            f"{mapped}."
+        )
+    return words + collapsed_words(tables)
+
+
+def expert_parts(view: View, layer: int, tables: Tables) -> Parts:
+    """Parts of a layer whose router has no rows."""
+    ranks, cosines = layer_ranks(view).loc[layer], first_cosines(tables)
+    line = f"effective rank {number(ranks['effective_rank'])} of {number(ranks['rank'])}"
+    words = [f"Layer {layer} has one block: its spectrum is all there is to show."]
+    if len(cosines):
+        first = cosines.loc[layer]
+        mean, chance = number(first["mean_abs"]), number(first["chance"])
+        collapsed = counted(int(first["n_pairs_above_0_7"]), "collapsed pair")
+        line = f"mean |cos| {mean} (chance: {chance}), {collapsed}, {line}"
+        words = [
+            f"Top singular vectors of two experts of layer {layer}: mean |cos| {mean} (chance: {chance}), "
+            f"largest {number(first['max_abs'])}.",
+            *collapsed_words(tables),
+        ]
+    title = "Every expert" if len(cosines) else "Its spectrum in numbers"
+    frame = tables["spectra"].sort_values("expert")
+    return line, None, words, [table_payload(TABLES["spectra"], frame, SPECTRA_TABLE, title)]
+
+
+def collapsed_words(tables: Tables) -> list[str]:
+    """One sentence on the layer's collapsed pairs, at most eight; nothing if there are none."""
+    pairs = tables["similarity"]
+    close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)].head(8)
+    named = [f"{row.expert_a} and {row.expert_b} ({number(abs(row.cosine))})" for row in close.itertuples()]
+    return [f"Collapsed pairs, by |cos| of their top singular vectors: {listed(named)}."] if named else []
+
+
+def setup_facts(view: View, layer: int, tables: Tables) -> dict[str, str]:
+    """How the layer's numbers were made."""
+    setup, info = view.setup(layer), view.run.info
+    of_matrix = setup["matrices"][view.keys["matrix"]]
+    model = next(item for item in info["checkpoints"] if item["step"] == view.keys["step"])
+    folded = ", norm folded in" if view.keys["fold_norm"] else ""
+    routed: dict[str, str] = {}
+    if view.has_rows:
+        test = tables["alignment_tests"].iloc[0]
+        share = pd.Series(setup["centered_share"], dtype=float)
+        shuffles = f"{setup['n_shuffles']} sampled shuffles"
+        routed = {
+            "k grid": ", ".join(map(str, of_matrix["k"])),
+            "shuffle null": "closed form" if setup["null"] == "closed" else shuffles,
+            "pairing null": f"{test['n_pairings']:,} pairings, {'all' if test['exact'] else 'sampled'}",
+            "row share not common to all": f"{number(share.min())} to {number(share.max())} (‖rᵢ − "
+            "mean‖/‖rᵢ‖)",
         }
-        for _, row in ranked.iterrows()
-    ]
-
-
-def optional(value: Any) -> float | None:
-    return None if pd.isna(value) else float(value)
-
-
-def ambiguity_finding(reading: Reading) -> list[str]:
-    table = reading.tables["ambiguity"]
-    if table["ambiguity_score"].isna().all():
-        return []
-    ranked = table[table["level"].isin(["high", "medium"])].sort_values("rank").head(NAMED_AT_MOST)
-    weights = reading.run.info["arguments"]["ambiguity_weights"]
-    if ranked.empty:
-        return [f"No layer is ambiguous, compared with the others of {named_layers(table['layer'])}."]
-    accuracy, rest = weights[0], weights[1] + weights[2]
-    at_chance = accuracy * (1 - 1 / reading.n_experts(int(ranked["layer"].iloc[0]))) + rest
-    named = [
-        (
-            f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute "
-            f"{number(row['absolute_score'])})"
-        )
-        for _, row in ranked.iterrows()
-    ]
-    return [
-        (
-            f"Most ambiguous among {named_layers(table['layer'])}: {', '.join(named)}. The score is "
-            "relative to these layers; "
-            f"at a given k, a layer at chance has an absolute score of {number(at_chance)}."
-        )
-    ]
-
-
-def rank_findings(reading: Reading) -> list[str]:
-    spectra = reading.tables["spectra"]
-    full = [
-        min(reading.setup(int(layer))["d_model"], stacked_height(reading, int(layer)))
-        for layer in spectra["layer"]
-    ]
-    deficient = spectra[spectra["rank"].notna() & (spectra["rank"].astype(float) < np.array(full))]
-    if deficient.empty:
-        return []
-    named = [
-        f"expert {row['expert']} of layer {row['layer']} (rank {row['rank']:.0f})"
-        for _, row in deficient.head(NAMED_AT_MOST).iterrows()
-    ]
-    return [
-        capital(f"{len(deficient)} rank-deficient matrices: {', '.join(named)}{more(list(deficient.index))}.")
-    ]
-
-
-def stacked_height(reading: Reading, layer: int) -> int:
-    d_ff = int(reading.setup(layer)["d_ff"])
-    return 2 * d_ff if reading.keys["matrix"] == "gate_up" else d_ff
+    rows = {
+        "model": model["path"],
+        "block": setup["layer_name"],
+        "step": view.keys["step"],
+        "matrix": view.keys["matrix"] + ("" if view.has_rows else folded),
+        **({"router rows": view.keys["router"] + folded} if view.has_rows else {}),
+        "dtype": f"{setup['dtype']} experts"
+        + (f", {setup['router_dtype']} router" if view.has_rows else "")
+        + "; fp64 from the Gram matrix on",
+        "d_model": setup["d_model"],
+        "d_ff": setup["d_ff"],
+        "experts (n)": setup["n_experts"],
+        "top_k, scoring": f"{setup['top_k'] or 'not stated'}, {setup['scoring']}",
+        **routed,
+        "seed": setup["seed"],
+        "precision": f"{info['arguments']['precision']}; SVD fallback for {of_matrix['fallbacks']} of "
+        f"{setup['n_experts']} experts",
+        "skipped experts": ", ".join(map(str, of_matrix["skipped_experts"])) or "none",
+        "time": f"{number(setup['seconds'])} s on {info['device']}",
+    }
+    return {name: str(value) for name, value in rows.items()}

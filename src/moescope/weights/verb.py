@@ -1,4 +1,4 @@
-"""scan: what the weights of a checkpoint say, layer by layer, into a run folder."""
+"""scan: analyse the weights of a checkpoint, layer by layer, and write the tables to a run folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moescope.arguments import (
     choose_device,
@@ -25,12 +25,13 @@ from moescope.engine import Engine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
-from moescope.run import Run, RunWriter, default_folder, open_run
-from moescope.spectral.decompose import TOLERANCE
-from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, VIEW
-from moescope.weights.ambiguity import ambiguity_ranking, check_settings
-from moescope.weights.layer import ScanSettings
-from moescope.weights.task import LayerTask, analyse_elsewhere, analyse_here
+from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.verb import Verb
+from moescope.weights.ambiguity import check_settings
+from moescope.weights.figures import FIGURES
+from moescope.weights.layer import LayerTask, ScanSettings, analyse_elsewhere, analyse_here, compare_layers
+from moescope.weights.report import guide, overlay, sections, select, summary
+from moescope.weights.tables import TABLES
 from moescope.weights.views import (
     MATRICES,
     ROUTERS,
@@ -43,13 +44,15 @@ from moescope.weights.views import (
 if TYPE_CHECKING:
     import pandas as pd
 
-NULLS = ("closed", "shuffle")
-LAYER_TABLES = [name for name in SCAN_TABLES if name != "ambiguity"]  # those a single layer can write
+Precision = Literal["fast", "exact"]
+Null = Literal["closed", "shuffle"]
+KStar = Literal["max_margin", 128, 256, 512]
+EngineName = Literal["local", "ray"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One checkpoint of the run, and the number its rows carry."""
+    """One checkpoint of the run, and the step number of its rows."""
 
     number: int
     moe: MoeCheckpoint
@@ -57,7 +60,7 @@ class Step:
 
     @property
     def location(self) -> str:
-        """Where any process on any machine that shares the files finds the checkpoint."""
+        """Where any process, on any machine that shares the files, finds the checkpoint."""
         checkpoint = self.moe.checkpoint
         if checkpoint.revision:
             return f"{checkpoint.address}@{checkpoint.revision}"
@@ -67,56 +70,111 @@ class Step:
 def scan(
     *models: str | Path,
     out: str | Path | None = None,
-    revision: str | None = None,
     layers: int | str | Iterable[int] | None = None,
     matrix: str | Iterable[str] = "gate",
     router: str | Iterable[str] = "raw",
     k: int | str | Iterable[int] = (),
     fold_norm: bool = False,
-    precision: str = "fast",
-    null: str = "closed",
-    n_shuffles: int = 200,
-    seed: int = 0,
-    k_star: str | int = "max_margin",
-    allow_full_rank: bool = False,
-    ambiguity_weights: str | Sequence[float] = (0.4, 0.3, 0.3),
     device: str = "auto",
-    engine: str = "local",
+    revision: str | None = None,
+    precision: Precision = "fast",
+    null: Null = "closed",
+    n_shuffles: int = 200,
+    k_star: KStar = "max_margin",
+    allow_full_rank: bool = False,
+    ambiguity_weights: str | Sequence[float] = "0.4,0.3,0.3",
+    engine: EngineName = "local",
     address: str | None = None,
     keep_going: bool = False,
+    seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan one checkpoint, or several as the steps of one run, and return the run with all its tables."""
+    """Measure router-expert alignment, identification of experts, redundancy and ambiguity in the weights.
+
+    Give the same command again to resume an interrupted scan at the layer it had reached.
+
+    Parameters
+    ----------
+    *models : MODEL
+        Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL. Several are the steps of
+        one run.
+    out : DIR, default runs/scan-MODEL-N
+        Run folder to write.
+    layers : LAYERS, default all
+        Layers to scan: 0,5,9-12.
+    matrix : NAMES
+        Expert matrices: gate, up, gate_up, down.
+    router : NAMES
+        Router rows: raw (as stored), centered (minus their mean).
+    k : NUMBERS
+        Values of k in addition to the grid 1, 2, 4, ...: 3,100.
+    fold_norm : bool
+        Multiply the weight of the norm before the block into router and experts.
+    device : DEVICE
+        auto, cpu, cuda or cuda:0; mps means cpu.
+
+    Other Parameters
+    ----------------
+    revision : REVISION, default main
+        Branch, tag or commit of a hub id.
+    precision : PRECISION
+        fast allows errors of align up to 1e-6, exact 1e-9.
+    null : NULL
+        The shuffle null in closed form, or sampled as older tools do.
+    n_shuffles : int
+        Re-pairings sampled by --null shuffle.
+    k_star : K
+        The k at which ambiguity is judged: that of the largest margin, or a fixed one.
+    allow_full_rank : bool
+        Let k = d_model be chosen, as older tools do.
+    ambiguity_weights : NUMBERS
+        Weights of accuracy, margin and z in the ambiguity score.
+    engine : ENGINE
+        local: one layer after another in this process; ray: many at a time (needs the extra `ray`).
+    address : ADDRESS
+        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
+    keep_going : bool
+        Skip experts that hold NaN, Inf or only zeros.
+    seed : int
+        Seed of sampled pairings and shuffles.
+    overwrite : bool
+        Replace what the run folder holds.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.scan("mistralai/Mixtral-8x7B-v0.1", router="raw,centered")  # doctest: +SKIP
+    >>> run.table("alignment_tests")[["layer", "verdict", "p_value"]]  # doctest: +SKIP
+    """
+    given = dict(locals())
     settings = ScanSettings(
         matrix=names("matrix", matrix, MATRICES),
         router=names("router", router, ROUTERS),
         k=numbers("k", k),
         fold_norm=fold_norm,
-        precision=one_of("precision", precision, tuple(TOLERANCE)),
-        null=one_of("null", null, NULLS),
+        precision=one_of("precision", precision, get_args(Precision)),
+        null=one_of("null", null, get_args(Null)),
         n_shuffles=n_shuffles,
         seed=seed,
         k_star=int(k_star) if str(k_star).isdecimal() else k_star,
         allow_full_rank=allow_full_rank,
-        # its length is checked on the next line
-        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]
+        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]  # length: check_settings
     )
     check_settings(settings.k_star, settings.ambiguity_weights)
     if n_shuffles < 1 or seed < 0:
         raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
     check_engine(engine, address, device)
     steps = open_steps(models, revision, layers)
-    on_device = device_warnings(device)
-    if engine == "local":  # on Ray the cluster's devices count, not this machine's
+    warnings_of_device = device_warnings(device)
+    if engine == "local":  # on Ray the cluster's devices count
         device = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_layers(steps, settings, keep_going)
 
+    parsed = {"layers": None if layers is None else [step.layers for step in steps], **asdict(settings)}
     identity = {
-        "arguments": {
-            "layers": None if layers is None else [step.layers for step in steps],
-            **asdict(settings),
-        },
+        "arguments": VERB.identity(given, **parsed),
         "checkpoints": [
             {
                 "step": step.number,
@@ -127,23 +185,18 @@ def scan(
             for step in steps
         ],
     }
-    folder = Path(out) if out is not None else default_folder("scan", steps[0].moe.checkpoint.name, identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(VERB, out, steps[0].moe.checkpoint.name, identity, overwrite)
+    if done:
         return done
-    with open_run(folder, "scan", identity, overwrite) as writer:
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
         scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
-            frames = {name: writer.joined(name) for name in LAYER_TABLES if writer.has(name)}
-            if "alignment_tests" in frames:
-                frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
-                frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
+            frames = {name: writer.joined(name) for name in TABLES if writer.has(name)}
+            compare_layers(frames, settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
-        warnings: list[str] = []
-        if "ambiguity" in frames:
-            warnings += unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
-            warnings += undefined_ambiguity(frames["ambiguity"])
-        warnings += on_device
+        warnings = setting_warnings(setups, frames["ambiguity"], settings) if "ambiguity" in frames else []
+        warnings += warnings_of_device
         warnings += [warning for setup in setups for warning in setup.pop("warnings")]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
@@ -158,102 +211,70 @@ def scan_layers(
     keep_going: bool,
     quiet: bool,
 ) -> None:
-    """Analyse every layer that no earlier attempt finished.
-
-    Each is on disk as soon as it is done, written by this process alone.
-    """
+    """Analyse every layer that no earlier attempt finished; this process writes each one as it is done."""
     hashes = {step.number: step.moe.checkpoint.header_hash() for step in steps}
-    pieces = [
+    tasks = [
         LayerTask(step.number, layer, step.location, hashes[step.number], settings, keep_going)
         for step in steps
         for layer in step.layers
     ]
     opened = {step.number: step.moe for step in steps}
-    experts = {
-        piece: opened[piece.step].layers[piece.layer].n_experts * len(settings.matrix) for piece in pieces
-    }
+    experts = {task: opened[task.step].layers[task.layer].n_experts * len(settings.matrix) for task in tasks}
     finished = writer.done_tasks()
-    left = [piece for piece in pieces if piece.name not in finished]
-    if not left:
+    remaining = [task for task in tasks if task.name not in finished]
+    if not remaining:
         return
-    done = sum(count for piece, count in experts.items() if piece.name in finished)
+    done = sum(count for task, count in experts.items() if task.name in finished)
     with progress(sum(experts.values()), done, "experts", quiet) as advance, engine as workers:
         writer.save_info(engine=workers.name, device=workers.device)
         analyse = analyse_elsewhere if workers.remote else functools.partial(analyse_here, opened)
         work = functools.partial(analyse, workers.device)
-        for piece, analysed in workers.run(work, left, lambda piece: advance(piece.label(len(steps)))):
+        for task, analysed in workers.run(work, remaining, lambda task: advance(task.label(len(steps)))):
             for frame in analysed.frames.values():
-                frame.insert(0, "step", piece.step)
+                frame.insert(0, "step", task.step)
             writer.add_timings(analysed.timings)
             with writer.timed("write"):
                 setup = {
-                    "step": piece.step,
+                    "step": task.step,
                     **analysed.setup,
                     "seconds": analysed.seconds,
                     "warnings": analysed.warnings,
                 }
-                writer.flush_task(piece.name, analysed.frames, setup)
+                writer.flush_task(task.name, analysed.frames, setup)
                 writer.save_info()
 
 
-def rank_layers(layers: pd.DataFrame, settings: ScanSettings) -> pd.DataFrame:
-    """The ambiguity table: layers ranked within each step, matrix and router reading."""
-    import pandas as pd
-
-    ranked = []
-    for keys, rows in layers.groupby(["step", *VIEW], sort=True):
-        ranking = ambiguity_ranking(
-            rows, settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
-        )
-        ranked.append(ranking.assign(**dict(zip(["step", *VIEW], keys, strict=True))))
-    return pd.concat(ranked, ignore_index=True)
-
-
-def q_values(tests: pd.DataFrame) -> pd.Series:
-    """Benjamini-Hochberg over the layers of one step, matrix and router reading."""
-    from scipy.stats import false_discovery_control
-
-    groups = tests.groupby(["step", *VIEW])["p_value"]
-    return groups.transform(lambda p: false_discovery_control(p.to_numpy()))
-
-
-def unused_ks(setups: list[dict[str, Any]], settings: ScanSettings) -> list[str]:
+def setting_warnings(
+    setups: list[dict[str, Any]], ambiguity: pd.DataFrame, settings: ScanSettings
+) -> list[str]:
+    """Settings that could not be followed: ks beyond every rank, k* off the grid, an undefined score."""
+    warnings = []
     largest = max(max(of["k"]) for setup in setups for of in setup["matrices"].values())
-    beyond = [k for k in settings.k if k > largest]
-    return (
-        [f"k = {', '.join(map(str, beyond))} left out: no matrix has a rank above {largest}"]
-        if beyond
-        else []
-    )
-
-
-def unreached_k_star(ambiguity: pd.DataFrame, settings: ScanSettings) -> list[str]:
+    if beyond := [str(k) for k in settings.k if k > largest]:
+        warnings.append(f"k = {', '.join(beyond)} skipped: no matrix has a rank above {largest}")
     others = sorted(int(k) for k in ambiguity["k_star"].dropna().unique() if k != settings.k_star)
-    if settings.k_star == "max_margin" or not others:
-        return []
-    return [
-        (
-            f"k* = {settings.k_star} is not on every ladder: the largest k below it was taken, "
+    if settings.k_star != "max_margin" and others:
+        warnings.append(
+            f"k* = {settings.k_star} is not on every k grid: used the largest k below it, "
             f"{', '.join(map(str, others))}"
         )
-    ]
+    undefined = ambiguity.loc[ambiguity["ambiguity_score"].isna(), ["step", "matrix", "router"]]
+    views = undefined.drop_duplicates().itertuples(index=False)
+    if named := [f"step {step} {matrix} {router}" for step, matrix, router in views]:
+        warnings.append(
+            f"ambiguity_score is undefined ({', '.join(named)}): it compares layers, and there is only one, "
+            "or all have equal margin or z"
+        )
+    return warnings
 
 
-def undefined_ambiguity(ambiguity: pd.DataFrame) -> list[str]:
-    undefined = ambiguity[ambiguity["ambiguity_score"].isna()]
-    readings = undefined[["step", "matrix", "router"]].drop_duplicates().itertuples(index=False)
-    named = [f"step {step} {matrix} {router}" for step, matrix, router in readings]
-    why = "it compares layers, and there is one only, or all have equal margin or z"
-    return [f"ambiguity_score is undefined ({', '.join(named)}): {why}"] if named else []
-
-
-# --- reading the arguments
+# --- arguments
 
 
 def open_steps(
     models: Sequence[str | Path], revision: str | None, layers: int | str | Iterable[int] | None
 ) -> list[Step]:
-    """The checkpoints to scan. Several are training steps of one model, so they must have one shape."""
+    """Open the checkpoints to scan; several must have one shape, since they are steps of one model."""
     if not models:
         raise BadInput("no model given; give a checkpoint's folder, file, hub id or URL")
     opened = [read_moe(open_checkpoint(model, revision)) for model in models]
@@ -264,13 +285,12 @@ def open_steps(
         if shape(moe) != shape(opened[0]):
             raise BadInput(
                 f"{moe.checkpoint.shown}: another family, shape or number of experts than "
-                f"{opened[0].checkpoint.shown}, so not a step of "
-                "the same run; scan each alone, then `moescope report RUN RUN` compares them"
+                f"{opened[0].checkpoint.shown}, so not a step of the same run; scan each alone, then "
+                "`moescope report RUN RUN` compares them"
             )
-    found = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
-    return sorted(
-        (Step(number, moe, choose_layers(layers, moe)) for number, moe in found), key=lambda step: step.number
-    )
+    numbered = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
+    steps = [Step(number, moe, choose_layers(layers, moe)) for number, moe in numbered]
+    return sorted(steps, key=lambda step: step.number)
 
 
 def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
@@ -293,10 +313,7 @@ def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) 
 
 
 def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) -> None:
-    """Look for matrices not there and at every router before any long work.
-
-    A bad one should not be found an hour in.
-    """
+    """Check matrices and routers of all layers first: a bad one should not appear an hour into the scan."""
     for step in steps:
         for layer in step.layers:
             weights = step.moe.layers[layer]
@@ -306,30 +323,28 @@ def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) ->
             if rows is None:
                 if settings.router != ("raw",):
                     raise BadInput(
-                        f"{weights.layer_name}: its router has no row for each expert, so none "
-                        "can be centered; leave --router out"
+                        f"{weights.layer_name}: its router has no row for each expert, so none can be "
+                        "centered; remove --router"
                     )
                 continue
             bad = unusable_rows(weights, rows)
             if bad and not keep_going:
                 raise next(iter(bad.values()))
             usable = rows[[expert for expert in range(len(rows)) if expert not in bad]]
-            for reading in settings.router:
-                normalised_rows(weights, usable, reading)
+            for router in settings.router:
+                normalised_rows(weights, usable, router)
         step.moe.checkpoint.release()
 
 
-def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
-    """The run already in the folder, if it is this very work, done."""
-    from moescope.run import jsonable, read_run_json
-
-    info = read_run_json(folder)
-    same_version = info is not None and info.get("schema_version") == SCHEMA_VERSION
-    if (
-        info
-        and same_version
-        and info.get("status") == "done"
-        and all(info.get(key) == jsonable(identity[key]) for key in identity)
-    ):
-        return Run(folder, info)
-    return None
+VERB = Verb(
+    "scan",
+    scan,
+    TABLES,
+    FIGURES,
+    summary,
+    sections,
+    select,
+    overlay=overlay,
+    guide=guide,
+    incidental=frozenset({"revision", "keep_going"}),
+)
