@@ -6,10 +6,10 @@ What they derive held to simulation and exact cases.
 import numpy as np
 import pandas as pd
 import pytest
+from moescope.glossary import COLUMNS
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.figures import OVER_STEPS, ROUTING, TOGETHER
-from moescope.glossary import COLUMNS
 from moescope.plotting.maps import Cloud, principal_plane
 from moescope.plotting.style import GREY
 from moescope.routing.figures_load import (
