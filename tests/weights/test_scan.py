@@ -31,13 +31,14 @@ from checkpoints import (
 )
 from moescope import Run, scan
 from moescope.errors import BadInput
-from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, TABLES
+from moescope.tables import SCHEMA_VERSION
 from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
+from moescope.weights.tables import TABLES
 
 
 def tables_of(run: Run) -> dict[str, pd.DataFrame]:
-    return {name: run.table(name) for name in SCAN_TABLES}
+    return {name: run.table(name) for name in TABLES}
 
 
 def assert_equal_tables(left: Run, right: Run) -> None:
@@ -69,8 +70,8 @@ def model(tmp_path) -> Path:
 
 def test_all_nine_tables_hold_exactly_the_schema_s_columns(tmp_path, model):
     run = scan(model, out=tmp_path / "run", matrix="gate,up,gate_up,down", router="raw,centered")
-    assert run.tables == list(SCAN_TABLES)
-    for name in SCAN_TABLES:
+    assert run.tables == list(TABLES)
+    for name in TABLES:
         spec = TABLES[name]
         assert pq.read_schema(tmp_path / "run" / f"{name}.parquet").names == list(spec.columns)
         frame = run.table(name)
@@ -92,7 +93,7 @@ def test_every_column_is_filled_somewhere(tmp_path):
     run = scan(
         tiny_checkpoint(tmp_path / "model", layers=3, experts=5, d_model=40, d_ff=48), out=tmp_path / "run"
     )
-    for name in SCAN_TABLES:
+    for name in TABLES:
         spec = TABLES[name]
         frame = run.table(name)
         assert [column for column in spec.columns if frame[column].isna().all()] == []

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from families.tiny_models import tiny_model
 from moescope import scan
 from moescope.errors import BadInput
-from moescope.tables import SCAN_TABLES, TABLES
+from moescope.weights.tables import TABLES
 
 # Four encoder blocks with two sparse ones (1, 3), four decoder blocks with one (1), which is numbered after
 # them: 5.
@@ -30,7 +30,7 @@ def switch(tmp_path_factory):
 
 def test_experts_without_a_gate_are_scanned_by_their_first_and_last_matrix(tmp_path, switch):
     run = scan(switch, out=tmp_path / "run", matrix="gate,down", quiet=True)
-    for name in SCAN_TABLES:
+    for name in TABLES:
         if {"layer", "layer_name", "matrix"} <= set(TABLES[name].columns):
             rows = run.table(name)
             assert dict(zip(rows["layer"], rows["layer_name"], strict=True)) == SWITCH, name
@@ -70,7 +70,7 @@ def test_the_two_forms_of_one_model_give_the_same_numbers(tmp_path):
         runs.append(
             scan(model.save(folder, form), out=tmp_path / f"{form}-run", matrix="gate,up,down", quiet=True)
         )
-    for name in SCAN_TABLES:
+    for name in TABLES:
         ours, theirs = (run.table(name).drop(columns="layer_name", errors="ignore") for run in runs)
         assert ours.equals(theirs), name
 

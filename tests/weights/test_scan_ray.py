@@ -25,9 +25,9 @@ from checkpoints import edit_json, expert_name, tiny_checkpoint, tiny_config, ti
 from moescope import Run, scan
 from moescope.demo.planted import write_planted
 from moescope.errors import BadInput
-from moescope.tables import SCAN_TABLES, TABLES
 from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
+from moescope.weights.tables import TABLES
 
 LAYERS = 5
 
@@ -47,7 +47,7 @@ def here(model) -> Run:
 
 def assert_equal_tables(left: Run, right: Run) -> None:
     """Bit for bit, and no row twice."""
-    for name, spec in ((name, TABLES[name]) for name in SCAN_TABLES):
+    for name, spec in ((name, TABLES[name]) for name in TABLES):
         frame = left.table(name)
         pd.testing.assert_frame_equal(frame, right.table(name), check_exact=True)
         assert not frame.duplicated(list(spec.keys)).any()
