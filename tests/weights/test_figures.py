@@ -8,7 +8,9 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number, reference_k
-from moescope.weights.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, ONE_LAYER
+from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
+from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
+from moescope.weights.figures_layer import COMPLETE_VIEW
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks, similarity_order
 from moescope.weights.report import stack
 from moescope.weights.report_findings import views

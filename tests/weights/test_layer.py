@@ -124,7 +124,7 @@ def test_only_k_equal_to_the_width_is_degenerate():
     assert wide.loc[8, "align"] < 1
 
 
-def test_ks_the_user_names_join_the_ladder_and_those_beyond_the_rank_do_not():
+def test_ks_the_user_names_join_the_k_grid_and_those_beyond_the_rank_do_not():
     assert frames_of(random_weights(0), k=(3, 7, 500))["alignment_layers"]["k"].tolist() == [
         1,
         2,
@@ -136,7 +136,7 @@ def test_ks_the_user_names_join_the_ladder_and_those_beyond_the_rank_do_not():
     ]
 
 
-def test_the_ladder_ends_at_the_largest_rank_where_all_experts_are_deficient():
+def test_the_k_grid_ends_at_the_largest_rank_where_all_experts_are_deficient():
     generator = np.random.default_rng(0)
     experts = [expert_with_spectrum(generator, 20, 12, np.linspace(2, 1, rank)) for rank in (3, 5, 6)]
     frames = frames_of(layer_weights(generator.standard_normal((3, 12)), experts))
@@ -276,13 +276,13 @@ def test_frames_with_marked_experts_conform_to_their_schema():
     assert values.null_count == 1
 
 
-def test_fewer_than_two_usable_experts_are_refused_even_when_going_on():
+def test_fewer_than_two_usable_experts_are_rejected_even_when_going_on():
     weights, _ = spoiled(0, bad=1, n=2)
     with pytest.raises(BadInput, match="fewer than two experts"):
         frames_of(weights, keep_going=True)
 
 
-def test_a_layer_of_one_expert_is_refused():
+def test_a_layer_of_one_expert_is_rejected():
     with pytest.raises(BadInput, match="one expert only"):
         frames_of(random_weights(0, n=1))
 

@@ -109,7 +109,7 @@ def test_a_rank_deficient_expert_falls_back_without_router_rows_too(tmp_path):
     assert any("expert 3 of layer 1 (rank 1)" in finding for finding in run.verb.summary(run).findings)
 
 
-def test_an_expert_that_holds_nan_is_refused_or_marked(tmp_path):
+def test_an_expert_that_holds_nan_is_rejected_or_marked(tmp_path):
     lab = model("hash")
     lab.blocks[0].mlp.experts.state_dict()["gate_up"][5, 0, 0] = torch.nan
     place = saved(lab, tmp_path / "lab")
@@ -240,7 +240,7 @@ def test_experts_of_a_model_with_rows_and_of_one_without_are_compared(places, tm
     assert len(run.table("geometry")) == 16
 
 
-def test_tracing_a_dense_model_is_refused_before_any_work(places, tmp_path):
+def test_tracing_a_dense_model_is_rejected_before_any_work(places, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words")
     with pytest.raises(
