@@ -23,7 +23,7 @@ from moescope.lab.batches import TokenRows
 from moescope.lab.config import LabConfig, with_router
 from moescope.lab.training import Data, FiniteWatch, Training
 from moescope.lab.training_state import load_state, local_part
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
 
 STEPS = 6

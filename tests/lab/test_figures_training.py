@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from moescope.routing.figures_monitor import router_gradient_by_step
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.lab.figures_training import (
@@ -18,7 +19,6 @@ from moescope.lab.figures_training import (
     speed_by_step,
 )
 from moescope.plotting.style import GREY, Figure, Tables
-from moescope.routing.figures_monitor import router_gradient_by_step
 
 
 @pytest.fixture

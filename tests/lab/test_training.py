@@ -28,9 +28,9 @@ from moescope.lab.training import (
     make_optimiser,
 )
 from moescope.lab.training_state import load_state
-from moescope.routing.alerts import Thresholds
 from moescope.routing.metrics import DIAGNOSTICS
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_run import Thresholds
 
 LOSSES = [
     "step",

@@ -15,7 +15,7 @@ from moescope.lab.batches import TokenRows
 from moescope.lab.config import DataConfig, LabConfig, TrainConfig, with_router
 from moescope.lab.corpus import Corpus, embedded_corpus
 from moescope.lab.training import Data, Training
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
 
 TINY = LabConfig(

@@ -10,9 +10,9 @@ from scipy import stats
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import GREY
 from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
+from moescope.weights.figures_alignment import density_caption, discoveries, random_std_of_mean
 from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
 from moescope.weights.figures_layer import COMPLETE_VIEW
-from moescope.weights.figures_alignment import density_caption, discoveries, random_std_of_mean
 from moescope.weights.figures_redundancy import closest_by_chance, d_model_by_layer, share_above
 from moescope.weights.report import layer_table, overlay, stack
 from moescope.weights.report_findings import views

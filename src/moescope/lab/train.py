@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.training import Data, Training
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
 PARTS = ("scan", "trace", "validation")  # folders of a training's run besides its checkpoints
 STATE = "training_state.pt"
@@ -256,7 +256,7 @@ def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run
     """
     from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
     config, corpus, ranks = job.config, job.corpus, job.ranks
     states = job.folder / "checkpoints"

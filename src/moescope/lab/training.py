@@ -35,7 +35,7 @@ from moescope.lab.training_state import (
     shard_model,
     unsharded_model,
 )
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
 BETAS = (0.9, 0.95)

@@ -208,3 +208,5 @@ TABLES: dict[str, Table] = define_tables(
 # fmt: on
 
 TRACE_TABLES = {name: TABLES[name] for name in TABLES if name not in ("steps", "router_gradients", "alerts")}
+MONITORED = ("load", "routing_layers", "coactivation", "steps", "router_gradients", "alerts")
+MONITOR_TABLES = {name: TABLES[name] for name in MONITORED}
