@@ -37,15 +37,10 @@ from moescope.weights.report_findings import (
 )
 from moescope.weights.tables import TABLES, VIEW
 
-K_TABLE = [
-    "k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std",
-    "delta_vs_shuffle", "z_vs_shuffle", "z_ceiling", "argmax_accuracy", "assignment_accuracy",
-    "alignment_margin", "positive_margin_share", "perm_z", "p_adjusted", "degenerate",
-]  # fmt: skip
-EXPERT_TABLE = [
-    "expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle", "margin",
-    "identified",
-]  # fmt: skip
+NOT_BY_K = {"cos_squared", "n_experts", "d_model"}
+K_TABLE = ["k", *(name for name in TABLES["alignment_layers"].values if name not in NOT_BY_K)]
+EXPERT_TABLE = ["expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle"]
+EXPERT_TABLE += ["margin", "identified"]
 SPECTRA_TABLE = ["expert", "effective_rank", "stable_rank", "rank", "spectral_norm", "frobenius", "condition"]
 ACROSS_TABLES = {
     "alignment_tests": "Tests and verdicts of every layer",
