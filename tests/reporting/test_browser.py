@@ -138,7 +138,7 @@ def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
     with page.expect_download() as download:
         page.locator("#summary [data-view='0'] button.csv").click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
-    assert download.value.suggested_filename == "moescope-layers.csv"
+    assert download.value.suggested_filename == "moescope-layers_at_a_glance.csv"
     assert lines[0].startswith("layer,verdict,p_accuracy,best_k,best_accuracy,chance_accuracy")
     assert len(lines) == 1 + 5
     best = planted_run.table("alignment_tests").query("layer == 2 and router == 'raw'")["best_k"].iloc[0]
@@ -239,14 +239,16 @@ def test_printing_draws_everything_that_is_open(opened):
 def few_figures(planted_run, monkeypatch):
     """A run whose sections have two figures across layers per view, one of a layer: half a second each."""
 
+    own = planted_run.verb
+
     def sections(run, selection):
-        first = planted_run.verb.sections(run, selection)
+        first = own.sections(run, selection)
         across = [replace(part, figures=part.figures[:2]) for part in first if part.anchor == "across"]
         layers = next(part for part in first if part.anchor == "layers")
         inner = [replace(layers.sections[0], figures=layers.sections[0].figures[:1], sections=[])]
         return [*across, replace(layers, sections=inner)]
 
-    verb = replace(planted_run.verb, sections=sections, overlay=lambda runs: [])
+    verb = replace(own, sections=sections, overlay=lambda runs: [])
     monkeypatch.setattr(Run, "verb", verb)
     return planted_run
 
