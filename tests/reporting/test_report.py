@@ -75,7 +75,6 @@ def test_the_report_states_each_planted_fact(planted_html):
 
 def test_every_column_of_every_scan_table_is_in_the_glossary_and_none_of_other_tables(planted_html):
     from moescope.glossary import COLUMNS
-
     from moescope.tables import SCAN_TABLES, TABLES
 
     shown = {

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from moescope.glossary import COLUMNS
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
 from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, FIGURES, ONE_LAYER
+from moescope.glossary import COLUMNS
 from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number, reference_k
 from moescope.reporting.page import stacked
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks, similarity_order
