@@ -28,6 +28,7 @@ from moescope.lab.figures_training import FIGURES
 from moescope.lab.report_training import guide, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.progress import progress, unsaid_alerts
+from moescope.routing.report_monitor import MONITOR
 from moescope.routing.trace import trace
 from moescope.run import (
     TRAIN_LOCK,
@@ -529,7 +530,7 @@ VERB = Verb(
     "train",
     train,
     tables=TRAIN_TABLES,
-    figures=FIGURES,
+    figures=[*FIGURES, *MONITOR.figures],
     summary=summary,
     sections=sections,
     select=select,
