@@ -37,7 +37,6 @@ SIDEWAYS = {
     ("run", "verbs"),
     ("verbs", "verb"),
     ("verb", "run"),  # for type checkers only; a cycle otherwise
-    ("families", "decoder"),  # facts about routers of lab checkpoints
     ("families", "verb"),  # inspect is a verb without tables
     ("families", "decoder"),  # the lab's layouts ask routers for their facts
 }
@@ -48,10 +47,10 @@ BETWEEN_SUBJECTS = {
     "compression.verb": ("comparison.tables",),  # distances within groups, in compare's tables and figures
     "compression.figures": ("comparison.figures",),
     "compression.report": ("comparison.figures", "comparison.tables"),
-    "lab.train": ("weights.verb", "routing.trace", "routing.monitor"),  # a training is scanned and traced
+    # a training is a monitored run that holds a scan and a trace
+    "lab.train": ("weights.verb", "routing.trace", "routing.monitor", "routing.report_monitor"),
     "lab.training": ("routing.monitor",),
-    "lab.tables": ("routing.tables",),  # Monitor's tables, figures and sections are part of a training's
-    "lab.figures_training": ("routing.figures_steps",),
+    "lab.tables": ("routing.tables",),
     "lab.report_training": ("routing.report_monitor",),
     "lab.key_metrics": ("routing.load_balance", "routing.metrics"),
     "lab.evaluation": ("routing.stability",),
@@ -70,11 +69,9 @@ NOT_A_ROUTER = {
 
 # Module or package (relative to moescope, "lab." for everything below) -> rules it does not keep yet.
 STILL_TO_DO: dict[str, set[str]] = {
-    "figures.": {"arrows"},
     "checkpoint.": {"formatting"},
     "families.": {"formatting"},
     "lab.": {"formatting"},
-    "weights.": {"formatting"},
 }
 
 
