@@ -28,6 +28,7 @@ from moescope.lab.figures_training import FIGURES
 from moescope.lab.report_training import guide, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.progress import progress, unsaid_alerts
+from moescope.routing.report_monitor import MONITOR
 from moescope.routing.trace import trace
 from moescope.run import (
     TRAIN_LOCK,
@@ -134,12 +135,12 @@ def train(
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
         identity = {"arguments": {**jsonable(asdict(settled)), "from": origin}, "corpus": corpus.identity}
-        in_file = isinstance(config, str | Path)
-        name = Path(config).stem if in_file else f"{preset or 'nano'}-{settled.model.router}"
+        path = config if isinstance(config, str | Path) else None
+        name = f"{preset or 'nano'}-{settled.model.router}" if path is None else Path(path).stem
         folder = Path(ranks.broadcast_object(folder or default_folder("train", name, identity)))
         vocabulary = training_vocabulary(settled, corpus, origin)
         # a config made in Python is in run.json alone
-        command = VERB.command(given if config is None or in_file else {"resume": True, "out": folder})
+        command = VERB.command(given if config is path else {"resume": True, "out": folder})
         job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet, command)
         with lock_training(folder) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             run = None if overwrite else finished_run(folder, identity)
@@ -529,7 +530,7 @@ VERB = Verb(
     "train",
     train,
     tables=TRAIN_TABLES,
-    figures=FIGURES,
+    figures=[*FIGURES, *MONITOR.figures],
     summary=summary,
     sections=sections,
     select=select,
