@@ -45,6 +45,7 @@ SIDEWAYS = {
 BETWEEN_SUBJECTS = {
     "lab.": ("weights.verb", "routing.trace", "routing.monitor"),
     "comparison.": ("weights.",),
+    "compression.": ("comparison.figures", "comparison.tables"),  # distances within merged groups
     "demo.": ("weights.", "routing.", "comparison.", "compression.", "lab."),
 }
 MOST_LINES = 700

@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from moescope.lab.study import study
     from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
-    from moescope.routing.monitor import Monitor
     from moescope.routing.trace import trace
+    from moescope.routing.trainer_monitor import Monitor
     from moescope.run import Run, open
+    from moescope.weights.layer import scan_model
     from moescope.weights.verb import scan
 
 __version__ = "0.2.0"
 _HOME = {
     "BadInput": "moescope.errors",
-    "Monitor": "moescope.routing.monitor",
+    "Monitor": "moescope.routing.trainer_monitor",
     "Run": "moescope.run",
     "count_parameters": "moescope.lab.train",
     "open": "moescope.run",
+    "scan_model": "moescope.weights.layer",
 }
 __all__ = [
     "BadInput",
@@ -44,6 +46,7 @@ __all__ = [
     "open",
     "report",
     "scan",
+    "scan_model",
     "study",
     "trace",
     "train",

@@ -98,7 +98,10 @@ class FigureSpec:
         """Return whether the tables hold what the figure needs."""
         if not all(name in tables and len(tables[name]) for name in self.needs):
             return False
-        return not self.metrics or set(self.metrics) <= set(tables["routing_layers"]["metric"])
+        if not self.metrics:
+            return True
+        rows = tables["routing_layers"]
+        return set(self.metrics) <= set(rows["metric"][rows["value"].notna() & (rows["domain"] == "")])
 
 
 # --- the page

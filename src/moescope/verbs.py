@@ -23,7 +23,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("demo", "Scan, trace and report on the model that comes with moescope.", "moescope.demo.verb:VERB"),
 )
 # Verbs without a command: their runs are made in Python.
-OTHERS = {"monitor": "moescope.routing.report:MONITOR"}
+OTHERS = {"monitor": "moescope.routing.report_monitor:MONITOR"}
 
 
 @cache

@@ -11,7 +11,7 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from moescope.compression.report import beside, rank_finding
+from moescope.compression.report import control_range, rank_finding
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.plotting.style import byte_size
@@ -45,7 +45,7 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
 
 
-def test_the_page_has_every_figure_and_table_and_explains_every_column(page):
+def test_the_page_has_every_figure_and_explains_every_column(page, compressed_run):
     html = page.read_text(encoding="utf-8")
     names = set(payloads(html))
     for name in (
@@ -57,7 +57,7 @@ def test_the_page_has_every_figure_and_table_and_explains_every_column(page):
         "saliency-1-rank_intervals",
     ):
         assert any(place.endswith(name) for place in names), name
-    for name in TABLES:
+    for name in compressed_run.tables:
         for column in TABLES[name].columns:
             assert f'id="g-{column}"' in html or f'id="g-{name}.{column}"' in html
 
@@ -150,6 +150,6 @@ def test_sizes_and_spreads_are_said_as_people_say_them():
         "75 MB",
         "93 GB",
     ]
-    assert beside(pd.Series([2.0, 1.0])) == " (random controls: 1 to 2)"
-    assert beside(pd.Series([2.0])) == " (random controls: 2)"
-    assert beside(pd.Series([None], dtype=float)) == ""
+    assert control_range(pd.Series([2.0, 1.0])) == " (random controls: 1 to 2)"
+    assert control_range(pd.Series([2.0])) == " (random controls: 2)"
+    assert control_range(pd.Series([None], dtype=float)) == ""

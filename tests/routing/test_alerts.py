@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moescope.errors import BadInput
-from moescope.routing.alerts import ENTROPY, FEWEST_LOAD, Thresholds, Watch
-from moescope.routing.monitor_loop import LoopMonitor
-from moescope.routing.step_tally import Window
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_run import ENTROPY, FEWEST_LOAD, AlertState, Thresholds
+from moescope.routing.monitor_tally import Window
 from moescope.run import Run
 from routing.tiny_training import batch, documents, model_of
 
@@ -19,21 +19,21 @@ EVEN = [100, 100, 100, 100, 100, 100, 100, 100]
 def window(loads: list[int], k: int = 1, entropy: float | None = None, nan: bool = False) -> Window:
     """One layer's window; gates are 1."""
     made = Window.empty(1, len(loads))
-    made.counts_LE[0], made.mass_LE[0] = loads, loads
+    made.counts_LE[0], made.gate_weight_LE[0] = loads, loads
     made.tokens_L[0] = sum(loads) // k
     if nan:
-        made.mass_LE[0, 0] = np.nan
+        made.gate_weight_LE[0, 0] = np.nan
     if entropy is not None:
         made.decided_L[0], made.decisions_LM[0, ENTROPY] = 10, 10 * entropy
     return made
 
 
-def watch(**thresholds) -> Watch:
-    return Watch.begin(Thresholds(**thresholds), [7], [8], 0)
+def watch(**thresholds) -> AlertState:
+    return AlertState.start(Thresholds(**thresholds), [7], [8], 0)
 
 
-def kinds(watcher: Watch, seen: Window, step: int = 1) -> list[tuple[str, int | None, float | None]]:
-    alerts = watcher.judge(seen, step, [1])
+def kinds(watcher: AlertState, seen: Window, step: int = 1) -> list[tuple[str, int | None, float | None]]:
+    alerts = watcher.new_alerts(seen, step, [1])
     assert all((alert["step"], alert["layer"]) == (step, 7) for alert in alerts)
     assert all(alert["message"].startswith(f"step {step}, layer 7: ") for alert in alerts)
     return [(alert["kind"], alert["expert"], alert["value"]) for alert in alerts]
@@ -69,19 +69,19 @@ def test_entropy_is_raised_below_its_limit_where_logits_were_looked_at():
 
 
 def test_one_expert_is_certain_of_every_token_and_that_is_no_news():
-    alone = Watch.begin(Thresholds(), [7], [1], 0)
+    alone = AlertState.start(Thresholds(), [7], [1], 0)
     assert kinds(alone, window([800], entropy=0.0)) == []
-    assert kinds(Watch.begin(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [
+    assert kinds(AlertState.start(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [
         ("entropy", None, 0.0)
     ]
 
 
 def test_low_entropy_is_not_raised_where_the_router_is_built_to_be_sure_and_collapse_still_is():
-    sure = Watch.begin(Thresholds(), [7], [8], 0, sure=[7])
+    sure = AlertState.start(Thresholds(), [7], [8], 0, sure=[7])
     assert kinds(sure, window(EVEN, entropy=0.01)) == []
     collapsed = window([800, 0, 0, 0, 0, 0, 0, 0], entropy=0.01)
     assert {kind for kind, *_ in kinds(sure, collapsed, 2)} == {"max_load", "unused"}
-    other = Watch.begin(Thresholds(), [7], [8], 0, sure=[3])
+    other = AlertState.start(Thresholds(), [7], [8], 0, sure=[3])
     assert [kind for kind, *_ in kinds(other, window(EVEN, entropy=0.01))] == ["entropy"]
 
 
@@ -108,7 +108,7 @@ def test_state_survives_json():
     kinds(watcher, window([100, 0, *EVEN[2:]], nan=True), 10)
     other = watch(dead_steps=5)
     other.restore(json.loads(json.dumps(watcher.state())))
-    assert other.standing == watcher.standing == {(7, 1, "dead"), (7, None, "nan")}
+    assert other.active == watcher.active == {(7, 1, "dead"), (7, None, "nan")}
     assert kinds(other, window([100, 0, *EVEN[2:]], nan=True), 20) == []
 
 

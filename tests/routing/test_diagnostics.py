@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing.diagnostics import DiagnosticSums, DiagnosticTally
+from moescope.routing.monitor_tally import DiagnosticSums, DiagnosticTally
 from moescope.types import Diagnostic
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def number(value: float) -> torch.Tensor:
 
 
 def moved(tally: DiagnosticTally) -> DiagnosticSums:
-    return tally.moved(tally.flat(CPU).numpy())
+    return tally.take(tally.flat(CPU).numpy())
 
 
 def told(sums: DiagnosticSums, layer_row: int = 0) -> dict[str, list[float]]:
@@ -75,7 +75,7 @@ def test_ranks_are_added_before_the_mean_is_taken():
             tally.add([(0, {"a": Diagnostic(number(value), 1.0, number(value))})])
     total = sum(tally.flat(CPU).numpy() for tally in ranks)
     assert isinstance(total, np.ndarray)
-    assert told(ranks[0].moved(total)) == {"a": [5.0, 1.0, 5.0]}
+    assert told(ranks[0].take(total)) == {"a": [5.0, 1.0, 5.0]}
 
 
 def test_a_long_sum_loses_no_digits():

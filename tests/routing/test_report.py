@@ -14,13 +14,21 @@ import pandas as pd
 import pytest
 
 from moescope.errors import BadInput
-from moescope.figures import OVER_STEPS, ROUTING
 from moescope.reporting.verb import report
+from moescope.routing.figures_experts import MAPS
+from moescope.routing.figures_steps import FIGURES, OVER_STEPS
 from moescope.routing.metrics import METRICS
 from moescope.routing.report import paths_of
-from moescope.routing.report_experts import tokens_by_expert
-from moescope.routing.report_text import chosen_documents, read_excerpt
-from moescope.routing.report_views import first_shown, load_trace, routing_views, shown_steps, steps_left_out
+from moescope.routing.report_views import (
+    first_shown,
+    load_trace,
+    read_excerpt,
+    routing_views,
+    shown_documents,
+    shown_steps,
+    skipped_steps,
+    tokens_by_expert,
+)
 from moescope.routing.trace import trace
 from moescope.run import Run, write_table
 from moescope.tables import ROUTING_TABLES, TABLES
@@ -28,6 +36,8 @@ from moescope.weights.verb import scan
 from report_payloads import payloads
 from routing.routing_runs import EVIL, deep_model, evil_run
 from routing.tiny_text import save_model, texts, write_jsonl
+
+ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +92,7 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     top = rows.loc[rows["value"].idxmax()]
     words = re.search(
         (
-            r"Load is most uneven in layer (\d): cv ([\d.]+) \(([\d.]+) to ([\d.]+)\); ([\d.]+) for "
+            r"Load balance: worst in layer (\d), CV ([\d.]+) \[([\d.]+), ([\d.]+)\]; ([\d.]+) for "
             r"random routing, ([\d.]+) at collapse"
         ),
         html,
@@ -92,13 +102,13 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     assert numbers == pytest.approx(
         [top[key] for key in ("layer", "value", "low", "high", "chance", "collapse")], rel=6e-3
     )
-    assert "Between steps 100 and 200 tokens keep" in html
+    assert "Routing consistency between steps 100 and 200" in html
 
 
 def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html, traced_run):
     table = payloads(html)["v1-glance"]
     titles = [column["title"] for column in table["columns"]]
-    assert titles[:5] == ["layer", "cv", "by chance", "max/mean", "by chance"]
+    assert titles[:5] == ["layer", "cv", "chance", "max/mean", "chance"]
     rows = traced_run.table("routing_layers").query(
         "step == 200 and phase == 'prefill' and domain == '' and metric == 'cv'"
     )
@@ -114,7 +124,7 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
 def test_what_a_report_holds_of_the_text_is_said_at_its_top(html, plain_run, tmp_path):
     assert "passages of the text" in shown(html)[: shown(html).index("<h3") if "<h3" in shown(html) else 4000]
     quiet = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "short passages of the text that was read" in shown(quiet)
+    assert "short passages of the text" in shown(quiet)
 
 
 def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
@@ -202,19 +212,17 @@ def test_of_many_steps_the_first_the_last_and_some_between_are_shown():
 
 def test_steps_without_a_view_of_their_own_are_told(traced_run):
     found = load_trace(traced_run)
-    assert steps_left_out(found) == []
+    assert skipped_steps(found) == []
     load = found.tables["load"]
     many = [load[load["step"] == 100].assign(step=step) for step in range(6)]
     long = replace(found, tables={**found.tables, "load": pd.concat(many)})
-    assert steps_left_out(long) == [
-        "Shown closely are steps 0, 2, 3, 5 of 6; figures over steps hold all of them."
-    ]
+    assert "Steps 0, 2, 3, 5 of 6" in skipped_steps(long)[0]
 
 
 def test_every_domain_has_documents_in_the_excerpt():
-    assert chosen_documents({"a": 30, "b": 30}) == [*range(6), *range(30, 36)]
-    assert chosen_documents({"a": 2, "b": 1}) == [0, 1, 2]
-    assert chosen_documents({str(number): 3 for number in range(20)}) == list(range(0, 36, 3))
+    assert shown_documents({"a": 30, "b": 30}) == [*range(6), *range(30, 36)]
+    assert shown_documents({"a": 2, "b": 1}) == [0, 1, 2]
+    assert shown_documents({str(number): 3 for number in range(20)}) == list(range(0, 36, 3))
 
 
 def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
@@ -395,11 +403,15 @@ def test_evil_tokens_are_shown_all_the_same(evil_html):
 def test_names_of_domains_are_safe_inside_figures(evil_html):
     for name, payload in payloads(evil_html).items():
         if "data" in payload:
-            drawn = str(payload["title"]) + str(
-                [
-                    [trace.get(key) for key in ("name", "x", "y", "hovertemplate", "text")]
-                    for trace in payload["data"]
-                ]
+            drawn = (
+                str(payload["title"])
+                + str(payload["caption"])
+                + str(
+                    [
+                        [trace.get(key) for key in ("name", "x", "y", "hovertemplate", "text")]
+                        for trace in payload["data"]
+                    ]
+                )
             )
             assert "<img" not in drawn, name
             assert "&amp;" not in drawn, name

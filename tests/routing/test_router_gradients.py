@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from routing.tiny_training import batch, documents, model_of
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing import step_tally
-from moescope.routing.step_tally import Handed, StepTally, Window
+from moescope.routing import monitor_tally
+from moescope.routing.monitor_tally import Handed, StepTally, Window
 
 CPU = torch.device("cpu")
 
@@ -33,18 +33,18 @@ def handed(row: int, n: int, chosen: list[list[int]], real: list[int] | None = N
 def test_layers_of_unequal_numbers_of_experts_and_choices_are_counted_apart():
     tally = StepTally(blocks(2, 4, 4))
     tally.add([handed(0, 2, [[0], [1], [1]]), handed(1, 4, [[3, 0], [3, 1]]), handed(2, 4, [[2, 0], [2, 1]])])
-    window = tally.moved(CPU)
+    window = tally.take(CPU)
     assert window.counts_LE.tolist() == [[1, 2, 0, 0], [1, 1, 0, 2], [1, 1, 2, 0]]
     assert window.tokens_L.tolist() == [3, 2, 2]
     assert tally.k_L == [1, 2, 2]
-    np.testing.assert_array_equal(window.mass_LE, 0.25 * window.counts_LE)
+    np.testing.assert_array_equal(window.gate_weight_LE, 0.25 * window.counts_LE)
 
 
 def test_padding_empty_slots_and_experts_of_other_ranks_count_nowhere():
     tally = StepTally(blocks(4, 4), pairs=True)
     mask = [1, 1, 0]
     tally.add([handed(0, 4, [[0, -1], [1, 4], [2, 3]], mask), handed(1, 4, [[0, 1], [0, 1], [2, 3]], mask)])
-    window = tally.moved(CPU)
+    window = tally.take(CPU)
     assert window.counts_LE.tolist() == [[1, 1, 0, 0], [2, 2, 0, 0]]
     assert window.tokens_L.tolist() == [2, 2]
     assert window.pairs_LEE is not None
@@ -57,25 +57,25 @@ def test_what_was_moved_is_gone_from_the_device_and_windows_add_up():
     total = Window.empty(1, 2)
     for _ in range(3):
         tally.add([handed(0, 2, [[0], [1], [1]])])
-        total.add(tally.moved(CPU))
+        total.add(tally.take(CPU))
     assert total.counts_LE.tolist() == [[3, 6]]
-    assert tally.moved(CPU).counts_LE.sum() == 0
+    assert tally.take(CPU).counts_LE.sum() == 0
 
 
 def test_nan_gates_of_padding_are_left_out_and_those_of_tokens_are_kept():
     tally = StepTally(blocks(2))
     chosen, gates = torch.tensor([[0], [1]]), torch.tensor([[0.5], [float("nan")]])
     tally.add([Handed(0, 2, chosen, gates, torch.tensor([1, 0]))])
-    assert tally.moved(CPU).mass_LE.tolist() == [[0.5, 0.0]]
+    assert tally.take(CPU).gate_weight_LE.tolist() == [[0.5, 0.0]]
     tally.add([Handed(0, 2, chosen, gates, None)])
-    assert np.isnan(tally.moved(CPU).mass_LE).tolist() == [[False, True]]
+    assert np.isnan(tally.take(CPU).gate_weight_LE).tolist() == [[False, True]]
 
 
 def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens():
     tally = StepTally(blocks(2))
     tally.add([handed(0, 2, [[0], [1], [1]])] * 4)
     tally.decide((0,), torch.arange(18.0, dtype=torch.float64).reshape(6, 1, 3), torch.tensor([1, 1, 0]))
-    window = tally.moved(CPU)
+    window = tally.take(CPU)
     counts = window.layer(0, blocks(2)[0], 1)
     assert window.decided_L.tolist() == [2]
     assert counts.sums("routing_entropy").item() / counts.sums("tokens").item() == pytest.approx(
@@ -86,7 +86,7 @@ def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens()
 
 @pytest.mark.parametrize("most", [2**21, 0])
 def test_passes_counted_together_have_the_totals_of_each_counted_alone(monkeypatch, most):
-    monkeypatch.setattr(step_tally, "MOST_HELD", most)
+    monkeypatch.setattr(monitor_tally, "MOST_HELD", most)
     generator = torch.Generator().manual_seed(0)
     together, expected = StepTally(blocks(4, 4, 3), pairs=True), Window.empty(3, 4, pairs=True)
     for number in range(5):
@@ -100,11 +100,11 @@ def test_passes_counted_together_have_the_totals_of_each_counted_alone(monkeypat
         for one in given:
             alone = StepTally(blocks(4, 4, 3), pairs=True)
             alone.add([one])
-            expected.add(alone.moved(CPU))
-    found = together.moved(CPU)
+            expected.add(alone.take(CPU))
+    found = together.take(CPU)
     for name in ("counts_LE", "tokens_L", "pairs_LEE"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(found.mass_LE, expected.mass_LE, rtol=1e-12)
+    np.testing.assert_allclose(found.gate_weight_LE, expected.gate_weight_LE, rtol=1e-12)
     np.testing.assert_allclose(found.squares_LS, expected.squares_LS, rtol=1e-12)
 
 
@@ -118,7 +118,7 @@ def test_tensors_that_a_loop_fills_again_before_they_are_counted_do_no_harm():
     tally.add([Handed(0, 4, chosen, gates, mask)])
     for tensor in (chosen, gates, mask):
         tensor.fill_(3)
-    window = tally.moved(CPU)
+    window = tally.take(CPU)
     assert window.counts_LE.tolist() == [[1, 1, 0, 0]]
-    assert window.mass_LE.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    assert window.gate_weight_LE.tolist() == [[0.5, 0.5, 0.0, 0.0]]
     assert window.tokens_L.tolist() == [2]

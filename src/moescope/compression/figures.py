@@ -38,7 +38,7 @@ def layer_rows(tables: Tables) -> pd.DataFrame:
     return tables["damage"][tables["damage"]["layer"].notna()].astype({"layer": int})
 
 
-def whole_rows(tables: Tables) -> pd.DataFrame:
+def model_rows(tables: Tables) -> pd.DataFrame:
     return tables["damage"][tables["damage"]["layer"].isna()]
 
 
@@ -95,13 +95,18 @@ def control_mean(values: pd.Series) -> str:
     return f" (random controls: {number(mean)})" if np.isfinite(mean) else ""
 
 
-def worst_layer(tables: Tables, column: str) -> tuple[int, float, str]:
-    """The layer where the column is largest, its value, and the controls' mean there."""
+def error_column(tables: Tables) -> str | None:
+    """measured_error, or else predicted_error, or None where the plan has neither."""
+    plan = of_plan(tables, layer_rows(tables))
+    return next((name for name in ("measured_error", "predicted_error") if plan[name].notna().any()), None)
+
+
+def worst_layer(tables: Tables, column: str) -> tuple[int, float, pd.Series]:
+    """The layer where the column is largest, its value, and the controls' values there."""
     rows = layer_rows(tables)
     plan, controls = of_plan(tables, rows), of_controls(tables, rows)
     worst = plan.loc[plan[column].idxmax()]
-    beside = control_mean(controls[controls["layer"] == worst["layer"]][column])
-    return int(worst["layer"]), float(worst[column]), beside
+    return int(worst["layer"]), float(worst[column]), controls[controls["layer"] == worst["layer"]][column]
 
 
 def layer_layout(rows: pd.DataFrame, quantity: str) -> dict[str, object]:
@@ -113,18 +118,18 @@ def errors_by_layer(tables: Tables) -> Figure:
     """Predicted and measured error of each layer's routed output, with random controls."""
     rows = layer_rows(tables)
     plan = of_plan(tables, rows)
-    measured = plan["measured_error"].notna().any()
-    column = "measured_error" if measured else "predicted_error"
-    layer, value, beside = worst_layer(tables, column)
+    column = error_column(tables)
+    assert column is not None
+    layer, value, controls = worst_layer(tables, column)
     data = control_traces(of_controls(tables, rows), column)
-    if plan["predicted_error"].notna().any():
-        data.append(line(plan, "predicted_error", f"{method_of(tables)}, predicted", "solid"))
-    if measured:
-        data.append(line(plan, "measured_error", f"{method_of(tables)}, measured", "dot"))
+    for kind, dash in (("predicted", "solid"), ("measured", "dot")):
+        if plan[f"{kind}_error"].notna().any():
+            data.append(line(plan, f"{kind}_error", f"{method_of(tables)}, {kind}", dash))
     return Figure(
         "errors_by_layer",
         "Error of the routed output per layer",
-        f"Largest in layer {layer}: {number(value)}{beside}. 0: unchanged; 1: as without routed experts.",
+        f"Largest in layer {layer}: {number(value)}{control_mean(controls)}. 0: unchanged; 1: as without "
+        "routed experts.",
         ("predicted_error", "measured_error"),
         data,
         layer_layout(rows, "error of the routed output"),
@@ -136,13 +141,13 @@ def errors_by_layer(tables: Tables) -> Figure:
 def router_kl_by_layer(tables: Tables) -> Figure:
     """KL divergence of each layer's new router from the old one, with random controls."""
     rows = layer_rows(tables)
-    layer, value, beside = worst_layer(tables, "router_kl")
+    layer, value, controls = worst_layer(tables, "router_kl")
     data = control_traces(of_controls(tables, rows), "router_kl")
     data.append(line(of_plan(tables, rows), "router_kl", method_of(tables), "solid"))
     return Figure(
         "router_kl_by_layer",
         "KL divergence of the router per layer",
-        f"Largest in layer {layer}: {number(value)} nats{beside}. 0: unchanged.",
+        f"Largest in layer {layer}: {number(value)} nats{control_mean(controls)}. 0: unchanged.",
         ("router_kl",),
         data,
         layer_layout(rows, "router KL (nats)"),
@@ -173,7 +178,7 @@ def points(name: str, values: Iterable[float], color: str, labels: Iterable[str]
 
 def whole_model(tables: Tables, column: str) -> tuple[pd.Series, pd.DataFrame]:
     """The plan's row for the whole model, and those of the controls where the column is known."""
-    rows = whole_rows(tables)
+    rows = model_rows(tables)
     controls = of_controls(tables, rows)
     return of_plan(tables, rows).iloc[0], controls[controls[column].notna()]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pandas as pd
 
@@ -72,14 +70,14 @@ def dendrogram(tables: Tables) -> Figure:
         across, up = links(steps, order)
         data.append(grey_line([-0.5, len(order) - 0.5], [1.0, 1.0], "unrelated experts"))
         for done, color, name in ((True, CATEGORICAL[0], "merged"), (False, GREY, "above the cut")):
-            kept = [place for place, step in enumerate(steps["done"]) if bool(step) == done]
+            chosen = [index for index, step in enumerate(steps["done"]) if bool(step) == done]
             data.append(
                 {
                     "type": "scatter",
                     "mode": "lines",
                     "name": name,
-                    "x": np.array([value for place in kept for value in across[place]], float),
-                    "y": np.array([value for place in kept for value in up[place]], float),
+                    "x": np.array([value for index in chosen for value in across[index]], float),
+                    "y": np.array([value for index in chosen for value in up[index]], float),
                     "line": {"color": color, "width": 2.5 if done else 1.2},
                     "hovertemplate": f"{name} at %{{y:.3g}}<extra></extra>",
                 }
@@ -205,11 +203,10 @@ def group_sizes(tables: Tables) -> Figure:
 
 def size_bins(sizes: pd.Series) -> list[tuple[int, int]]:
     """Up to five sizes, one bin each; beyond, sizes above four share one."""
-    found = sorted(Counter(int(size) for size in sizes))
-    if len(found) <= len(SIZES):
-        return [(size, size) for size in found]
-    few = [size for size in found if size <= 4]
-    return [(size, size) for size in few] + [(5, found[-1])]
+    present = sorted({int(size) for size in sizes})
+    if len(present) <= len(SIZES):
+        return [(size, size) for size in present]
+    return [*((size, size) for size in present if size <= 4), (5, present[-1])]
 
 
 def alone_by_chance(n_experts: int, groups: int) -> float:

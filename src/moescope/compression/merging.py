@@ -242,7 +242,7 @@ def top_k_after(evidence: Evidence) -> int | None:
     before = [weights.top_k for weights in evidence.moe.layers.values() if weights.top_k is not None]
     if not before:
         return None
-    widths = evidence.keep.values()
+    widths = list(evidence.keep.values())
     if evidence.settings.adaptive:
         widths = [len(dominants) for dominants in adaptive_layer_dominants(evidence).values()]
     return min(max(before), min(widths))

@@ -15,11 +15,13 @@ from moescope.compression.figures import (
     GROUPS,
     SALIENCY,
     cut_by_score,
+    error_column,
     layer_rows,
+    model_rows,
     of_controls,
     of_plan,
     score_column,
-    whole_rows,
+    worst_layer,
 )
 from moescope.compression.tables import TABLES
 from moescope.plotting.style import byte_size, counted, number, span
@@ -29,6 +31,7 @@ from moescope.run import Run
 from moescope.types import Coverage
 from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables, all_rows
 
+ERRORS = {"measured_error": "Measured", "predicted_error": "Predicted"}
 ROUTER_CHANGES = {  # what the plan does to the router -> a sentence
     "slice": "The router's parameters of dropped experts are removed.",
     "fold": "Router rows are fitted again, one per merged expert.",
@@ -59,17 +62,17 @@ def coverage(run: Run) -> list[str]:
 
 
 def key_numbers(tables: Tables) -> list[KeyNumber]:
-    whole = whole_rows(tables)
-    plan, controls = of_plan(tables, whole).iloc[0], of_controls(tables, whole)
+    model = model_rows(tables)
+    plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
     numbers = [
         ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), ""),
         ("Perplexity of the original", plan["perplexity_original"], None, ""),
         ("JS divergence", plan["js_divergence"], controls["js_divergence"].mean(), "nats"),
         ("Share of the original's bytes", plan["bytes"] / plan["bytes_original"], None, ""),
     ]
-    if worst := worst_layer_error(tables):
-        name, layer, value, random = worst
-        numbers.append((f"{name} error, layer {layer}", value, random.mean(), ""))
+    if column := error_column(tables):
+        layer, value, random = worst_layer(tables, column)
+        numbers.append((f"{ERRORS[column]} error, layer {layer}", value, random.mean(), ""))
     return [
         KeyNumber(name, float(value), None if chance is None or pd.isna(chance) else float(chance), unit)
         for name, value, chance, unit in numbers
@@ -82,34 +85,35 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
 
 def findings(run: Run, tables: Tables) -> list[str]:
     """What was done, and the damage."""
-    whole = whole_rows(tables)
-    plan, controls = of_plan(tables, whole).iloc[0], of_controls(tables, whole)
-    found = [compression_finding(tables)]
+    model = model_rows(tables)
+    plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
+    sentences = [compression_finding(tables)]
     if pd.notna(plan["bytes"]):
         saved = 100 * (1 - plan["bytes"] / plan["bytes_original"])
-        found.append(
+        sentences.append(
             f"Checkpoint size{'' if run.info.get('applied') else ' as planned'}: {byte_size(plan['bytes'])}, "
             f"{number(saved)} % less than the original's {byte_size(plan['bytes_original'])}."
         )
     if pd.notna(plan["perplexity"]):
         worse = plan["perplexity"] >= controls["perplexity"].min()
-        found.append(
+        sentences.append(
             f"Perplexity on held-out text: {number(plan['perplexity'])}, original "
-            f"{number(plan['perplexity_original'])}{beside(controls['perplexity'])}"
+            f"{number(plan['perplexity_original'])}{control_range(controls['perplexity'])}"
             + ("; not better than random." if worse else ".")
         )
-        found.append(
+        sentences.append(
             f"Next-token JS divergence from the original: {number(plan['js_divergence'])} of at most "
-            f"{number(math.log(2))} nats{beside(controls['js_divergence'])}."
+            f"{number(math.log(2))} nats{control_range(controls['js_divergence'])}."
         )
-    if worst := worst_layer_error(tables):
-        name, layer, value, random = worst
-        found.append(
-            f"{name} error of the routed output: largest in layer {layer}, {number(value)}{beside(random)}."
+    if column := error_column(tables):
+        layer, value, random = worst_layer(tables, column)
+        sentences.append(
+            f"{ERRORS[column]} error of the routed output: largest in layer {layer}, {number(value)}"
+            f"{control_range(random)}."
         )
     if ranks := rank_finding(tables):
-        found.append(ranks)
-    return found
+        sentences.append(ranks)
+    return sentences
 
 
 def compression_finding(tables: Tables) -> str:
@@ -132,22 +136,10 @@ def group_sizes(clusters: pd.DataFrame) -> pd.Series:
     return clusters[clusters["cluster"].notna()].groupby(["layer", "cluster"]).size()
 
 
-def beside(controls: pd.Series) -> str:
+def control_range(controls: pd.Series) -> str:
     """The range of the random controls in parentheses; "" without them."""
     known = controls.dropna()
     return "" if known.empty else f" (random controls: {span(known)})"
-
-
-def worst_layer_error(tables: Tables) -> tuple[str, int, float, pd.Series] | None:
-    """Measured or else Predicted, the layer with the largest error, that error, and the controls' there."""
-    rows = layer_rows(tables)
-    plan, controls = of_plan(tables, rows), of_controls(tables, rows)
-    for column, name in (("measured_error", "Measured"), ("predicted_error", "Predicted")):
-        if plan[column].notna().any():
-            worst = plan.loc[plan[column].idxmax()]
-            there = controls[controls["layer"] == worst["layer"]][column]
-            return name, int(worst["layer"]), float(worst[column]), there
-    return None
 
 
 def rank_finding(tables: Tables) -> str | None:
@@ -185,12 +177,12 @@ def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSp
 
 
 def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
-    damage, whole, layers = TABLES["damage"], whole_rows(tables), layer_rows(tables)
+    damage, model, layers = TABLES["damage"], model_rows(tables), layer_rows(tables)
     errors = ["predicted_error", "measured_error", "router_kl"]
     of_model = ["perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
     payloads = []
-    if whole[["bytes", "perplexity"]].notna().any(axis=None):
-        payloads.append(table_payload(damage, whole, ["method", *of_model], "Whole model, with controls"))
+    if model[["bytes", "perplexity"]].notna().any(axis=None):
+        payloads.append(table_payload(damage, model, ["method", *of_model], "Whole model, with controls"))
     if layers[errors].notna().any(axis=None):
         columns = ["method", "layer", *errors]
         payloads.append(table_payload(damage, layers, columns, "Every layer, with controls"))

@@ -327,7 +327,7 @@ def apply_step(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: boo
 
 def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration | None) -> Run:
     """Write the tables from the plan, the sums and the tasks' records, and close the run."""
-    texts = [*([calibration] if calibration else []), *work.earlier]
+    texts: list[Calibration | EarlierSums] = [*([calibration] if calibration else []), *work.earlier]
     documents, tokens = sum(text.documents for text in texts), sum(text.tokens for text in texts)
     warnings: list[str] = [] if calibration is None else calibration.warnings(documents)
     record: dict[str, Any] = {}

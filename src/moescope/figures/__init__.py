@@ -6,11 +6,9 @@ Each list below is one part of the report; a figure that cannot be drawn fails t
 from moescope.comparison.figures import DRIFT, EXPERT_DISTANCE
 from moescope.plotting.style import Figure, FigureSpec
 from moescope.reporting.joint_figures import TOGETHER
-from moescope.routing.figures_domains import DOMAINS
+from moescope.routing.figures_decisions import DECISIONS, VOCABULARY
+from moescope.routing.figures_experts import DOMAINS, MAPS, SEPARATION
 from moescope.routing.figures_load import LOAD
-from moescope.routing.figures_maps import MAPS
-from moescope.routing.figures_metrics import DECISIONS, VOCABULARY
-from moescope.routing.figures_separation import SEPARATION
 from moescope.routing.figures_steps import OVER_STEPS
 
 ROUTING = [*LOAD, *DECISIONS, *SEPARATION, *DOMAINS, *VOCABULARY]  # and maps

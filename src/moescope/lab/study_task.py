@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -80,7 +81,8 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     text = load_text(task.study, task.corpus, task.config)
     identity = {"arguments": {**jsonable(asdict(task.config)), "from": None}, "corpus": task.corpus}
     sources = (task.config, text.corpus, text.vocabulary, identity, None)
-    job = Job(task.folder, *sources, device, Ranks(), True, text.data, tick)
+    command = shlex.join(["moescope", "study", "--resume", "--out", str(task.study.resolve())])
+    job = Job(task.folder, *sources, device, Ranks(), True, command, text.data, tick)
     run = finished_run(task.folder, identity)
     if run is not None:
         for _ in range(task.config.train.steps):
@@ -92,7 +94,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     try:
         # Alerts are in each training's table; printed, they would not name their training.
         with unsaid_alerts(), lock_training(task.folder):
-            run = run or run_training(job, {"study": str(task.study.resolve()), **task.keys}, overwrite=False)
+            run = run or run_training(job)
         assert run is not None
         values, documents = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:

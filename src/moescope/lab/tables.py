@@ -1,7 +1,8 @@
-"""The tables of studies: trainings under paired seeds, their curves, comparisons and overhead."""
+"""The tables of trainings and of studies: keys, columns and the meaning of each column."""
 
 from __future__ import annotations
 
+from moescope.routing.tables import MONITOR_TABLES
 from moescope.tables import Column, Table, define_tables
 
 COLUMNS: dict[str, Column] = {
@@ -336,3 +337,75 @@ TABLES: dict[str, Table] = define_tables(
         ),
     ),
 )
+
+# --- trainings
+
+TRAIN_COLUMNS: dict[str, Column] = {
+    "evaluations.domain": Column("text", "The domain of the held-out text; empty for all domains together."),
+    "evaluations.loss": Column(
+        "float",
+        "Mean loss on held-out text, in nats per token.",
+        "−mean log p(next token)",
+        chance="the unigram baseline",
+        best="the entropy of the text",
+    ),
+    "unigram_loss": Column(
+        "float",
+        "Loss of the unigram baseline: token frequencies of the training text, no context.",
+        "−mean log((c + 1)/(N + V))",
+    ),
+    "uniform_loss": Column("float", "Loss of the uniform baseline over all entries of the head.", "log V"),
+    "key_metrics.metric": Column(
+        "text",
+        "gini, load_entropy_bits: of the load; used: share of experts with any token; cosine: mean cosine of "
+        "two keys.",
+    ),
+    "key_metrics.value": Column("float", "Value in the middle layer at the end of training."),
+    "key_metrics.chance": Column("float", "Value for random balanced routing, or for random keys."),
+    "key_metrics.collapse": Column("float", "Value when all tokens choose the same experts; keys are equal."),
+    "chance_spread": Column(
+        "float", "Standard deviation of the chance level; null where it is not known.", "√(2/(n (n − 1) D))"
+    ),
+    "bin_left": Column("float", "Fewest tokens of the bin; the first bin has the experts without a token."),
+    "bin_right": Column("float", "Fewest tokens of the next bin."),
+    "key_histogram.experts": Column("int", "Experts with so many tokens in the last window of training."),
+    "expected_experts": Column("float", "The same for balanced random routing, mean of 200 draws."),
+    "key_map.x": Column("float", "First principal component of the unit key."),
+    "key_map.y": Column("float", "Second principal component of the unit key."),
+    "key_map.tokens": Column("int", "Tokens that chose the expert in the last window of training."),
+    "strength": Column("float", "Length ρ of the key.", worst="0: never chosen again", best="1"),
+    "variance_share": Column(
+        "float", "Share of the variance of all keys that the two components show.", best="1"
+    ),
+    "variance_share_chance": Column("float", "The same for random keys, mean of 20 draws."),
+}
+TRAIN_TABLES: dict[str, Table] = {
+    **MONITOR_TABLES,
+    **define_tables(
+        TRAIN_COLUMNS,
+        Table(
+            "evaluations",
+            "Loss on held-out text by step and domain, with its baselines.",
+            ("step", "domain"),
+            ("loss", "unigram_loss", "uniform_loss"),
+        ),
+        Table(
+            "key_metrics",
+            "Usage and keys of SoME's middle layer, with chance levels.",
+            ("step", "layer", "metric"),
+            ("value", "chance", "collapse", "chance_spread"),
+        ),
+        Table(
+            "key_histogram",
+            "Experts of SoME's middle layer by their tokens, four bins per decade.",
+            ("step", "layer", "bin_left"),
+            ("bin_right", "experts", "expected_experts"),
+        ),
+        Table(
+            "key_map",
+            "Keys of SoME's middle layer on their two principal components.",
+            ("step", "layer", "expert"),
+            ("x", "y", "tokens", "strength", "variance_share", "variance_share_chance"),
+        ),
+    ),
+}

@@ -211,7 +211,7 @@ def joint_parts(scan: Run, trace: Run) -> list[Section]:
     """Return one section per view of the scan and step of the trace that are of the same checkpoint."""
     routing = trace.table("routing_layers")
     phase = next(phase for phase in ("prefill", "decode") if phase in set(routing["phase"]))
-    sections = []
+    sections: list[Section] = []
     for keys, ambiguity in scan.table("ambiguity").groupby(VIEW, sort=False):
         step, matrix, router, fold_norm = keys
         for traced_step in sorted(routing["step"].unique()):

@@ -24,7 +24,10 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     for run in runs:
         groups.setdefault(run.verb.name, []).append(run)
     sections = [entry for group in groups.values() for entry in page.sections(group)]
-    joint = [page.entry(section, "all") for section in joint_sections(runs)]
+    joint = [
+        {"anchor": section.anchor, "title": section.title, "parts": [page.entry(section, "all")]}
+        for section in joint_sections(runs)
+    ]
     guides = [paragraph for run in runs for paragraph in run.verb.guide(run)]
     glossary = glossary_sections(runs)
     entries = {entry["key"]: entry for section in glossary for entry in section["entries"]}

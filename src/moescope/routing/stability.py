@@ -8,7 +8,6 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import stats
 
 from moescope.errors import BadInput
 from moescope.routing.load_balance import Setting, cv
@@ -63,9 +62,11 @@ def usage_sigma(shares_SE: Array) -> float:
 
 def rank_correlation(load_E: Array, other_E: Array) -> float:
     """Kendall's tau-b of two checkpoints' usages; NaN where one uses all experts equally."""
+    from scipy.stats import kendalltau
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return float(stats.kendalltau(load_E, other_E).statistic)
+        return float(kendalltau(load_E, other_E).statistic)
 
 
 def tau_is_noise(load_E: Array, tokens: int, k: float) -> bool:

@@ -131,6 +131,7 @@ COLUMNS: dict[str, Column] = {
         "Validation loss by the formula of a published comparison; null where there is none."),
     "learning_rate": Column("float", "Learning rate of the step."),
     "gradient_norm": Column("float", "Gradient norm before clipping.", "‖∂ loss/∂ all weights‖"),
+    "gradient_clip": Column("float", "Norm above which gradients are clipped; null without clipping."),
     "tokens_per_second": Column("float", "Real tokens per second since the row before, over all ranks."),
     "step_seconds": Column("float", "Seconds per step since the row before."),
     "peak_memory_bytes": Column("int", "Peak memory of the first rank's device; null on a CPU."),
@@ -196,7 +197,8 @@ TABLES: dict[str, Table] = define_tables(
     Table("steps", "Loss, speed and memory of the training, at the logged steps.",
         ("step",),
         ("tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss", "validation_loss_published",
-         "learning_rate", "gradient_norm", "tokens_per_second", "step_seconds", "peak_memory_bytes")),
+         "learning_rate", "gradient_norm", "gradient_clip", "tokens_per_second", "step_seconds",
+         "peak_memory_bytes")),
     Table("router_gradients", "Gradient norm of each loss at each router, at sampled steps.",
         ("step", "layer"),
         ("lm_gradient_norm", "aux_gradient_norm")),
@@ -208,3 +210,5 @@ TABLES: dict[str, Table] = define_tables(
 # fmt: on
 
 TRACE_TABLES = {name: TABLES[name] for name in TABLES if name not in ("steps", "router_gradients", "alerts")}
+MONITORED = ("load", "routing_layers", "coactivation", "steps", "router_gradients", "alerts")
+MONITOR_TABLES = {name: TABLES[name] for name in MONITORED}

@@ -20,6 +20,8 @@ from moescope.execution.model_names import (
 )
 from moescope.execution.texts import ReadSettings, Source, sources
 from moescope.progress import progress
+from moescope.routing.figures_steps import FIGURES
+from moescope.routing.report import guide, sections, select, summary
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run, RunWriter, open_run, place_run
 from moescope.verb import Verb
@@ -238,4 +240,15 @@ def task_name(step: int) -> str:
     return f"step{step}"
 
 
-VERB = Verb("trace", trace, TRACE_TABLES)
+VERB = Verb(
+    "trace",
+    trace,
+    TRACE_TABLES,
+    FIGURES,
+    summary,
+    sections,
+    select,
+    guide=guide,
+    view_label="Step and phase",
+    opens_last=True,
+)

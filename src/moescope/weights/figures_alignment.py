@@ -19,6 +19,7 @@ from moescope.plotting.style import (
     grey_line,
     heatmap,
     k_axis,
+    layer_axis,
     layer_colorbar,
     layer_colors,
     layer_lines,
@@ -52,13 +53,6 @@ def line(x: Any, y: Any, name: str, color: str, hover: str, **more: Any) -> Trac
 def matrix_layout(x: str, y: str) -> dict[str, Any]:
     """Layout of a heatmap with named rows and columns, the first row on top."""
     return base_layout(x, y, xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
-
-
-def layer_axis(layers: pd.Index) -> dict[str, object]:
-    """Integer layers only on the axis."""
-    values = [int(layer) for layer in layers]
-    every = max(1, -(-len(values) // 16))
-    return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
 
 
 def usable(tables: Tables) -> pd.DataFrame:

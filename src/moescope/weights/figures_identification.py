@@ -17,13 +17,14 @@ from moescope.plotting.style import (
     capital,
     category_style,
     grey_line,
+    layer_axis,
     layer_lines,
     named_layers,
     number,
 )
 from moescope.verb import Figure, FigureSpec, Tables, Trace
 from moescope.weights.ambiguity import HIGH, MEDIUM
-from moescope.weights.figures_alignment import by_k, constant, layer_axis, line, usable
+from moescope.weights.figures_alignment import by_k, constant, line, usable
 
 VERDICT_WORDS = {
     "identifying": ("identifies its experts", "identify their experts"),

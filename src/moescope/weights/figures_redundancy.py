@@ -16,12 +16,13 @@ from moescope.plotting.style import (
     from_to,
     grey_line,
     heatmap,
+    layer_axis,
     layer_lines,
     named_layers,
     number,
 )
 from moescope.verb import Figure, Slider, Tables, Trace
-from moescope.weights.figures_alignment import layer_axis, line, matrix_layout
+from moescope.weights.figures_alignment import line, matrix_layout
 
 
 def cosine_matrix(pairs: pd.DataFrame) -> tuple[np.ndarray, list[int]]:

@@ -7,17 +7,17 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.figures import MAPS
 from moescope.plotting import maps as plane
 from moescope.plotting.maps import LAYOUTS
 from moescope.routing.counts_to_tables import expert_cosine_columns
-from moescope.routing.figures_maps import (
+from moescope.routing.figures_experts import (
     LAYERS_LAID_OUT,
+    MAPS,
     SUBJECTS,
     drawable_maps,
     expert_map,
-    laid_out,
     map_spec,
+    mapped_layers,
 )
 from moescope.routing.report_views import load_trace, routing_views
 
@@ -26,8 +26,7 @@ N = 12
 
 @pytest.fixture(scope="module")
 def tables(traced_run):
-    views = routing_views([load_trace(traced_run)], {traced_run.path: "run"})
-    return next(view for view in views if view.main and view.step == 200).tables
+    return routing_views(load_trace(traced_run))[-1].tables
 
 
 def wide(layers: int = 2) -> dict[str, pd.DataFrame]:
@@ -50,45 +49,45 @@ def no_metrics() -> pd.DataFrame:
 
 
 def test_every_subject_is_mapped_from_a_trace_and_passes_plotly(tables):
-    specs, diagnostics = drawable_maps(tables)
+    specs, missing = drawable_maps(tables)
     assert [spec.name for spec in specs] == [f"expert_map_{subject.name}_pca" for subject in SUBJECTS]
-    assert diagnostics == ["UMAP and t-SNE are drawn from 8 experts a layer on; PCA for fewer."]
+    assert len(missing) == 1
+    assert "8 experts" in missing[0]
     for spec in specs:
         figure = spec.draw(tables)
         PlotlyFigure({"data": figure.data, "layout": figure.layout})
-        assert "nan" not in figure.title
-        assert "by PCA" in figure.title
-        assert " by luck" in figure.title
+        assert "nan" not in figure.caption
+        assert "PCA" in figure.title
+        assert figure.caption.count("%") == 4
 
 
 def test_with_enough_experts_all_three_layouts_are_drawn_and_named_with_their_settings():
-    specs, diagnostics = drawable_maps(wide())
+    specs, missing = drawable_maps(wide())
     assert [spec.name for spec in specs] == [
         f"expert_map_{subject}_{layout}"
         for subject in ("router", "outputs")
         for layout in ("pca", "umap", "tsne")
     ]
-    assert diagnostics == ["No map of co-activation profiles: each token chooses one expert."]
+    assert len(missing) == 1
+    assert "co-activation profiles" in missing[0]
     figure = next(spec for spec in specs if spec.name == "expert_map_router_tsne").draw(wide())
-    assert "router rows by t-SNE (perplexity 3.67, seed 0)" in figure.title
+    assert "(perplexity 3.67, seed 0)" in figure.caption
+    assert figure.title == "Map of experts by router rows, t-SNE"
     assert figure.layout["xaxis"]["title"]["text"] == "t-SNE 1"
     assert {spec.name for spec in specs} < {spec.name for spec in MAPS}
 
 
 def test_without_the_extra_pca_is_drawn_and_the_way_to_more_is_said(monkeypatch):
     monkeypatch.setattr(plane, "find_spec", lambda name: None)
-    specs, diagnostics = drawable_maps(wide())
+    specs, missing = drawable_maps(wide())
     assert [spec.name for spec in specs] == ["expert_map_router_pca", "expert_map_outputs_pca"]
-    assert (
-        diagnostics[-1]
-        == "Drawn by PCA; UMAP and t-SNE would need pip install 'moescope[maps]', then the report made anew."
-    )
+    assert "UMAP and t-SNE: pip install 'moescope[maps]'" in missing[-1]
 
 
 def test_earlier_steps_are_drawn_by_pca_and_say_so():
-    specs, diagnostics = drawable_maps(wide(), every_layout=False)
+    specs, missing = drawable_maps(wide(), every_layout=False)
     assert all(spec.name.endswith("_pca") for spec in specs)
-    assert diagnostics[-1] == "Drawn by PCA here; UMAP and t-SNE are drawn of the last step."
+    assert "last step" in missing[-1]
 
 
 def test_groups_of_router_rows_are_seen_and_sizes_are_loads():
@@ -148,13 +147,13 @@ def test_with_domains_an_expert_that_none_of_them_uses_keeps_its_place():
 
 def test_slow_layouts_are_of_eight_layers_from_the_first_to_the_last():
     pca, umap = LAYOUTS[0], LAYOUTS[1]
-    assert laid_out(pca, list(range(48))) == list(range(48))
-    assert laid_out(umap, list(range(5))) == list(range(5))
-    some = laid_out(umap, list(range(48)))
+    assert mapped_layers(pca, list(range(48))) == list(range(48))
+    assert mapped_layers(umap, list(range(5))) == list(range(5))
+    some = mapped_layers(umap, list(range(48)))
     assert (some[0], some[-1], len(some)) == (0, 47, LAYERS_LAID_OUT)
 
 
 def test_what_is_left_out_is_said_on_the_figure():
     figure = map_spec(SUBJECTS[0], LAYOUTS[2]).draw(wide(layers=10))
-    assert figure.caption.endswith("Laid out are 8 of 10 layers.")
+    assert figure.caption.endswith("Maps of 8 of 10 layers.")
     assert len(figure.slider.values) == 8

@@ -1,11 +1,11 @@
-"""Counts of every layer's routing in training: all layers in one tensor on the device, moved only when
-somebody looks.
+"""Counts of every layer's routing in training, in one tensor on the device, and router diagnostics.
 
-Counts are integers and are summed over micro-batches, steps and ranks before any ratio is made of them.
+Integer counts are summed over micro-batches, steps and ranks before any ratio is made from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from moescope.execution.adapters import Block
-from moescope.routing.diagnostics import DiagnosticSums, DiagnosticTally
+from moescope.routing.counts_to_tables import Row, row
 from moescope.routing.metrics import DECISION
 from moescope.routing.tally import SUMS, LayerCounts
-from moescope.types import Array, Integers
+from moescope.types import Array, Diagnostic, Integers
 
-MOST_HELD = 2**21  # expert slots kept for counting: 25 MB, and a few times that while they are counted
+MOST_HELD = 2**21  # expert slots held for counting: 25 MB, and a few times that while they are counted
 SQUARES = ("gates_squared", "token_gates_squared")
+Cell = tuple[int, str]  # a layer's row, a diagnostic's name
+Slot = tuple[int, str, int]  # and its part: value, chance or collapse
+PARTS = len(Diagnostic._fields)
 
 
 class Handed(NamedTuple):
-    """What the experts of one layer were handed in one pass; `real_T` is None where no token is padding."""
+    """Inputs of one layer's experts in one pass; `real_T` is None where no token is padding."""
 
     row: int
     n_experts: int
@@ -35,7 +38,7 @@ class Handed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Copies of what layers that are alike were handed in one pass, to be counted later."""
+    """Copies of the inputs of layers with equal sizes in one pass, to be counted later."""
 
     rows: tuple[int, ...]
     n_experts: int
@@ -45,10 +48,7 @@ class Held(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A block without its modules: what tables say of where it is.
-
-    A thread may hold it and keep no model alive.
-    """
+    """A block without its modules, so that a thread that holds it keeps no model alive."""
 
     layer: int
     name: str
@@ -56,17 +56,88 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Window:
-    """Counts over some steps, off the device.
+class DiagnosticSums:
+    """Diagnostics over some steps: cell -> passes, then sums of value, chance and collapse."""
 
-    L layers, E the most experts a layer has, M decision metrics.
-    """
+    sums: dict[Cell, Array] = field(default_factory=dict)
+
+    def __iadd__(self, other: DiagnosticSums) -> DiagnosticSums:
+        for cell, more in other.sums.items():
+            self.sums[cell] = self.sums[cell] + more if cell in self.sums else more
+        return self
+
+    def rows(self, layer_row: int) -> Iterator[Row]:
+        """Rows of routing_layers of one layer: means over passes."""
+        for (at, name), sums in self.sums.items():
+            if at == layer_row:
+                yield {**row(name, *(sums[1:] / sums[0]).tolist())}
+
+
+class DiagnosticTally:
+    """The diagnostics of all layers since the last `take`, on their device: two kernels per pass."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[Slot, ...], Tensor] = {}
+        self.passes: dict[tuple[Slot, ...], int] = {}
+        self.fixed: dict[Slot, float] = {}  # references that are equal in every pass stay off the device
+
+    def add(self, diagnosed: list[tuple[int, dict[str, Diagnostic]]]) -> None:
+        """Add the diagnostics of one pass, with the rows of their layers."""
+        slots: list[Slot] = []
+        numbers: list[Tensor] = []
+        for layer_row, diagnostics in diagnosed:
+            for name, diagnostic in diagnostics.items():
+                for part, number in enumerate(diagnostic):
+                    slot = (layer_row, name, part)
+                    if isinstance(number, Tensor):
+                        slots.append(slot)
+                        numbers.append(number)
+                    else:
+                        self.fixed[slot] = number
+        if not slots:
+            return
+        key = tuple(slots)
+        if key not in self.sums:
+            self.sums[key] = torch.zeros(len(key), dtype=torch.float64, device=numbers[0].device)
+            self.passes[key] = 0
+        self.sums[key] += torch.stack(numbers)
+        self.passes[key] += 1
+
+    def flat(self, device: torch.device) -> Tensor:
+        """Passes and sums as one vector, to be summed over ranks: all have the same diagnostics."""
+        parts = [
+            torch.full((1,), float(self.passes[key]), dtype=torch.float64, device=device) for key in self.sums
+        ]
+        return torch.cat(
+            [*parts, *(sums.to(device) for sums in self.sums.values()), torch.zeros(0, device=device)]
+        )
+
+    def take(self, flat: Array) -> DiagnosticSums:
+        """Return the summed vector of `flat` by cell, and start again at 0."""
+        total = DiagnosticSums()
+        passes, values = flat[: len(self.sums)], flat[len(self.sums) :]
+        for key, count in zip(self.sums, passes, strict=True):
+            mine, values = values[: len(key)], values[len(key) :]
+            values_by_slot = dict(zip(key, mine.tolist(), strict=True))
+            for cell in dict.fromkeys(slot[:2] for slot in key):
+                parts = [
+                    values_by_slot.get((*cell, part), count * self.fixed.get((*cell, part), np.nan))
+                    for part in range(PARTS)
+                ]
+                total += DiagnosticSums({cell: np.array([count, *parts])})
+        self.sums, self.passes = {}, {}
+        return total
+
+
+@dataclass
+class Window:
+    """Counts over some steps, off the device: L layers, E most experts per layer, M decision metrics."""
 
     counts_LE: Integers
-    mass_LE: Array
+    gate_weight_LE: Array
     tokens_L: Integers
     squares_LS: Array
-    decided_L: Integers  # tokens whose logits were looked at
+    decided_L: Integers  # tokens with decision metrics
     decisions_LM: Array
     losses: Array  # passes, loss, auxiliary loss: sums over passes
     pairs_LEE: Integers | None = None
@@ -95,13 +166,12 @@ class Window:
                 mine += theirs
 
     def layer(self, row: int, block: Block | Place, k: int) -> LayerCounts:
-        """One layer in the shape that rows of tables are made from: one domain, one bucket.
+        """One layer's counts as tables are made from them: one domain, one bucket.
 
-        Decision sums are of some steps only, so they are scaled to all tokens: what is made of them is their
-        mean.
+        Decision sums cover some steps only and are scaled to all tokens, which preserves their means.
         """
         n, tokens = block.n_experts, int(self.tokens_L[row])
-        assigned, gates = self.counts_LE[row, :n].sum(), self.mass_LE[row, :n].sum()
+        assigned, gates = self.counts_LE[row, :n].sum(), self.gate_weight_LE[row, :n].sum()
         decided = int(self.decided_L[row])
         means_M = self.decisions_LM[row] / decided if decided else np.full(len(DECISION), np.nan)
         values = dict(zip((metric.name for metric in DECISION), means_M * tokens, strict=True))
@@ -115,14 +185,14 @@ class Window:
             "prefill",
             k,
             self.counts_LE[None, None, row, :n],
-            self.mass_LE[None, None, row, :n],
+            self.gate_weight_LE[None, None, row, :n],
             sums_S[None, None],
             pairs_EE,
         )
 
 
 class StepTally:
-    """The counts of all layers since they were last moved, on the device of the first pass."""
+    """The counts of all layers since the last `take`, on the device of the first pass."""
 
     def __init__(self, blocks: list[Block], pairs: bool = False):
         self.n_layers, self.n_experts = len(blocks), max(block.n_experts for block in blocks)
@@ -136,29 +206,23 @@ class StepTally:
         self.diagnostics = DiagnosticTally()
 
     def start(self, device: torch.device) -> None:
-        """Zeros on the device.
-
-        The column past the last expert takes padding and empty slots, and is thrown away.
-        """
+        """Allocate zeros on the device; the column past the last expert takes padding and empty slots."""
         self.device = device
         wide = self.n_experts + 1
 
         def zeros(*sides: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(self.n_layers, *sides, dtype=dtype, device=device)
 
-        self.counts_LE, self.mass_LE = zeros(wide), zeros(wide, dtype=torch.float64)
+        self.counts_LE, self.gate_weight_LE = zeros(wide), zeros(wide, dtype=torch.float64)
         self.tokens_L, self.decided_L = zeros(), zeros()
         self.squares_LS = zeros(len(SQUARES), dtype=torch.float64)
         self.decisions_LM = zeros(len(DECISION), dtype=torch.float64)
         self.pairs_LEE = zeros(wide, wide) if self.pairs else None
 
-    def add(self, handed: list[Handed]) -> None:
-        """Take copies of what was handed out in a pass, layers that are alike in one.
-
-        Counted when enough of them are there.
-        """
+    def add(self, inputs: list[Handed]) -> None:
+        """Copy the inputs of a pass, layers with equal sizes in one; counted when there are enough."""
         for _, group in groupby(
-            handed, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))
+            inputs, lambda one: (one.n_experts, one.chosen_TK.shape, one.chosen_TK.device, id(one.real_T))
         ):
             alike = list(group)
             first = alike[0]
@@ -176,7 +240,7 @@ class StepTally:
             self.count()
 
     def count(self) -> None:
-        """Count what is held, passes that are alike together."""
+        """Count what is held, passes with equal sizes together."""
         groups: dict[tuple[Any, ...], list[Held]] = {}
         for one in self.held:
             key = (one.rows, one.n_experts, one.chosen_LTK.shape, one.gates_LTK.dtype, one.real_T is None)
@@ -186,7 +250,7 @@ class StepTally:
             self.count_alike(passes)
 
     def count_alike(self, passes: list[Held]) -> None:
-        """The layers of several passes stand one behind the other: L is all of them."""
+        """Count passes with equal sizes; L is the layers of all of them in turn."""
         first = passes[0]
         n_layers, tokens, _ = first.chosen_LTK.shape
         rows = first.rows * len(passes)
@@ -204,7 +268,7 @@ class StepTally:
         gates_LTK = torch.where(there, gates_LTK, 0.0)
         cells = (chosen_LTK + rows_L[:, None, None] * (self.n_experts + 1)).view(-1)
         self.counts_LE.view(-1).index_add_(0, cells, torch.ones_like(cells))
-        self.mass_LE.view(-1).index_add_(0, cells, gates_LTK.view(-1))
+        self.gate_weight_LE.view(-1).index_add_(0, cells, gates_LTK.view(-1))
         squares = torch.stack([gates_LTK.square().sum((1, 2)), gates_LTK.sum(-1).square().sum(1)], -1)
         self.squares_LS.index_add_(0, rows_L, squares)
         self.tokens_L.index_add_(0, rows_L, count_L)
@@ -217,12 +281,10 @@ class StepTally:
         member_TE = torch.zeros(len(chosen_TK), self.n_experts + 1, device=self.device).scatter_(
             1, chosen_TK, 1.0
         )
-        self.pairs_LEE[row] += (
-            member_TE.T @ member_TE
-        ).long()  # of zeros and ones: exact up to 2^24 tokens a pass
+        self.pairs_LEE[row] += (member_TE.T @ member_TE).long()  # exact up to 2^24 tokens per pass
 
     def decide(self, rows: tuple[int, ...], values_MLT: Tensor, real_T: Tensor | None) -> None:
-        """Add decision metrics of the pass's tokens, for layers that share them."""
+        """Add the decision metrics of a pass's tokens, of layers with equal sizes."""
         if self.device is None:
             self.start(values_MLT.device)
         values_MLT = values_MLT.to(self.device)
@@ -236,13 +298,13 @@ class StepTally:
         self.decided_L.index_add_(0, rows_L, count.expand(len(rows)))
 
     def row_index(self, rows: tuple[int, ...]) -> Tensor:
-        """The rows as a tensor, kept: making it anew would wait for the device each time."""
+        """The rows as a cached tensor: a new one would wait for the device each time."""
         if rows not in self.rows:
             self.rows[rows] = torch.tensor(rows, device=self.device)
         return self.rows[rows]
 
-    def moved(self, device: torch.device) -> Window:
-        """Everything since the last move, summed over ranks, off the device; the device starts again at 0."""
+    def take(self, device: torch.device) -> Window:
+        """Return the counts since the last call, summed over ranks, and start again at 0. Collective."""
         if self.device is None:
             self.start(device)
         with torch.no_grad():
@@ -262,20 +324,20 @@ class StepTally:
         exact = torch.cat(parts)
         sums = torch.cat(
             [
-                self.mass_LE[:, :e].reshape(-1),
+                self.gate_weight_LE[:, :e].reshape(-1),
                 self.squares_LS.view(-1),
                 self.decisions_LM.view(-1),
                 losses,
                 self.diagnostics.flat(self.device),
             ]
         )
-        if distributed():
+        if is_distributed():
             torch.distributed.all_reduce(exact)
             torch.distributed.all_reduce(sums)
-        whole, real = exact.cpu().numpy(), sums.cpu().numpy()
+        integers, reals = exact.cpu().numpy(), sums.cpu().numpy()
         for tensor in (
             self.counts_LE,
-            self.mass_LE,
+            self.gate_weight_LE,
             self.tokens_L,
             self.decided_L,
             self.squares_LS,
@@ -284,21 +346,21 @@ class StepTally:
             tensor.zero_()
         if self.pairs_LEE is not None:
             self.pairs_LEE.zero_()
-        counts, tokens, decided, pairs = np.split(whole, np.cumsum([n * e, n, n]))
+        counts, tokens, decided, pairs = np.split(integers, np.cumsum([n * e, n, n]))
         ends = np.cumsum([n * e, n * len(SQUARES), n * len(DECISION), 3])
-        mass, squares, decisions, passes, diagnosed = np.split(real, ends)
+        gate_weight, squares, decisions, passes, diagnosed = np.split(reals, ends)
         return Window(
             counts.reshape(n, e),
-            mass.reshape(n, e),
+            gate_weight.reshape(n, e),
             tokens,
             squares.reshape(n, -1),
             decided,
             decisions.reshape(n, -1),
             passes,
             pairs.reshape(n, e, e) if self.pairs else None,
-            self.diagnostics.moved(diagnosed),
+            self.diagnostics.take(diagnosed),
         )
 
 
-def distributed() -> bool:
+def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
