@@ -145,6 +145,46 @@ def test_a_disk_layout_is_one_file_and_one_line(copy, tmp_path):
     assert renamed["key_numbers"] == original["key_numbers"]
 
 
+METHOD = '''
+"""Prune by weight norm: keep the experts with the largest down projections."""
+
+import numpy as np
+
+from moescope.compression.method import Evidence, Method, Proposal
+from moescope.compression.pruning import prune
+
+
+def propose(evidence: Evidence) -> Proposal:
+    layers = {layer: evidence.moe.layers[layer] for layer in evidence.keep}
+    norms = {
+        layer: np.array([float(weights.expert(e).down_DF.norm()) for e in range(weights.n_experts)])
+        for layer, weights in layers.items()
+    }
+    return prune(evidence, norms)
+
+
+METHOD = Method("weight_norm", "drops the experts with the smallest weights", propose, needs_text=False)
+'''
+
+
+def test_a_compression_method_is_one_file_and_one_line(copy, tmp_path):
+    copy.add_file("compression/weight_norm.py", METHOD)
+    line = "from moescope.compression import weight_norm"
+    copy.add_line("compression/methods.py", "METHODS", "weight_norm.METHOD", line)
+    assert copy.changed() == {"compression/weight_norm.py", "compression/methods.py"}
+    tensors = tiny_tensors()
+    for name in tensors:
+        if ".experts.1." in name or ".experts.3." in name:
+            tensors[name] = 0.1 * tensors[name]
+    model = write_checkpoint(tmp_path / "model", tensors, tiny_config())
+    out = tmp_path / "run"
+    copy.moescope("compress", model, "--method", "weight_norm", "--keep", "2", "--out", out)
+    plan = json.loads((out / "plan.json").read_text())
+    assert [layer["dominants"] for layer in plan["layers"]] == [[0, 2], [0, 2]]
+    copy.moescope("report", out)
+    assert "weight_norm" in (out / "report.html").read_text(encoding="utf-8")
+
+
 VERB = '''
 """sizes: how many numbers each expert has."""
 

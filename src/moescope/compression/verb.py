@@ -90,7 +90,7 @@ def compress(
     merge_weights : HOW
         Weights of a group's members in the merged expert.
     distance : DISTANCE
-        Distance that experts are clustered by; default: the method's first.
+        Distance to cluster by: euclidean or cosine (hc_smoe), l2 or sv (weights).
     router : HOW
         Router of merged experts: fold fits new rows, tie keeps all rows (plan only).
     unsigned : bool
@@ -100,8 +100,8 @@ def compress(
     sequential : bool
         Calibrate each layer on the output of the compressed layers before it.
     judge : bool
-        Judge the written checkpoint on held-out text; --no-judge holds out none.
-    controls : int, default 3 (1 for models over 2 GiB)
+        Whether to hold out text and judge on it; --no-judge: calibrate on all of it.
+    controls : int, default 3; 1 over 2 GiB
         Random controls to compare with.
     dtype : DTYPE
         Precision of the model; auto: as stored.
