@@ -132,7 +132,7 @@ def test_the_demo_command_prints_training_weights_text_and_the_report(shown):
 
 def test_the_report_has_training_weights_routing_and_joint_questions_in_one_page(shown):
     page = (shown[0].path / "report.html").read_text()
-    for verb in ("train", "scan", "trace", "all"):
+    for verb in ("train", "scan", "trace", "joint"):
         assert re.search(rf'<section id="{verb}-', page), verb
 
 
