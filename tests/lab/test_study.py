@@ -377,7 +377,7 @@ def test_dry_run_counts_everything_and_touches_nothing(
         ({"config": "nowhere.toml"}, r"nowhere\.toml: No such file"),
         ({"config": {"reference": "top2"}}, "0 arm; a study compares at least two"),
         ({"resume": True}, "no unfinished study"),
-        ({"resume": True, "config": "x.toml"}, "--resume takes everything from the run"),
+        ({"resume": True, "config": "x.toml"}, "--resume takes its options from the run"),
         ({"jobs": 0}, "--jobs 0: give a whole number from 1"),
         ({"engine": "ray", "jobs": 2}, "--jobs 2: Ray starts as many"),
         ({"engine": "dask"}, "unknown engine 'dask'"),

@@ -428,10 +428,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     [
         (
             {"experts": 8},
-            (
-                r"\[model\] experts is 8, but .*step-12 has 4; remove it, or train from the start "
-                r"without --from"
-            ),
+            (r"\[model\] experts is 8, but .*step-12 has 4; remove it, or train without --from"),
         ),
         ({"router": "spectra"}, r"\[model\] router is spectra, but .*step-12 has top2"),
         (
