@@ -90,7 +90,7 @@ def train(
     Parameters
     ----------
     config : CONFIG.TOML, default the preset alone
-        TOML with the tables [model], [data] and [train]; in Python also a dictionary.
+        TOML with the tables model, data and train; in Python also a dictionary.
     preset : PRESET, default nano
         Defaults of the config: nano, small, medium, some_a4, some_b1, some_b2 or some_b3.
     router : ROUTER, default the preset's
@@ -121,13 +121,8 @@ def train(
     given = dict(locals())
     from moescope.decoder.ranks import process_group
 
-    folder = Path(out) if out is not None else None
-    if resume:
-        others = overwrite or any(value is not None for value in (config, preset, router, from_))
-        folder, settled, origin = resumed_config(folder, others)
-    else:
-        settled = settle(config, preset, router, from_, seed)
-        origin = None if from_ is None else str(Path(from_).resolve())
+    folder = None if out is None else Path(out)
+    folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
     with process_group(place) as ranks:
         if place == "cuda":
@@ -159,6 +154,8 @@ def count_parameters(
     router: str | None = None,
     from_: str | Path | None = None,
     seed: int | None = None,
+    resume: bool = False,
+    out: str | Path | None = None,
 ) -> dict[str, Any]:
     """Return parameters, tokens and config of a training without training it; arguments as for `train`.
 
@@ -166,9 +163,28 @@ def count_parameters(
     --------
     >>> moescope.count_parameters(preset="some_a4")["parameters_total"]  # doctest: +SKIP
     """
-    settled = settle(config, preset, router, from_, seed)
+    folder = None if out is None else Path(out)
+    _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
     check_texts(settled)
-    return {**training_size(settled), "from": None if from_ is None else str(Path(from_).resolve())}
+    return {**training_size(settled), "from": origin}
+
+
+def read_settings(
+    config: str | Path | dict[str, Any] | LabConfig | None,
+    preset: str | None,
+    router: str | None,
+    from_: str | Path | None,
+    seed: int | None,
+    resume: bool,
+    folder: Path | None,
+    overwrite: bool = False,
+) -> tuple[Path | None, LabConfig, str | None]:
+    """Return folder, config and origin of a training: of the run to resume, or as the arguments say."""
+    if resume:
+        others = overwrite or any(value is not None for value in (config, preset, router, from_))
+        return resumed_config(folder, others)
+    origin = None if from_ is None else str(Path(from_).resolve())
+    return folder, settle(config, preset, router, from_, seed), origin
 
 
 def training_size(config: LabConfig) -> dict[str, Any]:
