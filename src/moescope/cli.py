@@ -646,26 +646,26 @@ def study(
 
     Finished trainings are not repeated, an unfinished one goes on from its checkpoint: give the same command.
     """
-    from moescope.lab.study import fact_lines
+    from moescope.lab.study import plan_lines, plan_study
     from moescope.lab.study import study as run_study
 
+    if dry_run:
+        facts = plan_study(config, resume, out)
+        if as_json or not quiet:
+            typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(plan_lines(facts)))
+        return
     made = run_study(
         config,
         engine=engine,
         resume=resume,
         out=out,
         jobs=jobs,
-        dry_run=dry_run,
         device=device,
         address=address,
         overwrite=overwrite,
         quiet=quiet,
     )
-    if isinstance(made, dict):
-        if as_json or not quiet:
-            typer.echo(json.dumps(made, indent=2) if as_json else "\n".join(fact_lines(made)))
-    else:
-        show_run(made, as_json, quiet)
+    show_run(made, as_json, quiet)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from families.tiny_models import tiny_model
-from moescope.checkpoint.in_memory import in_memory
+from moescope.checkpoint.source import in_memory
 
 
 def test_a_model_in_memory_reads_as_copies_that_the_model_cannot_change():

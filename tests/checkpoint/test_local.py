@@ -136,7 +136,7 @@ def test_a_part_of_a_tensor_without_parts_is_refused(tmp_path, shape):
 def test_a_header_whose_entries_are_lists_is_refused(tmp_path):
     header = b'{"a":["F32",[2],[0,8]]}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(BadInput, match="not a whole safetensors file"):
+    with pytest.raises(BadInput, match="not a complete safetensors file"):
         open_checkpoint(tmp_path)
 
 

@@ -278,7 +278,7 @@ def test_an_index_may_not_name_an_absolute_path_even_of_a_whole_file(tmp_path):
     outside = tiny_checkpoint(tmp_path / "outside") / "model.safetensors"
     tiny_checkpoint(tmp_path / "model", shards=2)
     edit_json(tmp_path / "model" / INDEX, weight_map={NAME: str(outside)})
-    assert "not a file beside the index" in refusal(tmp_path / "model")
+    assert "not a file in the folder of the index" in refusal(tmp_path / "model")
 
 
 @pytest.mark.parametrize("text", ["{", "", "nonsense", "[" * 100_000, '{"weight_map": ', "\x00"])
@@ -337,8 +337,8 @@ def test_a_tensor_that_lies_in_two_files_is_refused_with_both_names(tmp_path, in
 
 def test_an_empty_folder_is_refused(tmp_path):
     message = refusal(tmp_path)
-    assert message.startswith(f"{tmp_path}: no .safetensors file here (it is empty)")
-    assert "give the folder of a checkpoint" in message
+    assert message.startswith(f"{tmp_path}: no .safetensors file (it is empty)")
+    assert "give the folder of a safetensors checkpoint" in message
 
 
 class Explosive:
@@ -376,7 +376,7 @@ def test_a_pickle_that_torch_itself_wrote_is_refused_and_never_run(tmp_path):
 def test_a_pickle_named_like_a_safetensors_file_is_refused_and_never_run(tmp_path):
     witness, file = tmp_path / "witness", tmp_path / "model.safetensors"
     file.write_bytes(pickle.dumps(Explosive(witness)))
-    assert refusal(tmp_path).startswith(f"{file}: not a whole safetensors file")
+    assert refusal(tmp_path).startswith(f"{file}: not a complete safetensors file")
     assert not witness.exists()
 
 

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import INDEX, tiny_checkpoint, tiny_tensors
 from moescope.checkpoint import open_checkpoint
-from moescope.checkpoint.writing import PlannedTensor, StoredBytes, planned, write_checkpoint
+from moescope.checkpoint.writing import PlannedTensor, StoredBytes, plan_tensor, write_checkpoint
 from moescope.errors import BadInput
 from moescope.storage import PARTIAL_ENDING
 
 
 def plan(tensors: dict[str, torch.Tensor]) -> list[PlannedTensor]:
-    return [planned(name, tensor) for name, tensor in tensors.items()]
+    return [plan_tensor(name, tensor) for name, tensor in tensors.items()]
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -93,14 +93,14 @@ def test_a_copy_is_bit_for_bit_whatever_the_dtype(tmp_path):
 
 
 def test_a_tensor_larger_than_a_piece_is_copied_whole_and_in_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("moescope.checkpoint.writing.PIECE_BYTES", 64)
+    monkeypatch.setattr("moescope.checkpoint.writing.CHUNK_BYTES", 64)
     source = StoredBytes(open_checkpoint(tiny_checkpoint(tmp_path / "source")))
     name = "model.embed_tokens.weight"
     whole = raw(tiny_tensors()[name])
-    pieces = [bytes(piece) for piece in source.pieces(name)]
+    pieces = [bytes(piece) for piece in source.chunks(name)]
     assert len(pieces) == len(whole) / 64 > 4
     assert b"".join(pieces) == whole
-    assert b"".join(map(bytes, source.pieces(name, 100, 150))) == whole[100:250]
+    assert b"".join(map(bytes, source.chunks(name, 100, 150))) == whole[100:250]
 
 
 def test_every_tensor_starts_at_a_multiple_of_its_width(tmp_path):
@@ -236,11 +236,11 @@ def test_a_disk_too_small_is_refused_before_anything_is_read_and_leaves_nothing(
 
 FULL = """
     import resource, sys, torch
-    from moescope.checkpoint.writing import planned, write_checkpoint
+    from moescope.checkpoint.writing import plan_tensor, write_checkpoint
     from moescope.errors import BadInput
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     try:
-        write_checkpoint(sys.argv[1], [planned("a", torch.ones(20_000)), planned("b", torch.ones(20_000))])
+        write_checkpoint(sys.argv[1], [plan_tensor(name, torch.ones(20_000)) for name in "ab"])
     except BadInput as error:
         print(error)
 """
@@ -288,12 +288,13 @@ def test_a_source_cut_short_after_it_was_opened_is_named_and_leaves_nothing(tmp_
 
 SLOW = """
     import sys, time, torch
-    from moescope.checkpoint.writing import PlannedTensor, planned, write_checkpoint
+    from moescope.checkpoint.writing import PlannedTensor, plan_tensor, write_checkpoint
     def slow():
         yield memoryview(bytes(4_000_000))
         print("midway", flush=True)
         time.sleep(600)
-    tensors = [planned("first", torch.ones(10)), PlannedTensor("slow", "U8", (8_000_000,), 8_000_000, slow)]
+    planned = PlannedTensor("slow", "U8", (8_000_000,), 8_000_000, slow)
+    tensors = [plan_tensor("first", torch.ones(10)), planned]
     write_checkpoint(sys.argv[1], tensors, {"a": 1}, max_shard_bytes=100)
 """
 
@@ -367,4 +368,4 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 
 def test_a_dtype_safetensors_has_no_word_for_here_is_refused_by_name(tmp_path):
     with pytest.raises(BadInput, match=r"tensor z has dtype torch.complex128, which cannot be written"):
-        planned("z", torch.ones(2, dtype=torch.complex128))
+        plan_tensor("z", torch.ones(2, dtype=torch.complex128))

@@ -16,8 +16,8 @@ from lab.tiny_training import TOML
 from moescope.cli import app
 from moescope.decoder.saving import load_model
 from moescope.demo.planted import LAYERS, planted_layer
-from moescope.demo.recipe import keep_model, make_demo_model
-from moescope.demo.verb import CHARACTERS, SHIPPED, beginning, demo
+from moescope.demo.recipe import make_demo_model, store_model
+from moescope.demo.verb import CHARACTERS, SHIPPED, demo, truncate
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
 from moescope.lab.config import config_from, settle
@@ -92,7 +92,7 @@ def test_transformers_gives_the_shipped_model_the_same_logits():
 
 
 def test_a_kept_model_is_the_one_it_was_made_from_rounded_to_half_its_bytes(tmp_path):
-    keep_model(SHIPPED / "model", tmp_path / "again")
+    store_model(SHIPPED / "model", tmp_path / "again")
     again, _ = load_model(tmp_path / "again")
     model, _ = load_model(SHIPPED / "model")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
@@ -137,7 +137,7 @@ def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):
     corpus = embedded_corpus()
     for domain in corpus.domains:
         lines = (run.path / "validation" / f"{domain}.jsonl").read_text().splitlines()
-        trained = {beginning(text) for text in corpus.train[domain]}
+        trained = {truncate(text) for text in corpus.train[domain]}
         assert not trained & {json.loads(line)["text"] for line in lines}
     load = Run.load(run.path / "trace").table("load")
     assert set(load["domain"]) == set(corpus.domains)
@@ -168,10 +168,10 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
 
 def test_a_long_text_is_cut_after_a_whole_line():
     lines = "a line of it\n" * 1000
-    assert len(beginning(lines)) <= CHARACTERS < len(beginning(lines)) + len("a line of it\n")
-    assert beginning(lines).endswith("\n")
-    assert beginning("x" * 5000) == "x" * CHARACTERS
-    assert beginning("short") == "short"
+    assert len(truncate(lines)) <= CHARACTERS < len(truncate(lines)) + len("a line of it\n")
+    assert truncate(lines).endswith("\n")
+    assert truncate("x" * 5000) == "x" * CHARACTERS
+    assert truncate("short") == "short"
 
 
 # --- the planted checkpoint

@@ -89,7 +89,7 @@ def test_a_list_of_counts_takes_another_number_for_each_layer(tmp_path):
     )
     assert config_for(moe, {1: 3})["num_experts"] == [16, 3]
     assert config_for(moe, {0: 1, 1: 3})["num_experts"] == [1, 3]
-    with pytest.raises(BadInput, match="layer 1 would have 1 experts, and top_k is 2"):
+    with pytest.raises(BadInput, match="layer 1 would have 1 experts, but top_k is 2"):
         config_for(moe, {0: 1, 1: 1})
     assert config_for(moe, {}, top_k=3)["moe_topk"] == [3, 3]
 

@@ -97,7 +97,7 @@ def test_experts_fused_into_one_tensor_are_counted_too(tmp_path):
 def test_the_command_prints_a_page_or_json(model):
     page = CliRunner().invoke(app, ["inspect", str(model)])
     assert page.exit_code == 0
-    assert "4 a layer, top 2, d_model 16, d_ff 24" in page.output
+    assert "4 per layer, top 2, d_model 16, d_ff 24" in page.output
     facts = json.loads(CliRunner().invoke(app, ["inspect", str(model), "--json"]).output)
     assert facts["coverage"]["layers_found"] == 2
 

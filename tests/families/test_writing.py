@@ -286,7 +286,7 @@ def test_multi_token_prediction_is_left_out_when_the_number_of_experts_changes_a
     source = write_checkpoint(tmp_path / "source", tensors, config)
     moe = read(source)
     extra = {name for name in tensors if name.startswith("model.layers.2.")}
-    assert set(plan_moe(moe, everywhere(moe, KEPT)).left_out) == extra
+    assert set(plan_moe(moe, everywhere(moe, KEPT)).excluded) == extra
     write_moe(moe, tmp_path / "pruned", everywhere(moe, KEPT))
     assert not extra & set(on_disk(tmp_path / "pruned"))
     assert json.loads((tmp_path / "pruned" / "config.json").read_text())["num_nextn_predict_layers"] == 0
@@ -354,15 +354,15 @@ ROWS = torch.ones(4, 16)
             },
             r"gate_EFD of new expert 3 has shape \[16\]",
         ),
-        ({0: NewLayer([0, 1, 2, NAN], ROWS)}, "holds NaN or Inf"),
+        ({0: NewLayer([0, 1, 2, NAN], ROWS)}, "has NaN or Inf"),
         (
             {0: NewLayer([0, 1, 2])},
             "layer 0 would have 3 experts and layer 1 4, but config.json holds one number for all",
         ),
-        ({0: NewLayer([]), 1: NewLayer([])}, "left without experts"),
+        ({0: NewLayer([]), 1: NewLayer([])}, "would have no experts"),
         (
             {0: NewLayer([1]), 1: NewLayer([1])},
-            "would have 1 experts, and top_k is 2; keep at least 2, or give a top_k",
+            "would have 1 experts, but top_k is 2; keep at least 2, or give a top_k",
         ),
     ],
 )
@@ -412,7 +412,7 @@ def test_a_tensor_among_the_experts_that_nobody_knows_is_refused_by_name(tmp_pat
 
 def test_without_a_config_the_number_of_experts_stays(tmp_path):
     source = write_checkpoint(tmp_path / "source", tiny_tensors())
-    refuse(source, "no config.json beside the weights")
+    refuse(source, "no config.json")
     write_moe(read(source), tmp_path / "out", everywhere(read(source), [3, 2, 1, 0]))
     assert torch.equal(on_disk(tmp_path / "out")[router_name(0)], tiny_tensors()[router_name(0)].flip(0))
 
@@ -421,7 +421,7 @@ def test_one_shard_alone_is_not_rewritten(tmp_path):
     tensors = {name: tensor for name, tensor in tiny_tensors().items() if "layers.1" not in name}
     file = write_checkpoint(tmp_path, tensors, tiny_config()) / "model.safetensors"
     with pytest.raises(
-        BadInput, match="1 of 2 MoE layers are in it; give the folder of the whole checkpoint"
+        BadInput, match="1 of 2 MoE layers are in it; give the folder of the complete checkpoint"
     ):
         plan_moe(read(file), {})
 

@@ -15,21 +15,25 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.lab.figures_study import (
+    ALONG,
+    ARMS,
     BY_DOMAIN,
     NOISE,
+    OVERHEAD,
     by_domain,
     can_show,
+    detectable_text,
     difference_by_domain,
     differences,
+    load_by_value,
+    loss_by_value,
     losses,
     noise_and_spread,
+    overhead_shares,
     paired,
-    power_words,
 )
-from moescope.lab.figures_study_axes import load_by_value, loss_by_value, overhead_shares
 from moescope.lab.figures_study_curves import COURSE, can_draw, curves, difference_by_step
-from moescope.lab.report_study import of_question, tables_of
-from moescope.lab.report_study_tables import axes_frames
+from moescope.lab.report_study import axes_frames, of_question, tables_of
 from moescope.plotting.style import GREY, Figure, Tables
 
 
@@ -72,24 +76,14 @@ def test_the_reference_is_the_grey_line_at_zero_and_arms_are_called_by_their_ver
     assert named(figure, "worse")["y"] == ["hash", "switch_top1"]
     assert named(figure, "not distinguishable")["y"] == ["spectra"]
     assert "*" not in str(figure.data)
-    assert figure.title.startswith(
-        "loss_free is better than top2; hash and switch_top1 are worse than top2; spectra cannot "
-        "be told from it; a difference of 0.0"
-    )
-    assert figure.title.endswith("would have been seen with probability 80 %")
+    assert "better: loss_free; worse: hash and switch_top1; not distinguishable: spectra" in figure.caption
 
 
 def test_each_arm_that_cannot_be_told_has_a_difference_of_its_own_that_would_have_been_seen():
     arms = pd.DataFrame({"arm": ["topk", "spectra"], "detectable_difference": [0.0187, 0.275]})
-    assert (
-        power_words(arms)
-        == "; 0.0187 nats (topk) to 0.275 nats (spectra) would have been seen with probability 80 %"
-    )
-    assert (
-        power_words(arms.head(1))
-        == "; a difference of 0.0187 nats would have been seen with probability 80 %"
-    )
-    assert power_words(arms.assign(detectable_difference=math.nan)) == ""
+    assert detectable_text(arms).endswith("0.0187 (topk) to 0.275 nats (spectra)")
+    assert detectable_text(arms.head(1)).endswith(": 0.0187 nats")
+    assert detectable_text(arms.assign(detectable_difference=math.nan)) == ""
 
 
 def test_an_arm_has_one_colour_in_every_figure_even_where_others_have_no_number(main: Tables):
@@ -131,9 +125,9 @@ def test_dots_are_differences_within_seeds(main: Tables):
     assert "top2" not in set(paired(main["study_runs"], "top2")["arm"])
 
 
-def test_with_few_seeds_the_title_claims_nothing(tmp_path: Path):
+def test_with_few_seeds_the_caption_claims_nothing(tmp_path: Path):
     figure = checked(differences(of_question(tables_of(study_run(tmp_path / "run", seeds=3)), "main")))
-    assert figure.title.startswith("With 3 seeds nothing is claimed; hash lies farthest from top2, +0.0")
+    assert figure.caption.startswith("3 seeds: no claim. Largest difference from top2: hash, +0.0")
     assert {trace["name"] for trace in figure.data} == {
         "top2 (reference)",
         "one seed",
@@ -153,22 +147,19 @@ def test_where_no_arm_differs_the_detectable_difference_is_told(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     tables = of_question(tables_of(study_run(tmp_path / "run", arms=arms, seed=3)), "main")
     seen = tables["study_comparisons"]["detectable_difference"].max()
-    assert differences(tables).title == (
-        f"No arm can be told from top2; a difference of {seen:.3g} nats would have been seen "
-        "with probability 80 %"
-    )
+    assert differences(tables).caption.endswith(f": {seen:.3g} nats.")
 
 
 def test_losses_connect_seeds_and_show_the_references_mean(main: Tables):
     figure = checked(losses(main))
     runs = main["study_runs"].set_index(["arm", "seed"])["validation_loss"]
     assert grey(figure)["mean of top2"]["x"][0] == pytest.approx(runs["top2"].mean())
-    lines = [trace for trace in figure.data if trace["name"] == "one seed a line"]
+    lines = [trace for trace in figure.data if trace["name"] == "one line per seed"]
     assert len(lines) == 5
     for seed, line in enumerate(lines):
         assert list(line["x"]) == pytest.approx([runs[arm, seed] for arm in line["y"]])
     assert lines[0]["y"][0] == "loss_free"  # the best on top
-    assert figure.title.startswith(f"loss_free has the lowest mean loss, {runs['loss_free'].mean():.4f} nats")
+    assert figure.caption.startswith(f"Lowest mean: loss_free, {runs['loss_free'].mean():.4f} nats")
 
 
 def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: Tables):
@@ -179,15 +170,14 @@ def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: T
     assert named(figure, "over documents")["x"] == pytest.approx(np.full(5, 0.1 / 3.92))
     row = main["study_comparisons"].set_index("arm").loc["hash"]
     within = (row["difference"] / row["statistic"]) / math.sqrt(2 / 5)  # the blocked test's s
-    assert grey(figure)["within seeds, all arms"]["x"][0] == pytest.approx(within)
+    assert grey(figure)["residual within seeds, all arms"]["x"][0] == pytest.approx(within)
 
 
-def test_noise_that_was_not_measured_is_left_out_of_the_title(main: Tables):
+def test_noise_that_was_not_measured_is_not_drawn(main: Tables):
     runs = main["study_runs"].assign(noise_low=np.nan, noise_high=np.nan)
     figure = checked(noise_and_spread({**main, "study_runs": runs}))
-    assert "documents" not in figure.title
     assert "over documents" not in [trace["name"] for trace in figure.data]
-    assert figure.caption.endswith("there are too few of them.")
+    assert figure.caption.endswith("too few documents.")
 
 
 def test_domains_show_where_a_difference_comes_from(main: Tables):
@@ -198,7 +188,7 @@ def test_domains_show_where_a_difference_comes_from(main: Tables):
     row = dict(zip(trace["x"], trace["z"][trace["y"].index("hash")], strict=True))
     assert row == pytest.approx({"code": apart + 0.09, "prose": apart - 0.09})  # as planted
     assert trace["zmin"] == -trace["zmax"]
-    assert figure.title.startswith("The largest difference from top2 in a domain is hash's in code, +0.18")
+    assert "hash in code, +0.18" in figure.caption
 
 
 def test_documents_weigh_by_their_tokens(main: Tables):
@@ -234,14 +224,13 @@ def test_curves_have_a_line_an_arm_with_a_band_and_the_reference_in_grey(main: T
 
 def test_routing_over_steps_stands_beside_routing_that_looks_at_nothing(main: Tables):
     tokens = 50 * 16 * 128  # a stretch of steps
-    entropy = grey(checked(curves(main, "routing_entropy")))["log n: knows nothing"]
+    entropy = grey(checked(curves(main, "routing_entropy")))["uniform router"]
     assert entropy["y"] == pytest.approx(np.full(6, math.log(8)))
     cv = grey(checked(curves(main, "load_cv")))
-    assert cv["random routing, 2 of 8"]["y"] == pytest.approx(np.full(6, math.sqrt(6 / (2 * tokens))))
-    assert cv["random routing, 1 of 8"]["y"] == pytest.approx(
-        np.full(6, math.sqrt(7 / tokens))
-    )  # switch_top1
-    assert grey(checked(curves(main, "unused_share")))["random routing"]["y"] == pytest.approx(np.zeros(6))
+    chance = "balanced random routing"
+    assert cv[f"{chance}, 2 of 8"]["y"] == pytest.approx(np.full(6, math.sqrt(6 / (2 * tokens))))
+    assert cv[f"{chance}, 1 of 8"]["y"] == pytest.approx(np.full(6, math.sqrt(7 / tokens)))  # switch_top1
+    assert grey(checked(curves(main, "unused_share")))[chance]["y"] == pytest.approx(np.zeros(6))
 
 
 def test_differences_over_steps_are_within_seeds_and_around_zero(main: Tables):
@@ -310,17 +299,15 @@ def test_a_sweep_shows_loss_beside_the_reference_and_load_beside_its_aim(whole):
     reference = tables["study_comparisons"].set_index("arm").loc["top2", "mean"]
     assert grey(loss)["mean of top2"]["y"] == [reference] * 2
     assert loss.layout["xaxis"]["type"] == "log"
-    assert ", at 0.051 (spectra); top2, the reference, has" in loss.title
-    assert grey(load)["aimed at: 0.1"]["y"] == [0.1, 0.1]
-    assert load.title == "Load CV is below 0.1 at epsilon 0.02, 0.051"
+    assert f"at 0.051 (spectra) (reference top2: {reference:.4f})" in loss.caption
+    assert grey(load)["target: 0.1"]["y"] == [0.1, 0.1]
+    assert "at 0.02, 0.051;" in load.caption
 
 
 def test_a_sweep_that_misses_its_aim_says_how_near_it_came(whole):
     tables = along(whole, "sweep")
     runs = tables["study_runs"].assign(load_cv=lambda frame: frame["load_cv"] + 1)
-    assert load_by_value({**tables, "study_runs": runs}).title.startswith(
-        "Load CV stays above 0.1: lowest at epsilon 0.02, 1.02"
-    )
+    assert "lowest 1.02 at 0.02" in load_by_value({**tables, "study_runs": runs}).caption
 
 
 def test_a_value_without_a_result_is_named(whole):
@@ -328,7 +315,7 @@ def test_a_value_without_a_result_is_named(whole):
     runs = tables["study_runs"].copy()
     runs.loc[runs["arm"] == "spectra epsilon=0.2", "status"] = "not run"
     figure = checked(loss_by_value({**tables, "study_runs": runs}))
-    assert figure.caption.endswith("Not run, or without this number: 0.2.")
+    assert figure.caption.endswith("No result: 0.2.")
     assert list(named(figure, "spectra")["x"]) == [0.02, 0.051, 0.5]
 
 
@@ -345,11 +332,8 @@ def test_overhead_is_stacked_to_the_whole_with_the_references_experts_beside(mai
     bars = [trace for trace in figure.data if trace["type"] == "bar"]
     assert np.nansum([trace["x"] for trace in bars], axis=0) == pytest.approx(np.ones(5))
     assert bars[0]["name"] == "experts"
-    assert grey(figure)["experts' share under top2"]["x"][0] == pytest.approx(2 / 2.2)
-    assert figure.title == (
-        "spectra spends most on routing: 28.6 % of a block's time goes elsewhere than to "
-        "experts, under top2 9.09 %"
-    )
+    assert grey(figure)["experts' share with top2"]["x"][0] == pytest.approx(2 / 2.2)
+    assert figure.caption == "Highest routing share: spectra, 28.6 % of the block (top2: 9.09 %)."
 
 
 def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
@@ -389,6 +373,14 @@ def test_every_glossary_entry_of_the_figures_exists(main: Tables, whole):
     figures += [spec.draw(main) for spec in COURSE]
     figures += [draw(along(whole, "sweep")) for draw in (loss_by_value, load_by_value)]
     assert {column for figure in figures for column in figure.columns} <= set(COLUMNS)
+
+
+def test_titles_have_at_most_8_words_and_captions_25(main: Tables, whole):
+    figures = [spec.draw(main) for spec in (*ARMS, NOISE, BY_DOMAIN, *COURSE)]
+    figures += [spec.draw(along(whole, "sweep")) for spec in ALONG] + [OVERHEAD.draw(tables_of(whole))]
+    for figure in figures:
+        assert len(figure.title.split()) <= 8, figure.title
+        assert len(figure.caption.split()) <= 25, figure.caption
 
 
 def test_an_axis_of_few_close_values_is_linear(whole):

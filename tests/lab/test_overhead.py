@@ -117,5 +117,5 @@ def test_events_time_a_gpu():
 
 
 def test_no_tokens_are_refused():
-    with pytest.raises(BadInput, match="overhead of 0 tokens, 10 times"):
+    with pytest.raises(BadInput, match="tokens 0, repeats 10"):
         overhead({}, tokens=0)

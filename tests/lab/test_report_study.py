@@ -12,13 +12,17 @@ from playwright.sync_api import expect
 
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.errors import BadInput
-from moescope.lab.report_study import STUDY, findings, of_question, sections, tables_of
-from moescope.lab.report_study_tables import (
+from moescope.lab.report_study import (
+    STUDY,
     arm_means,
     axes_frames,
     balance_table,
     cost_table,
+    findings,
+    of_question,
+    sections,
     stability_table,
+    tables_of,
 )
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
@@ -47,35 +51,35 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_claim_names_difference_interval_p_arms_and_seeds(run: Run):
     row = run.table("study_comparisons").query("question == 'main' and arm == 'loss_free'").iloc[0]
     assert findings(run)[0] == (
-        f"loss_free is {-row['difference']:.3g} nats a token better than top2 (95 % "
-        f"−{-row['difference_low']:.3g} to −{-row['difference_high']:.3g}; "
-        "p < 0.0001 after Holm for 3 arms, 5 seeds)."
+        f"loss_free is {-row['difference']:.3g} nats per token better than top2 (95 % "
+        f"−{-row['difference_low']:.3g} to −{-row['difference_high']:.3g}; Holm-corrected for 3 arms: "
+        "p < 0.0001; 5 seeds)."
     )
 
 
 def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_been_seen(run: Run):
     row = run.table("study_comparisons").query("question == 'main' and arm == 'spectra'").iloc[0]
-    assert findings(run)[1] == (
-        "spectra cannot be told from top2 with 5 seeds; a difference of "
-        f"{row['detectable_difference']:.3g} nats would have been seen with probability 80 %."
-    )
+    sentence = findings(run)[1]
+    assert sentence.startswith("not distinguishable from top2 with 5 seeds: spectra; ")
+    assert sentence.endswith(f": {row['detectable_difference']:.3g} nats.")
 
 
 def test_no_arm_is_said_where_none_differs(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     (said,) = findings(study_run(tmp_path / "run", arms=arms, seed=3))
-    assert said.startswith("No arm can be told from top2 with 5 seeds; a difference of 0.0")
+    assert said.startswith("not distinguishable from top2 with 5 seeds: loss_free, spectra, ")
 
 
 def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(tmp_path: Path):
     arms = [{**arm, "shift": 0.0, "spread": 0.0} for arm in router_arms(["top2", "no router"])]
-    assert findings(study_run(tmp_path / "run", arms=arms)) == ["No arm can be told from top2 with 5 seeds."]
+    (sentence,) = findings(study_run(tmp_path / "run", arms=arms))
+    assert sentence.endswith("top2 with 5 seeds: no router.")
 
 
 def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
     told = " ".join(findings(run))
-    assert "4 seeds are too few to say anything of hash: nothing is claimed." in told
-    assert "hash lacks seeds of top2 and is compared on 4 seeds" in told
+    assert "4 seeds: too few to claim anything about hash." in told
+    assert "missing seeds of top2: hash, compared on 4 seeds" in told
     assert (
         "1 of 85 trainings failed; the first, hash with seed 2: loss is not a number at step 40, layer 1."
         in told
@@ -92,15 +96,13 @@ def test_ablations_are_told_against_their_own_reference(run: Run):
 
 def test_a_sweep_says_how_many_settings_reach_the_load_that_is_aimed_at(run: Run):
     assert any(
-        "Sweep: 2 of 4 settings end with a load CV below 0.1, which is aimed at" in said
-        for said in findings(run)
+        "Sweep: 2 of 4 settings end with a load CV below the target 0.1" in said for said in findings(run)
     )
 
 
 def test_with_few_seeds_nothing_is_claimed(tmp_path: Path):
     (said,) = findings(study_run(tmp_path / "run", seeds=4))
-    assert "4 seeds are too few to say anything of" in said
-    assert "nothing is claimed" in said
+    assert "4 seeds: too few to claim anything" in said
     assert "better" not in said
     assert "worse" not in said
 
@@ -108,14 +110,14 @@ def test_with_few_seeds_nothing_is_claimed(tmp_path: Path):
 def test_one_seed_is_told_without_an_interval(tmp_path: Path):
     run = study_run(tmp_path / "run", seeds=1)
     (said,) = findings(run)
-    assert said.startswith("1 seed is too few to say")
+    assert said.startswith("1 seed: too few")
     assert "95 %" not in said
     assert page_content([run])["told"]
 
 
 def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
     run = study_run(tmp_path / "run", not_run=tuple(arm["name"] for arm in router_arms()))
-    assert findings(run) == ["Nothing can be compared with top2 yet.", "25 of 25 trainings were not run."]
+    assert findings(run) == ["No arm can be compared with top2 yet.", "25 of 25 trainings were not run."]
     assert [len(section.figures) for section in sections(run)][:2] == [0, 0]
 
 
@@ -124,13 +126,11 @@ def test_arms_that_scatter_differently_are_said_to(tmp_path: Path):
         tmp_path / "run",
         arms=[{**arm, "spread": 0.2 if arm["name"] == "hash" else 0.004} for arm in router_arms()],
     )
-    assert "Arms scatter differently within seeds (p" in sections(run)[0].words
+    assert "Variances differ between arms (p" in sections(run)[0].words
 
 
 def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
-    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith(
-        "This study is running: what is said here is of the trainings so far."
-    )
+    assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith("This study is running")
 
 
 # --- sections
@@ -145,7 +145,7 @@ def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
     assert figures["cost"] == ["overhead_shares"]
     assert len(figures["course"]) == 5
-    assert "(8 degrees of freedom)" in found[0].words
+    assert "(8 degrees of freedom;" in found[0].words
 
 
 def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
@@ -225,7 +225,7 @@ def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
     for section in sections(run):
         for spec, tables in section.figures:
             figure = spec.draw(tables)
-            assert "<b>%{x}" not in str(figure.data) + figure.title + str(figure.layout)
+            assert "<b>%{x}" not in str(figure.data) + figure.caption + str(figure.layout)
 
 
 def test_the_command_makes_the_study_again(run: Run):
@@ -245,9 +245,7 @@ def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path
 
     shutil.copytree(run.path, tmp_path / "young")
     (tmp_path / "young" / "study_comparisons.parquet").unlink()
-    with pytest.raises(
-        BadInput, match=r"young: nothing has been compared in this study yet; give its command again"
-    ):
+    with pytest.raises(BadInput, match=r"young: no comparison in this study yet; repeat its command"):
         report(tmp_path / "young")
 
 

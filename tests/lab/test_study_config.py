@@ -152,13 +152,13 @@ def test_a_study_survives_json():
     ("changes", "message"),
     [
         ({"seed": 3}, "unknown key 'seed'; did you mean 'seeds'?"),
-        ({"reference": None}, "no reference; say which arm the others are compared with: reference = 'top2'"),
+        ({"reference": None}, "no reference; name the arm to compare with: reference = 'top2'"),
         ({"reference": "top3"}, "unknown reference 'top3'; known: top2, loss_free"),
         ({"references": {"ablation": "x"}}, "unknown reference of ablation 'x'"),
         ({"references": {"why": "top2"}}, "unknown question 'why'"),
         (
             {"seeds": 1},
-            "seeds must be a number from 2, or a list of at least two different whole numbers, not 1",
+            "seeds must be a number from 2 or a list of at least two different whole numbers, not 1",
         ),
         ({"seeds": [1, 1]}, "seeds must be a number from 2"),
         ({"seeds": [1, -2]}, "seeds must be a number from 2"),
@@ -167,17 +167,20 @@ def test_a_study_survives_json():
         ({"preset": "huge"}, "unknown preset 'huge'"),
         ({"keep": "some"}, "unknown keep 'some'; known: last, all, none"),
         ({"base": {"modell": {}}}, "base: unknown table 'modell'"),
-        ({"base": {"train": {"seed": 3}}}, "[base.train] seed: a study has seeds of its own"),
+        (
+            {"base": {"train": {"seed": 3}}},
+            "[base.train] seed: give the study's seeds instead",
+        ),
         (
             {"base": {"train": {"paired_weights": False}}},
-            "[base.train] paired_weights: all arms of a seed begin with the same weights",
+            "[base.train] paired_weights: all arms of a seed start from the same weights",
         ),
         ({"base": {"preset": "small"}}, "[base] preset: write preset at the top of the file"),
         ({"base": {"model": {"vocabulary": 9}}}, "bytes needs at least 258 entries"),
         ({"axes": {"model.router": "top2"}}, "[axes] model.router must be a list of values, not 'top2'"),
         ({"axes": {"model.router": ["top2"]}}, "1 arm; a study compares at least two"),
         ({"axes": {"model.router": ["top2", "top2"]}}, "[axes] model.router: a value is given twice"),
-        ({"axes": {"router": ["top2", "hash"]}}, "write the table too, such as"),
+        ({"axes": {"router": ["top2", "hash"]}}, "include the table, such as"),
         ({"axes": {"model.ruter": ["top2", "hash"]}}, "did you mean 'router'?"),
         ({"axes": {"model.router": ["top2", "top3"]}}, "arm 'top3': unknown router 'top3'"),
         (
@@ -190,11 +193,11 @@ def test_a_study_survives_json():
         ),
         (
             {"axes": {"train.paired_weights": [True, False]}},
-            "arm 'paired_weights=False': [train] paired_weights: all arms of a seed begin",
+            "arm 'paired_weights=False': [train] paired_weights: all arms of a seed start",
         ),
         (
             {"arms": {"x" * 201: {"model": {"layers": 1}}}},
-            "its name has 201 letters; give it one of at most 200",
+            "its name has 201 letters; the limit is 200",
         ),
         ({"arms": {"x": {"modle": {}}}}, "[arms.x]: unknown key 'modle'; did you mean 'model'?"),
         ({"arms": {"x": {"question": "why"}}}, "unknown question 'why'"),
@@ -217,10 +220,10 @@ def test_a_study_survives_json():
         ),
         (
             {"arms": {"x": {"data": {"max_bytes": 9}}}},
-            "differ in [data], so their losses are not of the same text",
+            "differ in [data], so their losses are not comparable",
         ),
         ({"arms": {"x": {"train": {"sequence_length": 9}}}}, "differ in [train] sequence_length"),
-        ({"ablations": "hash"}, "ablations = 'hash': known are those of spectra and some"),
+        ({"ablations": "hash"}, "ablations = 'hash': give one of spectra, some"),
     ],
 )
 def test_what_cannot_be_studied_is_refused_in_one_line_that_names_it(changes, message):

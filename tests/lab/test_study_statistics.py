@@ -20,7 +20,7 @@ from moescope.lab.study_statistics import (
     LEVEL,
     SPREAD_LEVEL,
     compare,
-    detectable,
+    detectable_errors,
     differences,
     equal_variances_p,
     hedges_factor,
@@ -206,7 +206,7 @@ def test_hedges_factor_makes_the_effect_size_unbiased():
 @pytest.mark.parametrize(("degrees", "tests"), [(32, 8), (4, 1), (12, 3)])
 def test_the_detectable_difference_has_the_power_that_the_noncentral_t_gives(degrees, tests):
     bar = stats.t.ppf(1 - LEVEL / tests / 2, degrees)
-    shift = detectable(degrees, tests)
+    shift = detectable_errors(degrees, tests)
     assert stats.nct.sf(bar, degrees, shift) + stats.nct.cdf(-bar, degrees, shift) == pytest.approx(
         0.8, abs=1e-3
     )
@@ -214,7 +214,7 @@ def test_the_detectable_difference_has_the_power_that_the_noncentral_t_gives(deg
 
 def test_the_detectable_difference_is_told_in_the_unit_of_the_loss():
     row = row_of(compare(runs_of(BY_HAND), "ref"), "arm1")  # standard error 1
-    assert row["detectable_difference"] == pytest.approx(detectable(4, 2))
+    assert row["detectable_difference"] == pytest.approx(detectable_errors(4, 2))
 
 
 # --- properties
@@ -296,7 +296,7 @@ def test_a_noisy_reference_does_not_make_many_false_claims():
 
 def test_a_planted_difference_of_the_detectable_size_is_found_in_eight_studies_of_ten():
     generator, found = np.random.default_rng(5), 0
-    shift = detectable(4 * 5, 5) * np.sqrt(2 / 5)
+    shift = detectable_errors(4 * 5, 5) * np.sqrt(2 / 5)
     for _ in range(500):
         one, _ = differences(study(6, 5, generator, shift=-shift))
         adjusted = holm(np.array([each.p_value for each in one]))

@@ -1,33 +1,47 @@
-"""What a checkpoint asks of the place it lies in, be it a disk or a server."""
+"""The files of a checkpoint, wherever they are stored, and the tensors their headers declare."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moescope.errors import BadInput
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
-Index = int | slice | None  # of a tensor's first axis: one, a run of them, or all
+Index = int | slice | None  # of a tensor's first axis: one index, a slice, or all of it
 
-LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
-LARGEST_TEXT = 1_000_000_000  # bytes of an index or a config; the largest seen are a few megabytes
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_TEXT_BYTES = 1_000_000_000  # of an index or a config; the largest seen are a few megabytes
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
+SUFFIXES = (".safetensors", ".bin")
+GGUF = "GGUF files are not supported; give the folder of a checkpoint saved as safetensors"
+FLOAT_DTYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies in its file: from byte `start` up to `end`."""
+class StoredTensor:
+    """dtype and shape of a tensor, and its byte range `start` to `end` in the file."""
 
-    dtype: str
+    dtype: str  # as safetensors names it: BF16, F32, ...
     shape: tuple[int, ...]
-    start: int
-    end: int
+    start: int = 0
+    end: int = 0
 
-    def part(self, index: Index) -> Stored:
-        """Where a part of the tensor's first axis lies."""
+    def part(self, index: Index) -> StoredTensor:
+        """Return the byte range of a part of the first axis."""
         if index is None:
             return self
         if not self.shape or not self.shape[0]:
@@ -40,88 +54,188 @@ class Stored:
             first, last, step = index.indices(self.shape[0])
             assert step == 1
             shape = (last - first, *self.shape[1:])
-        return Stored(self.dtype, shape, self.start + first * row, self.start + last * row)
+        return StoredTensor(self.dtype, shape, self.start + first * row, self.start + last * row)
 
-    def tensor(self, data_bytes: Tensor) -> Tensor:
-        """The bytes as the tensor they are."""
+    def from_bytes(self, data: Tensor) -> Tensor:
+        """View uint8 data as a tensor of this dtype and shape."""
         import torch
 
-        names = {
-            "BOOL": "bool",
-            "F8_E4M3": "float8_e4m3fn",
-            "F8_E5M2": "float8_e5m2",
-            "F8_E8M0": "float8_e8m0fnu",
+        special = {
+            "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
             "BF16": "bfloat16",
-        }
+        }  # fmt: skip
         kinds = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
-        name = names.get(self.dtype) or kinds.get(self.dtype[0], "unknown") + self.dtype[1:]
+        name = special.get(self.dtype) or kinds.get(self.dtype[0], "unknown") + self.dtype[1:]
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype {self.dtype} is not known")
-        return data_bytes.view(dtype).reshape(self.shape)
+        return data.view(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str  # as messages name it: a path or a URL
+
+    @property
+    def file_name(self) -> str:
+        return Path(self.file).name if "://" not in self.file else self.file.rsplit("/", 1)[-1]
+
+    @property
+    def parameters(self) -> int:
+        return prod(self.shape)
 
 
 class Files(Protocol):
-    """The files of one checkpoint.
-
-    A file goes by its name beside the others; nothing outside their folder can be asked for.
-    """
+    """The files of one checkpoint, by their names inside one folder."""
 
     @property
-    def at_once(self) -> int:
-        """How many files may be asked for at the same time with profit."""
+    def parallel(self) -> int:
+        """How many files are worth requesting at the same time."""
 
     def label(self, name: str) -> str:
-        """The file as messages name it: a path or a URL."""
+        """Return the path or URL that messages name the file by."""
 
     def names(self) -> list[str]:
-        """All files there are; empty where the place gives no list."""
+        """Return all file names; empty where the folder cannot be listed."""
 
     def exists(self, name: str) -> bool: ...
 
     def raw(self, name: str) -> bytes | None:
-        """All of a small file; None where there is no such file."""
+        """Return all of a small file; None if there is no such file."""
 
     def size(self, name: str) -> int: ...
 
     def stamp(self, name: str) -> str:
-        """What changes when the file does, without reading it."""
+        """Return a string that changes when the file does, without reading the file."""
 
-    def headers(self, name: str) -> dict[str, Stored]:
-        """Every tensor of the file, with its dtype in safetensors' words: BF16, F32, ..."""
+    def headers(self, name: str) -> dict[str, StoredTensor]: ...
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
-        """A tensor, or a part of its first axis, in memory of its own; no other part of the file is read."""
+        """Return a copy of a tensor or of a part of its first axis; nothing else of the file is read."""
 
     def release(self) -> None:
-        """Let go of whatever is held between reads. Called after each layer."""
+        """Close what is kept open between reads. Called after each layer."""
 
 
-def safetensors_places(path: Path, header: bytes) -> dict[str, Stored]:
-    """Every tensor that a safetensors file declares. safetensors itself checks the header and that it fits
-    the file at `path`,
-    but does not say where in the file the data lie: that is read off the header, which begins the file.
+def safetensors_headers(path: Path, header: bytes) -> dict[str, StoredTensor]:
+    """Return every tensor that a safetensors file declares.
+
+    safetensors checks the header and that it fits the file, but does not expose the byte ranges; those come
+    from `header`, the first bytes of the file.
     """
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as opened:
-        # (safe_open is not a mapping)
-        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         offsets = {
             name: entry["data_offsets"]
             for name, entry in json.loads(header[8:]).items()
-            if isinstance(entry, dict) and name in parts
+            if isinstance(entry, dict) and name in slices
         }
-        if set(offsets) != set(parts):
+        if set(offsets) != set(slices):
             raise ValueError("its header is not a table of tensors")
         return {
-            name: Stored(
-                str(part.get_dtype()),
-                tuple(part.get_shape()),
-                *(len(header) + place for place in offsets[name]),
+            name: StoredTensor(
+                str(part.get_dtype()), tuple(part.get_shape()), *(len(header) + at for at in offsets[name])
             )
-            for name, part in parts.items()
+            for name, part in slices.items()
         }
+
+
+def folder_tensors(files: Files) -> dict[str, TensorInfo]:
+    """Return the tensors of all weight files; the index lists the files if there is one."""
+    names = files.names()
+    for index_name, single, suffix in zip(INDEX_NAMES, SINGLE_NAMES, SUFFIXES, strict=True):
+        if (index := read_json(files, index_name)) is not None:
+            return indexed_tensors(files, index_name, index)
+        if single in names or files.exists(single):
+            # Some repositories have a second copy (`consolidated.safetensors`) next to the standard file.
+            return gather_headers(files, [single])
+        stem = "pytorch_model" if suffix == ".bin" else ""  # Trainer also writes `training_args.bin`
+        if weights := [name for name in names if name.endswith(suffix) and name.startswith(stem)]:
+            return gather_headers(files, weights)
+    folder = files.label("").rstrip("/")
+    if any(name.endswith(".gguf") for name in names):
+        raise BadInput(f"{folder}: {GGUF}")
+    suffixes = sorted({Path(name).suffix for name in names if Path(name).suffix})
+    if not names and "://" in folder:
+        raise BadInput(f"{folder}: no index and no model.safetensors at this address; check it")
+    content = f"it holds {', '.join(suffixes or names[:3])}" if names else "it is empty"
+    raise BadInput(f"{folder}: no .safetensors file ({content}); give the folder of a safetensors checkpoint")
+
+
+def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, TensorInfo]:
+    label = files.label(index_name)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInput(f"{label}: no weight_map in it; download the file again")
+    for tensor, file in weight_map.items():
+        # An index is untrusted input: it may only name files in its own folder.
+        plain = isinstance(file, str) and file not in ("", "..") and Path(file).name == file
+        if not plain or "\\" in file:
+            raise BadInput(
+                f"{label}: tensor {tensor} is listed in {file!r}, which is not a file in the folder of the "
+                "index; download it again"
+            )
+    shards = sorted(set(weight_map.values()))
+    with ThreadPoolExecutor(files.parallel) as pool:
+        missing = [
+            shard for shard, exists in zip(shards, pool.map(files.exists, shards), strict=True) if not exists
+        ]
+    if missing:
+        raise BadInput(
+            f"{files.label(missing[0])}: {len(missing)} of {len(shards)} shards missing; download "
+            f"{', '.join(missing[:3])}"
+        )
+    tensors = gather_headers(files, shards)
+    for tensor, file in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file_name != file:
+            raise BadInput(
+                f"{files.label(file)}: tensor {tensor}, listed by {index_name}, is not in it; "
+                "download both again"
+            )
+    return tensors
+
+
+def gather_headers(files: Files, names: Sequence[str]) -> dict[str, TensorInfo]:
+    with ThreadPoolExecutor(files.parallel) as pool:
+        headers = list(pool.map(files.headers, names))
+    tensors: dict[str, TensorInfo] = {}
+    for file_name, in_file in zip(names, headers, strict=True):
+        label = files.label(file_name)
+        for name, header in in_file.items():
+            if name in tensors:
+                raise BadInput(
+                    f"{label}: tensor {name} is also in {tensors[name].file_name}; keep one of the two files"
+                )
+            tensors[name] = TensorInfo(name, header.shape, header.dtype, label)
+    if not tensors:
+        raise BadInput(f"{', '.join(map(files.label, names))}: no tensor in it; download it again")
+    return tensors
+
+
+def read_config(files: Files) -> dict[str, Any] | None:
+    config = read_json(files, "config.json")
+    if config is not None and not isinstance(config, dict):
+        raise BadInput(f"{files.label('config.json')}: not a JSON object; download the file again")
+    return config
+
+
+def read_json(files: Files, name: str) -> Any:
+    """Return the parsed file; None if there is none, [] for JSON's null, which is not an object."""
+    raw = files.raw(name)
+    if raw is None:
+        return None
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(
+            f"{files.label(name)}: not valid JSON ({first_line(error)}); download the file again"
+        ) from None
+    return [] if value is None else value
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoint files in a folder of this machine: safetensors, and `.bin` without running its pickle."""
+"""Checkpoint files in a local folder: safetensors, and `.bin` without executing its pickle."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint.files import (
-    LARGEST_TEXT,
-    LONGEST_HEADER,
+    FLOAT_DTYPES,
+    MAX_HEADER_BYTES,
+    MAX_TEXT_BYTES,
     Index,
-    Stored,
+    StoredTensor,
     first_line,
-    safetensors_places,
+    safetensors_headers,
 )
 from moescope.errors import BadInput
 
@@ -27,25 +28,21 @@ OPEN_FILES = 8
 @dataclass(frozen=True)
 class LocalFiles:
     folder: Path
-    stored: dict[str, dict[str, Stored]] = field(default_factory=dict, repr=False, compare=False)
-    stamps: dict[str, str] = field(
+    stored: dict[str, dict[str, StoredTensor]] = field(default_factory=dict, repr=False, compare=False)
+    stamps: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # at header time
+    opened: dict[str, Any] = field(
         default_factory=dict, repr=False, compare=False
-    )  # as they were when headers were read
-    opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # kept open between reads
+    )  # stays open between reads
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    at_once: int = 1
+    parallel: int = 1
 
     def label(self, name: str) -> str:
         return str(self.folder / name)
 
     def names(self) -> list[str]:
-        # a pipe or a device would be waited for for ever; folders and broken links are refused by their names
-        # later
-        return sorted(
-            file.name
-            for file in self.folder.iterdir()
-            if file.is_file() or file.is_dir() or not file.exists()
-        )
+        # Excludes pipes and devices, which would block; folders and broken links fail later, by name.
+        entries = self.folder.iterdir()
+        return sorted(file.name for file in entries if file.is_file() or file.is_dir() or not file.exists())
 
     def exists(self, name: str) -> bool:
         return (self.folder / name).is_file()
@@ -54,7 +51,7 @@ class LocalFiles:
         path = self.folder / name
         if not path.exists():
             return None
-        if not (path.is_file() or path.is_dir()) or path.stat().st_size > LARGEST_TEXT:
+        if not (path.is_file() or path.is_dir()) or path.stat().st_size > MAX_TEXT_BYTES:
             raise BadInput(f"{path}: not a text file of reasonable size; download it again")
         return path.read_bytes()
 
@@ -65,27 +62,27 @@ class LocalFiles:
         stat = (self.folder / name).stat()
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
-    def headers(self, name: str) -> dict[str, Stored]:
+    def headers(self, name: str) -> dict[str, StoredTensor]:
         from safetensors import SafetensorError
 
         path = self.folder / name
         if is_pickle(name):
-            return {tensor: pickled_header(value) for tensor, value in load_pickled(path).items()}
+            return {tensor: in_memory_header(value) for tensor, value in load_pickled(path).items()}
         try:
-            with path.open("rb") as opened:  # safetensors reports a file it may not open as missing
+            with path.open("rb") as opened:  # safetensors reports a file without permission as missing
                 length = int.from_bytes(opened.read(8), "little")
                 opened.seek(0)
-                header = opened.read(8 + min(length, LONGEST_HEADER))
+                header = opened.read(8 + min(length, MAX_HEADER_BYTES))
             if header.startswith(b"version https://git-lfs"):
                 raise BadInput(f"{path}: a Git LFS pointer, not the weights; `git lfs pull` in its folder")
-            self.stored[name] = safetensors_places(path, header)
+            self.stored[name] = safetensors_headers(path, header)
             self.stamps[name] = self.stamp(name)
             return self.stored[name]
         except PermissionError:
             raise
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(
-                f"{path}: not a whole safetensors file ({first_line(error)}); download it again"
+                f"{path}: not a complete safetensors file ({first_line(error)}); download it again"
             ) from None
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
@@ -93,7 +90,7 @@ class LocalFiles:
             handle = self.handle(name)
             if is_pickle(name):
                 return (handle[tensor] if index is None else handle[tensor][index]).clone().contiguous()
-            return read_bytes(handle, self.stored[name][tensor].part(index))
+            return read_tensor(handle, self.stored[name][tensor].part(index))
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadInput(
                 f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); "
@@ -101,10 +98,10 @@ class LocalFiles:
             ) from None
 
     def handle(self, name: str) -> Any:
-        """The open file.
+        """Return the open file.
 
-        A few are kept; one is closed when its last user lets go of it: another thread may be reading from it
-        still.
+        At most OPEN_FILES are open; one is closed when its last user releases it, since another thread may
+        still read from it.
         """
         with self.lock:
             if name not in self.opened:
@@ -117,13 +114,13 @@ class LocalFiles:
             return self.opened[name]
 
     def release(self) -> None:
-        """Close all files: the pages of those that are mapped count as resident memory until then."""
+        """Close all files: the pages of mapped ones count as resident memory until then."""
         with self.lock:
             self.opened.clear()
 
 
 class OpenFile:
-    """A file to read from at any place, by several threads at once; closed when nobody holds it any more."""
+    """A file descriptor that several threads read from; closed with its last reference."""
 
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -133,21 +130,21 @@ class OpenFile:
             os.close(self.descriptor)
 
 
-def read_bytes(file: OpenFile, place: Stored) -> Tensor:
-    """The tensor at that place, read straight into memory of its own. No map: its pages would count as
-    resident, and from a cold
-    disk they come in pieces of 128 KiB.
+def read_tensor(file: OpenFile, place: StoredTensor) -> Tensor:
+    """Read a tensor straight into new memory.
+
+    Not through a map: its pages would count as resident, and a cold disk would serve them 128 KiB at a time.
     """
     import torch
 
     data = torch.empty(place.end - place.start, dtype=torch.uint8)
     left, at = memoryview(data.numpy()), place.start  # type: ignore[arg-type]
     while left:
-        got = os.preadv(file.descriptor, [left], at)
-        if not got:
+        count = os.preadv(file.descriptor, [left], at)
+        if not count:
             raise OSError(f"the file ends {len(left)} bytes too early")
-        left, at = left[got:], at + got
-    return place.tensor(data)
+        left, at = left[count:], at + count
+    return place.from_bytes(data)
 
 
 def is_pickle(name: str) -> bool:
@@ -155,21 +152,15 @@ def is_pickle(name: str) -> bool:
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.bin` file, mapped, not read.
-
-    Torch's restricted unpickler knows tensors and calls nothing else.
-    """
+    """Map the tensors of a `.bin` file with torch's restricted unpickler, which calls nothing else."""
     import torch
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (
-        Exception
-    ) as error:  # a damaged or hostile pickle may end in any exception; none of its code has run
+    except Exception as error:  # a damaged or hostile pickle may raise anything; none of its code has run
         raise BadInput(
-            f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled "
-            "code is never run; "
-            "download it again, or give a checkpoint saved as safetensors"
+            f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled code is never "
+            "run; download it again, or give a checkpoint saved as safetensors"
         ) from None
     tensors = loaded if isinstance(loaded, dict) else {}
     if not tensors or not all(
@@ -185,9 +176,6 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def pickled_header(tensor: Tensor) -> Stored:
-    import torch
-
-    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.").upper())
-    return Stored(dtype, tuple(tensor.shape), 0, 0)
+def in_memory_header(tensor: Tensor) -> StoredTensor:
+    dtype = str(tensor.dtype)
+    return StoredTensor(FLOAT_DTYPES.get(dtype, dtype.removeprefix("torch.").upper()), tuple(tensor.shape))

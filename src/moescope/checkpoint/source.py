@@ -1,4 +1,4 @@
-"""A checkpoint: which tensors it holds, where they lie, and how to read one of them."""
+"""A checkpoint, or a model in memory: its tensors, and how to read one of them."""
 
 from __future__ import annotations
 
@@ -9,48 +9,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import Files, Index
-from moescope.checkpoint.headers import TensorInfo, folder_tensors, gather_headers, read_config
-from moescope.checkpoint.places import find_place
-from moescope.checkpoint.quantised import Packed, unpacked
+from moescope.checkpoint.files import (
+    FLOAT_DTYPES,
+    Files,
+    Index,
+    StoredTensor,
+    TensorInfo,
+    folder_tensors,
+    gather_headers,
+    read_config,
+)
+from moescope.checkpoint.local import in_memory_header
+from moescope.checkpoint.location import find_location
+from moescope.checkpoint.quantised import Packed, logical_tensors
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-READABLE_DTYPES = {"F64", "F32", "F16", "BF16"}
+READABLE_DTYPES = set(FLOAT_DTYPES.values())
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The headers of a checkpoint and its config. No tensor data are held."""
+    """Headers and config of a checkpoint. Holds no tensor data."""
 
-    location: str = field(
-        repr=False
-    )  # as the user gave it: folder, file, hub id or URL, which may hold a password
-    address: str  # as run.json keeps it: absolute, without revision, password and query
+    location: str = field(repr=False)  # as the user typed it: folder, file, hub id or URL with credentials
+    address: str  # as run.json stores it: absolute, without revision and credentials
     name: str
     config: dict[str, Any] | None
     tensors: dict[str, TensorInfo] = field(repr=False)  # as the model has them
-    packed: dict[str, Packed] = field(repr=False)  # how those of them are read that are quantised
-    stored: dict[str, TensorInfo] = field(repr=False)  # as they lie in the files
+    packed: dict[str, Packed] = field(repr=False)  # how to read those that are quantised
+    stored: dict[str, TensorInfo] = field(repr=False)  # as the files have them
     files: Files = field(repr=False, compare=False)
     revision: str | None = None  # the commit of a hub repository
-    one_file: bool = False  # a single file was given: it may be one shard of several
+    one_file: bool = False  # a single file was given: it may be one of several shards
 
     @property
     def shown(self) -> str:
-        """As messages name it: as the user did, but never with a password."""
+        """The location for messages, without credentials."""
         return self.address if "://" in self.location and self.revision is None else self.location
 
     def header_hash(self) -> str:
-        """SHA-256 over names, shapes and dtypes, config, and what tells that a file changed: size and time,
-        or a server's mark.
+        """Return SHA-256 over names, shapes, dtypes, config, and each file's size and time (or server mark).
 
-        It tells two checkpoints apart without reading their data; a copy made elsewhere hashes differently.
-        Of a hub
-        repository the commit is known, so that a copy in the cache is the same checkpoint as the one on the
-        server.
+        It distinguishes checkpoints without reading data; a copy elsewhere has another hash. For a hub
+        repository the commit replaces the times, so that the cached copy equals the one on the server.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         digest.update(str(self.revision).encode())
@@ -65,65 +69,44 @@ class Checkpoint:
         return sorted({info.file_name for info in self.stored.values()})
 
     def bytes(self) -> int:
-        """How much the weights take up where they lie."""
+        """Return the size of the weight files."""
         return sum(self.files.size(file) for file in self.file_names())
 
     def read(self, name: str, index: Index = None) -> Tensor:
-        """The tensor of that name, or one index or run of its first axis, in memory of its own; in float32 if
-        it was quantised.
-
-        Nothing else is read.
-        """
+        """Return a copy of a tensor or of a part of its first axis; float32 if it was quantised."""
         self.check_readable(name)
         if name in self.packed:
             return self.packed[name].read(self.read_stored, index)
         return self.read_stored(name, index)
 
     def check_readable(self, name: str) -> None:
-        """Refuse a tensor whose dtype, or whose quantisation, cannot be read; from headers alone."""
+        """Raise for a tensor of unsupported dtype or quantisation, from headers alone."""
         info = self.tensors[name]
         if name in self.packed:
             self.packed[name].check()
         elif info.dtype not in READABLE_DTYPES:
             raise BadInput(
-                f"{info.file}: tensor {name} has dtype {info.dtype}, which cannot be read yet; "
+                f"{info.file}: tensor {name} has dtype {info.dtype}, which is not supported; "
                 f"give a checkpoint in {', '.join(sorted(READABLE_DTYPES))}"
             )
 
     def read_stored(self, name: str, index: Index) -> Tensor:
-        """A tensor as it lies in its file, or a part of its first axis."""
+        """Read a tensor as it is in its file, or a part of its first axis."""
         return self.files.read(self.stored[name].file_name, name, index)
 
     def release(self) -> None:
-        """Let go of what is kept open between reads: its pages count as resident memory.
-
-        Called after each layer.
-        """
+        """Close open files, whose pages count as resident memory. Called after each layer."""
         self.files.release()
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """The checkpoint at a folder, a file, a hub id (`owner/name`, `owner/name@revision`) or an fsspec URL.
-
-    From its headers alone.
-    """
+    """Open a checkpoint by its headers: a folder, a file, a hub id (`owner/name[@revision]`) or a URL."""
     try:
-        place = find_place(model, revision)
-        config = read_config(place.files)
-        stored = (
-            gather_headers(place.files, [place.one_file]) if place.one_file else folder_tensors(place.files)
-        )
-        return Checkpoint(
-            place.location,
-            place.address,
-            place.name,
-            config,
-            *unpacked(stored, config),
-            stored,
-            place.files,
-            place.revision,
-            bool(place.one_file),
-        )
+        at = find_location(model, revision)
+        config = read_config(at.files)
+        stored = gather_headers(at.files, [at.one_file]) if at.one_file else folder_tensors(at.files)
+        origin, tensors = (at.text, at.address, at.name), logical_tensors(stored, config)
+        return Checkpoint(*origin, config, *tensors, stored, at.files, at.revision, bool(at.one_file))
     except PermissionError as error:
         raise BadInput(
             f"{error.filename or model}: no permission to read; change the file's mode or owner"
@@ -134,3 +117,52 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
         raise BadInput(
             f"{error.filename or model}: cannot be read ({error.strerror}); download it again"
         ) from None
+
+
+@dataclass(frozen=True)
+class MemoryFiles:
+    """The weights of a model in memory, in place of a checkpoint's files."""
+
+    weights: dict[str, Tensor]
+    model_label: str
+    parallel: int = 1
+
+    def label(self, name: str) -> str:
+        return self.model_label
+
+    def names(self) -> list[str]:
+        return []
+
+    def exists(self, name: str) -> bool:
+        return False
+
+    def raw(self, name: str) -> bytes | None:
+        return None
+
+    def size(self, name: str) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def stamp(self, name: str) -> str:
+        return ""
+
+    def headers(self, name: str) -> dict[str, StoredTensor]:
+        return {tensor: in_memory_header(value) for tensor, value in self.weights.items()}
+
+    def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
+        value = self.weights[tensor] if index is None else self.weights[tensor][index]
+        return value.detach().to("cpu", copy=True)
+
+    def release(self) -> None: ...
+
+
+def in_memory(model: nn.Module, label: str) -> Checkpoint:
+    """Present a model's floating-point tensors, without copying them, as a checkpoint called `label`."""
+    weights = {name: value for name, value in model.state_dict().items() if str(value.dtype) in FLOAT_DTYPES}
+    files = MemoryFiles(weights, label)
+    tensors = {
+        name: TensorInfo(name, header.shape, header.dtype, label)
+        for name, header in files.headers("").items()
+    }
+    config: Any = getattr(model, "config", None)
+    known = config.to_dict() if hasattr(config, "to_dict") else None  # without one, tensor names decide
+    return Checkpoint(label, label, "model", known, tensors, {}, tensors, files)

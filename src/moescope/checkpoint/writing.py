@@ -1,7 +1,4 @@
-"""Writing a checkpoint.
-
-Names, shapes and sizes are planned first, then the data are streamed, a piece of a tensor at a time.
-"""
+"""Write a checkpoint: plan names, shapes and sizes, then stream the data in chunks."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import first_line
-from moescope.checkpoint.headers import INDEX_NAMES
+from moescope.checkpoint.files import INDEX_NAMES, first_line
 from moescope.checkpoint.local import LocalFiles, is_pickle
 from moescope.checkpoint.source import Checkpoint
 from moescope.errors import BadInput
@@ -25,65 +21,41 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SHARD_BYTES = 5 * 10**9
-PIECE_BYTES = 8 * 2**20  # what is in memory at a time of a tensor that is only copied
-SMALL_FILE_BYTES = (
-    100 * 10**6
-)  # the largest tokenizers are a third of that; more is weights under a name not known here
+CHUNK_BYTES = 8 * 2**20  # in memory at a time when a tensor is copied
+# the largest tokenizers are a third of that; larger files are weights of an unknown kind
+SMALL_FILE_BYTES = 100 * 10**6
 WEIGHT_ENDINGS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".ggml",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-    ".npy",
-    ".pkl",
-    ".tflite",
-    ".index",
-    ".distcp",
-    ".tmp",
-}
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz",
+    ".npy", ".pkl", ".tflite", ".index", ".distcp", ".tmp",
+}  # fmt: skip
 NOT_COPIED = {"config.json", "trainer_state.json"}
 TEMPLATE_FOLDER = "additional_chat_templates"  # the one subfolder that belongs to a tokenizer
-ALIGNMENT = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
+WIDTHS = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2,
-}
-
-Pieces = Iterator[memoryview]
+}  # fmt: skip
+TORCH_DTYPES = {
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
+    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
+    "torch.uint8": "U8", "torch.bool": "BOOL", "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written.
-
-    All its header needs, and where its bytes will come from when its turn comes.
-    """
+    """A tensor to write: its header, and where its bytes come from."""
 
     name: str
-    dtype: str  # in safetensors' words: BF16, F8_E4M3, U8
+    dtype: str  # as safetensors names it: BF16, F8_E4M3, U8
     shape: tuple[int, ...]
     nbytes: int
-    pieces: Callable[[], Iterable[memoryview]] = field(repr=False)
+    chunks: Callable[[], Iterable[memoryview]] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the folder, its shards, and how much is in them."""
+    """A checkpoint that was written."""
 
     path: Path
     shards: tuple[str, ...]
@@ -93,10 +65,7 @@ class Written:
 
 @dataclass
 class StoredBytes:
-    """The tensors of a checkpoint as bytes on disk, whatever their dtype.
-
-    What is not changed is copied bit for bit.
-    """
+    """The stored bytes of a checkpoint's tensors, of any dtype; unchanged tensors are copied bit for bit."""
 
     checkpoint: Checkpoint
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
@@ -107,31 +76,28 @@ class StoredBytes:
             self.ranges |= {name: (place.start, place.end) for name, place in files.stored[file].items()}
 
     def place(self, name: str) -> tuple[Path, int]:
-        """File and offset: in this order tensors are read without seeking."""
+        """Return file and offset; reading in this order needs no seeking."""
         return Path(self.checkpoint.stored[name].file), self.ranges[name][0]
 
     def nbytes(self, name: str) -> int:
         begin, end = self.ranges[name]
         return end - begin
 
-    def pieces(self, name: str, first: int = 0, length: int | None = None) -> Pieces:
-        """The tensor's bytes, or `length` of them from byte `first` on.
-
-        Never more than a few MB at a time.
-        """
+    def chunks(self, name: str, first: int = 0, length: int | None = None) -> Iterator[memoryview]:
+        """Yield the tensor's bytes, or `length` of them from byte `first` on, a few MB at a time."""
         file = Path(self.checkpoint.stored[name].file)
         begin, end = self.ranges[name]
         left = end - begin - first if length is None else length
-        buffer = memoryview(bytearray(min(PIECE_BYTES, max(left, 1))))
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(left, 1))))
         try:
             with file.open("rb", buffering=0) as opened:
                 opened.seek(begin + first)
                 while left:
-                    got = opened.readinto(buffer[: min(left, len(buffer))])
-                    if not got:
+                    count = opened.readinto(buffer[: min(left, len(buffer))])
+                    if not count:
                         raise OSError(f"it ends {left} bytes too early")
-                    left -= got
-                    yield buffer[:got]
+                    left -= count
+                    yield buffer[:count]
         except OSError as error:
             raise BadInput(
                 f"{file}: cannot read tensor {name} ({first_line(error)}); download the file again"
@@ -140,60 +106,46 @@ class StoredBytes:
     def copy(self, name: str, new_name: str | None = None) -> PlannedTensor:
         info = self.checkpoint.stored[name]
         return PlannedTensor(
-            new_name or name, info.dtype, info.shape, self.nbytes(name), lambda: self.pieces(name)
+            new_name or name, info.dtype, info.shape, self.nbytes(name), lambda: self.chunks(name)
         )
 
 
 def local_files(checkpoint: Checkpoint) -> LocalFiles:
-    """The checkpoint's files on this machine; refused where its bytes cannot be copied from there."""
+    """Return the checkpoint's local files; raise if it has none whose bytes can be copied."""
     files = checkpoint.files
     if not isinstance(files, LocalFiles) or any(is_pickle(name) for name in checkpoint.file_names()):
         raise BadInput(
-            f"{checkpoint.shown}: only safetensors on this machine can be rewritten; "
-            "`hf download MODEL --local-dir DIR`, then give DIR"
+            f"{checkpoint.shown}: only safetensors on this machine can be rewritten; `hf download MODEL "
+            "--local-dir DIR`, then give DIR"
         )
     return files
 
 
-def torch_dtypes() -> dict[str, Any]:
-    """The dtypes that given tensors may have, by safetensors' words for them."""
+def torch_dtype(name: str) -> Any:
+    """Return the torch dtype that safetensors calls `name`."""
     import torch
 
-    return {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-    }
+    full = {short: full for full, short in TORCH_DTYPES.items()}[name]
+    return getattr(torch, full.removeprefix("torch."))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's data in row-major order; no copy where it lies so already."""
+    """Return the tensor's data in row-major order, without a copy if it has that order."""
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def planned(name: str, tensor: Tensor) -> PlannedTensor:
-    """A tensor that is in memory already."""
-    words = {dtype: word for word, dtype in torch_dtypes().items()}
-    if tensor.dtype not in words:
+def plan_tensor(name: str, tensor: Tensor) -> PlannedTensor:
+    """Plan a tensor that is in memory."""
+    dtype = TORCH_DTYPES.get(str(tensor.dtype))
+    if dtype is None:
         raise BadInput(
-            f"tensor {name} has dtype {tensor.dtype}, which cannot be written; known: "
-            f"{', '.join(words.values())}"
+            f"tensor {name} has dtype {tensor.dtype}, which cannot be written; supported: "
+            f"{', '.join(TORCH_DTYPES.values())}"
         )
     size = tensor.numel() * tensor.element_size()
-    return PlannedTensor(
-        name, words[tensor.dtype], tuple(tensor.shape), size, lambda: iter([bytes_of(tensor)])
-    )
+    return PlannedTensor(name, dtype, tuple(tensor.shape), size, lambda: iter([bytes_of(tensor)]))
 
 
 def write_checkpoint(
@@ -204,19 +156,18 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write a checkpoint that transformers loads, whole or not at all; memory stays at a piece of a tensor.
+    """Write a checkpoint that transformers loads, completely or not at all, in bounded memory.
 
-    `source` is the folder whose tokenizer and other small files come along; its config.json too where
-    `config` is None.
-    `progress` is told the bytes written and the bytes in all after each tensor.
+    `source` is the folder whose tokenizer and other small files are copied, and its config.json if `config`
+    is None. `progress` receives the bytes written and the total after each tensor.
     """
-    shards = deal(tensors, max_shard_bytes)
+    shards = split_shards(tensors, max_shard_bytes)
     names = shard_names(len(shards))
     total = sum(tensor.nbytes for tensor in tensors)
     small = small_files(source, with_config=config is None) if source else {}
     done = 0
 
-    def tell(written: int) -> None:
+    def report(written: int) -> None:
         nonlocal done
         done += written
         if progress:
@@ -228,7 +179,7 @@ def write_checkpoint(
         check_disk(partial.parent, needed, "free some space, or give a folder on another disk")
         copy_small_files(small, partial)
         for name, header, shard in zip(names, headers, shards, strict=True):
-            write_shard(partial / name, header, shard, tell)
+            write_shard(partial / name, header, shard, report)
         if len(shards) > 1:
             weight_map = {
                 tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -243,10 +194,10 @@ def write_checkpoint(
     return Written(Path(folder), names, len(tensors), total)
 
 
-def deal(tensors: Sequence[PlannedTensor], max_bytes: int) -> list[list[PlannedTensor]]:
-    """The tensors in shards of at most that size, in their order; one that is larger has a shard to itself.
+def split_shards(tensors: Sequence[PlannedTensor], max_bytes: int) -> list[list[PlannedTensor]]:
+    """Split into shards of at most that size, in order; a larger tensor has a shard of its own.
 
-    Within a shard wide dtypes come first, so that every tensor starts at a multiple of its own width.
+    Within a shard wide dtypes come first, so that every tensor starts at a multiple of its width.
     """
     if max_bytes < 1:
         raise BadInput(f"shards of {max_bytes} bytes hold nothing; give at least 1")
@@ -260,7 +211,7 @@ def deal(tensors: Sequence[PlannedTensor], max_bytes: int) -> list[list[PlannedT
             size = 0
         shards[-1].append(tensor)
         size += tensor.nbytes
-    return [sorted(shard, key=lambda tensor: -ALIGNMENT.get(tensor.dtype, 1)) for shard in shards]
+    return [sorted(shard, key=lambda tensor: -WIDTHS.get(tensor.dtype, 1)) for shard in shards]
 
 
 def shard_names(count: int) -> tuple[str, ...]:
@@ -270,10 +221,7 @@ def shard_names(count: int) -> tuple[str, ...]:
 
 
 def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
-    """What stands before the data.
-
-    The header's length in 8 bytes, and the header, padded so that data start aligned.
-    """
+    """Return the header's length in 8 bytes and the header, padded so that the data are aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shard:
@@ -289,58 +237,54 @@ def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
 
 
 def write_shard(
-    path: Path, header: bytes, shard: Sequence[PlannedTensor], tell: Callable[[int], None]
+    path: Path, header: bytes, shard: Sequence[PlannedTensor], report: Callable[[int], None]
 ) -> None:
     with path.open("wb") as file:
         file.write(header)
         for tensor in shard:
             written = 0
-            for piece in tensor.pieces():
-                file.write(piece)
-                written += piece.nbytes
+            for chunk in tensor.chunks():
+                file.write(chunk)
+                written += chunk.nbytes
             if (
                 written != tensor.nbytes
             ):  # the header has promised otherwise, and every later tensor would be shifted
                 raise ValueError(f"tensor {tensor.name}: {written} bytes came, {tensor.nbytes} were planned")
-            tell(written)
+            report(written)
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_text(path: Path, value: dict[str, Any], sort: bool = False) -> None:
     text = json.dumps(value, indent=2, sort_keys=sort, ensure_ascii=False) + "\n"
-    path.write_text(
-        text, encoding="utf-8", errors="backslashreplace"
-    )  # half a character, as JSON itself would write it
+    # backslashreplace: lone surrogates, as JSON would write them
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
     sync_file(path)
 
 
 def small_files(source: Path, with_config: bool) -> dict[str, Path]:
-    """Relative name -> file, of what belongs to a model besides its weights.
-
-    Tokenizer, templates, licence, code.
-    """
-    found = {}
+    """Return name -> file of what belongs to a model besides weights: tokenizer, templates, licence, code."""
+    files = {}
     for file in sorted((*source.iterdir(), *(source / TEMPLATE_FOLDER).glob("*"))):
         name = file.relative_to(source).as_posix()
         wanted = name not in NOT_COPIED or (with_config and name == "config.json")
         weights = (
             file.suffix.lower() in WEIGHT_ENDINGS or name.endswith(".index.json") or name.startswith(".")
         )
-        if wanted and not weights and belongs(file, source) and file.stat().st_size <= SMALL_FILE_BYTES:
-            found[name] = file
-    return found
+        if wanted and not weights and is_inside(file, source) and file.stat().st_size <= SMALL_FILE_BYTES:
+            files[name] = file
+    return files
 
 
-def belongs(file: Path, source: Path) -> bool:
-    """A file of the folder, or a link that stays within it or, in the hub's cache, within its repository.
+def is_inside(file: Path, source: Path) -> bool:
+    """Whether a file is inside the folder or, in the hub's cache, inside its repository.
 
-    A link elsewhere may lead to anything of the user's, who will perhaps publish what is written.
+    A link may lead to any private file, and what is written here may be published.
     """
     if not file.is_file():
         return False
-    own = source.resolve()
-    repository = own.parent.parent if own.parent.name == "snapshots" else own
+    folder = source.resolve()
+    repository = folder.parent.parent if folder.parent.name == "snapshots" else folder
     return file.resolve().is_relative_to(repository)
 
 

@@ -21,7 +21,7 @@ from moescope.execution.adapters import Ask, Asked, Block, Decision, RouterReads
 from moescope.execution.capture import Capture
 from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
-from moescope.families.router_rewriting import changed_router
+from moescope.families.writing import changed_router
 from moescope.types import LayerPlan, Plan, Routing
 
 STATES_AT_ONCE = 512

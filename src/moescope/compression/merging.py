@@ -20,7 +20,7 @@ from moescope.compression.plan import LayerFit
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import GROUPS
-from moescope.families.reading import stated, text_config
+from moescope.families.reading import config_value, text_config
 from moescope.geometry.matching import can_flip, match_neurons
 from moescope.types import LayerPlan, LayerWeights
 
@@ -121,7 +121,7 @@ def linear_view(given: Evidence, layer: int) -> LinearView | None:
 
 def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
     """DeepSeek's n_group, 1 where there are none."""
-    found = stated(text_config(moe.checkpoint.config), GROUPS, layer)
+    found = config_value(text_config(moe.checkpoint.config), GROUPS, layer)
     return found if isinstance(found, int) and found > 1 else 1
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moescope.checkpoint.in_memory import in_memory
+from moescope.checkpoint.source import in_memory
 from moescope.compression.applying import PARTS
 from moescope.families import read_moe
 from moescope.families.writing import stacks_of

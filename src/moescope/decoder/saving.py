@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moescope.checkpoint.writing import planned, write_checkpoint
+from moescope.checkpoint.writing import plan_tensor, write_checkpoint
 from moescope.decoder.config import ModelConfig, override
 from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.model import LabModel, check_model
@@ -125,7 +125,7 @@ def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    tensors = [planned(name, tensor) for name, tensor in stored_tensors(model)]
+    tensors = [plan_tensor(name, tensor) for name, tensor in stored_tensors(model)]
     with tempfile.TemporaryDirectory() as extra:
         vocabulary.save(Path(extra))
         dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")  # frozen experts may differ

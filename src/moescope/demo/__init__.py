@@ -1,1 +1,1 @@
-"""The model that comes with moescope, its recipe, and the demo that shows it."""
+"""demo: the shipped model, its recipe, and a planted checkpoint of known structure."""

@@ -1,7 +1,4 @@
-"""A small Mixtral checkpoint whose truth is known, layer by layer.
-
-For `demo --planted`, and the main test's oracle.
-"""
+"""A small Mixtral checkpoint of known structure per layer, for `demo --planted` and as a test oracle."""
 
 from __future__ import annotations
 
@@ -18,21 +15,20 @@ D_MODEL, D_FF, EXPERTS, VOCABULARY = 256, 512, 8, 64
 
 @dataclass(frozen=True)
 class PlantedLayer:
-    """What a layer was built to be, in the words a report should find."""
+    """The structure of a layer, in words that a report should find."""
 
     kind: str
     truth: str
 
 
 LAYERS = (
-    PlantedLayer("random", "routers know nothing of their experts"),
-    PlantedLayer("aligned", "every router lies among its own expert's leading directions"),
+    PlantedLayer("random", "router rows are unrelated to their experts"),
+    PlantedLayer("aligned", "every router row lies among its expert's leading directions"),
     PlantedLayer(
-        "small_k",
-        "every router holds its expert's top direction, and nothing more until the far end of the spectrum",
+        "small_k", "every router row holds its expert's top direction, the rest at the end of the spectrum"
     ),
     PlantedLayer("collapsed", "experts 2 and 5 are nearly the same"),
-    PlantedLayer("permuted", "as aligned, but router i points at expert (i + 3) mod 8"),
+    PlantedLayer("permuted", "as aligned, but router row i points at expert (i + 3) mod 8"),
 )
 COLLAPSED_PAIR = (2, 5)
 SHIFT = 3
@@ -48,31 +44,27 @@ def unit(vector: np.ndarray) -> np.ndarray:
 
 
 def planted_layer(kind: str, generator: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(router [E, D], gate matrices [F, D] an expert) with the structure of that kind.
+    """Return (router [E, D], gate matrices [F, D] per expert) with the structure of that kind.
 
-    Spectra fall as power laws, like those of trained experts, each expert with a scale and an exponent of its
-    own.
+    Spectra follow power laws, as in trained experts, with a scale and an exponent per expert.
     """
-    places = np.arange(1, D_MODEL + 1)
+    ranks = np.arange(1, D_MODEL + 1)
     steepness = generator.uniform(0.25, 0.55)
     values = [
-        generator.uniform(0.8, 1.25) * places ** -(steepness + generator.uniform(-0.05, 0.05))
+        generator.uniform(0.8, 1.25) * ranks ** -(steepness + generator.uniform(-0.05, 0.05))
         for _ in range(EXPERTS)
     ]
     bases = [orthogonal(generator, D_MODEL, D_MODEL) for _ in range(EXPERTS)]
     lefts = [orthogonal(generator, D_FF, D_MODEL) for _ in range(EXPERTS)]
     if kind == "collapsed":
-        kept, copy = COLLAPSED_PAIR
-        drift = bases[kept] + 0.01 * generator.standard_normal((D_MODEL, D_MODEL))
+        original, copy = COLLAPSED_PAIR
+        drift = bases[original] + 0.01 * generator.standard_normal((D_MODEL, D_MODEL))
         q, r = np.linalg.qr(drift)
-        bases[copy], lefts[copy], values[copy] = q * np.sign(np.diag(r)), lefts[kept], values[kept]
-    gates = [(left * own) @ basis.T for left, own, basis in zip(lefts, values, bases, strict=True)]
+        bases[copy], lefts[copy], values[copy] = q * np.sign(np.diag(r)), lefts[original], values[original]
+    gates = [(left * scale) @ basis.T for left, scale, basis in zip(lefts, values, bases, strict=True)]
 
     def mixed(expert: int, strength: float, first: int, last: int) -> np.ndarray:
-        """A unit row with that much of its length in singular directions first..last of the expert.
-
-        The rest anywhere.
-        """
+        """Return a unit row with `strength` of it in singular directions first..last, the rest anywhere."""
         inside = unit(bases[expert][:, first:last] @ generator.standard_normal(last - first))
         return np.asarray(
             strength * inside + np.sqrt(1 - strength**2) * unit(generator.standard_normal(D_MODEL))
@@ -92,10 +84,7 @@ def planted_layer(kind: str, generator: np.random.Generator) -> tuple[np.ndarray
 
 
 def write_planted(folder: Path, seed: int = 0) -> None:
-    """Write the checkpoint.
-
-    Bf16, two shards with an index, and every tensor that transformers needs to load it.
-    """
+    """Write the checkpoint: bf16, two shards with an index, loadable by transformers."""
     generator = np.random.default_rng(seed)
     shards: list[dict[str, torch.Tensor]] = [{}, {}]
 
@@ -116,11 +105,8 @@ def write_planted(folder: Path, seed: int = 0) -> None:
             put(f"{where}.w3.weight", 0.05 * generator.standard_normal((D_FF, D_MODEL)), shard)
             put(f"{where}.w2.weight", 0.05 * generator.standard_normal((D_MODEL, D_FF)), shard)
         for projection, rows in {"q": D_MODEL, "k": D_MODEL // 2, "v": D_MODEL // 2, "o": D_MODEL}.items():
-            put(
-                f"{prefix}.self_attn.{projection}_proj.weight",
-                0.05 * generator.standard_normal((rows, D_MODEL)),
-                shard,
-            )
+            weight = 0.05 * generator.standard_normal((rows, D_MODEL))
+            put(f"{prefix}.self_attn.{projection}_proj.weight", weight, shard)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             put(f"{prefix}.{norm}.weight", np.ones(D_MODEL), shard)
 

@@ -1,7 +1,4 @@
-"""Makes what `moescope demo` shows: trains the model of the recipe and keeps of it what is shipped.
-
-`make demo-model` runs this file.
-"""
+"""Train the shipped demo model by its recipe and store what is shipped; `make demo-model` runs this file."""
 
 from __future__ import annotations
 
@@ -14,32 +11,32 @@ from moescope.errors import BadInput
 from moescope.lab.train import train
 from moescope.run import Run, write_json, write_table
 
-STORED = "bfloat16"  # half the size; what it costs in loss is told when the model is made
-LEFT_OUT = ("checkpoints", "process", "tasks_resumed")  # of this machine, or told anew by each demo
+STORED = "bfloat16"  # half the size
+EXCLUDED = ("checkpoints", "process", "tasks_resumed")  # specific to this machine, or set by each demo
 
 
 def make_demo_model(work: str | Path = "runs/demo-model", shipped: Path = SHIPPED) -> Run:
-    """Train by the recipe (minutes on one core), and replace what is shipped. Returns the training's run."""
+    """Train by the recipe (minutes on one core), replace what is shipped, and return the training's run."""
     run = train(shipped / "recipe.toml", out=work, device="cpu")
     assert isinstance(run, Run)
-    keep_training(run, shipped / "training")
-    keep_model(Path(run.info["checkpoints"][-1]["path"]), shipped / "model")
+    store_training(run, shipped / "training")
+    store_model(Path(run.info["checkpoints"][-1]["path"]), shipped / "model")
     return run
 
 
-def keep_training(run: Run, folder: Path) -> None:
-    """The training's tables and run.json, without what holds for this machine only."""
+def store_training(run: Run, folder: Path) -> None:
+    """Store the training's tables and run.json without machine-specific entries."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in run.tables:
         write_table(name, run.table(name), folder / f"{name}.parquet")
-    kept = {key: value for key, value in run.info.items() if key not in LEFT_OUT}
+    info = {key: value for key, value in run.info.items() if key not in EXCLUDED}
     asked = {"config": "src/moescope/demo/shipped/recipe.toml"}
-    write_json(folder / "run.json", {**kept, "git_commit": None, "asked": asked})
+    write_json(folder / "run.json", {**info, "git_commit": None, "asked": asked})
 
 
-def keep_model(checkpoint: Path, folder: Path) -> None:
-    """The checkpoint with half the bytes a weight."""
+def store_model(checkpoint: Path, folder: Path) -> None:
+    """Store the checkpoint in half precision."""
     import torch
 
     from moescope.decoder.saving import load_model, save_model
@@ -51,5 +48,5 @@ def keep_model(checkpoint: Path, folder: Path) -> None:
 if __name__ == "__main__":
     try:
         make_demo_model(sys.argv[1] if len(sys.argv) > 1 else "runs/demo-model")
-    except BadInput as error:  # a folder of an earlier recipe, for one
+    except BadInput as error:  # such as a folder of an earlier recipe
         sys.exit(f"moescope: {error}")

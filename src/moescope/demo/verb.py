@@ -1,7 +1,4 @@
-"""demo: a small MoE that the lab trained, with its weights, its routing and its training in one report.
-
-The whole tool in one command.
-"""
+"""demo: scan and trace the shipped MoE and report on it together with its training."""
 
 from __future__ import annotations
 
@@ -19,9 +16,7 @@ from moescope.weights.verb import scan
 
 SHIPPED = Path(__file__).parent / "shipped"  # recipe.toml, model/, training/: written by recipe.py
 TRACED_TOKENS = 50_000
-CHARACTERS = (
-    2_000  # of a document, from its first line on: one long file would be all that is read of its domain
-)
+CHARACTERS = 2_000  # per document: a single long file would use up its domain's tokens
 
 
 def demo(
@@ -31,10 +26,9 @@ def demo(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan and trace the model that comes with moescope, and report on it together with its training; returns
-    the run.
+    """Scan and trace the shipped model, report on it together with its training, and return the run.
 
-    The run folder is that of `train`, whose steps were done before. `planted` shows a checkpoint of known
+    The run folder is that of `train`, whose steps were computed before. `planted` shows a checkpoint of known
     structure instead.
     """
     if planted:
@@ -42,29 +36,19 @@ def demo(
     folder = Path(out or "runs/demo")
     run = shipped_training(folder, overwrite)
     model = run.info["checkpoints"][-1]["path"]
-    # The CPU, whatever else there is: the model is small, and everybody's demo should show the same numbers.
-    scan(model, out=folder / "scan", router="raw,centered", seed=seed, device="cpu", quiet=quiet)
+    # On the CPU: the model is small, and every demo should show the same numbers.
+    shared: dict[str, Any] = {"seed": seed, "device": "cpu", "quiet": quiet}
+    scan(model, out=folder / "scan", router="raw,centered", **shared)
     texts = held_out_texts(folder / "validation", run)
-    trace(
-        model,
-        domain=texts,
-        out=folder / "trace",
-        max_tokens=TRACED_TOKENS,
-        save_tokens=True,
-        seed=seed,
-        device="cpu",
-        quiet=quiet,
-    )
+    limits: dict[str, Any] = {"max_tokens": TRACED_TOKENS, "save_tokens": True}
+    trace(model, domain=texts, out=folder / "trace", **limits, **shared)
     if not (folder / "report.html").exists():
         report(run, quiet=quiet)
     return run
 
 
 def shipped_training(folder: Path, overwrite: bool) -> Run:
-    """The training as a run folder.
-
-    Its tables, and the checkpoint it ended in, as `moescope train` would have left them.
-    """
+    """Copy the training's tables and final checkpoint into a run folder, as `train` would leave them."""
     info = Run.load(SHIPPED / "training").info
     identity = {key: info[key] for key in ("arguments", "corpus")}
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
@@ -72,9 +56,7 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
         if overwrite:
             clear_training(folder)
             clear_run(folder)
-        write_json(
-            folder / "run.json", info
-        )  # first: with it the folder is ours, whatever happens to the rest
+        write_json(folder / "run.json", info)  # first: it marks the folder as this run's
         for table in (SHIPPED / "training").glob("*.parquet"):
             shutil.copyfile(table, folder / table.name)
         states = folder / "checkpoints"
@@ -88,10 +70,9 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
 
 
 def held_out_texts(folder: Path, run: Run) -> list[str]:
-    """The beginnings of documents the model was not trained on, by domain, as `trace` takes them.
+    """Write the beginnings of held-out documents by domain, and return them as `trace` takes them.
 
-    Which documents are held out is told by their names, so it is the same under another Python, whose texts
-    are others.
+    Held-out documents are chosen by name, so the choice is the same under another Python, whose texts differ.
     """
     from moescope.lab.config import config_from
     from moescope.lab.corpus import read_corpus
@@ -102,7 +83,7 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
         with whole_folder(folder) as partial:
             for domain in corpus.domains:
                 lines = [
-                    json.dumps({"text": beginning(text)}, ensure_ascii=False)
+                    json.dumps({"text": truncate(text)}, ensure_ascii=False)
                     for text in corpus.validation[domain]
                 ]
                 (partial / f"{domain}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -110,32 +91,27 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
     return [f"{domain}={files[domain]}" for domain in run.info["domains"] if domain in files]
 
 
-def beginning(text: str) -> str:
-    """At most CHARACTERS of the text, whole lines where there are any."""
+def truncate(text: str) -> str:
+    """Return at most CHARACTERS of the text, ending at a line break if there is one."""
     return (
         text if len(text) <= CHARACTERS else text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
     )
 
 
 def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
-    """Write the planted checkpoint beside the run, scan it and build the report."""
+    """Write the planted checkpoint next to the run, scan it and build the report."""
     from moescope.demo.planted import write_planted
 
     checkpoint = folder.parent / f"planted-mixtral-seed{seed}"
-    if not (
-        checkpoint / "config.json"
-    ).exists():  # the config is written last: with it, the checkpoint is whole
+    if not (checkpoint / "config.json").exists():  # written last
         write_planted(checkpoint, seed)
     run = scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
     report(run, quiet=quiet)
     return run
 
 
-# --- what the terminal shows
-
-
 def demo_summary(run: Run) -> dict[str, Any]:
-    """Everything worth printing of a demo, as plain data: its parts, each as its own verb tells it."""
+    """Return the summaries of the demo's parts."""
     from moescope.lab.report_training import TRAINING
     from moescope.reporting.run_kind import kind_summary
     from moescope.routing.report_summary import trace_summary
@@ -156,20 +132,20 @@ def demo_summary(run: Run) -> dict[str, Any]:
 
 
 TITLES = {
-    "training": "How it was trained, before you came (`make demo-model` does it again)",
-    "weights": "What its weights say",
-    "text": "Where text goes that it was not trained on",
+    "training": "Training (reproduce it with `make demo-model`)",
+    "weights": "Weights",
+    "text": "Routing of held-out text",
 }
 
 
 def demo_lines(facts: dict[str, Any]) -> list[str]:
-    """The summary for a person."""
+    """Format the summary for the terminal."""
     lines: list[str] = []
     if "planted" in facts:
-        lines += ["What was planted", *(f"  {line}" for line in facts["planted"]), ""]
+        lines += ["Planted structure", *(f"  {line}" for line in facts["planted"]), ""]
     for part, title in TITLES.items():
         if part in facts:
-            lines.append("What was found" if "planted" in facts else title)
+            lines.append("Findings" if "planted" in facts else title)
             lines += [f"  {line}" for line in dict.fromkeys(facts[part]["coverage"])]
             lines += [f"  - {finding}" for finding in facts[part]["findings"]]
             lines += [f"  warning: {warning}" for warning in facts[part]["warnings"]]

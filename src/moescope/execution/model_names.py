@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moescope.checkpoint import open_checkpoint
-from moescope.checkpoint.places import find_place, shown_url
+from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.errors import BadInput
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,10 +33,10 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
             raise BadInput(f"{name}: given twice; give each step once")
         if "://" in name:
             raise BadInput(
-                f"{shown_url(name)}: a model cannot be run from a URL; download it and give its folder"
+                f"{hide_credentials(name)}: a model cannot be run from a URL; download it and give its folder"
             )
         if not Path(name).is_dir():
-            find_place(name)  # fails in a second where transformers would search for half a minute
+            find_location(name)  # fails in a second where transformers would search for half a minute
     return names
 
 

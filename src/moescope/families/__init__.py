@@ -26,57 +26,38 @@ from moescope.families.mixtral import MIXTRAL
 from moescope.families.mlp_experts import MLP_EXPERTS
 from moescope.families.mlp_router import MLP_ROUTER
 from moescope.families.nllb import NLLB
-from moescope.families.reading import MoeCheckpoint, fits, found_layers, known_kind, read_layout
+from moescope.families.reading import MoeCheckpoint, find_layers, fits, known_kind, read_layout
 from moescope.families.router_gate import ROUTER_GATE
 from moescope.families.switch import SWITCH
 
-# Where two layouts fit the same tensors, the first counts: GPT_OSS asks for more than MLP_ROUTER.
+# The first layout that fits is used: GPT_OSS requires more tensors than MLP_ROUTER.
 FAMILIES: list[Family] = [
-    MIXTRAL,
-    MLP_EXPERTS,
-    GPT_OSS,
-    MLP_ROUTER,
-    ROUTER_GATE,
-    HUNYUAN,
-    FEED_FORWARD,
-    LFM2,
-    DBRX,
-    GRANITE,
-    GRANITE_FUSED,
-    NLLB,
-    SWITCH,
-    LAB,
-    LAB_GELU,
-    LAB_KEYS,
-    LAB_LINEAR,
-    LAB_LINEAR_GELU,
-    LAB_ROWLESS,
+    MIXTRAL, MLP_EXPERTS, GPT_OSS, MLP_ROUTER, ROUTER_GATE, HUNYUAN, FEED_FORWARD, LFM2, DBRX, GRANITE,
+    GRANITE_FUSED, NLLB, SWITCH, LAB, LAB_GELU, LAB_KEYS, LAB_LINEAR, LAB_LINEAR_GELU, LAB_ROWLESS,
     LAB_ROWLESS_GELU,
-]
-# A model is told by its config in whatever layout it lies: transformers holds Mixtral as it holds Qwen.
+]  # fmt: skip
+# By model_type, independent of the layout: transformers may save Mixtral in Qwen's layout.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
 
 __all__ = ["FAMILIES", "MODELS", "Family", "MoeCheckpoint", "read_moe"]
 
 
 def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
-    """The checkpoint's MoE layers. The layout is told by the tensors' names; the config only breaks a tie.
+    """Return the checkpoint's MoE layers. Tensor names decide the layout; the config only breaks a tie.
 
-    A config whose model_type nobody claims still works when its tensors fit a layout; the coverage line names
-    that layout.
+    An unknown model_type works if its tensors fit a layout; the coverage line then names the layout.
     """
-    found = [family for family in FAMILIES if found_layers(family, checkpoint)]
+    found = [family for family in FAMILIES if find_layers(family, checkpoint)]
     if not found:
         if checkpoint.one_file and re.search(r"-of-\d+", checkpoint.name):
             raise BadInput(
-                f"{checkpoint.shown}: no router of an MoE layer in this shard; give the folder "
-                "of the whole checkpoint"
+                f"{checkpoint.shown}: no router of an MoE layer in this shard; give the checkpoint's folder"
             )
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES if family.router)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
-            f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model, "
-            f"or a layout not known yet. Looked for: {looked_for}"
+            f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model, or "
+            f"its layout is not supported. Looked for: {looked_for}"
         )
     fitting = [family for family in found if fits(family, checkpoint)] or found
     kind = known_kind(MODELS, checkpoint.config)

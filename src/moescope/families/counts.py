@@ -1,7 +1,4 @@
-"""What a config says of the number of experts.
-
-Whether another number is possible, and the config that says it.
-"""
+"""Expert counts: whether a model can route with another number of experts, and its changed config."""
 
 from __future__ import annotations
 
@@ -11,69 +8,60 @@ from typing import Any
 
 from moescope.errors import BadInput
 from moescope.families.layout import Config
-from moescope.families.reading import MoeCheckpoint, stated, text_config, text_places
+from moescope.families.reading import MoeCheckpoint, config_value, text_config, text_configs
 
-GROUPS, GROUPS_CHOSEN = ("n_group", "num_expert_group"), ("topk_group",)
-# Second names under which some configs repeat a number; transformers takes one for the other.
+GROUPS, CHOSEN_GROUPS = ("n_group", "num_expert_group"), ("topk_group",)
+# Some configs repeat a number under a second name; transformers reads either.
 COUNT_ALIASES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_ALIASES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def check_counts(moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None) -> None:
-    """Refuse numbers of experts with which the model cannot route.
-
-    Too few for its top-k, or not to be shared by its groups.
-    """
+    """Raise for expert counts too small for top-k or not divisible into the router's groups."""
     where = moe.checkpoint.shown
     for layer, count in counts.items():
         chosen = moe.layers[layer].top_k if top_k is None else top_k
         if count < 1:
-            raise BadInput(f"{where}: layer {layer} is left without experts; keep at least one")
+            raise BadInput(f"{where}: layer {layer} would have no experts; keep at least one")
         if chosen is not None and not 1 <= chosen <= count:
             raise BadInput(
-                f"{where}: layer {layer} would have {count} experts, and top_k is {chosen}; "
-                f"keep at least {chosen}, or give a top_k from 1 to {count}"
+                f"{where}: layer {layer} would have {count} experts, but top_k is {chosen}; keep at least "
+                f"{chosen}, or give a top_k from 1 to {count}"
             )
         if count != moe.layers[layer].n_experts:
             check_groups(moe, layer, count, chosen)
 
 
 def check_groups(moe: MoeCheckpoint, layer: int, count: int, top_k: int | None) -> None:
-    """DeepSeek's way of routing.
-
-    Experts stand in groups of equal size, and the best groups are told by their best two.
-    """
+    """DeepSeek's grouped routing: groups of equal size, ranked by their best two experts."""
     config = text_config(moe.checkpoint.config)
-    groups = stated(config, GROUPS, layer)
+    groups = config_value(config, GROUPS, layer)
     if not isinstance(groups, int) or groups < 1:
         return
-    kept = stated(config, GROUPS_CHOSEN, layer) or groups
+    chosen = config_value(config, CHOSEN_GROUPS, layer) or groups
 
     def possible(number: int) -> bool:
         size = number // groups
-        return number % groups == 0 and size >= 2 and size * kept >= (top_k or 1)
+        return number % groups == 0 and size >= 2 and size * chosen >= (top_k or 1)
 
     if possible(count):
         return
     below = [number for number in range(count - 1, 0, -1) if possible(number)][:1]
     above = [number for number in range(count + 1, moe.layers[layer].n_experts + 1) if possible(number)][:1]
     raise BadInput(
-        f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} "
-        "groups "
-        f"({kept} of them chosen, top_k {top_k}); nearest possible: "
+        f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} groups "
+        f"({chosen} of them chosen, top_k {top_k}); nearest possible: "
         f"{' or '.join(map(str, below + above)) or 'none'}"
     )
 
 
 def changed_config(
-    moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None, heads_dropped: bool
+    moe: MoeCheckpoint, counts: dict[int, int], top_k: int | None, drop_heads: bool
 ) -> Config | None:
-    """The config with other numbers of experts (and another top-k) for the layers; None where nothing in it
-    changes.
+    """Return the config with other expert counts (and top-k); None if nothing changes.
 
-    Every field by which the model's config counts experts is changed wherever it stands, a list an entry a
-    layer.
+    Every field that counts experts is changed wherever it occurs; a list has one entry per layer.
     """
     checkpoint = moe.checkpoint
     changed = {layer for layer, count in counts.items() if count != moe.layers[layer].n_experts}
@@ -81,15 +69,12 @@ def changed_config(
         return None
     if checkpoint.config is None:
         raise BadInput(
-            f"{checkpoint.shown}: no config.json beside the weights, so the number of experts "
-            "cannot be changed; add it"
+            f"{checkpoint.shown}: no config.json, so the number of experts cannot be changed; add it"
         )
     if moe.model is None:
         raise BadInput(
-            f"{checkpoint.shown}: model_type {checkpoint.config.get('model_type')} is not known, "
-            "so neither is the field of "
-            "config.json that counts its experts; give a model of a known type, or keep the "
-            "number"
+            f"{checkpoint.shown}: model_type {checkpoint.config.get('model_type')} is not known, so the "
+            "config field that counts experts is not either; use a known model_type, or keep the number"
         )
     config: Config = copy.deepcopy(checkpoint.config)
     if changed:
@@ -97,14 +82,13 @@ def changed_config(
     if top_k is not None:
         if isinstance(moe.model.top_k, int):
             raise BadInput(
-                f"{checkpoint.shown}: this model always chooses {moe.model.top_k} experts; leave "
-                "top_k as it is"
+                f"{checkpoint.shown}: this model always chooses {moe.model.top_k} experts; remove top_k"
             )
         chosen = {weights.top_k for weights in moe.layers.values()}
         for holder, field in fields(config, moe.model.top_k, TOP_K_ALIASES, chosen):
             value = holder[field]
             holder[field] = [top_k] * len(value) if isinstance(value, list) else top_k
-    if heads_dropped:
+    if drop_heads:
         for holder, field in fields(config, EXTRA_HEADS):
             holder[field] = 0
     return config
@@ -115,8 +99,8 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
     where = moe.checkpoint.shown
     if not any(fields(config, moe.model.experts)):
         raise BadInput(
-            f"{moe.checkpoint.files.label('config.json')}: none of "
-            f"{', '.join(moe.model.experts)} in it; add the number of experts"
+            f"{moe.checkpoint.files.label('config.json')}: none of {', '.join(moe.model.experts)} in it; add "
+            "the number of experts"
         )
     before = {weights.n_experts for weights in moe.layers.values()}
     for holder, field in fields(config, moe.model.experts, COUNT_ALIASES, before):
@@ -127,8 +111,8 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
             fewest, most = (pick(counts, key=counts.__getitem__) for pick in (min, max))
             raise BadInput(
                 f"{where}: layer {fewest} would have {counts[fewest]} experts and layer {most} "
-                f"{counts[most]}, but config.json "
-                f"holds one number for all ({field}); give every MoE layer the same number"
+                f"{counts[most]}, but config.json holds one number for all ({field}); give every MoE layer "
+                "the same number"
             )
         else:
             holder[field] = next(iter(counts.values()))
@@ -137,11 +121,8 @@ def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> No
 def fields(
     config: Config, paths: tuple[str, ...], aliases: tuple[str, ...] = (), values: Collection[int | None] = ()
 ) -> Iterator[tuple[Config, str]]:
-    """Each of the fields that the config has, as the object that holds it and its name there.
-
-    Aliases that hold such a value too.
-    """
-    for place in text_places(config):
+    """Yield (object, name) of each of these fields in the config, and of aliases with one of the values."""
+    for place in text_configs(config):
         for path in dict.fromkeys((*paths, *aliases)):
             *outer, field = path.split(".")
             holder: Any = place

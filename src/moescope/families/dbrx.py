@@ -4,8 +4,7 @@ W1 is the gate, v1 is up, w2 is down transposed.
 """
 
 from moescope.errors import BadInput
-from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape
-from moescope.families.sparsity import every_block
+from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape, every_block
 
 GATE, UP, DOWN = (f"{{L}}.ffn.experts.mlp.{name}" for name in ("w1", "v1", "w2"))
 
@@ -17,8 +16,8 @@ def stacked(tensors: LayerTensors) -> Stacks:
     rows = info.shape[0]
     if rows % experts:
         raise BadInput(
-            f"{info.file}: tensor {info.name} has {rows} rows, which {experts} experts cannot "
-            "share; check how it was saved"
+            f"{info.file}: tensor {info.name} has {rows} rows, which {experts} experts cannot share; check "
+            "how it was saved"
         )
     for template in (UP, DOWN):
         check_shape(tensors.info(template), (rows, width))
@@ -38,7 +37,7 @@ DBRX = Family(
             ("ffn_config.moe_top_k",),
             every_block,
             activation=("ffn_config.ffn_act_fn.name",),
-        ),
+        )
     },
     router="{L}.ffn.router.layer.weight",
     markers=(GATE,),

@@ -1,8 +1,15 @@
 """`feed_forward.router` routes: Llama 4, fused and transposed, and Jamba, one tensor an expert or fused."""
 
-from moescope.families.experts import either, fused_gate_up, per_expert, shared_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import by_period, interleaved
+from moescope.families.layout import (
+    Family,
+    Model,
+    by_period,
+    either,
+    fused_gate_up,
+    interleaved,
+    per_expert,
+    shared_expert,
+)
 
 TOP_K = ("num_experts_per_tok",)
 EACH, FUSED = "{L}.feed_forward.experts.{e}.gate_proj.weight", "{L}.feed_forward.experts.gate_up_proj"

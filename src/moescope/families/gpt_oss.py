@@ -3,9 +3,7 @@
 Its experts are square (F = D), so only the layout can say which way round they lie.
 """
 
-from moescope.families.experts import fused_gate_up
-from moescope.families.layout import Family, LayerTensors, Model, check_shape
-from moescope.families.sparsity import every_layer
+from moescope.families.layout import Family, LayerTensors, Model, check_shape, every_layer, fused_gate_up
 from moescope.types import ExpertStack
 
 FUSED, DOWN = "{L}.mlp.experts.gate_up_proj", "{L}.mlp.experts.down_proj"
@@ -31,7 +29,7 @@ GPT_OSS = Family(
         # sigmoid(1.702 gate), clamped.
         "gpt_oss": Model(
             ("num_local_experts",), ("num_experts_per_tok",), every_layer, activation="clamped_swiglu"
-        ),
+        )
     },
     router="{L}.mlp.router.weight",
     markers=(f"{FUSED}_bias",),

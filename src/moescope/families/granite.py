@@ -5,14 +5,11 @@ Input_linear and output_linear as it is published, gate_up_proj and down_proj as
 
 from dataclasses import replace
 
-from moescope.families.experts import fused_gate_up, shared_gate_up
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import every_layer
+from moescope.families.layout import Family, Model, every_layer, fused_gate_up, shared_gate_up
 
 LINEAR, FUSED = "{L}.block_sparse_moe.input_linear.weight", "{L}.block_sparse_moe.experts.gate_up_proj"
-PLAIN = Model(
-    ("num_local_experts",), ("num_experts_per_tok",), every_layer
-)  # the softmax is over the chosen only
+# the softmax is over the chosen only
+PLAIN = Model(("num_local_experts",), ("num_experts_per_tok",), every_layer)
 
 GRANITE = Family(
     name="granite",

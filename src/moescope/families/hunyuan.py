@@ -1,8 +1,6 @@
 """Hunyuan 1's layout: `mlp.gate.wg` routes; counts may be lists, one entry a layer."""
 
-from moescope.families.experts import PROJECTIONS, projections, shared_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import every_layer
+from moescope.families.layout import PROJECTIONS, Family, Model, every_layer, projections, shared_expert
 
 HUNYUAN = Family(
     name="hunyuan",

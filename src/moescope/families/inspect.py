@@ -1,4 +1,4 @@
-"""inspect: what a checkpoint is, from its headers alone; no tensor is read."""
+"""inspect: describe a checkpoint from its headers, without reading tensors."""
 
 from __future__ import annotations
 
@@ -12,29 +12,17 @@ from moescope.checkpoint.source import Checkpoint
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.types import LayerWeights
 
-FP64_FLOPS = 40e9  # what two modest processor cores sustain: the estimate is of the order of magnitude only
-# A stored number, its share of a scale included where that counts: MXFP4 has one byte for 32, INT4 commonly
-# two.
+FP64_FLOPS = 40e9  # two modest processor cores: an order of magnitude
+# Bytes per stored number with its share of a scale: MXFP4 has one byte per 32, INT4 usually two.
 BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "INT8": 1,
-    "MXFP4": 17 / 32,
-    "INT4": 18 / 32,
-    "INT2": 10 / 32,
-}
-READ_BYTES = 500e6  # a second, from a plain disk
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "INT8": 1, "MXFP4": 17 / 32,
+    "INT4": 18 / 32, "INT2": 10 / 32,
+}  # fmt: skip
+READ_BYTES = 500e6  # per second, from a disk
 
 
 def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Family, shape, parameters, bytes, coverage, about what a gate scan will cost.
-
-    And what it cannot tell.
-    """
+    """Describe a checkpoint: family, shape, parameters, bytes, coverage, and the cost of a gate scan."""
     moe = read_moe(open_checkpoint(model, revision))
     checkpoint, layers = moe.checkpoint, list(moe.layers.values())
     first = layers[0]
@@ -68,13 +56,13 @@ def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
 
 
 def quantisation(checkpoint: Checkpoint) -> str | None:
-    """The schemes the tensors are stored in, the commonest first; None where all are plain numbers."""
+    """Return the quantisation schemes, the most common first; None if there are none."""
     schemes = Counter(packed.scheme for packed in checkpoint.packed.values())
     return ", ".join(scheme for scheme, _ in schemes.most_common()) or None
 
 
 def one_or_all(values: list[Any]) -> Any:
-    """The value all layers share, or the list of them."""
+    """Return the value that all layers share, or the list."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -83,10 +71,7 @@ def shared_width(weights: LayerWeights) -> int | None:
 
 
 def count_parameters(moe: MoeCheckpoint) -> dict[str, int | None]:
-    """Total, routed, shared, and active.
-
-    What one token passes through (top_k of the routed experts, all of the rest).
-    """
+    """Count total, routed, shared and active parameters (per token: top_k routed experts and the rest)."""
     routed = shared = used = 0
     for weights in moe.layers.values():
         stacks = [
@@ -109,9 +94,9 @@ def count_parameters(moe: MoeCheckpoint) -> dict[str, int | None]:
 
 
 def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
-    """Seconds and bytes of a gate scan on two cores.
+    """Estimate time and memory of a gate scan on two cores.
 
-    Gram D F min(D, F), tridiagonal form 4/3 min(D, F)^3, in fp64; two experts at once.
+    fp64: Gram matrix D F min(D, F), tridiagonal form 4/3 min(D, F)^3; two experts at once.
     """
     flops = read = 0.0
     largest = 0
@@ -120,8 +105,8 @@ def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
         each = weights.d_model * weights.d_ff
         flops += weights.n_experts * (each * small + 4 / 3 * small**3)
         read += weights.n_experts * each * BYTES.get(weights.gate_EFD.dtype, 2)
-        kept = weights.n_experts * weights.d_model * 64 * 8  # leading vectors of every expert
-        largest = max(largest, kept + 8 * (3 * each + 2 * small**2))  # and the next one, as it is stored
+        vectors = weights.n_experts * weights.d_model * 64 * 8  # leading vectors of every expert
+        largest = max(largest, vectors + 8 * (3 * each + 2 * small**2))  # and the next expert
     return {
         "seconds": round(flops / FP64_FLOPS + read / READ_BYTES, 1),
         "memory_bytes": largest,
@@ -130,43 +115,29 @@ def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """The facts as a person reads them."""
+    """Format the facts for the terminal."""
     parameters, estimate = facts["parameters"], facts["scan_estimate"]
-    active = (
-        f"{short(parameters['active'])} active a token"
-        if parameters["active"]
-        else "active unknown (no top_k in the config)"
-    )
-    shared = f", {short(parameters['shared'])} in shared experts" if parameters["shared"] else ""
+    counts = [f"{short(parameters['total'])} total", f"{short(parameters['routed'])} in routed experts"]
+    counts += [f"{short(parameters['shared'])} in shared experts"] if parameters["shared"] else []
+    active = parameters["active"]
+    counts.append(f"{short(active)} active per token" if active else "active unknown (no top_k in config)")
     router = f", lab router {facts['lab_router']}" if facts["lab_router"] else ""
+    shared = f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
+    quantised = f"; {facts['quantisation']}" if facts["quantisation"] else ""
+    lacks = f"; {facts['scan_lacks']}" if facts["scan_lacks"] else ""
     return [
         facts["model"] + (f", commit {facts['revision']}" if facts["revision"] else ""),
-        (
-            f"  family       {facts['family']} ({facts['layout']} layout){router}, scoring "
-            f"{facts['scoring']}, activation {facts['activation'] or 'not stated'}"
-        ),
+        f"  family       {facts['family']} ({facts['layout']} layout){router}, scoring {facts['scoring']}, "
+        f"activation {facts['activation'] or 'not stated'}",
         f"  MoE layers   {len(facts['moe_layers'])} of {facts['layers'] or 'an unknown number of'} layers",
-        (
-            f"  experts      {facts['experts']} a layer, top {facts['top_k'] or 'not stated'}, "
-            f"d_model {facts['d_model']}, d_ff {facts['d_ff']}"
-        )
-        + (f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""),
-        (
-            f"  parameters   {short(parameters['total'])} in all, {short(parameters['routed'])} in "
-            f"routed experts{shared}, {active}"
-        ),
-        (
-            f"  on disk      {size(facts['bytes'])} in {facts['files']} files, "
-            f"{', '.join(f'{count} {dtype}' for dtype, count in facts['dtypes'].items())}"
-        )
-        + (f"; {facts['quantisation']}" if facts["quantisation"] else ""),
+        f"  experts      {facts['experts']} per layer, top {facts['top_k'] or 'not stated'}, "
+        f"d_model {facts['d_model']}, d_ff {facts['d_ff']}{shared}",
+        f"  parameters   {', '.join(counts)}",
+        f"  on disk      {size(facts['bytes'])} in {facts['files']} files, {dtypes}{quantised}",
         f"  coverage     {facts['coverage_line']}",
-        (
-            f"  a gate scan  about {duration(estimate['seconds'])} on two processor cores, "
-            f"{size(estimate['memory_bytes'])} of memory beside the program, "
-            f"{size(estimate['read_bytes'])} read"
-        )
-        + (f"; {facts['scan_lacks']}" if facts["scan_lacks"] else ""),
+        f"  gate scan    about {duration(estimate['seconds'])} on two processor cores, "
+        f"{size(estimate['memory_bytes'])} of memory, {size(estimate['read_bytes'])} read{lacks}",
     ]
 
 

@@ -5,9 +5,17 @@ Routers without a row per expert (see `Router.has_rows`) are supported too: thei
 
 from dataclasses import replace
 
-from moescope.families.experts import either, fused_gate_up
-from moescope.families.layout import Config, Family, LayerTensors, Model, Stacks, check_shape
-from moescope.families.sparsity import every_layer
+from moescope.families.layout import (
+    Config,
+    Family,
+    LayerTensors,
+    Model,
+    Stacks,
+    check_shape,
+    either,
+    every_layer,
+    fused_gate_up,
+)
 from moescope.types import ExpertStack, RouterState
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)

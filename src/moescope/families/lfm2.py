@@ -1,8 +1,6 @@
 """LFM2's layout: `feed_forward.gate` routes, w1 is the gate, w3 is up, w2 is down."""
 
-from moescope.families.experts import either, fused_gate_up, per_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import after_dense
+from moescope.families.layout import Family, Model, after_dense, either, fused_gate_up, per_expert
 
 EACH, FUSED = "{L}.feed_forward.experts.{e}.w1.weight", "{L}.feed_forward.experts.gate_up_proj"
 
@@ -11,7 +9,7 @@ LFM2 = Family(
     models={
         "lfm2_moe": Model(
             ("num_experts",), ("num_experts_per_tok",), after_dense(2), scoring="sigmoid", activation="silu"
-        ),
+        )
     },
     router="{L}.feed_forward.gate.weight",
     markers=(EACH, FUSED),

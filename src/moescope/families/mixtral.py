@@ -1,8 +1,15 @@
 """Mixtral's layout: w1 is the gate, w3 is up, w2 is down, under `block_sparse_moe`."""
 
-from moescope.families.experts import either, fused_gate_up, per_expert, shared_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import after_dense, every_layer
+from moescope.families.layout import (
+    Family,
+    Model,
+    after_dense,
+    either,
+    every_layer,
+    fused_gate_up,
+    per_expert,
+    shared_expert,
+)
 
 EXPERTS, TOP_K = ("num_local_experts",), ("num_experts_per_tok",)
 EACH, FUSED = "{L}.block_sparse_moe.experts.{e}.w1.weight", "{L}.block_sparse_moe.experts.gate_up_proj"

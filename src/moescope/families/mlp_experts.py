@@ -3,9 +3,18 @@
 `mlp.gate` routes, `mlp.experts` holds gate_proj, up_proj and down_proj, one by one or fused.
 """
 
-from moescope.families.experts import PROJECTIONS, first_shared, projections, shared_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import after_dense, by_step, every_layer, in_window
+from moescope.families.layout import (
+    PROJECTIONS,
+    Family,
+    Model,
+    after_dense,
+    by_step,
+    every_layer,
+    first_shared,
+    in_window,
+    projections,
+    shared_expert,
+)
 
 COUNT, TOP_K = ("num_experts", "num_local_experts"), ("num_experts_per_tok", "num_experts_per_token")
 ROUTED = ("n_routed_experts", "num_local_experts", "num_experts")

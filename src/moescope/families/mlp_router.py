@@ -3,8 +3,7 @@
 How Phi-3.5-MoE lies in transformers' memory, and where that is saved as it is.
 """
 
-from moescope.families.experts import fused_gate_up
-from moescope.families.layout import Family
+from moescope.families.layout import Family, fused_gate_up
 
 FUSED = "{L}.mlp.experts.gate_up_proj"
 

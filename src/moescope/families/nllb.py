@@ -3,9 +3,7 @@
 Two stacks of layers, experts of two matrices with biases and nothing between them but a ReLU.
 """
 
-from moescope.families.experts import per_expert
-from moescope.families.layout import Family, LayerTensors, Model
-from moescope.families.sparsity import nllb
+from moescope.families.layout import Family, LayerTensors, Model, nllb, per_expert
 from moescope.types import ExpertStack
 
 FIRST, SECOND = "{L}.ffn.experts.expert_{e}.fc1", "{L}.ffn.experts.expert_{e}.fc2"

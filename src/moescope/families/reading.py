@@ -1,4 +1,4 @@
-"""A checkpoint seen through a layout: its MoE layers in order, and what of it was understood."""
+"""Read a checkpoint in a layout: its MoE layers in order, and the coverage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moescope.errors import BadInput
 from moescope.families.layout import Config, Family, LayerTensors, Model, check_shape
 from moescope.types import Coverage, LayerWeights, LazyTensor
 
-MOST_LAYERS = 100_000  # a config that claims more is damaged; its layers must not be counted one by one
+MAX_LAYERS = 100_000  # a config that claims more is damaged
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,13 @@ class MoeCheckpoint:
     family: Family
     layers: dict[int, LayerWeights]
     coverage: Coverage
-    model: Model | None = None  # None without a config, or with one that nobody claims
+    model: Model | None = None  # None without a config or for an unknown model_type
     extra_heads: frozenset[str] = frozenset()  # tensors of multi-token prediction
 
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """The tensor by which a layer was found, its router in most layouts.
-
-    And where its name says it stands.
-    """
+    """The tensor that identifies a layer (its router in most layouts), and the parts of its name."""
 
     prefix: str
     number: int
@@ -46,17 +43,17 @@ def pattern(template: str) -> re.Pattern[str]:
     return re.compile(rf"(?P<P>.*?)\.?{escaped}")
 
 
-def found_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
-    """Every layer of that layout, multi-token-prediction layers left out.
+def find_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
+    """Return every layer of that layout, without multi-token-prediction layers.
 
-    Experts alone do not make a layout without router rows: rows may have been lost. The config must say that
-    there are none.
+    Experts alone do not identify a layout without router rows, since rows may be missing; the config must say
+    that there are none.
     """
     if family.router is None and family.rowless_router(text_config(checkpoint.config)) is None:
         return []
     match_anchor = pattern(family.anchor)
-    ending = family.anchor.rsplit("}", 1)[1]  # the regex alone takes seconds for 60,000 names and all layouts
-    found = []
+    ending = family.anchor.rsplit("}", 1)[1]  # cheaper than the regex: 60,000 names times all layouts
+    layers = []
     for info in checkpoint.tensors.values():
         if not info.name.endswith(ending):
             continue
@@ -65,58 +62,53 @@ def found_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
             groups = match.groupdict()
             if len(groups["L"]) > 9:
                 raise BadInput(
-                    f"{info.file}: tensor {info.name[:60]}... has a layer number of "
-                    f"{len(groups['L'])} digits; "
-                    "download the file again"
+                    f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(groups['L'])} "
+                    "digits; download the file again"
                 )
-            found.append(FoundLayer(groups["P"], int(groups["L"]), groups.get("S") or "", info))
-    return found
+            layers.append(FoundLayer(groups["P"], int(groups["L"]), groups.get("S") or "", info))
+    return layers
 
 
 def is_mtp(name: str) -> bool:
-    """Multi-token prediction: an extra head for training, not a layer of the model."""
+    """Whether this is a tensor of multi-token prediction, an extra head for training."""
     return name.startswith("mtp.") or ".mtp." in name
 
 
 def fits(family: Family, checkpoint: Checkpoint) -> bool:
-    """Whether some router of the layout has experts of the layout beside it."""
-    for found in found_layers(family, checkpoint):
+    """Whether some layer has both a router and experts of the layout."""
+    for found in find_layers(family, checkpoint):
         tensors = LayerTensors(checkpoint, found.prefix, found.number, found.sublayer, 0, 0)
         if any(tensors.has(marker, 0) for marker in family.markers):
             return True
     return False
 
 
-def text_places(config: Config | None) -> list[Config]:
-    """The parts of a config that speak of the language model, outermost first.
-
-    It may be nested more than once.
-    """
-    places = [config or {}]
+def text_configs(config: Config | None) -> list[Config]:
+    """Return the (nested) parts of a config about the language model, outermost first."""
+    configs = [config or {}]
     for name in ("thinker_config", "text_config"):
-        nested = next((place[name] for place in reversed(places) if name in place), None)
+        nested = next((place[name] for place in reversed(configs) if name in place), None)
         if isinstance(nested, dict):
-            places.append(nested)
-    return places
+            configs.append(nested)
+    return configs
 
 
 def text_config(config: Config | None) -> Config:
-    """What a config says of the language model, inner words laid over outer ones."""
-    return {name: value for place in text_places(config) for name, value in place.items()}
+    """Return the config of the language model; inner fields override outer ones."""
+    return {name: value for place in text_configs(config) for name, value in place.items()}
 
 
 def known_kind(models: dict[str, Model], config: Config | None) -> str | None:
-    """The model_type by which the model is known; None without a config or for one that nobody claims.
+    """Return the model_type by which the model is known; None without one.
 
-    A model around a language model (vision, speech) may be unknown by its own type and known by that of its
-    text_config.
+    A model around a language model (vision, speech) may be known only by the model_type of its text_config.
     """
     kinds = ((config or {}).get("model_type"), text_config(config).get("model_type"))
     return next((kind for kind in kinds if isinstance(kind, str) and kind in models), None)
 
 
-def stated(config: Config, fields: tuple[str, ...], layer: int) -> Any:
-    """The first of the fields that the config has; where it is a list, this layer's entry."""
+def config_value(config: Config, fields: tuple[str, ...], layer: int) -> Any:
+    """Return the first of the fields that exists; of a list, this layer's entry."""
     for path in fields:
         value: Any = config
         for name in path.split("."):
@@ -129,47 +121,44 @@ def stated(config: Config, fields: tuple[str, ...], layer: int) -> Any:
 
 
 def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> MoeCheckpoint:
-    """The checkpoint's MoE layers; refuses one whose layers are missing or do not fit together."""
+    """Return the checkpoint's MoE layers; raise if some are missing or do not fit together."""
     config = text_config(checkpoint.config)
     expected = expected_layers(family, model, checkpoint)
     depth = config.get("num_hidden_layers")
     found: dict[int, FoundLayer] = {}
     beyond: set[str] = set()
-    for one in found_layers(family, checkpoint):
+    for one in find_layers(family, checkpoint):
         layer = one.number + layers_before(one.prefix, config, checkpoint)
         in_stack = not isinstance(depth, int) or one.number < depth or layer != one.number
         if expected is not None and layer not in expected and not in_stack:
-            beyond.add(
-                f"{one.prefix}.{one.number}."
-            )  # DeepSeek and GLM store their MTP head as one layer more
+            beyond.add(f"{one.prefix}.{one.number}.")  # DeepSeek and GLM store their MTP head as a layer
             continue
         if layer in found:
             raise BadInput(
                 f"{one.info.file}: two routers for layer {layer}: {found[layer].info.name} and "
-                f"{one.info.name}; "
-                "give a checkpoint with one stack of layers"
+                f"{one.info.name}; give a checkpoint with one stack of layers"
             )
         found[layer] = one
     check_expected(family, checkpoint, expected, set(found))
-    taken: set[str] = set()
+    used: set[str] = set()
     layers = {
-        layer: one_layer(family, model, checkpoint, config, layer, found[layer], taken)
+        layer: one_layer(family, model, checkpoint, config, layer, found[layer], used)
         for layer in sorted(found)
     }
     extra = (
         frozenset(name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond)))
-        - taken
+        - used
     )
-    covered = coverage(family, model, checkpoint, layers, expected, taken, extra)
+    covered = coverage(family, model, checkpoint, layers, expected, used, extra)
     return MoeCheckpoint(checkpoint, family, layers, covered, model, extra)
 
 
 def layers_before(prefix: str, config: Config, checkpoint: Checkpoint) -> int:
-    """How many layers come before this stack: an encoder's, where the stack is its decoder; else none."""
+    """Return the number of layers before this stack: the encoder's, before a decoder; else 0."""
     if "decoder" not in prefix.split("."):
         return 0
-    said = [config.get(name) for name in ("encoder_layers", "num_layers")]
-    counts = [count for count in said if isinstance(count, int) and 0 <= count <= MOST_LAYERS]
+    values = [config.get(name) for name in ("encoder_layers", "num_layers")]
+    counts = [count for count in values if isinstance(count, int) and 0 <= count <= MAX_LAYERS]
     if counts:
         return counts[0]
     numbers = (re.match(r"(?:.*\.)?encoder\.\w+\.(\d{1,9})\.", name) for name in checkpoint.tensors)
@@ -177,23 +166,19 @@ def layers_before(prefix: str, config: Config, checkpoint: Checkpoint) -> int:
 
 
 def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint) -> set[int] | None:
-    """The layers the config says are MoE.
-
-    None where there is no config, or one of a model whose rule is not known.
-    """
+    """Return the MoE layers according to the config; None without one or for an unknown model."""
     if model is None:
         return None
     config = text_config(checkpoint.config)
     try:
         for name in ("num_hidden_layers", "n_layers", "num_layers", "encoder_layers", "decoder_layers"):
-            if config.get(name, 0) > MOST_LAYERS:
+            if config.get(name, 0) > MAX_LAYERS:
                 raise ValueError(f"{name} {config[name]}")
         return model.moe_layers(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise BadInput(
-            f"{checkpoint.files.label('config.json')}: cannot tell which layers are MoE "
-            f"({type(error).__name__}: {error}); "
-            f"check its fields against a {family.name} config"
+            f"{checkpoint.files.label('config.json')}: cannot determine which layers are MoE "
+            f"({type(error).__name__}: {error}); check its fields against a {family.name} config"
         ) from None
 
 
@@ -201,13 +186,11 @@ def check_expected(
     family: Family, checkpoint: Checkpoint, expected: set[int] | None, found: set[int]
 ) -> None:
     if checkpoint.one_file:
-        return  # one shard alone is a legitimate thing to look at; coverage says how much of the model it is
-    absent = sorted((expected or set()) - found)
-    if absent:
+        return  # a single shard is allowed; coverage says how much of the model it is
+    if absent := sorted((expected or set()) - found):
         raise BadInput(
-            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but no tensor "
-            f"{family.anchor} for them; "
-            "download the missing shards"
+            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but they have no tensor "
+            f"{family.anchor}; download the missing shards"
         )
 
 
@@ -218,38 +201,36 @@ def one_layer(
     config: Config,
     layer: int,
     found: FoundLayer,
-    taken: set[str],
+    used: set[str],
 ) -> LayerWeights:
     info = found.info
     sides = ("experts", "d_model") if family.router else ("experts", "d_ff", "d_model")
     check_shape(info, sides)
     n_experts, d_model = info.shape[0], info.shape[-1]
     if model is not None:
-        said = stated(config, model.experts, layer)
-        if said is not None and said != n_experts:
-            holds = (
+        count = config_value(config, model.experts, layer)
+        if count is not None and count != n_experts:
+            content = (
                 f"router {info.name} has {n_experts} rows"
                 if family.router
                 else f"{info.name} holds {n_experts} experts"
             )
             raise BadInput(
-                f"{info.file}: {holds}, but config.json says {said!r} experts; check that they "
-                "belong together"
+                f"{info.file}: {content}, but config.json says {count!r} experts; check both files"
             )
     tensors = LayerTensors(
-        checkpoint, found.prefix, found.number, found.sublayer, n_experts, d_model, info.name, taken
+        checkpoint, found.prefix, found.number, found.sublayer, n_experts, d_model, info.name, used
     )
     gate, up, down = family.experts(tensors)
     correction = next((name for name in family.correction_bias if tensors.has(name)), None)
-    top_k: Any = (
-        stated(config, model.top_k, layer)
-        if model and not isinstance(model.top_k, int)
-        else model and model.top_k
-    )
+    top_k: Any = model.top_k if model else None
+    if isinstance(top_k, tuple):
+        top_k = config_value(config, top_k, layer)
     if family.router is None and isinstance(top_k, int):
-        top_k = min(top_k, n_experts)  # a dense block stands for as many experts as a token would have met
+        top_k = min(top_k, n_experts)  # a dense block counts as all of its experts
     activation = model.activation if model else ("hidden_act",)
     norm = model.norm if model and model.norm != Model.norm else family.norm
+    bias = family.router_bias
     return LayerWeights(
         layer=layer,
         layer_name=tensors.name(family.block),
@@ -260,13 +241,9 @@ def one_layer(
         norm_D=tensors.lazy(norm, (d_model,)) if norm and tensors.has(norm) else None,
         norm_offset=model.norm_offset if model else 0.0,
         top_k=top_k if model else config.get("num_experts_per_tok"),
-        scoring=model.scoring
-        if model and family.router
-        else "unknown",  # without rows there are no logits that weights tell
-        activation=activation if isinstance(activation, str) else stated(config, activation, layer),
-        router_bias_E=tensors.lazy(family.router_bias, (n_experts,))
-        if family.router_bias and tensors.has(family.router_bias)
-        else None,
+        scoring=model.scoring if model and family.router else "unknown",  # no rows, no logits
+        activation=activation if isinstance(activation, str) else config_value(config, activation, layer),
+        router_bias_E=tensors.lazy(bias, (n_experts,)) if bias and tensors.has(bias) else None,
         correction_bias_E=one_row(tensors, correction) if correction else None,
         shared=family.shared(tensors),
         router_state=family.router_state(tensors),
@@ -275,7 +252,7 @@ def one_layer(
 
 
 def one_row(tensors: LayerTensors, template: str) -> LazyTensor:
-    """A bias of one value an expert, stored as [E] or [1, E]."""
+    """Return a bias with one value per expert, stored as [E] or [1, E]."""
     info = tensors.info(template)
     if info.shape not in ((tensors.n_experts,), (1, tensors.n_experts)):
         check_shape(info, (tensors.n_experts,))
@@ -291,13 +268,13 @@ def coverage(
     checkpoint: Checkpoint,
     layers: dict[int, LayerWeights],
     expected: set[int] | None,
-    understood: set[str],
+    used: set[str],
     extra_heads: frozenset[str],
 ) -> Coverage:
     skipped: dict[str, int] = {}
     rowless = family.rowless_router(text_config(checkpoint.config)) if family.router is None else None
     for name in checkpoint.tensors:
-        if name not in understood:
+        if name not in used:
             reason = "multi-token prediction" if name in extra_heads else "not part of an MoE block"
             if rowless and any(part in name for part in family.router_parts):
                 reason = f"of the {rowless} router, which has no row for each expert"
@@ -309,7 +286,7 @@ def coverage(
         layers_found=len(layers),
         layers_expected=None if expected is None else len(expected),
         experts_per_layer=tuple(sorted({weights.n_experts for weights in layers.values()})),
-        parameters_understood=sum(checkpoint.tensors[name].parameters for name in understood),
+        parameters_understood=sum(checkpoint.tensors[name].parameters for name in used),
         parameters_total=sum(info.parameters for info in checkpoint.tensors.values()),
         skipped=skipped,
         rowless_router=rowless,

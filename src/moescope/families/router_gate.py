@@ -1,8 +1,14 @@
 """`mlp.router.gate` routes: Hunyuan 3 and AFMoE."""
 
-from moescope.families.experts import PROJECTIONS, first_shared, projections, shared_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import after_dense
+from moescope.families.layout import (
+    PROJECTIONS,
+    Family,
+    Model,
+    after_dense,
+    first_shared,
+    projections,
+    shared_expert,
+)
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
 

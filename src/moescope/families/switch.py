@@ -3,9 +3,7 @@
 Two stacks of blocks, the MoE a sublayer of its block, experts of two matrices without a gate.
 """
 
-from moescope.families.experts import per_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import switch
+from moescope.families.layout import Family, Model, per_expert, switch
 
 FIRST = "{L}.layer.{S}.mlp.experts.expert_{e}.wi.weight"
 

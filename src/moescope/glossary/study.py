@@ -5,39 +5,30 @@ from __future__ import annotations
 from moescope.glossary.column import Column
 
 STUDY: dict[str, Column] = {
-    "arm": Column("text", "One setting of the study: what is trained once with every seed."),
+    "arm": Column("text", "One setting of the study, trained once per seed."),
     "seed": Column(
         "int",
-        (
-            "The seed of a training: first weights and order of the text. Arms share their seeds, so "
-            "that they can be compared seed by seed."
-        ),
+        "Seed of initial weights and text order; arms are compared seed by seed.",
     ),
     "question": Column(
         "text",
-        (
-            "What the arm is there for. main: routers against the reference; ablation: one part of a "
-            "router taken away; sweep: one option at several values; "
-            "scaling: more experts or larger models."
-        ),
+        "Purpose of the arm. main: routers against the reference; ablation: one part of a router removed; "
+        "sweep: one option at several values; scaling: more experts or larger models.",
     ),
     "study_runs.status": Column(
-        "text", "done; failed, with the reason in message; or not run. Only what is done has numbers."
+        "text", "done, failed (reason in message) or not run. Only done trainings have numbers."
     ),
     "study_runs.validation_loss": Column(
         "float",
-        "Loss of the trained model on text it has not seen, in nats a token: the study's one endpoint.",
-        chance="that of the reference arm with the same seed",
+        "Loss of the trained model on held-out text, in nats per token: the study's only endpoint.",
+        chance="the reference arm with the same seed",
         best="the entropy of the text",
     ),
     "noise_low": Column(
         "float",
-        "Lower end of the 95 % interval of that loss over validation documents, this one model held fixed.",
-        "2.5 % quantile over documents drawn anew",
-        misleads=(
-            "It is noise of the evaluation alone: training again with another seed may move the loss "
-            "by more. No test uses it."
-        ),
+        "Lower end of the 95 % bootstrap interval of that loss over validation documents, for this model.",
+        "2.5 % quantile over resampled documents",
+        misleads="Evaluation noise only: another seed may change the loss by more. No test uses it.",
         title="noise, low",
     ),
     "noise_high": Column("float", "Upper end of that interval.", title="noise, high"),
@@ -46,13 +37,13 @@ STUDY: dict[str, Column] = {
         "Coefficient of variation of experts' loads at the end of training, mean over layers.",
         "std(c)/mean(c), ddof 0",
         worst="√(n/k − 1)",
-        chance="√((n − k)/(N k)) for random balanced routing",
-        best="0; below 0.1 is what sweeps aim at",
+        chance="√((n − k)/(N k)) for balanced random routing",
+        best="0; sweeps target below 0.1",
         title="load CV",
     ),
     "study_runs.max_over_mean": Column(
         "float",
-        "The busiest expert's load over the mean at the end of training, mean over layers.",
+        "Largest expert load over the mean load at the end of training, mean over layers.",
         "max c/c̄",
         worst="n/k",
         chance="a little above 1",
@@ -61,38 +52,35 @@ STUDY: dict[str, Column] = {
     ),
     "study_runs.routing_entropy": Column(
         "float",
-        "How undecided routers are at the end of training, in nats, mean over layers.",
+        "Entropy of the router's distribution at the end of training, in nats, mean over layers.",
         "mean of −Σ p log p",
-        worst="0: one answer to everything, or log n: none",
-        chance="log n for a router that knows nothing",
-        best="depends on the aim",
+        worst="0: always the same experts; log n: uniform",
+        chance="log n: uniform router",
+        best="depends on the goal",
         title="routing entropy",
     ),
     "study_curves.routing_entropy": Column(
         "float",
-        "How undecided routers are since the row before, in nats, mean over layers.",
+        "Entropy of the router's distribution since the previous row, in nats, mean over layers.",
         "mean of −Σ p log p",
-        worst="0: one answer to everything, or log n: none",
-        chance="log n for a router that knows nothing",
-        best="depends on the aim",
+        worst="0: always the same experts; log n: uniform",
+        chance="log n: uniform router",
+        best="depends on the goal",
         title="routing entropy",
     ),
     "unused_share": Column(
         "float",
-        "The share of experts that no token chose, mean over layers.",
+        "Share of experts that no token chose, mean over layers.",
         "#{cᵢ = 0}/n",
         worst="1 − k/n",
         chance="(1 − k/n)^N",
         best="0",
-        misleads="It falls with the number of tokens it is counted over.",
+        misleads="Decreases with the number of tokens counted.",
         title="unused experts",
     ),
     "dropped_share": Column(
         "float",
-        (
-            "The share of expert slots that went empty at the end of training because capacity was "
-            "spent, mean over layers."
-        ),
+        "Share of expert slots left empty by capacity at the end of training, mean over layers.",
         "empty slots/(N k)",
         worst="1",
         chance="0 without capacity",
@@ -101,94 +89,82 @@ STUDY: dict[str, Column] = {
     ),
     "consistency": Column(
         "float",
-        (
-            "Of the experts a token chose in one checkpoint, the share it still chooses in the next, "
-            "over the training's last checkpoints."
-        ),
+        "Share of a token's experts that it still chooses in the next of the last checkpoints.",
         "mean of |S ∩ S′|/k",
         worst="0",
-        chance="Σ f f′/k, f the shares of tokens experts have: k/n where loads are even",
+        chance="Σ f f′/k, f the experts' shares of tokens; k/n for even loads",
         best="1",
     ),
     "study_runs.usage_sigma": Column(
         "float",
-        "How much experts' shares of the load move between checkpoints.",
+        "Variation of experts' load shares between checkpoints.",
         "mean over experts of std of qᵢ over checkpoints, ddof 0",
         best="0",
         title="usage σ",
-        chance="√((n − k)/(n² N k)) for random balanced routing",
+        chance="√((n − k)/(n² N k)) for balanced random routing",
     ),
     "study_runs.kendall_tau": Column(
         "float",
-        "Whether experts keep their order by load from checkpoint to checkpoint.",
+        "Rank correlation of expert loads between checkpoints.",
         "Kendall's τ_b",
         worst="−1",
         chance="0",
         best="1",
         title="Kendall τ",
-        misleads="Where loads are even, their order is noise: a low τ is then no fault.",
+        misleads="For even loads the order is noise, so a low τ is no defect.",
     ),
     "study_runs.tokens_per_second": Column(
         "float",
-        "Tokens trained on a second, over the whole training.",
-        misleads="Trainings that ran side by side slowed each other down.",
+        "Training tokens per second, without evaluations.",
+        misleads="Parallel trainings slow each other down.",
         title="tokens/s",
     ),
     "study_runs.peak_memory_bytes": Column(
         "int",
-        (
-            "The most memory torch held on the GPU while this was trained; null on a CPU, where "
-            "trainings share a process."
-        ),
+        "Peak GPU memory of the training; null on a CPU, where trainings share a process.",
         title="peak memory",
     ),
-    "seconds": Column("float", "How long the training took."),
-    "parameters_total": Column("int", "Numbers in the model.", title="parameters"),
-    "parameters_trainable": Column("int", "Those of them that are trained.", title="trained"),
-    "parameters_active": Column("int", "Those of them that one token meets.", title="active"),
+    "seconds": Column("float", "Duration of the training."),
+    "parameters_total": Column("int", "Parameters of the model.", title="parameters"),
+    "parameters_trainable": Column("int", "Trained parameters.", title="trained"),
+    "parameters_active": Column("int", "Parameters that one token uses.", title="active"),
     "flops_per_token": Column(
         "int",
-        "Floating-point operations of a forward pass, a token.",
-        "2 m n k a matrix product",
-        title="FLOPs a token",
+        "Floating-point operations of a forward pass, per token.",
+        "2 m n k per matrix product",
+        title="FLOPs per token",
     ),
-    "study_runs.message": Column("text", "Why a training failed; empty otherwise."),
+    "study_runs.message": Column("text", "Reason of a failure; else empty."),
     "study_documents.document": Column(
-        "int", "The validation document's number, the same for every arm and seed."
+        "int", "Number of the validation document, the same for every arm and seed."
     ),
-    "study_documents.tokens": Column("int", "Its tokens that were predicted."),
+    "study_documents.tokens": Column("int", "Predicted tokens of the document."),
     "study_documents.loss": Column(
         "float",
-        "The trained model's mean loss on it, in nats a token.",
-        chance="that of the reference arm with the same seed",
+        "Mean loss of the trained model on it, in nats per token.",
+        chance="the reference arm with the same seed",
     ),
-    "study_curves.step": Column("int", "The training's step."),
+    "study_curves.step": Column("int", "Training step."),
     "study_curves.validation_loss": Column(
         "float",
-        "Validation loss at that step, in nats a token; null at steps without an evaluation.",
-        chance="that of the reference arm at the same step",
+        "Validation loss at that step, in nats per token; null without an evaluation.",
+        chance="the reference arm at the same step",
     ),
-    "reference": Column("text", "The arm that the others of the question are compared with."),
-    "seeds": Column("int", "Seeds of which both arm and reference have a result; for the reference its own."),
+    "reference": Column("text", "The arm that the question's other arms are compared with."),
+    "seeds": Column("int", "Seeds with a result of both arm and reference; for the reference, its seeds."),
     "study_comparisons.mean": Column(
-        "float", "Mean validation loss over the arm's seeds, in nats a token.", chance="the reference's"
+        "float", "Mean validation loss over the arm's seeds, in nats per token.", chance="the reference's"
     ),
     "study_comparisons.low": Column(
         "float",
         "Lower end of the mean's 95 % t interval over seeds.",
         "mean − t · sd/√S, ddof 1",
-        misleads=(
-            "Seeds move all arms together, so intervals of means may overlap where the difference is "
-            "plain: read the difference."
-        ),
+        misleads="Seeds shift all arms together: intervals may overlap where the difference is clear.",
     ),
     "study_comparisons.high": Column("float", "Upper end of that interval."),
     "difference": Column(
         "float",
-        (
-            "Mean over shared seeds of the arm's loss less the reference's with the same seed: below "
-            "0 the arm is better."
-        ),
+        "Arm minus reference under the same seed, mean over shared seeds; below 0 the arm is better.",
         "mean of (arm − reference)",
         chance="0",
     ),
@@ -197,9 +173,7 @@ STUDY: dict[str, Column] = {
         "Lower end of the difference's 95 % interval.",
         "difference − t · standard error",
         chance="below 0",
-        misleads=(
-            "Of one arm by itself: with many arms some intervals miss 0 by chance. p_adjusted pays for that."
-        ),
+        misleads="Per arm: of many arms some exclude 0 by chance; p_adjusted corrects for that.",
         title="difference, low",
     ),
     "difference_high": Column(
@@ -214,80 +188,63 @@ STUDY: dict[str, Column] = {
     ),
     "degrees_of_freedom": Column(
         "int",
-        "The degrees of freedom of that t.",
+        "Degrees of freedom of t.",
         "(S − 1)(R − 1) blocked, S − 1 paired; R arms, S seeds",
         title="df",
     ),
     "study_comparisons.p_value": Column(
         "float",
-        "Two-sided p of the difference, not yet corrected for the number of arms.",
+        "Two-sided p of the difference, not corrected for the number of arms.",
         "P(|t| ≥ seen)",
         chance="uniform on 0 to 1",
     ),
     "study_comparisons.p_adjusted": Column(
         "float",
-        "The same, corrected for having looked at all arms of the question.",
+        "The same, Holm-corrected for all arms of the question.",
         "Holm's step-down over the question's arms",
         chance="above 0.05 in 95 of 100 studies, for all arms together",
         title="p, Holm",
     ),
     "test": Column(
         "text",
-        (
-            "blocked: loss = arm + seed, one residual variance for all arms. paired t: the arm and "
-            "the reference alone, where variances differ or there are only two arms. "
-            "paired t, shared seeds: so because the arm lacks seeds that the reference has."
-        ),
+        "blocked: loss = arm + seed, one residual variance for all arms. paired t: only the arm and the "
+        "reference, if variances differ or there are two arms. paired t, shared seeds: the same, because the "
+        "arm lacks seeds of the reference.",
     ),
     "equal_variances_p": Column(
         "float",
-        (
-            "p of the hypothesis that all arms scatter alike within seeds; below 0.1 every arm is "
-            "compared by a paired t. Null for two arms, where both are the same."
-        ),
-        (
-            "Cochran's C of residuals, the noisiest arm's share of all squares, against 20,000 drawn "
-            "studies of equal variances"
-        ),
+        "p of equal residual variances in all arms; below 0.1 each arm is compared by a paired t. Null for "
+        "two arms, where both tests agree.",
+        "Cochran's C of residuals (the noisiest arm's share of all squares) against 20,000 simulated studies",
         chance="uniform on 0 to 1",
-        misleads="With five seeds only differences of several times are seen.",
+        misleads="With five seeds only ratios of several times are detected.",
         title="equal variances p",
     ),
     "hedges_g": Column(
         "float",
-        (
-            "The difference in units of how much one training strays within its seed, corrected for "
-            "few degrees of freedom."
-        ),
+        "The difference in units of one training's spread within its seed, corrected for few df.",
         "J(df) · difference/s",
         chance="0 ± √(2/S)",
-        misleads="Large where seeds hardly matter: a large g may be a small loss.",
+        misleads="Large where seeds hardly matter: a large g may be a small difference in loss.",
         title="Hedges' g",
     ),
     "rank_p": Column(
         "float",
-        (
-            "Wilcoxon's signed-rank test on the same pairs, corrected by Holm; null below 8 seeds, "
-            "where it could not pass."
-        ),
+        "Wilcoxon's signed-rank test on the same pairs, Holm-corrected; null below 8 seeds (no power).",
         "never below (arms) × 2^(1−S)",
         chance="uniform on 0 to 1",
         title="rank p, Holm",
     ),
     "detectable_difference": Column(
         "float",
-        "The difference that a study like this would find in 80 of 100 cases.",
+        "The true difference that this study would detect with 80 % power.",
         "noncentral t with the same standard error and df, at level 0.05/arms",
         title="detectable",
     ),
     "study_comparisons.verdict": Column(
         "text",
-        (
-            "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too "
-            "few seeds to say: fewer than five shared ones. no spread over seeds: every "
-            "seed gave the same difference, so there is nothing to test with. failed: no seed gave a "
-            "result, and some were tried. not run: no result yet. reference: what the others are "
-            "compared with."
-        ),
+        "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too few seeds to "
+        "say: fewer than five shared seeds. no spread over seeds: every seed gave the same difference, so "
+        "there is no test. failed: all attempts failed. not run: no result yet.",
     ),
 }

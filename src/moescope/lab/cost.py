@@ -1,18 +1,28 @@
-"""What a token costs in a model.
-
-The parameters it meets and the operations it takes, counted without building the model.
-"""
+"""Count the parameters and floating-point operations per token of a model, without building it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import parameter_counts
 from moescope.decoder.routers import RouterInput, router_class
-from moescope.lab.flops import FlopCount
 
-PROBED = 256  # tokens by which a router's operations are counted
+PROBED = 256  # tokens for which a router's operations are counted
+# Operations over all elements that are not tagged as pointwise.
+REDUCTIONS = {
+    "_softmax", "_log_softmax", "logsumexp", "sum", "mean", "var", "std", "amax", "amin",
+    "linalg_vector_norm", "cumsum", "native_layer_norm", "_thnn_fused_gru_cell",
+}  # fmt: skip
+# Tagged as pointwise, but they only move numbers.
+MOVES = {
+    "where", "masked_fill", "masked_fill_", "copy_", "fill_", "clone", "_to_copy", "zero_", "scalar_tensor",
+}  # fmt: skip
 
 
 def slots_per_token(config: ModelConfig) -> float:
@@ -21,7 +31,7 @@ def slots_per_token(config: ModelConfig) -> float:
 
 
 def expert_parameters(config: ModelConfig) -> int:
-    """Of one expert in one layer: three matrices in `modern`, two with biases in `some`."""
+    """Count one expert in one layer: three matrices in block `modern`, two with biases in `some`."""
     width = router_class(config.router).expert_shape(config)[1]
     matrices = 3 if config.block == "modern" else 2
     biases = 0 if config.block == "modern" else width + config.d_model
@@ -29,19 +39,18 @@ def expert_parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """All parameters less those of experts that a token does not meet."""
+    """Count all parameters minus those of experts that a token does not meet."""
     experts = router_class(config.router).expert_shape(config)[0]
     unmet = (experts - slots_per_token(config)) * expert_parameters(config) * config.layers
     return round(parameter_counts(config).total - unmet)
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Floating-point operations of a forward pass in training, for one token of rows of that length.
+    """Count floating-point operations per token of a forward pass in training, with rows of that length.
 
-    Two for every weight of a matrix that the token meets, attention over half the row on average, and
-    everything a router does, elementwise
-    arithmetic included; norms, activations and rotations elsewhere are left out. A training step takes about
-    three times as much.
+    Two per matrix weight that the token meets, attention over half the row on average, and everything a
+    router does, elementwise arithmetic included; other norms, activations and rotations are excluded. A
+    training step takes about three times as much.
     """
     D = config.d_model
     attention = 8 * D * D + 4 * D * (length + 1) / 2
@@ -52,13 +61,45 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 
 
 def router_flops(config: ModelConfig) -> float:
-    """Operations of one layer's router for one token, counted while it decides about random ones."""
+    """Count one layer's router operations per token, on random tokens."""
     kind = router_class(config.router)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         router = kind(config, 0, kind.shared_parts(config)).train()
         x_TD, ids_T = torch.randn(PROBED, config.d_model), torch.randint(config.vocabulary, (PROBED,))
-        given = RouterInput(x_TD, ids_T, torch.ones_like(ids_T, dtype=torch.bool), 0)
+        inputs = RouterInput(x_TD, ids_T, torch.ones_like(ids_T, dtype=torch.bool), 0)
         with torch.no_grad(), FlopCount() as counted:
-            router(given)
+            router(inputs)
     return counted.flops / PROBED
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count 2 m n k per matrix product and 1 per element of other float arithmetic, in `flops`.
+
+    One per element is a convention: a logarithm costs more than a sum. Sorting, comparing and moving numbers
+    count nothing, so a component may take time without any operation here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, out)
+        return out
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    packet = func._overloadpacket
+    name = packet.__name__
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if name == "_grouped_mm":  # each row meets one expert's matrix
+        return 2 * args[0].shape[0] * args[0].shape[1] * out.shape[1]
+    if name in MOVES or not (torch.Tag.pointwise in func.tags or name in REDUCTIONS):
+        return 0
+    outputs = out if isinstance(out, tuple | list) else (out,)
+    if not any(isinstance(one, Tensor) and one.is_floating_point() for one in outputs):
+        return 0  # a comparison
+    return max(one.numel() for one in (*args, *outputs) if isinstance(one, Tensor))

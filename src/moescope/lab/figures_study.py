@@ -1,12 +1,13 @@
-"""A study's arms beside their reference: differences seed by seed, losses, and noise.
+"""Figures of a study's arms: differences from the reference, losses, noise, domains, axes, overhead.
 
-Tables hold the arms of one question and its reference; names in them are fit for plotting. Arms stand from
-top to bottom, the best first.
+Tables hold the arms of one question and its reference. Arms are listed from best to worst.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,154 +28,123 @@ from moescope.plotting.style import (
     number,
 )
 
-VERDICTS = {  # colour and shape: a picture in grey must say as much
+VERDICTS = {  # colour and shape: readable without colour
     "better": (CATEGORICAL[2], "circle"),
     "worse": (CATEGORICAL[1], "square"),
     "not distinguishable": (CATEGORICAL[0], "diamond"),
     "too few seeds to say": (CATEGORICAL[6], "x"),
     "no spread over seeds": (CATEGORICAL[3], "cross"),
 }
-REFERENCE = "reference"
+JUDGED = ("better", "worse", "not distinguishable")
+TARGET_CV = 0.1
+NAMED_PARTS, OTHER_PARTS = 6, "other parts"  # the most expensive parts have names, all are in the table
+LOG_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
 
 
-def loss_words(value: float) -> str:
-    """A loss in nats, to the fourth decimal: what studies differ in."""
+def format_loss(value: float) -> str:
+    """Return a loss in nats to four decimals: studies differ in those."""
     return f"{value:.4f}" if math.isfinite(value) else "undefined"
 
 
+def signed(value: float) -> str:
+    return number(value) if value < 0 else f"+{number(value)}"
+
+
 def ordered_arms(comparisons: pd.DataFrame) -> list[str]:
-    """The question's arms by mean loss, the best first; those that were not run come last."""
-    return [
-        str(arm) for arm in comparisons.sort_values(["mean", "arm"], na_position="last", kind="stable")["arm"]
-    ]
+    """Return the question's arms by mean loss, the best first; those without a result come last."""
+    order = comparisons.sort_values(["mean", "arm"], na_position="last", kind="stable")
+    return [str(arm) for arm in order["arm"]]
 
 
 def reference_of(comparisons: pd.DataFrame) -> str:
     return str(comparisons["reference"].iloc[0])
 
 
+def compared(comparisons: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with a difference."""
+    return comparisons[comparisons["difference"].notna()]
+
+
+def finished_runs(tables: Tables) -> pd.DataFrame:
+    runs = tables["study_runs"]
+    return runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
+
+
+def paired(runs: pd.DataFrame, reference: str) -> pd.DataFrame:
+    """Return finished runs with their difference from the reference under the same seed."""
+    done = finished_runs({"study_runs": runs})
+    losses = done[done["arm"] == reference].set_index("seed")["validation_loss"]
+    others = done[(done["arm"] != reference) & done["seed"].isin(losses.index)]
+    return others.assign(difference=others["validation_loss"] - others["seed"].map(losses))
+
+
+def markers(name: str, x: Any, y: Any, hover: str, mode: str = "markers", **more: Any) -> Trace:
+    template = f"{hover}<extra></extra>"
+    return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, "hovertemplate": template, **more}
+
+
 def arm_axis(arms: list[str]) -> dict[str, object]:
-    return {
-        "type": "category",
-        "categoryorder": "array",
-        "categoryarray": arms[::-1],
-        "range": [-0.6, len(arms) - 0.4],
-        "showgrid": False,
-    }
+    order = {"type": "category", "categoryorder": "array", "categoryarray": arms[::-1]}
+    return {**order, "range": [-0.6, len(arms) - 0.4], "showgrid": False}
 
 
 def arm_height(arms: int) -> int:
     return 180 + 27 * max(arms, 3)
 
 
-def upright(x: float, arms: list[str], name: str, dash: str = "dash") -> Trace:
-    """A grey line from the first arm to the last."""
+def vertical_line(x: float, arms: list[str], name: str, dash: str = "dash") -> Trace:
     line = grey_line([x] * len(arms), arms, name, dash)
     return {**line, "hovertemplate": f"{name}: %{{x:.4g}}<extra></extra>"}
 
 
 def reference_shape(x: float) -> list[dict[str, object]]:
-    """The same line from edge to edge, faint.
-
-    Between categories alone it would be a point where there is one arm.
-    """
-    edge = {
-        "type": "line",
-        "xref": "x",
-        "yref": "paper",
-        "x0": x,
-        "x1": x,
-        "y0": 0,
-        "y1": 1,
-        "layer": "below",
-    }
-    return [{**edge, "line": {"color": GREY, "width": 1}, "opacity": 0.5}] if math.isfinite(x) else []
-
-
-def told(comparisons: pd.DataFrame) -> pd.DataFrame:
-    """The rows of arms that were compared: with a difference."""
-    return comparisons[comparisons["difference"].notna()]
-
-
-def paired(runs: pd.DataFrame, reference: str) -> pd.DataFrame:
-    """arm, seed, difference from the reference with the same seed; one row a pair of finished trainings."""
-    done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
-    beside = done[done["arm"] == reference].set_index("seed")["validation_loss"]
-    others = done[(done["arm"] != reference) & done["seed"].isin(beside.index)]
-    return others.assign(difference=others["validation_loss"] - others["seed"].map(beside))
-
-
-# --- arms against the reference
+    """Return a faint line over the full height: between categories one arm would make it a point."""
+    edge = {"type": "line", "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1}
+    style = {"layer": "below", "line": {"color": GREY, "width": 1}, "opacity": 0.5}
+    return [{**edge, **style}] if math.isfinite(x) else []
 
 
 def differences(tables: Tables) -> Figure:
-    """Every arm less the reference.
-
-    Seeds as dots, the mean with its interval, coloured by what may be said of it.
-    """
+    """Loss of every arm minus the reference: one dot per seed, mean with 95 % interval, verdict as colour."""
     comparisons = tables["study_comparisons"]
     reference = reference_of(comparisons)
     arms = [arm for arm in ordered_arms(comparisons) if arm != reference]
     pairs = paired(tables["study_runs"], reference)
-    data: list[Trace] = [
-        upright(0.0, arms, f"{reference} (reference)"),
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "one seed",
-            "x": pairs["difference"].to_numpy(float),
-            "y": pairs["arm"].tolist(),
-            "customdata": pairs["seed"].to_numpy(),
-            "marker": {"size": 5, "color": CATEGORICAL[5], "opacity": 0.65},
-            "hovertemplate": "%{y}, seed %{customdata}<br>%{x:.4f}<extra></extra>",
-        },
-    ]
-    known = told(comparisons)
+    seeds = markers(
+        "one seed",
+        pairs["difference"].to_numpy(float),
+        pairs["arm"].tolist(),
+        "%{y}, seed %{customdata}<br>%{x:.4f}",
+        customdata=pairs["seed"].to_numpy(),
+        marker={"size": 5, "color": CATEGORICAL[5], "opacity": 0.65},
+    )
+    data: list[Trace] = [vertical_line(0.0, arms, f"{reference} (reference)"), seeds]
+    known = compared(comparisons)
     for verdict, (color, symbol) in VERDICTS.items():
-        own = known[known["verdict"] == verdict]
-        if len(own):
-            data.append(with_interval(own, verdict, color, symbol))
+        rows = known[known["verdict"] == verdict]
+        if len(rows):
+            data.append(with_interval(rows, verdict, color, symbol))
     missing = [arm for arm in arms if arm not in set(known["arm"])]
     if missing:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "text",
-                "x": [0.0] * len(missing),
-                "y": missing,
-                "text": comparisons.set_index("arm")["verdict"].loc[missing].tolist(),
-                "showlegend": False,
-                "hoverinfo": "skip",
-            }
-        )
-    caption = (
-        f"Validation loss less that of {reference} with the same seed, in nats a token: left of "
-        "the grey line the arm is better. Dots are seeds; bars are 95 % "
-        "intervals of the mean over seeds, each of one arm by itself. Better and worse are said "
-        "where p ≤ 0.05 after Holm's correction for all arms, from five seeds on."
-    )
-    layout = base_layout("difference (nats a token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
+        text = comparisons.set_index("arm")["verdict"].loc[missing].tolist()
+        hidden = {"text": text, "showlegend": False, "hoverinfo": "skip"}
+        data.append({"type": "scatter", "mode": "text", "x": [0.0] * len(missing), "y": missing, **hidden})
+    layout = base_layout("difference (nats per token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
+    title, height = "Difference from the reference per arm", arm_height(len(arms))
     return Figure(
-        "differences",
-        difference_title(comparisons),
-        caption,
-        columns,
-        data,
-        layout,
-        height=arm_height(len(arms)),
+        "differences", title, describe_differences(comparisons), columns, data, layout, height=height
     )
 
 
 def with_interval(rows: pd.DataFrame, name: str, color: str, symbol: str) -> Trace:
     middle = rows["difference"].to_numpy(float)
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": middle,
-        "y": rows["arm"].tolist(),
-        "error_x": {
+    return markers(
+        name,
+        middle,
+        rows["arm"].tolist(),
+        f"%{{y}}: {name}<br>%{{x:.4f}} nats<br>Holm p %{{customdata[0]:.3g}}, %{{customdata[1]}} seeds",
+        error_x={
             "type": "data",
             "symmetric": False,
             "array": rows["difference_high"].to_numpy(float) - middle,
@@ -183,263 +153,317 @@ def with_interval(rows: pd.DataFrame, name: str, color: str, symbol: str) -> Tra
             "thickness": 2,
             "width": 5,
         },
-        "marker": {"size": 10, "color": color, "symbol": symbol},
-        "customdata": rows[["p_adjusted", "seeds"]].to_numpy(float),
-        "hovertemplate": (
-            f"%{{y}}: {name}<br>%{{x:.4f}} nats<br>p %{{customdata[0]:.3g}} after Holm, "
-            "%{customdata[1]} seeds<extra></extra>"
-        ),
-    }
+        marker={"size": 10, "color": color, "symbol": symbol},
+        customdata=rows[["p_adjusted", "seeds"]].to_numpy(float),
+    )
 
 
-def difference_title(comparisons: pd.DataFrame) -> str:
-    """What may be said of the arms together."""
-    reference, known = reference_of(comparisons), told(comparisons)
+def describe_differences(comparisons: pd.DataFrame) -> str:
+    """State what the comparisons support."""
+    reference, known = reference_of(comparisons), compared(comparisons)
     if known.empty:
-        return f"Nothing can be compared with {reference} yet"
-    judged = known[known["verdict"].isin(["better", "worse", "not distinguishable"])]
+        return f"No arm can be compared with {reference} yet."
+    judged = known[known["verdict"].isin(JUDGED)]
     if judged.empty:
-        far = known.loc[known["difference"].abs().idxmax()]
-        seeds = int(known["seeds"].max())
+        largest = known.loc[known["difference"].abs().idxmax()]
         return (
-            f"With {counted(seeds, 'seed')} nothing is claimed; {far['arm']} lies farthest from "
-            f"{reference}, {signed(far['difference'])} nats, "
-            "and 0 is no difference"
+            f"{counted(int(known['seeds'].max()), 'seed')}: no claim. Largest difference from {reference}: "
+            f"{largest['arm']}, {signed(largest['difference'])} nats (no difference: 0)."
         )
-    words = [
-        (
-            f"{listed(list(own['arm'])) if len(own) <= 3 else f'{len(own)} arms'} "
-            f"{'is' if len(own) == 1 else 'are'} {verdict} than {reference}"
-        )
-        for verdict in ("better", "worse")
-        if len(own := judged[judged["verdict"] == verdict])
+    parts = [
+        f"{verdict}: {listed(list(rows['arm'])) if len(rows) <= 3 else f'{len(rows)} arms'}"
+        for verdict in JUDGED
+        if len(rows := judged[judged["verdict"] == verdict])
     ]
     alike = judged[judged["verdict"] == "not distinguishable"]
-    if len(alike) == len(judged):
-        words.append(f"No arm can be told from {reference}")
-    elif len(alike):
-        words.append(
-            f"{listed(list(alike['arm'])) if len(alike) <= 3 else f'{len(alike)} others'} cannot "
-            "be told from it"
-        )
-    return "; ".join(words) + power_words(alike)
+    return f"Relative to {reference} (0), {'; '.join(parts)}{detectable_text(alike)}."
 
 
-def power_words(alike: pd.DataFrame) -> str:
-    """How large a difference would have shown in arms that cannot be told from the reference.
-
-    "" where that is not known.
-    """
-    known = alike[np.isfinite(alike["detectable_difference"].astype(float))].sort_values(
-        "detectable_difference"
-    )
+def detectable_text(alike: pd.DataFrame) -> str:
+    """State which difference would have been detected in arms not distinguishable; "" if unknown."""
+    known = alike[np.isfinite(alike["detectable_difference"].astype(float))]
+    known = known.sort_values("detectable_difference")
     if known.empty:
         return ""
     low, high = (number(known["detectable_difference"].iloc[place]) for place in (0, -1))
     if low == high:
-        return f"; a difference of {high} nats would have been seen with probability 80 %"
+        return f"; detectable with 80 % power: {high} nats"
     first, last = (known["arm"].iloc[place] for place in (0, -1))
-    return f"; {low} nats ({first}) to {high} nats ({last}) would have been seen with probability 80 %"
-
-
-def signed(value: float) -> str:
-    return number(value) if value < 0 else f"+{number(value)}"
+    return f"; detectable with 80 % power: {low} ({first}) to {high} nats ({last})"
 
 
 def losses(tables: Tables) -> Figure:
-    """Validation loss of every arm and seed, seeds connected; the mean of each arm with its t interval."""
-    comparisons, runs = tables["study_comparisons"], tables["study_runs"]
+    """Validation loss of every arm and seed, connected by seed; the mean per arm with its t interval."""
+    comparisons = tables["study_comparisons"]
     reference, arms = reference_of(comparisons), ordered_arms(comparisons)
-    done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
-    middle = comparisons[comparisons["mean"].notna()].set_index("arm")
+    done = finished_runs(tables)
+    means = comparisons[comparisons["mean"].notna()].set_index("arm")
     data: list[Trace] = []
-    if reference in middle.index:
-        data.append(upright(float(middle.loc[reference, "mean"]), arms, f"mean of {reference}"))
-    seeds = sorted(done["seed"].unique())
-    for index, seed in enumerate(seeds):
-        own = done[done["seed"] == seed].set_index("arm")["validation_loss"].reindex(arms)
+    if reference in means.index:
+        data.append(vertical_line(float(means.loc[reference, "mean"]), arms, f"mean of {reference}"))
+    for index, seed in enumerate(sorted(done["seed"].unique())):
+        values = done[done["seed"] == seed].set_index("arm")["validation_loss"].reindex(arms)
         data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": "one seed a line",
-                "showlegend": index == 0,  # the legend of all seeds would leave no room on a small screen
-                "x": own.to_numpy(float),
-                "y": arms,
-                "line": {**category_style(index), "width": 1},
-                "marker": {"size": 5},
-                "opacity": 0.7,
-                "hovertemplate": f"%{{y}}, seed {seed}<br>%{{x:.4f}}<extra></extra>",
-            }
+            markers(
+                "one line per seed",
+                values.to_numpy(float),
+                arms,
+                f"%{{y}}, seed {seed}<br>%{{x:.4f}}",
+                "lines+markers",
+                showlegend=index == 0,
+                line={**category_style(index), "width": 1},
+                marker={"size": 5},
+                opacity=0.7,
+            )
         )
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "mean and 95 % interval",
-            "x": middle["mean"].to_numpy(float),
-            "y": list(middle.index),
-            "error_x": {
-                "type": "data",
-                "array": (middle["high"] - middle["mean"]).to_numpy(float),
-                "color": CATEGORICAL[6],
-                "thickness": 1.5,
-                "width": 4,
-            },
-            "marker": {"size": 11, "color": CATEGORICAL[6], "symbol": "line-ns-open", "line": {"width": 3}},
-            "hovertemplate": "%{y}, mean over seeds<br>%{x:.4f}<extra></extra>",
-        }
-    )
-    if middle.empty:
-        title = "No training is done yet"
-    else:
-        best = middle["mean"].idxmin()
-        title = f"{best} has the lowest mean loss, {loss_words(middle.loc[best, 'mean'])} nats a token"
-        title += (
-            f"; {reference}, the reference, {loss_words(middle.loc[reference, 'mean'])}"
-            if reference in middle.index and best != reference
-            else ""
-        )
-    caption = (
-        "Validation loss at the end of training. A line is a seed: where lines run side by side, "
-        "seeds move all arms together, and differences are surer than the intervals "
-        "of means, which are t intervals over seeds, suggest. An arm without a dot was not run "
-        "or failed."
-    )
+    half = (means["high"] - means["mean"]).to_numpy(float)
+    bar = {"type": "data", "array": half, "color": CATEGORICAL[6], "thickness": 1.5, "width": 4}
+    dash = {"size": 11, "color": CATEGORICAL[6], "symbol": "line-ns-open", "line": {"width": 3}}
+    values, hover = means["mean"].to_numpy(float), "%{y}, mean over seeds<br>%{x:.4f}"
+    data.append(markers("mean and 95 % interval", values, list(means.index), hover, error_x=bar, marker=dash))
+    caption = "No training is done yet."
+    if len(means):
+        best = means["mean"].idxmin()
+        caption = f"Lowest mean: {best}, {format_loss(means.loc[best, 'mean'])} nats per token"
+        if reference in means.index and best != reference:
+            caption += f" (reference {reference}: {format_loss(means.loc[reference, 'mean'])})"
+        caption += ". Parallel lines: seeds shift all arms together."
     columns = ("study_runs.validation_loss", "study_comparisons.mean", "study_comparisons.low")
-    return Figure(
-        "losses",
-        title,
-        caption,
-        columns,
-        data,
-        base_layout("validation loss (nats a token)", "", yaxis=arm_axis(arms)),
-        height=arm_height(len(arms)),
-    )
+    layout = base_layout("validation loss (nats per token)", "", yaxis=arm_axis(arms))
+    title, height = "Validation loss per arm and seed", arm_height(len(arms))
+    return Figure("losses", title, caption, columns, data, layout, height=height)
 
 
 def noise_and_spread(tables: Tables) -> Figure:
-    """How far seeds scatter an arm's loss, beside how far the choice of documents does."""
-    comparisons, runs = tables["study_comparisons"], tables["study_runs"]
-    done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
-    own = done.groupby("arm").agg(spread=("validation_loss", "std"))
-    own["noise"] = ((done["noise_high"] - done["noise_low"]) / (2 * 1.96)).groupby(done["arm"]).mean()
-    arms = [arm for arm in ordered_arms(comparisons) if arm in own.index]
-    own = own.reindex(arms)
+    """Standard deviation of the loss over seeds and over validation documents, per arm."""
+    comparisons, done = tables["study_comparisons"], finished_runs(tables)
+    values = done.groupby("arm").agg(spread=("validation_loss", "std"))
+    values["noise"] = ((done["noise_high"] - done["noise_low"]) / (2 * 1.96)).groupby(done["arm"]).mean()
+    arms = [arm for arm in ordered_arms(comparisons) if arm in values.index]
+    values = values.reindex(arms)
     wide = done.pivot(index="arm", columns="seed", values="validation_loss").dropna(axis=1)
     left = wide.sub(wide.mean(axis=1), axis=0)
     left = left - left.mean(axis=0)
     degrees = (wide.shape[0] - 1) * (wide.shape[1] - 1)
     within = float(np.sqrt((left.to_numpy() ** 2).sum() / degrees)) if degrees > 0 else math.nan
-    data = [dots(own["spread"], "over seeds", CATEGORICAL[0], "circle")]
-    if own["noise"].notna().any():
-        data.append(dots(own["noise"], "over documents", CATEGORICAL[4], "diamond"))
+    measured = bool(values["noise"].notna().any())
+    data = [dots(values["spread"], "over seeds", CATEGORICAL[0], "circle")]
+    if measured:
+        data.append(dots(values["noise"], "over documents", CATEGORICAL[4], "diamond"))
     if math.isfinite(within):
-        data.append(upright(within, arms, "within seeds, all arms"))
-    title = f"Another seed moves the loss by {number(own['spread'].median())} nats"
-    title += f", other documents by {number(own['noise'].median())}" if own["noise"].notna().any() else ""
-    title += (
-        f" (medians over arms); with arm and seed taken out {number(within)} is left"
-        if math.isfinite(within)
-        else " (medians over arms)"
+        data.append(vertical_line(within, arms, "residual within seeds, all arms"))
+    caption = f"Medians over arms: {number(values['spread'].median())} nats over seeds"
+    caption += f", {number(values['noise'].median())} over documents" if measured else ""
+    caption += f"; residual of the tests {number(within)}." if math.isfinite(within) else "."
+    caption += "" if measured else " Noise over documents: too few documents."
+    layout = base_layout(
+        "standard deviation (nats per token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)
     )
-    caption = (
-        "Standard deviations of the loss. Over seeds: of an arm's trainings. Over documents: of "
-        "one trained model's loss if other validation documents of the kind had been "
-        "drawn, a quarter of its 95 % interval; it is the same text for all arms and has no part "
-        "in any test. Dashed: what is left when arm and seed are taken out, which is what tests "
-        "go by."
-    ) + (
-        ""
-        if own["noise"].notna().any()
-        else " Noise over documents was not measured: there are too few of them."
-    )
-    columns = ("study_runs.validation_loss", "noise_low")
-    return Figure(
-        "noise_and_spread",
-        title,
-        caption,
-        columns,
-        data,
-        base_layout("spread (nats a token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)),
-        height=arm_height(len(arms)),
-    )
+    title, columns = "Spread over seeds and evaluation noise", ("study_runs.validation_loss", "noise_low")
+    return Figure("noise_and_spread", title, caption, columns, data, layout, height=arm_height(len(arms)))
 
 
 def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": values.to_numpy(float),
-        "y": list(values.index),
-        "marker": {"size": 9, "color": color, "symbol": symbol},
-        "hovertemplate": f"%{{y}}, {name}<br>%{{x:.4g}}<extra></extra>",
-    }
+    marker = {"size": 9, "color": color, "symbol": symbol}
+    hover = f"%{{y}}, {name}<br>%{{x:.4g}}"
+    return markers(name, values.to_numpy(float), list(values.index), hover, marker=marker)
 
 
 def by_domain(tables: Tables) -> pd.DataFrame:
-    """arm by domain: mean over seeds of the domain's loss less the reference's with the same seed.
-
-    Documents weigh by their tokens.
-    """
+    """Return arm by domain: token-weighted loss minus the reference's with that seed, mean over seeds."""
     reference = reference_of(tables["study_comparisons"])
     rows = tables["study_documents"].assign(nats=lambda frame: frame["loss"] * frame["tokens"])
     sums = rows.groupby(["arm", "seed", "domain"])[["nats", "tokens"]].sum()
     loss = (sums["nats"] / sums["tokens"]).unstack("domain")
     if reference not in loss.index.get_level_values("arm"):
         return pd.DataFrame()
-    beside = loss.xs(reference, level="arm")
+    reference_loss = loss.xs(reference, level="arm")
     others = loss.drop(reference, level="arm")
-    pairs = others - beside.reindex(others.index.get_level_values("seed")).to_numpy()
+    pairs = others - reference_loss.reindex(others.index.get_level_values("seed")).to_numpy()
     return pairs.groupby(level="arm").mean().dropna(how="all")
 
 
 def difference_by_domain(tables: Tables) -> Figure:
-    """Where a difference comes from: arms by domains, white where an arm is as good as the reference."""
-    reference, found = reference_of(tables["study_comparisons"]), by_domain(tables)
-    arms = [arm for arm in ordered_arms(tables["study_comparisons"]) if arm in found.index]
-    found = found.reindex(arms)
+    """Loss minus the reference's per arm and domain; white is no difference."""
+    reference, values = reference_of(tables["study_comparisons"]), by_domain(tables)
+    arms = [arm for arm in ordered_arms(tables["study_comparisons"]) if arm in values.index]
+    values = values.reindex(arms)
+    axes, label = ("domain", "arm"), "nats per token"
     trace = heatmap(
-        found.to_numpy(float),
-        list(found.columns),
-        arms,
-        diverging=True,
-        label="nats a token",
-        axes=("domain", "arm"),
+        values.to_numpy(float), list(values.columns), arms, diverging=True, label=label, axes=axes
     )
-    arm, domain = found.stack().abs().idxmax()
-    title = (
-        f"The largest difference from {reference} in a domain is {arm}'s in {domain}, "
-        f"{signed(found.loc[arm, domain])} nats a token; 0 is as good as {reference}"
-    )
+    arm, domain = values.stack().abs().idxmax()
     caption = (
-        "Mean over seeds of the domain's validation loss less the reference's with the same seed. "
-        "Blue: better, red: worse, white: alike. Nothing is tested here: the one endpoint is the "
-        "loss over all domains."
+        f"Largest difference from {reference}: {arm} in {domain}, {signed(values.loc[arm, domain])} nats per "
+        "token (no difference: 0). Not tested."
     )
     layout = base_layout(
         "domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"}
     )
+    title, columns = "Difference from the reference by domain", ("study_documents.loss", "difference")
     return Figure(
-        "difference_by_domain",
-        title,
-        caption,
-        ("study_documents.loss", "difference"),
-        [trace],
-        layout,
-        height=arm_height(len(arms)),
+        "difference_by_domain", title, caption, columns, [trace], layout, height=arm_height(len(arms))
     )
 
 
 def can_show(spec: FigureSpec, tables: Tables) -> bool:
-    """Noise needs two seeds of some arm; domains, at least two of them and an arm beside the reference."""
+    """Whether an arm has two seeds (noise), or there are two domains and an arm besides the reference."""
     if spec is NOISE:
-        runs = tables["study_runs"]
-        done = runs[(runs["status"] == "done") & runs["validation_loss"].notna()]
-        return bool((done.groupby("arm")["seed"].nunique() > 1).any())
+        return bool((finished_runs(tables).groupby("arm")["seed"].nunique() > 1).any())
     rows = tables.get("study_documents", pd.DataFrame({"domain": []}))
     return rows["domain"].nunique() > 1 and not by_domain(tables).empty
+
+
+# --- along an axis of the study: `study_axes` has arm, axis, value, and line (position on the other axes)
+
+
+def axis_name(tables: Tables) -> str:
+    """Return the axis' last part: epsilon of model.router_options.epsilon."""
+    return str(tables["study_axes"]["axis"].iloc[0]).split(".")[-1].replace("_", " ")
+
+
+def value_axis(values: Sequence[float], name: str) -> dict[str, object]:
+    ticks = sorted(set(values))
+    labels = {"tickvals": ticks, "ticktext": [f"{value:g}" for value in ticks]}
+    if (ticks[0] > 0 and ticks[-1] / ticks[0] >= LOG_RATIO) or name == "experts":
+        return {"type": "log", **labels}
+    return labels if len(ticks) <= 10 else {}
+
+
+def by_value(tables: Tables, column: str) -> tuple[pd.DataFrame, list[Trace], str]:
+    """Return (means over seeds by line and value, traces with seeds and means, a note on missing values)."""
+    places = tables["study_axes"]
+    rows = finished_runs(tables).merge(places, on="arm")
+    rows = rows[rows[column].notna()]
+    means = rows.groupby(["line", "value"], sort=True)[column].mean().reset_index()
+    data: list[Trace] = []
+    for index, (line, line_means) in enumerate(means.groupby("line", sort=False)):
+        style, seeds = category_style(index), rows[rows["line"] == line]
+        name = str(line) or "mean over seeds"
+        data += [
+            markers(
+                "one seed",
+                seeds["value"].to_numpy(float),
+                seeds[column].to_numpy(float),
+                f"{name}<br>%{{x}}, seed %{{customdata}}<br>%{{y:.4g}}",
+                showlegend=index == 0,
+                customdata=seeds["seed"].to_numpy(),
+                marker={"size": 5, "color": style["color"], "opacity": 0.5},
+            ),
+            markers(
+                name,
+                line_means["value"].to_numpy(float),
+                line_means[column].to_numpy(float),
+                f"{name}<br>%{{x}}<br>%{{y:.4g}}",
+                "lines+markers",
+                line={**style, "width": 2},
+                marker={"size": 8},
+            ),
+        ]
+    missing = sorted(places.loc[~places["arm"].isin(set(rows["arm"])), "value"].unique())
+    note = f" No result: {', '.join(f'{value:g}' for value in missing)}." if missing else ""
+    return means, data, note
+
+
+def loss_by_value(tables: Tables) -> Figure:
+    """Validation loss along an axis of the study, the reference's mean in grey."""
+    comparisons, name = tables["study_comparisons"], axis_name(tables)
+    reference = reference_of(comparisons)
+    means, data, note = by_value(tables, "validation_loss")
+    level = float(comparisons.set_index("arm")["mean"].get(reference, math.nan))
+    values = [float(value) for value in means["value"]]
+    if math.isfinite(level):
+        data.append(grey_line([min(values), max(values)], [level, level], f"mean of {reference}"))
+    best = means.loc[means["validation_loss"].idxmin()]
+    line = f" ({best['line']})" if best["line"] else ""
+    caption = f"Lowest mean: {format_loss(best['validation_loss'])} nats per token at {best['value']:g}{line}"
+    caption += f" (reference {reference}: {format_loss(level)})." if math.isfinite(level) else "."
+    layout = base_layout(name, "validation loss (nats per token)", xaxis=value_axis(values, name))
+    columns = ("study_runs.validation_loss",)
+    return Figure(
+        f"loss_by_{slug(name)}",
+        f"Validation loss by {name}",
+        caption + note,
+        columns,
+        data,
+        layout,
+        height=400,
+    )
+
+
+def load_by_value(tables: Tables) -> Figure:
+    """Load CV along an axis of the study, with the target CV."""
+    name = axis_name(tables)
+    means, data, note = by_value(tables, "load_cv")
+    values = [float(value) for value in means["value"]]
+    data.append(grey_line([min(values), max(values)], [TARGET_CV] * 2, f"target: {TARGET_CV}"))
+    reached = means[means["load_cv"] < TARGET_CV]
+    best = means.loc[means["load_cv"].idxmin()]
+    if len(reached):
+        listing = ", ".join(f"{value:g}" for value in sorted(reached["value"].unique()))
+        caption = f"Below the target {TARGET_CV} at {listing}; mean over layers and seeds."
+    else:
+        caption = f"Above the target {TARGET_CV}; lowest {number(best['load_cv'])} at {best['value']:g}."
+    layout = base_layout(name, "load CV", xaxis=value_axis(values, name), yaxis={"rangemode": "tozero"})
+    return Figure(
+        f"load_by_{slug(name)}", f"Load CV by {name}", caption + note, ("load_cv",), data, layout, height=400
+    )
+
+
+def slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def overhead_shares(tables: Tables) -> Figure:
+    """Time of one block by router and component, as shares."""
+    rows, reference = tables["overhead"], reference_of(tables["study_comparisons"])
+    experts = rows[rows["component"] == "experts"].set_index("router")["share"]
+    routers = rows.groupby("router")["milliseconds"].sum().index
+    routers = list(experts.reindex(routers).fillna(0.0).sort_values(ascending=False).index)
+    parts = rows[rows["component"] != "experts"].groupby("component")["share"].max()
+    parts = parts.sort_values(ascending=False, kind="stable")
+    named = list(parts.index[: NAMED_PARTS if len(parts) > NAMED_PARTS + 1 else NAMED_PARTS + 1])
+    component = rows["component"].where(rows["component"].isin(["experts", *named]), OTHER_PARTS)
+    sums = rows.assign(component=component).groupby(["router", "component"])
+    sums = sums[["share", "milliseconds", "flops"]].sum()
+    data: list[Trace] = []
+    for index, part in enumerate(["experts", *named, *([OTHER_PARTS] if len(named) < len(parts) else [])]):
+        values = sums.xs(part, level="component").reindex(routers)
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": part,
+                "x": values["share"].to_numpy(float),
+                "y": routers,
+                "customdata": values[["milliseconds", "flops"]].to_numpy(float),
+                "marker": {"color": CATEGORICAL[index]},
+                "hovertemplate": (
+                    f"%{{y}}: {part}<br>%{{x:.1%}} of the block<br>%{{customdata[0]:.3g}} ms, "
+                    "%{customdata[1]:.3g} FLOPs<extra></extra>"
+                ),
+            }
+        )
+    if reference in experts.index:
+        data.append(vertical_line(float(experts[reference]), routers, f"experts' share with {reference}"))
+    highest = routers[-1]
+    caption = (
+        f"Highest routing share: {highest}, {number(100 * (1 - experts.get(highest, 0.0)))} % of the block"
+    )
+    if reference in experts.index and reference != highest:
+        caption += f" ({reference}: {number(100 * (1 - experts[reference]))} %)"
+    layout = base_layout(
+        "share of the block's time",
+        "",
+        barmode="stack",
+        legend={"traceorder": "normal"},
+        xaxis={"range": [0, 1], "tickformat": ".0%"},
+        yaxis=arm_axis(routers),
+    )
+    title, columns = "Time per block by component", ("component", "milliseconds", "overhead.share")
+    return Figure(
+        "overhead_shares", title, f"{caption}.", columns, data, layout, height=arm_height(len(routers)) + 80
+    )
 
 
 ARMS = [
@@ -450,3 +474,8 @@ NOISE = FigureSpec("noise_and_spread", ("study_runs", "study_comparisons"), nois
 BY_DOMAIN = FigureSpec(
     "difference_by_domain", ("study_documents", "study_comparisons"), difference_by_domain, wide=True
 )
+ALONG = [
+    FigureSpec("loss_by_value", ("study_runs", "study_comparisons", "study_axes"), loss_by_value, wide=True),
+    FigureSpec("load_by_value", ("study_runs", "study_comparisons", "study_axes"), load_by_value, wide=True),
+]
+OVERHEAD = FigureSpec("overhead_shares", ("overhead", "study_comparisons"), overhead_shares, wide=True)

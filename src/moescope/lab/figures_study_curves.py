@@ -1,4 +1,4 @@
-"""How a study's trainings went: loss and routing over the steps, one line an arm, the reference in grey."""
+"""Figures of a study's training curves: loss and routing over steps, one line per arm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from moescope.lab.figures_study import loss_words, ordered_arms, reference_of
+from moescope.lab.figures_study import format_loss, ordered_arms, reference_of
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
@@ -17,25 +17,24 @@ from moescope.plotting.style import (
     Tables,
     Trace,
     base_layout,
-    capital,
     category_style,
     grey_line,
     number,
 )
 
-BANDS_UP_TO = 5  # arms; more bands than that hide each other
-NAMED_UP_TO = 10  # arms; of more, those that stand out have names and colours
-BEST, WORST = 4, 2  # how many stand out, by loss
-CURVES = {  # column -> what the axis says, what stands in grey beside it
-    "validation_loss": ("validation loss (nats a token)", ""),
-    "routing_entropy": ("routing entropy (nats)", "log n: knows nothing"),
-    "load_cv": ("load CV", "random routing"),
-    "unused_share": ("share of experts unused", "random routing"),
+MAX_BANDS = 5  # arms; more bands hide each other
+MAX_NAMED = 10  # arms; of more, only the best and worst have names and colours
+BEST, WORST = 4, 2
+CURVES = {  # column -> axis title, name of the chance level, figure title
+    "validation_loss": ("validation loss (nats per token)", "", "Validation loss by step"),
+    "routing_entropy": ("routing entropy (nats)", "uniform router", "Routing entropy by step"),
+    "load_cv": ("load CV", "balanced random routing", "Load CV by step"),
+    "unused_share": ("share of experts unused", "balanced random routing", "Unused experts by step"),
 }
 
 
 def curves_of(column: str) -> FigureSpec:
-    """The column over the steps, drawn by `curves`."""
+    """Return the figure of a column over the steps."""
 
     def draw(tables: Tables) -> Figure:
         return curves(tables, column)
@@ -44,10 +43,7 @@ def curves_of(column: str) -> FigureSpec:
 
 
 def finished(tables: Tables, column: str) -> pd.DataFrame:
-    """Rows with that number, of trainings that were finished.
-
-    A mean over seeds must not change because one of them stopped.
-    """
+    """Return rows with that number of finished trainings: a mean must not change when one seed stops."""
     runs, rows = tables["study_runs"], tables["study_curves"]
     done = runs.loc[runs["status"] == "done", ["arm", "seed"]]
     return rows[rows[column].notna()].merge(done, on=["arm", "seed"])
@@ -56,123 +52,92 @@ def finished(tables: Tables, column: str) -> pd.DataFrame:
 def mean_lines(
     rows: pd.DataFrame, column: str, arms: list[str], reference: str
 ) -> tuple[list[Trace], dict[str, float]]:
-    """(one line an arm, its mean over seeds.
-
-    With a band from the lowest seed to the highest where arms are few; where each line ends).
-    """
+    """Return (one line per arm: mean over seeds, with a min-max band for few arms; final value per arm)."""
     ends: dict[str, float] = {}
     data: list[Trace] = []
-    # An arm has one colour in all figures, whether or not the others have this number.
+    # An arm has the same colour in all figures, even if other arms lack this number.
     colours = {
         arm: category_style(place) for place, arm in enumerate(arm for arm in arms if arm != reference)
     }
     arms = [arm for arm in arms if arm in set(rows["arm"])]
-    plain = [arm for arm in arms[BEST:-WORST] if arm != reference] if len(arms) > NAMED_UP_TO else []
-    for arm in [*plain, *(arm for arm in arms if arm not in plain)]:  # those without names lie below
-        own = rows[rows["arm"] == arm].groupby("step")[column].agg(["mean", "min", "max"])
-        ends[arm] = float(own["mean"].iloc[-1])
+    unnamed = [arm for arm in arms[BEST:-WORST] if arm != reference] if len(arms) > MAX_NAMED else []
+    for arm in [*unnamed, *(arm for arm in arms if arm not in unnamed)]:  # unnamed below named
+        values = rows[rows["arm"] == arm].groupby("step")[column].agg(["mean", "min", "max"])
+        ends[arm] = float(values["mean"].iloc[-1])
         style = {"color": GREY, "dash": "dash"} if arm == reference else colours[arm]
-        style = {"color": CATEGORICAL[5]} if arm in plain else style
-        if len(arms) <= BANDS_UP_TO:
-            data += band(own, style["color"])
+        style = {"color": CATEGORICAL[5]} if arm in unnamed else style
+        if len(arms) <= MAX_BANDS:
+            data += band(values, style["color"])
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": f"{arm} (reference)" if arm == reference else "other arms" if arm in plain else arm,
-                "showlegend": arm not in plain[1:],
-                "opacity": 0.45 if arm in plain else 1.0,
-                "x": own.index.to_numpy(),
-                "y": own["mean"].to_numpy(float),
-                "line": {**style, "width": 3 if arm == reference else 1 if arm in plain else 2},
+                "name": f"{arm} (reference)" if arm == reference else "other arms" if arm in unnamed else arm,
+                "showlegend": arm not in unnamed[1:],
+                "opacity": 0.45 if arm in unnamed else 1.0,
+                "x": values.index.to_numpy(),
+                "y": values["mean"].to_numpy(float),
+                "line": {**style, "width": 3 if arm == reference else 1 if arm in unnamed else 2},
                 "hovertemplate": f"{arm}<br>step %{{x}}<br>%{{y:.4g}}<extra></extra>",
             }
         )
     return data, ends
 
 
-def between(what: str, ends: dict[str, float], words: Callable[[float], str] = number) -> str:
-    """ "What ends between 0.1 (this) and 0.3 (that)"."""
+def final_range(ends: dict[str, float], format_value: Callable[[float], str] = number) -> str:
+    """Describe the final values: "Final values: 0.1 (this) to 0.3 (that)"."""
     low, high = min(ends, key=lambda arm: ends[arm]), max(ends, key=lambda arm: ends[arm])
-    if words(ends[low]) == words(ends[high]):
-        return f"{what} ends at {words(ends[low])} in all arms"
-    return f"{what} ends between {words(ends[low])} ({low}) and {words(ends[high])} ({high})"
-
-
-def shading(arms: list[str]) -> str:
-    return "Means over seeds" + (
-        "; shaded: from the lowest seed to the highest." if len(arms) <= BANDS_UP_TO else "."
-    )
+    if format_value(ends[low]) == format_value(ends[high]):
+        return f"Final value: {format_value(ends[low])} in all arms"
+    return f"Final values: {format_value(ends[low])} ({low}) to {format_value(ends[high])} ({high})"
 
 
 def height(arms: list[str]) -> int:
-    return 380 + 16 * max(min(len(arms), NAMED_UP_TO) - 4, 0)  # room for the legend on a small screen
+    return 380 + 16 * max(min(len(arms), MAX_NAMED) - 4, 0)  # room for the legend on a small screen
 
 
 def curves(tables: Tables, column: str) -> Figure:
-    """The column over the steps, the reference arm in grey.
-
-    Dotted what routing gives that looks at nothing.
-    """
-    axis, beside = CURVES[column]
+    """The column over the steps, means over seeds; the reference arm in grey, the chance level dotted."""
+    axis, chance_name, title = CURVES[column]
     reference, arms = reference_of(tables["study_comparisons"]), ordered_arms(tables["study_comparisons"])
     data, ends = mean_lines(finished(tables, column), column, arms, reference)
     chance = chances(tables, column)
     data += [
-        grey_line(steps.to_numpy(), values.to_numpy(float), f"{beside}{suffix}", "dot")
+        grey_line(steps.to_numpy(), values.to_numpy(float), f"{chance_name}{suffix}", "dot")
         for suffix, (steps, values) in chance.items()
     ]
-    words = loss_words if column == "validation_loss" else number
-    title = between(capital(axis.split(" (")[0]), ends, words)
-    if column == "validation_loss":
-        title += f"; at {words(ends[reference])} for {reference}, the reference" if reference in ends else ""
+    is_loss = column == "validation_loss"
+    caption = final_range(ends, format_loss if is_loss else number)
+    if is_loss and reference in ends:
+        caption += f"; reference {reference}: {format_loss(ends[reference])}"
     elif chance:
         last = sorted(round(float(values.iloc[-1]), 6) for _, values in chance.values())
-        span = (
-            number(last[0])
-            if number(last[0]) == number(last[-1])
-            else f"{number(last[0])} to {number(last[-1])}"
-        )
-        title += (
-            f"; {span} for "
-            f"{'a router that knows nothing' if column == 'routing_entropy' else 'random routing'}"
-        )
-    caption = f"{shading(arms)} Grey: the reference arm" + (
-        "." if column == "validation_loss" else ", and dotted what routing gives that looks at nothing."
-    )
+        span = " to ".join(dict.fromkeys((number(last[0]), number(last[-1]))))
+        caption += f"; {chance_name}: {span}"
     columns = (column if column in ("load_cv", "unused_share") else f"study_curves.{column}",)
-    yaxis = {} if column == "validation_loss" else {"rangemode": "tozero"}
+    yaxis = {} if is_loss else {"rangemode": "tozero"}
     layout = base_layout("step", axis, legend={"traceorder": "normal"}, yaxis=yaxis)
-    return Figure(f"{column}_by_step", title, caption, columns, data, layout, height=height(arms))
+    return Figure(f"{column}_by_step", title, f"{caption}.", columns, data, layout, height=height(arms))
 
 
 def difference_by_step(tables: Tables) -> Figure:
-    """Validation loss less the reference's with the same seed at the same step.
-
-    What the plain curves are too steep to show.
-    """
+    """Validation loss minus the reference's under the same seed at the same step."""
     reference, arms = reference_of(tables["study_comparisons"]), ordered_arms(tables["study_comparisons"])
     rows = finished(tables, "validation_loss")
-    beside = rows[rows["arm"] == reference].set_index(["seed", "step"])["validation_loss"].rename("beside")
-    pairs = rows[rows["arm"] != reference].join(beside, on=["seed", "step"]).dropna(subset=["beside"])
-    pairs = pairs.assign(difference=pairs["validation_loss"] - pairs["beside"])
+    losses = rows[rows["arm"] == reference].set_index(["seed", "step"])["validation_loss"].rename("other")
+    pairs = rows[rows["arm"] != reference].join(losses, on=["seed", "step"]).dropna(subset=["other"])
+    pairs = pairs.assign(difference=pairs["validation_loss"] - pairs["other"])
     data, ends = mean_lines(pairs, "difference", arms, reference)
     steps = [int(pairs["step"].min()), int(pairs["step"].max())]
     data.append(grey_line(steps, [0.0, 0.0], f"{reference} (reference)"))
-    title = between(f"The difference from {reference}", ends) + ", in nats a token; below 0 is better"
-    caption = (
-        f"{shading([*ends])} Validation loss less that of {reference} with the same seed at the same "
-        "step. Nothing is tested here: the endpoint is the end."
-    )
-    layout = base_layout("step", "difference (nats a token)", legend={"traceorder": "normal"})
+    caption = f"{final_range(ends)} nats per token; below 0 is better than {reference}. Not tested."
+    layout = base_layout("step", "difference (nats per token)", legend={"traceorder": "normal"})
+    title = "Difference from the reference by step"
     return Figure("difference_by_step", title, caption, ("difference",), data, layout, height=height(arms))
 
 
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether there are at least two steps to draw.
-
-    For the differences, of the reference too and of another arm.
-    """
+    """Whether there are at least two steps; for differences, with both the reference and another arm."""
     if not {"study_curves", "study_runs"} <= set(tables):
         return False
     column = spec.name.removesuffix("_by_step")
@@ -180,25 +145,25 @@ def can_draw(spec: FigureSpec, tables: Tables) -> bool:
     if column in CURVES:
         return rows["step"].nunique() > 1
     reference = reference_of(tables["study_comparisons"])
-    own, others = rows[rows["arm"] == reference], rows[rows["arm"] != reference]
-    return len(own.merge(others, on=["seed", "step"])["step"].unique()) > 1
+    references, others = rows[rows["arm"] == reference], rows[rows["arm"] != reference]
+    return len(references.merge(others, on=["seed", "step"])["step"].unique()) > 1
 
 
-def band(own: pd.DataFrame, color: str) -> list[Trace]:
+def band(values: pd.DataFrame, color: str) -> list[Trace]:
     edge: Trace = {
         "type": "scatter",
         "mode": "lines",
-        "x": own.index.to_numpy(),
+        "x": values.index.to_numpy(),
         "line": {"width": 0, "color": color},
         "showlegend": False,
         "hoverinfo": "skip",
     }
     red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
     return [
-        {**edge, "y": own["min"].to_numpy(float)},
+        {**edge, "y": values["min"].to_numpy(float)},
         {
             **edge,
-            "y": own["max"].to_numpy(float),
+            "y": values["max"].to_numpy(float),
             "fill": "tonexty",
             "fillcolor": f"rgba({red},{green},{blue},0.16)",
         },
@@ -206,8 +171,7 @@ def band(own: pd.DataFrame, color: str) -> list[Trace]:
 
 
 def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series]]:
-    """What routing that looks at nothing gives at each step; one line for each pair of numbers of experts and
-    choices among the arms.
+    """Return the chance level per step: one line per pair of expert count and top-k among the arms.
 
     CV: √((n − k)/(N k)), N the tokens since the row before. Unused: (1 − k/n)^N. Entropy: log n.
     """
@@ -215,9 +179,9 @@ def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series
         return {}
     rows = finished(tables, column)
     arms = tables["study_arms"][tables["study_arms"]["arm"].isin(rows["arm"])]
-    found = {}
-    for (experts, chosen, tokens), own in arms.groupby(["experts", "top_k", "tokens_a_step"]):
-        steps = pd.Series(sorted(rows.loc[rows["arm"].isin(own["arm"]), "step"].unique()))
+    levels = {}
+    for (experts, chosen, tokens), group in arms.groupby(["experts", "top_k", "tokens_per_step"]):
+        steps = pd.Series(sorted(rows.loc[rows["arm"].isin(group["arm"]), "step"].unique()))
         n, k = float(experts), float(chosen)
         seen = steps.diff().fillna(steps.iloc[0]).clip(lower=1) * tokens
         value = {
@@ -225,11 +189,12 @@ def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series
             "load_cv": np.sqrt((n - k) / (seen * k)),
             "unused_share": (1 - k / n) ** seen,
         }[column]
-        found[f", {k:.0f} of {n:.0f}"] = (steps, value)
+        levels[f", {k:.0f} of {n:.0f}"] = (steps, value)
     lines = {
-        tuple(number(each) for each in (*steps, *values)): (steps, values) for steps, values in found.values()
+        tuple(number(each) for each in (*steps, *values)): (steps, values)
+        for steps, values in levels.values()
     }
-    return {"": next(iter(lines.values()))} if len(lines) == 1 else found
+    return {"": next(iter(lines.values()))} if len(lines) == 1 else levels
 
 
 COURSE = [

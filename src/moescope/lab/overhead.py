@@ -1,4 +1,4 @@
-"""What each part of a router costs beside the experts it serves: the rows of the `overhead` table."""
+"""Time and FLOPs of each part of a router and of its experts: the `overhead` table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from moescope.decoder.model import MoE
 from moescope.decoder.routers import Router, router_class
 from moescope.errors import BadInput
-from moescope.lab.flops import FlopCount
+from moescope.lab.cost import FlopCount
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,28 +35,24 @@ def overhead(
     repeats: int = 10,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One row a router and component: milliseconds (median), floating-point operations, share of the block's
-    time.
+    """Return one row per router and component: median milliseconds, FLOPs, share of the block's time.
 
-    One MoE block of each config, in training mode, on the same random tokens; forward passes, and the update
-    after a step. Experts
-    run in `dtype`, routers in float32 as they always do. Components are disjoint and add up to the block:
-    "rest" is what the router
-    does beside those it names, "routing" the whole of one that names none. With few tokens on a GPU the times
-    are those of
-    launching kernels, not of arithmetic.
+    One MoE block per config, in training mode, on the same random tokens: forward pass and the update after a
+    step. Experts run in `dtype`, routers in float32 as always. Components are disjoint and add up to the
+    block: "rest" is what a router does besides its named components, "routing" all of a router that names
+    none. With few tokens on a GPU the times are those of kernel launches.
     """
     import pandas as pd
 
     if tokens < 1 or repeats < 1:
-        raise BadInput(f"overhead of {tokens} tokens, {repeats} times: give at least 1 of both")
+        raise BadInput(f"overhead: tokens {tokens}, repeats {repeats}; both must be at least 1")
     rows = []
     for label, config in configs.items():
-        found = block_overhead(config, tokens, device, dtype, repeats, seed)
-        whole = sum(milliseconds for milliseconds, _ in found.values())
+        parts = block_overhead(config, tokens, device, dtype, repeats, seed)
+        total = sum(milliseconds for milliseconds, _ in parts.values())
         rows += [
-            {"router": label, "component": component, "milliseconds": ms, "flops": flops, "share": ms / whole}
-            for component, (ms, flops) in found.items()
+            {"router": label, "component": component, "milliseconds": ms, "flops": flops, "share": ms / total}
+            for component, (ms, flops) in parts.items()
         ]
     return pd.DataFrame(rows)
 
@@ -64,14 +60,12 @@ def overhead(
 def block_overhead(
     config: ModelConfig, tokens: int, device: str, dtype: torch.dtype, repeats: int, seed: int
 ) -> dict[str, tuple[float, int]]:
-    """Component -> milliseconds, operations; of one block."""
+    """Return component -> (milliseconds, operations) of one block."""
     torch.manual_seed(seed)
     shared = router_class(config.router).shared_parts(config)
     block = MoE(config, 0, shared if shared is None else shared.to(device)).to(device)
-    x_TD, ids_T = (
-        torch.randn(tokens, config.d_model).to(device),
-        torch.randint(config.vocabulary, (tokens,)).to(device),
-    )
+    x_TD = torch.randn(tokens, config.d_model).to(device)
+    ids_T = torch.randint(config.vocabulary, (tokens,)).to(device)
     mask_T = torch.ones_like(ids_T, dtype=torch.bool)
     router = block.router
     parts = parts_of(block)
@@ -101,10 +95,7 @@ def block_overhead(
 
 
 def parts_of(block: MoE) -> dict[str, Part]:
-    """What is timed.
-
-    The router as a whole, the components it names, its update after a step, and the experts.
-    """
+    """Return what is timed: the router, its named components, its update after a step, the experts."""
     router = block.router
     parts: dict[str, Part] = {"routing": (router, "forward")}
     parts |= {component: (router, method) for component, method in components(router).items()}
@@ -117,22 +108,18 @@ def components(router: Router) -> dict[str, str]:
     return getattr(router, "components", {})
 
 
-def without_overlap(found: Mapping[str, float], router: Router) -> dict[str, float]:
-    """The same, the router as a whole replaced by what it does beside its components, where it names any."""
-    named = {component: found[component] for component in components(router) if component in found}
+def without_overlap(values: Mapping[str, float], router: Router) -> dict[str, float]:
+    """Replace the router's total by what it does besides its named components, if it has any."""
+    named = {part: values[part] for part in components(router) if part in values}
     if not named:
-        return dict(found)
-    rest = {"rest": found["routing"] - sum(named.values())}
-    return (
-        named
-        | rest
-        | {name: value for name, value in found.items() if name not in named and name != "routing"}
-    )
+        return dict(values)
+    others = {part: value for part, value in values.items() if part not in named and part != "routing"}
+    return named | {"rest": values["routing"] - sum(named.values())} | others
 
 
 @contextmanager
 def watching(parts: dict[str, Part], watched: Watched) -> Iterator[None]:
-    """Puts a watched version in front of each method, on the instance alone, and takes it away again."""
+    """Wrap each method, on the instance only, and remove the wrappers afterwards."""
     for name, (module, method) in parts.items():
         setattr(module, method, watched(getattr(module, method), name))
     try:
@@ -156,10 +143,7 @@ def counting(counts: dict[str, int]) -> Watched:
 
 
 class Clock:
-    """Times functions without making them wait for each other.
-
-    Events on a GPU, the processor's clock elsewhere.
-    """
+    """Timer that does not make functions wait for each other: events on a GPU, else the CPU clock."""
 
     def __init__(self, device: str):
         self.cuda = torch.device(device).type == "cuda"
@@ -182,11 +166,11 @@ class Clock:
         return timed
 
     def read(self) -> dict[str, float]:
-        """Milliseconds by name; of something called twice, both together."""
+        """Return total milliseconds by name."""
         if self.cuda:
             torch.cuda.synchronize()
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for name, start, end in self.marks:
             spent = start.elapsed_time(end) if self.cuda else 1000 * (end - start)
-            found[name] = found.get(name, 0.0) + spent
-        return found
+            totals[name] = totals.get(name, 0.0) + spent
+        return totals

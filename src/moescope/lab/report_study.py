@@ -1,7 +1,4 @@
-"""A study's part of the report: arms against their reference, question by question.
-
-How trainings went, how even and how steady, at what cost.
-"""
+"""The study's part of the report: arms against their reference per question, curves, balance, cost."""
 
 from __future__ import annotations
 
@@ -12,116 +9,73 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_study import ARMS, BY_DOMAIN, NOISE, can_show, power_words, reference_of, told
-from moescope.lab.figures_study_axes import ALONG, OVERHEAD, TARGET_CV
-from moescope.lab.figures_study_curves import COURSE, can_draw
-from moescope.lab.report_study_tables import (
-    arms_frame,
-    axes_frames,
-    balance_table,
-    cost_table,
-    stability_table,
+from moescope.lab.figures_study import (
+    ALONG,
+    ARMS,
+    BY_DOMAIN,
+    NOISE,
+    OVERHEAD,
+    TARGET_CV,
+    can_show,
+    compared,
+    detectable_text,
+    reference_of,
 )
+from moescope.lab.figures_study_curves import COURSE, can_draw
 from moescope.plotting.style import FigureSpec, Tables, capital, counted, listed, number
-from moescope.reporting.pack import table_payload
+from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.tables import LAB_TABLES, STUDY_TABLES
 
 VIEW = (
-    "A study is read by differences: arms are trained under the same seeds, so each is compared "
-    "with the reference seed by seed, by one endpoint, the validation loss. Better and worse are "
-    "said from "
-    "five seeds on and where p ≤ 0.05 after Holm's correction for all arms of the question; else "
-    "the page says what size of difference would have been seen. "
-    "Drawing other validation documents is another thing than training again: that noise is "
-    "shown apart and used in no test."
+    "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint: "
+    "validation loss. Better and worse are stated from five seeds on, where p ≤ 0.05 after Holm's correction "
+    "for all arms of the question; else the page states the detectable difference. Noise over validation "
+    "documents is shown separately and used in no test."
 )
 QUESTIONS = {
-    "main": (
-        "Which router",
-        "The arms by their validation loss, each against {reference} with the same seed.",
-    ),
+    "main": ("Router comparison", "Validation loss of each arm against {reference} under the same seed."),
     "ablation": (
-        "What each part is worth",
-        "One part taken away at a time; {reference} is the whole. Above 0 the part was worth having.",
+        "Ablations",
+        "One part removed at a time; {reference} is complete. Above 0: worse.",
     ),
-    "sweep": (
-        "Options at several values",
-        "One option moved, all else held; {reference} is what they are compared with.",
-    ),
+    "sweep": ("Option sweeps", "One option varied, all else fixed; compared with {reference}."),
     "scaling": (
-        "More experts, larger models",
-        (
-            "The same at several sizes; {reference} is what they are compared with, so differences "
-            "hold what size alone brings."
-        ),
+        "Scaling",
+        "Several sizes; compared with {reference}, so differences include the effect of size alone.",
     ),
 }
 COMPARED = [
-    "arm",
-    "verdict",
-    "seeds",
-    "mean",
-    "low",
-    "high",
-    "difference",
-    "difference_low",
-    "difference_high",
-    "statistic",
-    "degrees_of_freedom",
-    "p_value",
-    "p_adjusted",
-    "test",
-    "equal_variances_p",
-    "hedges_g",
-    "rank_p",
-    "detectable_difference",
-]
+    "arm", "verdict", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high",
+    "statistic", "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p", "hedges_g",
+    "rank_p", "detectable_difference",
+]  # fmt: skip
 TRAINED = [
-    "arm",
-    "seed",
-    "question",
-    "status",
-    "validation_loss",
-    "noise_low",
-    "noise_high",
-    "load_cv",
-    "max_over_mean",
-    "routing_entropy",
-    "unused_share",
-    "dropped_share",
-    "consistency",
-    "usage_sigma",
-    "kendall_tau",
-    "tokens_per_second",
-    "peak_memory_bytes",
-    "seconds",
-    "message",
-]
-CLAIMS_NAMED = {"main": 8}  # so many sentences at most about single arms of a question
-OTHERS_NAMED = 3
-
-
-# --- tables
+    "arm", "seed", "question", "status", "validation_loss", "noise_low", "noise_high", "load_cv",
+    "max_over_mean", "routing_entropy", "unused_share", "dropped_share", "consistency", "usage_sigma",
+    "kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "message",
+]  # fmt: skip
+MAX_CLAIMS, MAX_OTHER_CLAIMS = 8, 3  # sentences about single arms, of the main and of other questions
+Heads = list[tuple[str, str, str]]  # glossary entry or name, what stands in the head, kind
 
 
 def tables_of(run: Run) -> Tables:
-    """The study's tables, names of arms fit for figures; and what run.json says of the arms."""
+    """Return the study's tables with names safe for figures, and `study_arms` from run.json."""
     if "study_comparisons" not in run.tables:
-        raise BadInput(
-            f"{run.path}: nothing has been compared in this study yet; give its command again to finish it"
-        )
-    found = {name: run.table(name) for name in (*STUDY_TABLES, *LAB_TABLES) if name in run.tables}
-    for frame in found.values():
+        raise BadInput(f"{run.path}: no comparison in this study yet; repeat its command to finish it")
+    tables = {name: run.table(name) for name in (*STUDY_TABLES, *LAB_TABLES) if name in run.tables}
+    for frame in tables.values():
         for column in ("arm", "reference", "router", "domain"):
             if column in frame:
                 frame[column] = frame[column].map(plot_words, na_action="ignore")
-    found["study_arms"] = arms_frame(run)
-    named = found["study_comparisons"]["reference"] == plot_words(run.info["reference"])
-    found["study_comparisons"] = pd.concat([found["study_comparisons"][rows] for rows in (named, ~named)])
-    return found  # the study's own reference first: what is not of one question is told beside it
+    tables["study_arms"] = arms_frame(run)
+    comparisons = tables["study_comparisons"]
+    first = comparisons["reference"] == plot_words(run.info["reference"])
+    # the study's reference first: figures of no single question are relative to it
+    tables["study_comparisons"] = pd.concat([comparisons[first], comparisons[~first]])
+    return tables
 
 
 def questions_of(tables: Tables) -> list[str]:
@@ -130,66 +84,45 @@ def questions_of(tables: Tables) -> list[str]:
 
 
 def of_question(tables: Tables, question: str) -> Tables:
-    """The tables with the question's arms and its reference alone."""
+    """Return the tables with only the question's arms and its reference."""
     comparisons = tables["study_comparisons"]
-    own = comparisons[comparisons["question"] == question]
-    arms = set(own["arm"])
-    found = {name: frame[frame["arm"].isin(arms)] for name, frame in tables.items() if "arm" in frame}
-    return {**found, "study_comparisons": own}
-
-
-# --- sections
+    rows = comparisons[comparisons["question"] == question]
+    arms = set(rows["arm"])
+    others = {name: frame[frame["arm"].isin(arms)] for name, frame in tables.items() if "arm" in frame}
+    return {**others, "study_comparisons": rows}
 
 
 def sections(run: Run) -> list[Section]:
-    """The parts of the page.
-
-    Each question, then how trainings went, how even and steady routing was, and the price.
-    """
+    """Return the page's sections: each question, curves, balance and stability, cost."""
     tables = tables_of(run)
-    asked = [name for name in questions_of(tables) if len(of_question(tables, name)["study_comparisons"]) > 1]
-    found = [question_section(run, of_question(tables, name), name, first=name == asked[0]) for name in asked]
-    if not asked:
+    by_question = {name: of_question(tables, name) for name in questions_of(tables)}
+    by_question = {name: own for name, own in by_question.items() if len(own["study_comparisons"]) > 1}
+    if not by_question:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
-    found += course_section(of_question(tables, asked[0]))
-    found.append(
-        Section(
-            "balance",
-            "How even, and how steady",
-            (
-                "Means over seeds at the end of training, random routing beside them. Every cell "
-                "comes from a run, or says that there was none."
-            ),
-            [],
-            [
-                balance_table(tables),
-                stability_table(tables),
-                table_payload("study_runs", tables["study_runs"], TRAINED, "Every training"),
-            ],
-        )
-    )
-    figures: list[tuple[FigureSpec, Tables]] = []
+    first = next(iter(by_question))
+    parts = [question_section(run, own, name, name == first) for name, own in by_question.items()]
+    figures = [(spec, by_question[first]) for spec in COURSE if can_draw(spec, by_question[first])]
+    if figures:
+        words = "Loss on held-out text, and routing in training, by step."
+        parts.append(Section("course", "Training curves", words, figures))
+    words = "Means over seeds at the end of training, with balanced random routing for comparison."
+    trainings = table_payload("study_runs", tables["study_runs"], TRAINED, "All trainings")
+    payloads = [balance_table(tables), stability_table(tables), trainings]
+    parts.append(Section("balance", "Load balance and stability", words, [], payloads))
+    figures, payloads = [], [cost_table(tables)]
     if "overhead" in tables and len(tables["overhead"]):
         figures = [(OVERHEAD, tables)]
         columns = ["router", "component", "milliseconds", "flops", "share"]
-        payloads = [
-            cost_table(tables),
-            table_payload("overhead", tables["overhead"], columns, "Every component"),
-        ]
-    else:
-        payloads = [cost_table(tables)]
-    words = (
-        "What a training takes, and where a block's time goes. Trainings that ran side by side "
-        "slowed each other down."
-    )
-    found.append(Section("cost", "What it costs", words, figures, payloads))
-    return found
+        payloads.append(table_payload("overhead", tables["overhead"], columns, "All components"))
+    words = "Cost of a training, and time of one block. Parallel trainings slow each other down."
+    parts.append(Section("cost", "Cost", words, figures, payloads))
+    return parts
 
 
 def question_section(run: Run, tables: Tables, question: str, first: bool) -> Section:
-    title, words = QUESTIONS.get(question, (capital(question), "The arms, each against {reference}."))
+    title, words = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
     comparisons = tables["study_comparisons"]
-    known = told(comparisons)
+    known = compared(comparisons)
     figures: list[tuple[FigureSpec, Tables]] = []
     if len(known) or comparisons["mean"].notna().any():
         figures = [(spec, tables) for spec in ARMS]
@@ -206,188 +139,142 @@ def question_section(run: Run, tables: Tables, question: str, first: bool) -> Se
         title,
         f"{words.format(reference=reference_of(comparisons))} {how_tested(comparisons)}".strip(),
         figures,
-        [table_payload("study_comparisons", comparisons, COMPARED, "Every arm against the reference")],
+        [table_payload("study_comparisons", comparisons, COMPARED, "All arms against the reference")],
     )
 
 
 def measured(tables: Tables, column: str) -> bool:
-    """Whether the axis has at least two values with that number."""
+    """Whether at least two values of the axis have that number."""
     runs = tables["study_runs"]
     done = runs[(runs["status"] == "done") & runs[column].notna()]
     return tables["study_axes"].merge(done, on="arm")["value"].nunique() > 1
 
 
 def how_tested(comparisons: pd.DataFrame) -> str:
-    """Which test was used, and why."""
-    known = told(comparisons)
+    """State which test was used, and why."""
+    known = compared(comparisons)
     equal = comparisons["equal_variances_p"].dropna()
     if known["test"].isna().all():
         return ""
     if (known["test"] == "blocked").any():
         return (
-            "All arms share one residual variance within seeds "
-            f"({number(known['degrees_of_freedom'].max())} degrees of freedom); the hypothesis "
-            "that they scatter alike "
-            f"has p {number(equal.iloc[0])}, and would be given up below 0.1."
+            f"All arms share one residual variance within seeds ({number(known['degrees_of_freedom'].max())} "
+            f"degrees of freedom; equal variances: p = {number(equal.iloc[0])}, rejected below 0.1)."
         )
     if (known["test"] == "paired t, shared seeds").all():
-        return (
-            "No arm has all of the reference's seeds, so each is compared by a paired t on those it shares."
-        )
+        return "No arm has all seeds of the reference: paired t per arm on the shared seeds."
     if len(equal):
-        return (
-            f"Arms scatter differently within seeds (p {number(equal.iloc[0])}), so each is compared "
-            "with the reference by a paired t of its own."
-        )
+        return f"Variances differ between arms (p = {number(equal.iloc[0])}): paired t per arm."
     return "With two arms the test is a paired t."
 
 
-def course_section(tables: Tables) -> list[Section]:
-    """Curves of the first question's trainings."""
-    figures = [(spec, tables) for spec in COURSE if can_draw(spec, tables)]
-    words = "Loss on text the models have not seen, and routing in the training's own passes, over the steps."
-    return [Section("course", "How the trainings went", words, figures)] if figures else []
-
-
-# --- findings
-
-
 def findings(run: Run) -> list[str]:
-    """What may be said of the arms, and what may not."""
+    """State what the comparisons support, per question, and what is missing."""
     tables = tables_of(run)
-    found = []
+    sentences = []
     if run.info["status"] != "done":
-        found.append(
-            f"This study is {run.info['status']}: what is said here is of the trainings so far. "
-            "Stopping a study where it looks best makes false claims; judge it by its end."
+        sentences.append(
+            f"This study is {run.info['status']}: numbers are of the trainings so far. Stopping where it "
+            "looks best makes false claims."
         )
     for question in questions_of(tables):
         own = of_question(tables, question)
         if len(own["study_comparisons"]) > 1:
-            found += question_findings(own["study_comparisons"], question)
+            sentences += question_findings(own["study_comparisons"], question)
         if question == "sweep":
-            found += target_findings(own["study_runs"])
-    return [*found, *unfinished_findings(tables["study_runs"])]
+            sentences += target_findings(own["study_runs"])
+    return [*sentences, *unfinished_findings(tables["study_runs"])]
 
 
 def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
-    """One sentence for every arm that may be called better or worse, one for those that may not.
-
-    With the difference that would have been seen.
-    """
-    reference, known = reference_of(comparisons), told(comparisons)
-    label, most = (
-        "" if question == "main" else f"{capital(question)}: ",
-        CLAIMS_NAMED.get(question, OTHERS_NAMED),
-    )
+    """State each arm that is better or worse, and for the others the detectable difference."""
+    reference, known = reference_of(comparisons), compared(comparisons)
+    label = "" if question == "main" else f"{capital(question)}: "
+    limit = MAX_CLAIMS if question == "main" else MAX_OTHER_CLAIMS
     if known.empty:
-        return [f"{label}Nothing can be compared with {reference} yet."]
-    found = []
-    claimed = known[known["verdict"].isin(["better", "worse"])].sort_values(
-        "difference", key=abs, ascending=False
-    )
-    for row in claimed.head(most).sort_values("difference").to_dict("records"):
-        found.append(
-            f"{label}{row['arm']} is {number(abs(row['difference']))} nats a token "
-            f"{row['verdict']} than {reference} "
-            f"(95 % {interval_words(row)}; {p_words(row['p_adjusted'])} after Holm for "
-            f"{counted(len(known), 'arm')}, {counted(int(row['seeds']), 'seed')})."
+        return [f"{label}No arm can be compared with {reference} yet."]
+    sentences = []
+    claimed = known[known["verdict"].isin(["better", "worse"])]
+    claimed = claimed.sort_values("difference", key=abs, ascending=False)
+    for row in claimed.head(limit).sort_values("difference").to_dict("records"):
+        sentences.append(
+            f"{label}{row['arm']} is {number(abs(row['difference']))} nats per token {row['verdict']} than "
+            f"{reference} (95 % {format_interval(row)}; Holm-corrected for {counted(len(known), 'arm')}: "
+            f"{format_p(row['p_adjusted'])}; {counted(int(row['seeds']), 'seed')})."
         )
-    if len(claimed) > most:
-        rest = claimed.iloc[most:]
-        found.append(
-            f"{label}told from {reference}, too: "
-            f"{listed([f'{row.arm} ({row.verdict})' for row in rest.itertuples()])}."
-        )
+    if len(claimed) > limit:
+        rest = [f"{row.arm} ({row.verdict})" for row in claimed.iloc[limit:].itertuples()]
+        sentences.append(f"{label}also different from {reference}: {listed(rest)}.")
     alike = known[known["verdict"] == "not distinguishable"]
     if len(alike):
-        several = len(alike) > 1 or not len(claimed)
-        who = (
-            f"{'no' if label else 'No'} {'other ' if len(claimed) else ''}arm can"
-            if several
-            else f"{alike['arm'].iloc[0]} cannot"
+        seeds, detectable = seed_range(alike), detectable_text(alike)
+        sentences.append(
+            f"{label}not distinguishable from {reference} with {seeds}: {arm_list(alike)}{detectable}."
         )
-        found.append(f"{label}{who} be told from {reference} with {seeds_words(alike)}{power_words(alike)}.")
     few = known[known["verdict"] == "too few seeds to say"]
     if len(few):
-        near = few.loc[few["difference"].abs().idxmax()]
-        found.append(
-            (
-                f"{label}{seeds_words(few)} {'is' if few['seeds'].max() == 1 else 'are'} too few to "
-                f"say anything of {arms_words(few)}: nothing is claimed. "
-                f"The largest difference from {reference} is {near['arm']}'s, "
-                f"{number(near['difference'])} nats"
-            )
-            + (f" (95 % {interval_words(near)})." if math.isfinite(near["difference_low"]) else ".")
+        largest = few.loc[few["difference"].abs().idxmax()]
+        interval = f" (95 % {format_interval(largest)})" if math.isfinite(largest["difference_low"]) else ""
+        sentences.append(
+            f"{label}{seed_range(few)}: too few to claim anything about {arm_list(few)}. Largest difference "
+            f"from {reference}: {largest['arm']}, {number(largest['difference'])} nats{interval}."
         )
     flat = known[known["verdict"] == "no spread over seeds"]
     if len(flat):
-        found.append(
-            f"{label}every seed gave the same difference from {reference} for {arms_words(flat)}: "
-            "there is nothing to test with."
+        sentences.append(
+            f"{label}every seed gave the same difference from {reference} for {arm_list(flat)}: no test."
         )
-    part = known[known["test"] == "paired t, shared seeds"]
-    if len(part):
-        found.append(
-            f"{label}{arms_words(part)} {'lacks' if len(part) == 1 else 'lack'} seeds of "
-            f"{reference} and {'is' if len(part) == 1 else 'are'} compared on "
-            f"{seeds_words(part)}; an arm that fails where it does badly looks better than it is."
+    partial = known[known["test"] == "paired t, shared seeds"]
+    if len(partial):
+        sentences.append(
+            f"{label}missing seeds of {reference}: {arm_list(partial)}, compared on {seed_range(partial)}; "
+            "an arm that fails where it does badly looks better than it is."
         )
-    return found
+    return sentences
 
 
-def p_words(p: float) -> str:
+def format_p(p: float) -> str:
     return f"p {p:.2g}" if p >= 1e-4 else "p < 0.0001"
 
 
-def interval_words(row: Any) -> str:
+def format_interval(row: Any) -> str:
     return f"{number(row['difference_low'])} to {number(row['difference_high'])}"
 
 
-def arms_words(rows: pd.DataFrame) -> str:
+def arm_list(rows: pd.DataFrame) -> str:
     return listed(list(rows["arm"])) if len(rows) <= 4 else counted(len(rows), "arm")
 
 
-def seeds_words(rows: pd.DataFrame) -> str:
+def seed_range(rows: pd.DataFrame) -> str:
     low, high = int(rows["seeds"].min()), int(rows["seeds"].max())
     return counted(low, "seed") if low == high else f"{low} to {high} seeds"
 
 
 def target_findings(runs: pd.DataFrame) -> list[str]:
-    """How many settings of a sweep reach the load CV that is aimed at."""
-    own = (
-        runs[(runs["status"] == "done") & (runs["question"] == "sweep")]
-        .groupby("arm")["load_cv"]
-        .mean()
-        .dropna()
-    )
-    if own.empty:
+    """Count the settings of a sweep that reach the target load CV."""
+    done = runs[(runs["status"] == "done") & (runs["question"] == "sweep")]
+    cv = done.groupby("arm")["load_cv"].mean().dropna()
+    if cv.empty:
         return []
-    reached = own[own < TARGET_CV]
     return [
-        (
-            f"Sweep: {len(reached)} of {counted(len(own), 'setting')} end with a load CV below "
-            f"{TARGET_CV}, which is aimed at; the lowest is {number(own.min())} ({own.idxmin()})."
-        )
+        f"Sweep: {int((cv < TARGET_CV).sum())} of {counted(len(cv), 'setting')} end with a load CV below the "
+        f"target {TARGET_CV}; lowest {number(cv.min())} ({cv.idxmin()})."
     ]
 
 
 def unfinished_findings(runs: pd.DataFrame) -> list[str]:
-    found = []
+    sentences = []
     failed, left = runs[runs["status"] == "failed"], runs[runs["status"] == "not run"]
+    total = counted(len(runs), "training")
     if len(failed):
         first = failed.iloc[0]
         why = f": {plot_words(str(first['message']))}" if first["message"] else ""
-        found.append(
-            f"{len(failed)} of {counted(len(runs), 'training')} failed; the first, "
-            f"{first['arm']} with seed {first['seed']}{why}."
+        sentences.append(
+            f"{len(failed)} of {total} failed; the first, {first['arm']} with seed {first['seed']}{why}."
         )
     if len(left):
-        found.append(f"{len(left)} of {counted(len(runs), 'training')} were not run.")
-    return found
-
-
-# --- the rest of the page
+        sentences.append(f"{len(left)} of {total} were not run.")
+    return sentences
 
 
 def coverage(run: Run) -> list[str]:
@@ -395,19 +282,16 @@ def coverage(run: Run) -> list[str]:
     seeds = sorted(int(seed) for seed in runs["seed"].unique())
     done = int((runs["status"] == "done").sum())
     lines = [
-        (
-            f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} "
-            f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; "
-            f"reference {run.info['reference']}"
-        )
+        f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} "
+        f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; reference "
+        f"{run.info['reference']}"
     ]
     base = run.info.get("base", {})
     if base:
         model, train = base["model"], base["train"]
         lines.append(
-            f"unless an arm says otherwise: {counted(model['layers'], 'layer')} of "
-            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, "
-            f"{train['steps']:,} steps of "
+            f"base: {counted(model['layers'], 'layer')} of "
+            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {train['steps']:,} steps of "
             f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus "
             f"{run.info.get('corpus', 'unknown')}"
         )
@@ -415,7 +299,7 @@ def coverage(run: Run) -> list[str]:
 
 
 def command(run: Run) -> str:
-    """The command that makes the study again; its own folder holds all of it where there was no file."""
+    """Return the command that reproduces the study; without a file, it resumes from the run folder."""
     config = (run.info.get("asked") or {}).get("config")
     return shlex.join(
         ["moescope", "study", config] if config else ["moescope", "study", "--resume", "--out", str(run.path)]
@@ -424,6 +308,172 @@ def command(run: Run) -> str:
 
 def title(run: Run) -> str:
     return f"{run.name}: a study of {counted(len(run.info['arms']), 'arm')} against {run.info['reference']}"
+
+
+# --- tables of arms
+
+
+def arms_frame(run: Run) -> pd.DataFrame:
+    """Return arm, router, experts, top_k and tokens_per_step from run.json, of arms that route."""
+    base = run.info.get("base") or {}
+    rows = []
+    for arm in run.info.get("arms", []):
+        model = {**base.get("model", {}), **arm["overrides"].get("model", {})}
+        train = {**base.get("train", {}), **arm["overrides"].get("train", {})}
+        router, facts = model.get("router"), arm.get("router_facts", {})
+        if router is None or not facts.get("routes", True):
+            continue
+        rows.append(
+            {
+                "arm": plot_words(arm["name"]),
+                "router": router,
+                "experts": model["experts"],
+                "top_k": facts.get("fixed_top_k") or model["top_k"],
+                "tokens_per_step": train["batch_size"] * train["sequence_length"],
+            }
+        )
+    return pd.DataFrame(rows, columns=["arm", "router", "experts", "top_k", "tokens_per_step"])
+
+
+def axes_frames(run: Run, tables: Tables, question: str) -> list[pd.DataFrame]:
+    """Return one frame (arm, axis, value, line) per numeric axis; `line` is the position on the other axes.
+
+    Named sizes are placed at their active parameters.
+    """
+    comparisons = tables["study_comparisons"]
+    on_axes = [
+        arm
+        for arm in run.info.get("arms", [])
+        if plot_words(arm["name"]) in set(comparisons["arm"]) and arm.get("axes")
+    ]
+    active = tables["study_runs"].groupby("arm")["parameters_active"].first()
+    frames = []
+    for axis in dict.fromkeys(name for arm in on_axes for name in arm["axes"]):
+        on_it = [arm for arm in on_axes if axis in arm["axes"]]
+        named = not all(is_number(arm["axes"][axis]) for arm in on_it)
+        if named and (question != "scaling" or axis == "router"):
+            continue
+        frame = pd.DataFrame(
+            [
+                {
+                    "arm": plot_words(arm["name"]),
+                    "axis": f"active parameters ({plot_words(axis)})" if named else plot_words(axis),
+                    "value": float(active[plot_words(arm["name"])] if named else arm["axes"][axis]),
+                    "line": ", ".join(
+                        axis_label(name, value) for name, value in arm["axes"].items() if name != axis
+                    ),
+                }
+                for arm in on_it
+            ]
+        )
+        if len(frame) and frame["value"].nunique() > 1:
+            frames.append(frame.dropna())
+    return frames
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def axis_label(name: str, value: Any) -> str:
+    return plot_words(str(value) if name == "router" else f"{name} {value}")
+
+
+def balance_table(tables: Tables) -> dict[str, Any]:
+    """Load at the end of training, with the level of balanced random routing over as many tokens."""
+    heads: Heads = [
+        ("load_cv", "load CV", "load_cv"),
+        ("", "balanced random routing", "chance_cv"),
+        ("study_runs.max_over_mean", "max/mean", "max_over_mean"),
+        ("study_runs.routing_entropy", "routing entropy", "routing_entropy"),
+        ("", "log n", "log_n"),
+        ("unused_share", "unused experts", "unused_share"),
+        ("dropped_share", "dropped", "dropped_share"),
+    ]
+    return arm_table("balance", "Load at the end of training", tables, heads)
+
+
+def stability_table(tables: Tables) -> dict[str, Any]:
+    heads: Heads = [
+        ("consistency", "consistency", "consistency"),
+        ("", "chance level k/n", "k_of_n"),
+        ("study_runs.usage_sigma", "usage σ", "usage_sigma"),
+        ("study_runs.kendall_tau", "Kendall τ (chance level 0)", "kendall_tau"),
+    ]
+    return arm_table("stability_of_arms", "Stability over the last checkpoints", tables, heads)
+
+
+def cost_table(tables: Tables) -> dict[str, Any]:
+    heads: Heads = [
+        ("parameters_total", "parameters", "parameters_total"),
+        ("parameters_trainable", "trained", "parameters_trainable"),
+        ("parameters_active", "active", "parameters_active"),
+        ("flops_per_token", "FLOPs per token", "flops_per_token"),
+        ("study_runs.tokens_per_second", "tokens/s", "tokens_per_second"),
+        ("", "times the reference", "relative_speed"),
+        ("study_runs.peak_memory_bytes", "peak memory, GB", "peak_gb"),
+        ("seconds", "seconds", "seconds"),
+    ]
+    return arm_table("cost_of_arms", "Size, speed and memory", tables, heads)
+
+
+KNOWN_BEFORE = (
+    "parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "log_n", "k_of_n",
+)  # fmt: skip
+
+
+def arm_table(name: str, title: str, tables: Tables, heads: Heads) -> dict[str, Any]:
+    """Return one row per arm: means over its finished trainings, or why there is none."""
+    runs = tables["study_runs"]
+    means = arm_means(tables)
+    rows = []
+    for arm in dict.fromkeys(runs["arm"]):
+        trainings = runs[runs["arm"] == arm]
+        done = int((trainings["status"] == "done").sum())
+        why = "" if done else "failed" if (trainings["status"] == "failed").any() else "not run"
+        cells = [
+            why if why and column not in KNOWN_BEFORE else means.loc[arm].get(column, math.nan)
+            for _, _, column in heads
+        ]
+        rows.append([arm, f"{done} of {len(trainings)}", *cells])
+    columns = [
+        {"name": "arm", "title": "arm", "kind": "text"},
+        {"name": "status", "title": "seeds done", "kind": "text", "entry": "study_runs.status"},
+        *({"name": column, "title": head, "kind": "float", "entry": entry} for entry, head, column in heads),
+    ]
+    return {"name": name, "title": title, "columns": columns, "rows": plain(rows)}
+
+
+def arm_means(tables: Tables) -> pd.DataFrame:
+    """Return means over finished trainings by arm, and chance levels for as many tokens."""
+    runs = tables["study_runs"]
+    numbers = [
+        column for column in runs.columns if column not in ("arm", "seed", "question", "status", "message")
+    ]
+    runs = runs.astype(dict.fromkeys(numbers, float))
+    means = runs[runs["status"] == "done"].groupby("arm")[numbers].mean().reindex(runs["arm"].unique())
+    before = [column for column in KNOWN_BEFORE if column in numbers]
+    means[before] = runs.groupby("arm")[before].first()
+    arms = tables["study_arms"].set_index("arm").reindex(means.index)
+    n, k = arms["experts"].astype(float), arms["top_k"].astype(float)
+    means["log_n"], means["k_of_n"] = n.map(math.log, na_action="ignore"), k / n
+    means["chance_cv"] = (
+        (n - k) / (k * last_stretch(tables).reindex(means.index) * arms["tokens_per_step"].astype(float))
+    ) ** 0.5
+    means["peak_gb"] = means["peak_memory_bytes"] / 1e9
+    reference = str(tables["study_comparisons"]["reference"].iloc[0])
+    means["relative_speed"] = means["tokens_per_second"] / means["tokens_per_second"].get(reference, math.nan)
+    return means
+
+
+def last_stretch(tables: Tables) -> pd.Series:
+    """Return the steps between the last two measurements of load, by arm."""
+    if "study_curves" not in tables:
+        return pd.Series(dtype=float)
+    rows = tables["study_curves"]
+    rows = rows[rows["load_cv"].notna()]
+    steps = rows.groupby("arm")["step"].unique().map(sorted)
+    return steps.map(lambda at: float(at[-1] - at[-2] if len(at) > 1 else at[-1]))
 
 
 STUDY = RunKind("study", (*STUDY_TABLES, *LAB_TABLES), findings, sections, command, coverage, VIEW, title)

@@ -1,7 +1,4 @@
-"""What a study is.
-
-Arms to be trained under the same seeds, read from TOML, and all of them checked before anything is trained.
-"""
+"""Studies: arms to train under the same seeds, read from TOML and checked before any training."""
 
 from __future__ import annotations
 
@@ -25,19 +22,12 @@ ARM_KEYS = ("model", "data", "train", "question", "axes")
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
 SEEDS = 5
-LONGEST_NAME = 200  # of an arm: folders are called by it, and file systems allow 255 bytes
-PAIRED = "all arms of a seed begin with the same weights, or seeds would not be blocks; leave it out"
-FEWEST_FOR_CLAIMS = 5  # seeds below which no significance is claimed
-SIZES = (
-    "experts",
-    "d_model",
-    "layers",
-    "heads",
-    "d_ff",
-    "top_k",
-)  # of [model]: an axis over one asks how things scale
+MAX_NAME = 200  # letters of an arm's name: a folder's name, of which file systems allow 255 bytes
+PAIRED = "all arms of a seed start from the same weights, else seeds would not be blocks; remove it"
+MIN_SEEDS_FOR_CLAIMS = 5
+SIZES = ("experts", "d_model", "layers", "heads", "d_ff", "top_k")  # of [model]: axes of scaling
 
-# What all arms must have in common for their losses to be of the same text, told by the same tokens.
+# What all arms must share for their losses to be of the same text and tokens.
 SHARED: dict[str, Callable[[LabConfig], Any]] = {
     "[data]": lambda config: config.data,
     "[model] vocabulary": lambda config: config.model.vocabulary,
@@ -45,12 +35,12 @@ SHARED: dict[str, Callable[[LabConfig], Any]] = {
     "[train] evaluation_rows": lambda config: config.train.evaluation_rows,
 }
 
-Overrides = dict[str, Any]  # as a training's config has them: {"model": {...}, "train": {...}}
+Overrides = dict[str, Any]  # as in a training's config: {"model": {...}, "train": {...}}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training, under every seed. `axes` says where on a grid it lies, by the axes' names."""
+    """One setting, trained under every seed. `axes` is its position on the grid, by axis name."""
 
     name: str
     question: str
@@ -71,27 +61,27 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """Arms, the one they are compared with, and seeds that every arm is trained under."""
+    """Arms, their reference, and the seeds that every arm is trained under."""
 
     arms: tuple[Arm, ...]
     reference: str
     seeds: tuple[int, ...]
     base: LabConfig
-    references: dict[str, str] = field(default_factory=dict)  # of single questions, where it is another arm
-    keep: str = "last"  # which checkpoints of a training stay when it has been measured
+    references: dict[str, str] = field(default_factory=dict)  # by question, where it is another arm
+    keep: str = "last"  # which checkpoints of a measured training remain
 
     @property
     def trainings(self) -> list[tuple[Arm, int]]:
-        """Seed by seed, so that whatever is there when a study is stopped is balanced over the arms."""
+        """Arms and seeds, seed by seed, so that an interrupted study is balanced over the arms."""
         return [(arm, seed) for seed in self.seeds for arm in self.arms]
 
     @property
     def claims(self) -> bool:
-        """Whether there are seeds enough to speak of significance."""
-        return len(self.seeds) >= FEWEST_FOR_CLAIMS
+        """Whether there are enough seeds to claim significance."""
+        return len(self.seeds) >= MIN_SEEDS_FOR_CLAIMS
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, fit for JSON: `study_from` makes the same study of it again."""
+        """Return the study as JSON-compatible data; `study_from` restores it."""
         return {
             "reference": self.reference,
             "references": self.references,
@@ -106,7 +96,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Draft:
-    """An arm as it was asked for."""
+    """An arm as written in the file."""
 
     name: str
     overrides: Overrides
@@ -115,7 +105,7 @@ class Draft:
 
 
 def read_study(path: str | Path) -> Study:
-    """The study in a TOML file."""
+    """Read a study from a TOML file."""
     try:
         given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -128,79 +118,68 @@ def read_study(path: str | Path) -> Study:
 
 
 def study_from(given: dict[str, Any], where: str = "study") -> Study:
-    """The checked study of a dictionary such as a TOML file holds.
-
-    Every arm can be built, and differs from every other.
-    """
+    """Return the checked study of a dictionary as in a TOML file: all arms can be built and are different."""
     for key in given:
         if key not in KEYS:
             raise unknown_key(f"{where}: unknown key", key, list(KEYS))
     base = base_config(given, where)
     drafts = [
-        *written_arms(given.get("arms", {}), where),
-        *grid(given.get("axes", {}), base, where),
-        *ablated(given.get("ablations"), where),
+        *listed_arms(given.get("arms", {}), where),
+        *grid_arms(given.get("axes", {}), base, where),
+        *ablation_arms(given.get("ablations"), where),
     ]
-    arms = unlike(settled(drafts, base, where), where)
+    arms = distinct([build_arm(draft, base, where) for draft in drafts], where)
     if len(arms) < 2:
         raise BadInput(
             f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations"
         )
-    reference = chosen_reference(given.get("reference"), arms, where)
+    reference = check_reference(given.get("reference"), arms, where)
     references = question_references(given, arms, where)
-    arms = with_one_attention(arms, drafts, base, reference, where)
+    arms = share_attention(arms, drafts, base, reference, where)
     check_shared(arms, where)
     keep = given.get("keep", "last")
     if keep not in KEEP:
         raise unknown_name("keep", str(keep), list(KEEP))
-    return Study(tuple(arms), reference, seeds_of(given.get("seeds", SEEDS), where), base, references, keep)
+    return Study(tuple(arms), reference, read_seeds(given.get("seeds", SEEDS), where), base, references, keep)
 
 
 def base_config(given: dict[str, Any], where: str) -> LabConfig:
-    named = given.get("preset", "nano")
-    if not isinstance(named, str):
-        raise BadInput(f"{where}: preset must be text, not {named!r}")
+    name = given.get("preset", "nano")
+    if not isinstance(name, str):
+        raise BadInput(f"{where}: preset must be text, not {name!r}")
     base = given.get("base", {})
     if not isinstance(base, dict):
         raise BadInput(f"{where}: [base] must be a table, not {base!r}")
-    if "seed" in (base["train"] if isinstance(base.get("train"), dict) else {}) and not whole_config(base):
+    train = base["train"] if isinstance(base.get("train"), dict) else {}
+    if "seed" in train and "paired_weights" not in train:  # a run writes both
         raise BadInput(
-            f"{where}: [base.train] seed: a study has seeds of its own; give seeds = "
-            f"[{base['train']['seed']}, ...]"
+            f"{where}: [base.train] seed: give the study's seeds instead: seeds = [{train['seed']}, ...]"
         )
     if "preset" in base:
         raise BadInput(f"{where}: [base] preset: write preset at the top of the file")
-    config = config_from(base, preset_config(named), f"{where}: base")
-    if isinstance(base.get("train"), dict) and base["train"].get("paired_weights") is False:
+    config = config_from(base, preset_config(name), f"{where}: base")
+    if train.get("paired_weights") is False:
         raise BadInput(f"{where}: [base.train] paired_weights: {PAIRED}")
     check_vocabulary(config.data.vocabulary, config.model.vocabulary)
     return replace(config, train=replace(config.train, seed=0, paired_weights=True))
 
 
-def whole_config(base: dict[str, Any]) -> bool:
-    """Whether it is what a run wrote, every key in it, rather than what a person did."""
-    return "paired_weights" in base.get("train", {})
-
-
-def seeds_of(given: Any, where: str) -> tuple[int, ...]:
+def read_seeds(given: Any, where: str) -> tuple[int, ...]:
     number = isinstance(given, int) and not isinstance(given, bool)
     seeds = list(range(max(given, 0))) if number else given
-    whole = isinstance(seeds, list) and all(
+    valid = isinstance(seeds, list) and all(
         isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 2**63 for s in seeds
     )
-    if not whole or len(set(seeds)) != len(seeds) or len(seeds) < 2:
+    if not valid or len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise BadInput(
-            f"{where}: seeds must be a number from 2, or a list of at least two different whole "
+            f"{where}: seeds must be a number from 2 or a list of at least two different whole "
             f"numbers, not {given!r}"
         )
     return tuple(seeds)
 
 
-# --- the arms
-
-
-def written_arms(given: Any, where: str) -> Iterator[Draft]:
-    """The arms of [arms], each with its changes to the base."""
+def listed_arms(given: Any, where: str) -> Iterator[Draft]:
+    """Yield the arms of [arms], each with its changes to the base."""
     if not isinstance(given, dict):
         raise BadInput(f"{where}: [arms] must be a table of arms, not {given!r}")
     for name, changes in given.items():
@@ -219,38 +198,34 @@ def written_arms(given: Any, where: str) -> Iterator[Draft]:
         yield Draft(name, overrides, question or "main", axes)
 
 
-def grid(given: Any, base: LabConfig, where: str) -> Iterator[Draft]:
-    """An arm for every combination of the axes' values.
+def grid_arms(given: Any, base: LabConfig, where: str) -> Iterator[Draft]:
+    """Yield an arm for every combination of the axes' values.
 
-    An axis is a dotted key with a list of values, or a name with a table of named changes: [axes.size] S =
-    {model = {...}}.
+    An axis is a dotted key with a list of values, or a name with a table of named changes:
+    [axes.size] S = {model = {...}}.
     """
     if not isinstance(given, dict):
         raise BadInput(f"{where}: [axes] must be a table of lists, not {given!r}")
     if not given:
         return
     axes = [axis(key, values, where) for key, values in given.items()]
-    last = [key.split(".")[-1] for key in given]
-    short = {key: word if last.count(word) == 1 else key for key, word in zip(given, last, strict=True)}
+    ends = [key.split(".")[-1] for key in given]
+    short = {key: end if ends.count(end) == 1 else key for key, end in zip(given, ends, strict=True)}
     for point in itertools.product(*axes):
         overrides: Overrides = {}
         for changes in sorted((change.overrides for change in point), key=names_router, reverse=True):
             overrides = merged(overrides, changes)
-        words = [
+        labels = [
             str(at.value) if at.key == "model.router" or at.named else f"{short[at.key]}={at.value}"
             for at in point
         ]
-        yield Draft(
-            " ".join(words),
-            overrides,
-            question_of(point),
-            {short[at.key]: at.value for at in point if at.key},
-        )
+        position = {short[at.key]: at.value for at in point if at.key}
+        yield Draft(" ".join(labels), overrides, question_of(point), position)
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value of one axis, and what it changes."""
+    """One value of one axis, and its changes to the base."""
 
     key: str
     value: Any
@@ -264,8 +239,8 @@ def axis(key: str, values: Any, where: str) -> list[Value]:
             tables = isinstance(changes, dict) and all(isinstance(table, dict) for table in changes.values())
             if not tables or not set(changes) <= {"model", "train"}:
                 raise BadInput(
-                    f"{where}: [axes.{key}] {name} must be a table of changes to model and "
-                    f"train, not {changes!r}"
+                    f"{where}: [axes.{key}] {name} must be a table of changes to model and train, not "
+                    f"{changes!r}"
                 )
         return [Value(key, name, changes, named=True) for name, changes in values.items()]
     if not isinstance(values, list) or not values:
@@ -273,7 +248,7 @@ def axis(key: str, values: Any, where: str) -> list[Value]:
     parts = key.split(".")
     if parts[0] not in ("model", "data", "train") or len(parts) < 2:
         raise BadInput(
-            f'{where}: [axes] {key!r}: write the table too, such as "model.router" or "train.learning_rate"'
+            f'{where}: [axes] {key!r}: include the table, such as "model.router" or "train.learning_rate"'
         )
     if len({repr(value) for value in values}) < len(values):
         raise BadInput(f"{where}: [axes] {key}: a value is given twice")
@@ -283,8 +258,8 @@ def axis(key: str, values: Any, where: str) -> list[Value]:
 def nested(parts: list[str], value: Any) -> Overrides:
     for part in reversed(parts):
         value = {part: value}
-    made: Overrides = value
-    return made
+    overrides: Overrides = value
+    return overrides
 
 
 def names_router(overrides: Overrides) -> bool:
@@ -301,24 +276,19 @@ def merged(one: Overrides, other: Overrides) -> Overrides:
 
 
 def question_of(point: tuple[Value, ...]) -> str:
-    """scaling where a size varies, sweep where an option or another number does.
-
-    Main where routers alone do.
-    """
+    """Return scaling if a size varies, sweep if another value does, main if only routers do."""
     changed = [(table, key) for at in point for table, changes in at.overrides.items() for key in changes]
     if any(table == "model" and key in SIZES for table, key in changed):
         return "scaling"
     return "sweep" if any((table, key) != ("model", "router") for table, key in changed) else "main"
 
 
-def ablated(given: Any, where: str) -> Iterator[Draft]:
-    """A router whole, and with one part of it taken away at a time."""
+def ablation_arms(given: Any, where: str) -> Iterator[Draft]:
+    """Yield the complete router, and variants with one part removed."""
     if given is None:
         return
     if not isinstance(given, str) or given not in ABLATED:
-        raise BadInput(
-            f"{where}: ablations = {given!r}: known are those of {' and '.join(ABLATED)}, one router a study"
-        )
+        raise BadInput(f"{where}: ablations = {given!r}: give one of {', '.join(ABLATED)}")
     for name, model in ABLATED[given].items():
         yield Draft(f"{given}{name}", {"model": {"router": given, **model}}, "ablation")
 
@@ -326,116 +296,90 @@ def ablated(given: Any, where: str) -> Iterator[Draft]:
 ABLATED = {name: router.variants for name, router in ROUTERS.items() if router.variants}
 
 
-# --- the arms together
-
-
-def settled(drafts: list[Draft], base: LabConfig, where: str) -> list[Arm]:
-    """Every arm with its config, checked as any training's is."""
-    made = []
-    for draft in drafts:
-        config = config_of(draft, base, where)
-        made.append(Arm(draft.name, draft.question or "main", draft.overrides, config, draft.axes))
-    return made
-
-
-def config_of(draft: Draft, base: LabConfig, where: str) -> LabConfig:
+def build_arm(draft: Draft, base: LabConfig, where: str) -> Arm:
+    """Return the arm with its checked config."""
     place = f"{where}: arm {draft.name!r}"
     if not draft.name.strip() or "/" in draft.name or "\n" in draft.name:
-        raise BadInput(f"{place}: give it a name of letters and figures")
-    if len(draft.name) > LONGEST_NAME:
-        raise BadInput(
-            f"{place}: its name has {len(draft.name)} letters; give it one of at most {LONGEST_NAME}"
-        )
+        raise BadInput(f"{place}: give it a name of letters and digits, without / and line breaks")
+    if len(draft.name) > MAX_NAME:
+        raise BadInput(f"{place}: its name has {len(draft.name)} letters; the limit is {MAX_NAME}")
     train = draft.overrides.get("train", {})
     if isinstance(train, dict) and "seed" in train:
-        raise BadInput(f"{place}: [train] seed: all arms are trained under the study's seeds; leave it out")
+        raise BadInput(f"{place}: [train] seed: all arms are trained under the study's seeds; remove it")
     if isinstance(train, dict) and train.get("paired_weights") is False:
         raise BadInput(f"{place}: [train] paired_weights: {PAIRED}")
     try:
         config = config_from(draft.overrides, base, place)
-    except BadInput as error:  # routers and names are refused without the place
+    except BadInput as error:  # some errors do not name the arm
         raise error if str(error).startswith(place) else BadInput(f"{place}: {error}") from None
     check_vocabulary(config.data.vocabulary, config.model.vocabulary)
-    return config
+    return Arm(draft.name, draft.question or "main", draft.overrides, config, draft.axes)
 
 
-def unlike(arms: list[Arm], where: str) -> list[Arm]:
-    """The arms without those that were asked for twice.
-
-    Refuses one name for two things, and two names for one.
-    """
-    kept: dict[str, Arm] = {}
+def distinct(arms: list[Arm], where: str) -> list[Arm]:
+    """Return the arms without repetitions; raise for one name of two settings, and two names of one."""
+    unique: dict[str, Arm] = {}
     for arm in arms:
-        if arm.name in kept:
-            if kept[arm.name].config != arm.config:
+        if arm.name in unique:
+            if unique[arm.name].config != arm.config:
                 raise BadInput(f"{where}: two different arms are called {arm.name!r}; rename one")
             continue
-        same = [other for other in kept.values() if other.config == arm.config]
+        same = [other for other in unique.values() if other.config == arm.config]
         if same:
             raise BadInput(
-                f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; take one away"
+                f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; remove one"
             )
-        clash = [other for other in kept.values() if other.folder.lower() == arm.folder.lower()]
+        clash = [other for other in unique.values() if other.folder.lower() == arm.folder.lower()]
         if clash:
             raise BadInput(
                 f"{where}: arms {clash[0].name!r} and {arm.name!r} would share a folder; rename one"
             )
-        kept[arm.name] = arm
-    return list(kept.values())
+        unique[arm.name] = arm
+    return list(unique.values())
 
 
-def chosen_reference(given: Any, arms: list[Arm], where: str) -> str:
+def check_reference(given: Any, arms: list[Arm], where: str) -> str:
     names = [arm.name for arm in arms]
     if given is None:
-        raise BadInput(
-            f"{where}: no reference; say which arm the others are compared with: reference = {names[0]!r}"
-        )
+        raise BadInput(f"{where}: no reference; name the arm to compare with: reference = {names[0]!r}")
     if given not in names:
         raise unknown_name("reference", str(given), names)
     return str(given)
 
 
 def question_references(given: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
-    """Arms that single questions are compared with instead.
-
-    Of ablations the whole router, unless the study names another.
-    """
+    """Return the references of single questions; for ablations by default the complete router."""
     named = given.get("references", {})
     if not isinstance(named, dict):
         raise BadInput(f'{where}: references must be a table such as {{ablation = "spectra"}}, not {named!r}')
-    whole = {"ablation": given["ablations"]} if given.get("ablations") else {}
-    for question, name in {**whole, **named}.items():
+    default = {"ablation": given["ablations"]} if given.get("ablations") else {}
+    for question, name in {**default, **named}.items():
         if question not in QUESTIONS:
             raise unknown_name("question", question, list(QUESTIONS))
         if name not in [arm.name for arm in arms]:
             raise unknown_name(f"reference of {question}", str(name), [arm.name for arm in arms])
-    return {**whole, **named}
+    return {**default, **named}
 
 
-def with_one_attention(
+def share_attention(
     arms: list[Arm], drafts: list[Draft], base: LabConfig, reference: str, where: str
 ) -> list[Arm]:
-    """The arms with the reference's norms of queries and keys, which otherwise follow the layout a router is
-    saved in.
+    """Give all arms the reference's choice of query and key norms, which by default follows the router.
 
-    Where the base or any arm speaks of qk_norm, all are left as they are.
+    If the base or any arm sets qk_norm, all arms stay as they are.
     """
-    said = base.model.qk_norm is not None or any(
-        "qk_norm" in draft.overrides.get("model", {}) for draft in drafts
-    )
-    if said:
+    if base.model.qk_norm is not None:
+        return arms
+    if any("qk_norm" in draft.overrides.get("model", {}) for draft in drafts):
         return arms
     norms = next(uses_qk_norm(arm.config.model) for arm in arms if arm.name == reference)
-    made = []
+    shared = []
     for arm in arms:
-        model = arm.config.model
-        if model.block == "modern":
-            model = replace(model, qk_norm=norms)
-        overrides = (
-            merged(arm.overrides, {"model": {"qk_norm": norms}}) if model.block == "modern" else arm.overrides
-        )
-        made.append(replace(arm, overrides=overrides, config=replace(arm.config, model=model)))
-    return unlike(made, where)
+        if arm.config.model.block == "modern":
+            config = replace(arm.config, model=replace(arm.config.model, qk_norm=norms))
+            arm = replace(arm, overrides=merged(arm.overrides, {"model": {"qk_norm": norms}}), config=config)
+        shared.append(arm)
+    return distinct(shared, where)
 
 
 def check_shared(arms: list[Arm], where: str) -> None:
@@ -444,6 +388,6 @@ def check_shared(arms: list[Arm], where: str) -> None:
         for arm in arms[1:]:
             if of(arm.config) != of(first.config):
                 raise BadInput(
-                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their "
-                    "losses are not of the same text; set it in [base]"
+                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their losses are "
+                    "not comparable; set it in [base]"
                 )

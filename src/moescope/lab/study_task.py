@@ -1,30 +1,33 @@
-"""One training of a study: trained or taken up, then measured.
-
-What it found comes back as rows of the study's tables.
-"""
+"""One training of a study: train or resume it, measure it, and return rows of the study's tables."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.lab.study_text import StudyText, study_text
-from moescope.lab.train import STATE, Job, lock_training, run_training, saved_checkpoints
+from moescope.lab.train import STATE, Job, data_of, held, saved_checkpoints, train_in
+from moescope.lab.train_settings import as_plain
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, jsonable, read_run_json, write_json
+from moescope.storage import check_disk, sync_file, sync_folder
 from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.config import LabConfig
+    from moescope.lab.corpus import Corpus
+    from moescope.lab.document_losses import DocumentSample
+    from moescope.lab.training import Data
 
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
-TRAININGS = "trainings"
-# columns of study_runs, by the Monitor's metrics that they are means over layers of
+TRAININGS, TEXT_FOLDER = "trainings", "text"
+# column of study_runs -> the Monitor's metric whose mean over layers it is
 LOAD = {
     "load_cv": "cv",
     "max_over_mean": "max_over_mean",
@@ -36,8 +39,8 @@ CURVES = ("load_cv", "routing_entropy", "unused_share")
 
 
 @dataclass(frozen=True)
-class TrainingPiece:
-    """What is to be trained, and where; small, so that it can be sent to another process."""
+class TrainingTask:
+    """What to train, and where; small, so that it can be sent to another process."""
 
     study: Path
     name: str
@@ -57,78 +60,61 @@ class TrainingPiece:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Rows of the study's tables from one training."""
+class TaskResult:
+    """One training's rows of the study's tables."""
 
     frames: dict[str, pd.DataFrame] = field(default_factory=dict)
     status: str = DONE
 
 
-def train_piece(device: str, piece: TrainingPiece, tick: Callable[[], None]) -> Measured:
-    """Train to the end, from the last checkpoint if there is one, and measure. A training that diverges, or
-    does not fit, has failed.
+def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
+    """Train to the end, from the last checkpoint if there is one, and measure.
 
-    Everything else that goes wrong is raised: it would go wrong with the next training too.
+    A training that diverges or runs out of memory has failed. Every other error is raised: it would also stop
+    the next training.
     """
     import pandas as pd
     import torch
 
     from moescope.decoder.ranks import Ranks
-    from moescope.lab.training import Diverged
+    from moescope.lab.divergence import Diverged
 
-    text = study_text(piece.study, piece.corpus, piece.config)
-    identity = {"arguments": {**jsonable(asdict(piece.config)), "from": None}, "corpus": piece.corpus}
-    job = Job(
-        piece.folder,
-        piece.config,
-        text.corpus,
-        text.vocabulary,
-        identity,
-        None,
-        device,
-        Ranks(),
-        True,
-        text.data,
-        tick,
-    )
-    run = finished_run(piece.folder, identity)
+    text = load_text(task.study, task.corpus, task.config)
+    identity = {"arguments": {**jsonable(as_plain(task.config)), "from": None}, "corpus": task.corpus}
+    sources = (task.config, text.corpus, text.vocabulary, identity, None)
+    job = Job(task.folder, *sources, device, Ranks(), True, text.data, tick)
+    run = finished_run(task.folder, identity)
     if run is not None:
-        for _ in range(piece.config.train.steps):
+        for _ in range(task.config.train.steps):
             tick()
     elif device.startswith("cuda"):
-        # a process that has not yet used its GPU has nothing to reset
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()  # type: ignore[no-untyped-call] # a process without a GPU context has nothing to reset
         torch.cuda.reset_peak_memory_stats()
-    row = {**piece.keys, "question": piece.question, **costs(piece.config)}
+    row = {**task.keys, "question": task.question, **costs(task.config)}
     try:
-        # Alerts are kept in each training's table; printed, nobody could tell whose they are.
-        with unsaid_alerts(), lock_training(piece.folder):
-            run = run or run_training(
-                job, {"study": str(piece.study.resolve()), **piece.keys}, overwrite=False
-            )
+        # Alerts are in each training's table; printed, they would not name their training.
+        with unsaid_alerts(), held(task.folder):
+            run = run or train_in(job, {"study": str(task.study.resolve()), **task.keys}, overwrite=False)
         assert run is not None
-        more, documents = measures(run, piece, text, device)
+        values, documents = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
-        failed = {**row, "status": FAILED, "message": str(error).splitlines()[0]}
-        curves = curves_of(Run.load(piece.folder), piece) if read_run_json(piece.folder) else None
-        frames = {"study_runs": pd.DataFrame([failed])}
-        return Measured(frames if curves is None else {**frames, "study_curves": curves}, FAILED)
-    return Measured(
-        {
-            "study_runs": pd.DataFrame([{**row, "status": DONE, **more}]),
-            "study_documents": documents.assign(**piece.keys),
-            "study_curves": curves_of(run, piece),
-        }
-    )
+        row |= {"status": FAILED, "message": str(error).splitlines()[0]}
+        frames = {"study_runs": pd.DataFrame([row])}
+        curves = curves_of(Run.load(task.folder), task) if read_run_json(task.folder) else None
+        return TaskResult(frames if curves is None else {**frames, "study_curves": curves}, FAILED)
+    frames = {
+        "study_runs": pd.DataFrame([{**row, "status": DONE, **values}]),
+        "study_documents": documents.assign(**task.keys),
+    }
+    curves = curves_of(run, task)
+    return TaskResult(frames if curves is None else {**frames, "study_curves": curves})
 
 
-_COSTS: dict[
-    str, dict[str, int]
-] = {}  # counted once: every row of a table that is written again and again has them
+_COSTS: dict[str, dict[str, int]] = {}  # by config: the tables are written again after every training
 
 
 def costs(config: LabConfig) -> dict[str, int]:
-    """Parameters and operations, which are known before anything is trained."""
+    """Count parameters and FLOPs, which are known before training."""
     from moescope.decoder.model import parameter_counts
     from moescope.lab.cost import active_parameters, flops_per_token
 
@@ -144,14 +130,15 @@ def costs(config: LabConfig) -> dict[str, int]:
     return _COSTS[key]
 
 
-def measures(
-    run: Run, piece: TrainingPiece, text: StudyText, device: str
+def measure(
+    run: Run, task: TrainingTask, text: StudyText, device: str
 ) -> tuple[dict[str, float | None], pd.DataFrame]:
-    """Values of study_runs from the finished training, and the losses of its validation documents."""
+    """Return the training's values in study_runs, and the losses of its validation documents."""
     from moescope.decoder.saving import load_model
-    from moescope.lab.evaluation import checkpoint_stability, document_losses, evaluation_noise, mean_loss
+    from moescope.lab.checkpoint_stability import checkpoint_stability
+    from moescope.lab.document_losses import document_losses, evaluation_noise, mean_loss
 
-    train = piece.config.train
+    train = task.config.train
     checkpoints = [(item["step"], Path(item["path"])) for item in saved_checkpoints(run.path / "checkpoints")]
     model, _ = load_model(checkpoints[-1][1], device)
     size = max(train.batch_size // train.micro_batches, 1)
@@ -160,23 +147,16 @@ def measures(
     noise = evaluation_noise(documents)
     stability = checkpoint_stability(checkpoints, text.data.validation, device)
     last = load_over_steps(run)
-    found: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
-    found |= dict(zip(("noise_low", "noise_high"), noise or (None, None), strict=True))
-    found |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
+    values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
+    values |= dict(zip(("noise_low", "noise_high"), noise or (None, None), strict=True))
+    values |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
     if stability is not None:
-        found |= {
-            "consistency": stability.consistency,
-            "usage_sigma": stability.usage_sigma,
-            "kendall_tau": stability.kendall_tau,
-        }
-    return {**found, **speed(run)}, documents
+        values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}
+    return {**values, **speed(run)}, documents
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
-    """step, and the columns of LOAD: means over layers of the Monitor's metrics.
-
-    Of a dense model nothing: its one expert has no load to share.
-    """
+    """Return step and the columns of LOAD, means over layers; empty for a dense model."""
     import pandas as pd
 
     facts = run.info["router_facts"]
@@ -191,22 +171,21 @@ def load_over_steps(run: Run) -> pd.DataFrame:
     return wide.rename(columns=names).reset_index().rename_axis(None, axis=1)
 
 
-def curves_of(run: Run, piece: TrainingPiece) -> pd.DataFrame | None:
-    """Rows of study_curves; None where nothing was logged before the training stopped."""
+def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
+    """Return rows of study_curves; None if nothing was logged before the training stopped."""
     if "steps" not in run.tables:
         return None
     steps = run.table("steps")[["step", "train_loss", "validation_loss"]]
     load = load_over_steps(run)
-    wanted = ["step", *(column for column in CURVES if column in load)]
-    joined = steps.merge(load[wanted], on="step", how="outer").sort_values("step", ignore_index=True)
-    return joined.assign(**piece.keys)
+    columns = ["step", *(column for column in CURVES if column in load)]
+    joined = steps.merge(load[columns], on="step", how="outer").sort_values("step", ignore_index=True)
+    return joined.assign(**task.keys)
 
 
 def speed(run: Run) -> dict[str, float | None]:
-    """Tokens a second over all steps, evaluations left out; peak memory of a GPU; seconds of all attempts
-    together.
+    """Return tokens per second without evaluations, peak GPU memory, and seconds over all attempts.
 
-    A CPU's peak is that of the process, which trainings share, so it says nothing of one of them.
+    A CPU's peak memory is that of the process, which trainings share.
     """
     steps = run.table("steps").sort_values("step")
     steps = steps[steps["tokens_per_second"].notna()]
@@ -221,18 +200,68 @@ def speed(run: Run) -> dict[str, float | None]:
 
 
 def prune(folder: Path, keep: str) -> None:
-    """Remove of a measured training what takes most room.
-
-    The state it would go on from, and all checkpoints but those to be kept.
-    """
+    """Remove a measured training's resume state and all checkpoints except those to keep."""
     info = read_run_json(folder)
     if keep == "all" or info is None:
         return
     states = folder / "checkpoints"
     saved = saved_checkpoints(states)
-    gone = saved[:-1] if keep == "last" else saved
-    for item in gone:
+    removed = saved[:-1] if keep == "last" else saved
+    for item in removed:
         shutil.rmtree(item["path"], ignore_errors=True)
     (states / STATE).unlink(missing_ok=True)
-    if gone:
+    if removed:
         write_json(folder / "run.json", {**info, "checkpoints": saved_checkpoints(states)})
+
+
+# --- the text, read once and stored in the study's folder: every training reads the same
+
+
+@dataclass(frozen=True)
+class StudyText:
+    """What all trainings of a study share."""
+
+    corpus: Corpus
+    vocabulary: Vocabulary
+    data: Data
+    documents: DocumentSample
+
+
+def save_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
+    """Write corpus and tokenizer, completely or not at all, unless the study already has them."""
+    target = folder / TEXT_FOLDER
+    if target.exists():
+        return
+    content = json.dumps(asdict(corpus), ensure_ascii=False).encode()
+    check_disk(folder, len(content))
+    partial = folder / f"{TEXT_FOLDER}.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    (partial / "corpus.json").write_bytes(content)
+    vocabulary.save(partial)
+    for file in partial.iterdir():
+        sync_file(file)
+    partial.rename(target)
+    sync_folder(folder)
+
+
+_TEXTS: dict[tuple[object, ...], StudyText] = {}  # of the study this process works for
+
+
+def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
+    """Return the study's text, read and split into rows once per process; `identity` is the corpus's."""
+    from moescope.decoder.vocabulary import load_vocabulary
+    from moescope.lab.corpus import Corpus
+    from moescope.lab.document_losses import WINDOWS, DocumentSample
+
+    train, layout = config.train, config.data.layout
+    key = (folder, identity, train.sequence_length, train.evaluation_rows, layout)
+    if key not in _TEXTS:
+        content = json.loads((folder / TEXT_FOLDER / "corpus.json").read_text(encoding="utf-8"))
+        corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
+        vocabulary = load_vocabulary(folder / TEXT_FOLDER)
+        windows = 1 if layout == "documents" else WINDOWS
+        documents = DocumentSample.of(corpus.validation, vocabulary, train.sequence_length, windows)
+        _TEXTS.clear()
+        _TEXTS[key] = StudyText(corpus, vocabulary, data_of(config, corpus, vocabulary), documents)
+    return _TEXTS[key]

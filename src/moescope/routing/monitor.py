@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moescope.arguments import names
-from moescope.checkpoint.in_memory import in_memory
+from moescope.checkpoint.source import in_memory
 from moescope.families import read_moe
 from moescope.routing.alerts import Thresholds
 from moescope.routing.trainer_monitor import TrainerMonitor

@@ -206,7 +206,7 @@ def refusal(folder):
         (
             "g_idx",
             torch.arange(64),
-            "has its columns grouped by activation (weight_g_idx), which cannot be read yet; give",
+            "has its columns grouped by activation (weight_g_idx), which is not supported; give",
         ),
         ("shape", torch.tensor([32, 60]), "says [32, 60], but"),
     ],
@@ -233,7 +233,7 @@ def test_bits_that_straddle_words_are_refused_by_their_number(tmp_path):
     edit = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     edit["config_groups"]["group_0"]["weights"]["num_bits"] = 3
     edit_json(tmp_path / "config.json", quantization_config=edit)
-    with pytest.raises(BadInput, match="is packed in 3 bits, which cannot be read yet"):
+    with pytest.raises(BadInput, match="is packed in 3 bits, which is not supported"):
         read_moe(open_checkpoint(tmp_path))
 
 

@@ -179,5 +179,5 @@ def test_a_tensor_stored_both_plain_and_packed_is_refused(tmp_path):
     gpt_oss_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), GATE_UP: torch.ones(3, 64, 128)}, file)
-    with pytest.raises(BadInput, match="is stored twice, in two forms; keep one of the two"):
+    with pytest.raises(BadInput, match="is stored twice, in two formats; keep one of the two"):
         read_moe(open_checkpoint(tmp_path))

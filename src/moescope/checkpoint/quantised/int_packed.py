@@ -1,11 +1,8 @@
-"""compressed-tensors' `pack-quantized`: integers of a few bits in words of 32, a scale for each group of
-columns.
+"""compressed-tensors `pack-quantized`: integers of a few bits in 32-bit words, one scale per column group.
 
-`X.weight_packed` int32 [rows, columns * bits / 32], lowest bits first, each value stored with 2^(bits - 1)
-added;
-`X.weight_scale` [rows, groups]; `X.weight_shape`, the logical shape, as data; and, where zero is not the
-middle, the
-`X.weight_zero_point`, packed the same way along the rows. Bits and group size stand in the config only.
+`X.weight_packed` int32 [rows, columns * bits / 32], lowest bits first, each value stored plus 2^(bits - 1);
+`X.weight_scale` [rows, groups]; `X.weight_shape`, the logical shape, as data; for asymmetric quantisation
+`X.weight_zero_point`, packed along the rows. Bits and group size are in the config only.
 """
 
 from __future__ import annotations
@@ -13,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moescope.checkpoint.quantised.packed import (
-    READ_INSTEAD,
+    FLOATS,
+    USE_INSTEAD,
     Claim,
-    Index,
     Packed,
     Quantisation,
     ReadPart,
@@ -27,31 +24,27 @@ from moescope.checkpoint.quantised.packed import (
     is_count,
     misshapen,
     present,
-    unreadable,
+    rejected,
 )
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.checkpoint.headers import TensorInfo
+    from moescope.checkpoint.files import Index, TensorInfo
 
 WORD = 32
-BITS = (
-    2,
-    4,
-    8,
-)  # those that never straddle two words: releases of the library differ in how they pack the others
-FLOATS = ("F64", "F32", "F16", "BF16")
+# those that never straddle two words; library releases pack the others differently
+BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
 class WeightSettings:
-    """How one group of the config's quantises the weights of its targets."""
+    """How one config group quantises the weights of its targets."""
 
     targets: tuple[str, ...]
     bits: int
-    group_size: int | None  # None: one scale a row, or one in all
+    group_size: int | None  # None: one scale per row or per tensor
     symmetric: bool
 
 
@@ -60,15 +53,15 @@ class IntPacked:
     packed: str
     scale: str
     zero_point: str | None
-    stated_shape: str
+    shape_part: str
     file: str
     shape: tuple[int, ...]
     bits: int
-    group_size: int  # as many columns as there are where a row has one scale
-    one_scale: bool  # for the whole tensor
+    group_size: int  # all columns if a row has one scale
+    one_scale: bool  # for all of the tensor
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
-        """(value - zero point) * scale of its group; exact in float32 for scales of 16 bits."""
+        """Return (value - zero point) * group scale; exact in float32 for 16-bit scales."""
         import torch
 
         self.check_shape(read_part)
@@ -77,7 +70,7 @@ class IntPacked:
         values = unpack(read_part(self.packed, index), self.bits)[..., :width].float()
         group = torch.arange(width) // self.group_size
         if self.zero_point:
-            # packed along the rows, so rows of a matrix cannot be read apart
+            # packed along the rows, so single rows cannot be read
             words = read_part(self.zero_point, index if fused else None).transpose(-1, -2).contiguous()
             zero = unpack(words, self.bits)[..., :height].transpose(-1, -2)
             values -= (zero if fused or index is None else zero[index]).float()[..., group]
@@ -86,24 +79,22 @@ class IntPacked:
         return values.mul_(read_part(self.scale, index).float()[..., group])
 
     def check_shape(self, read_part: ReadPart) -> None:
-        """The header tells the columns up to the padding of the last word; the data tell them exactly."""
-        stated = read_part(self.stated_shape, None).flatten()
-        found = stated.tolist()
-        if found != list(self.shape):
+        """Compare with the stored shape: the header gives columns only up to the padding of the last word."""
+        shape = read_part(self.shape_part, None).flatten().tolist()
+        if shape != list(self.shape):
             raise BadInput(
-                f"{self.file}: tensor {self.stated_shape} says {found}, but {self.packed} and "
-                "its scales hold "
-                f"{list(self.shape)}; columns that do not fill whole words of {WORD} bits cannot "
-                f"be read, {READ_INSTEAD}"
+                f"{self.file}: tensor {self.shape_part} says {shape}, but {self.packed} and its scales "
+                f"hold {list(self.shape)}; columns that do not fill whole words of {WORD} bits cannot be "
+                f"read, {USE_INSTEAD}"
             )
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """The integers in the words of the last axis, lowest bits first, with zero back in the middle."""
+    """Return the signed integers packed in the words of the last axis, lowest bits first."""
     import torch
 
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
-    values = words.to(torch.int32)[..., None] >> shifts  # the sign runs in from the left; the mask drops it
+    values = words.to(torch.int32)[..., None] >> shifts  # sign extension is masked out below
     return values.bitwise_and_(2**bits - 1).sub_(2 ** (bits - 1)).flatten(-2)
 
 
@@ -114,9 +105,9 @@ def int_packed(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
             settings = settings_of(name.removesuffix(".weight_packed"), groups)
             if settings is None:
                 raise BadInput(
-                    f"{info.file}: tensor {name} is packed by compressed-tensors, and no group "
-                    "of quantization_config in config.json "
-                    "says in how many bits; put the checkpoint's own config.json beside it"
+                    f"{info.file}: tensor {name} is packed by compressed-tensors, and no group of "
+                    "quantization_config in config.json says in how many bits; put the checkpoint's own "
+                    "config.json beside it"
                 )
             yield one_tensor(stored, info, settings)
 
@@ -129,26 +120,26 @@ def one_tensor(stored: Stored, packed: TensorInfo, settings: WeightSettings) -> 
     parts = (packed.name, *present(stored, scale, shape, zero_point, order))
     logical = replace(packed, name=name, shape=(*rows, words * WORD // max(settings.bits, 1)), dtype=scheme)
     if settings.bits not in BITS:
-        return logical, unreadable(
-            scheme, logical, parts, f"is packed in {settings.bits} bits, which cannot be read yet"
+        return logical, rejected(
+            scheme, logical, parts, f"is packed in {settings.bits} bits, which is not supported"
         )
     if order in stored:
-        why = "has its columns grouped by activation (weight_g_idx), which cannot be read yet"
-        return logical, unreadable(scheme, logical, parts, why)
+        why = "has its columns grouped by activation (weight_g_idx), which is not supported"
+        return logical, rejected(scheme, logical, parts, why)
     needed = (scale, shape) if settings.symmetric else (scale, shape, zero_point)
     for part in needed:
         if part not in stored:
             return logical, incomplete(scheme, logical, parts, part)
     if settings.symmetric and zero_point in stored:
         why = f"is symmetric by config.json, and yet {zero_point} is there"
-        return logical, unreadable(scheme, logical, parts, why, "check that they belong together")
-    return fitted(stored, logical, packed, settings, parts)
+        return logical, rejected(scheme, logical, parts, why, "check that they belong together")
+    return check_parts(stored, logical, packed, settings, parts)
 
 
-def fitted(
+def check_parts(
     stored: Stored, logical: TensorInfo, packed: TensorInfo, settings: WeightSettings, parts: tuple[str, ...]
 ) -> Claim:
-    """The tensor with its columns as groups and words together tell them."""
+    """Return the claim with the column count that groups and words agree on."""
     name, bits, scheme = logical.name, settings.bits, logical.dtype
     *rows, columns = logical.shape
     scale, zero_point = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
@@ -156,9 +147,9 @@ def fitted(
     size = settings.group_size or columns
     groups = -(-columns // size)
     if settings.group_size and scale.shape[:-1] == tuple(rows):
-        whole = scale.shape[-1] * size  # what the groups hold, if the last word is not full
-        if -(-whole * bits // WORD) == packed.shape[-1]:
-            columns, groups = whole, scale.shape[-1]
+        grouped = scale.shape[-1] * size  # columns in all groups, if the last word is not full
+        if -(-grouped * bits // WORD) == packed.shape[-1]:
+            columns, groups = grouped, scale.shape[-1]
             logical = replace(logical, shape=(*rows, columns))
     if scale.dtype not in FLOATS or not (
         scale.shape == (*rows, groups) or (one_scale and not settings.group_size)
@@ -185,55 +176,39 @@ def fitted(
         if settings.group_size
         else "with one scale"
         if one_scale
-        else "with a scale a row"
+        else "with one scale per row"
     )
     return logical, Packed(f"{scheme} {described}", parts, how)
 
 
-# --- the config
-
-
 def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
-    """What each group of the config says of its weights, those of floats left out."""
-    groups = quantisation.said.get("config_groups")
-    found = []
+    """Return the integer weight settings of each config group."""
+    groups = quantisation.config.get("config_groups")
+    settings = []
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if (
-            isinstance(weights, dict)
-            and weights.get("type", "int") == "int"
-            and is_count(weights.get("num_bits"))
-        ):
-            found.append(one_group(group.get("targets"), weights))
-    return found
-
-
-def one_group(targets: Any, weights: dict[str, Any]) -> WeightSettings:
-    size = weights.get("group_size")
-    return WeightSettings(
-        targets=tuple(target for target in targets if isinstance(target, str))
-        if isinstance(targets, list)
-        else (),
-        bits=weights["num_bits"],
-        group_size=size if is_count(size) else None,  # -1 stands for a whole row
-        symmetric=weights.get("symmetric", True) is not False,
-    )
+        if not isinstance(weights, dict) or weights.get("type", "int") != "int":
+            continue
+        bits, size, targets = weights.get("num_bits"), weights.get("group_size"), group.get("targets")
+        if is_count(bits):
+            names = tuple(t for t in targets if isinstance(t, str)) if isinstance(targets, list) else ()
+            group_size = size if is_count(size) else None  # -1 means one scale per row
+            symmetric = weights.get("symmetric", True) is not False
+            settings.append(WeightSettings(names, bits, group_size, symmetric))
+    return settings
 
 
 def settings_of(module: str, groups: list[WeightSettings]) -> WeightSettings | None:
-    """The group whose targets name the module.
-
-    Else the first that names a class, as `Linear`, which all of them are.
-    """
+    """Return the group that targets the module by name, else the first that targets a class (`Linear`)."""
     if len(groups) == 1:
         return groups[0]
     for group in groups:
-        if any(names(target, module) for target in group.targets):
+        if any(matches(target, module) for target in group.targets):
             return group
     return next((group for group in groups if any(target.isidentifier() for target in group.targets)), None)
 
 
-def names(target: str, module: str) -> bool:
+def matches(target: str, module: str) -> bool:
     if not target.startswith("re:"):
         return target == module
     try:

@@ -1,11 +1,8 @@
-"""MXFP4: blocks of 32 values of four bits (e2m1) that share one power of two (OCP Microscaling Formats,
-2023).
+"""MXFP4: blocks of 32 four-bit values (e2m1) that share one power of two (OCP Microscaling Formats, 2023).
 
-GPT-OSS stores `X_blocks` [E, rows, columns / 32, 16] and `X_scales` [E, rows, columns / 32],
-compressed-tensors
-`X.weight_packed` [rows, columns / 2] and `X.weight_scale` [rows, columns / 32]; all are bytes. A byte holds
-two values, the
-first in its low half.
+GPT-OSS stores `X_blocks` [E, rows, columns / 32, 16] and `X_scales` [E, rows, columns / 32];
+compressed-tensors stores `X.weight_packed` [rows, columns / 2] and `X.weight_scale` [rows, columns / 32]. All
+are bytes; a byte holds two values, the first in its low half.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moescope.checkpoint.quantised.packed import (
+    EXPONENTS,
     Claim,
-    Index,
     Packed,
     Quantisation,
     ReadPart,
@@ -30,12 +27,12 @@ from moescope.checkpoint.quantised.packed import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.checkpoint.headers import TensorInfo
+    from moescope.checkpoint.files import Index, TensorInfo
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32
 BYTES = BLOCK // 2
-EXPONENTS = ("U8", "F8_E8M0")
+
 SCHEME = "MXFP4 in blocks of 32"
 
 
@@ -45,10 +42,7 @@ class Mxfp4:
     scales: str
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
-        """e2m1(code) * 2^(s - 127), in the orientation of the blocks.
-
-        Transformers turns GPT-OSS's about after this.
-        """
+        """Return e2m1(code) * 2^(s - 127), oriented as stored; transformers then transposes GPT-OSS."""
         blocks, scales = read_part(self.blocks, index), read_part(self.scales, index)
         return decode(blocks.reshape(*scales.shape, BYTES), scales)
 
@@ -57,7 +51,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     import torch
 
     pairs = torch.tensor([(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)], dtype=torch.float32)
-    values = pairs[blocks.int()].flatten(-2)  # one look-up a byte: the pair it holds
+    values = pairs[blocks.int()].flatten(-2)  # one look-up per byte
     return values.mul_(powers_of_two(scales)[..., None]).flatten(-2)
 
 
@@ -82,7 +76,7 @@ def blocks_and_scales(stored: Stored, blocks: TensorInfo, name: str) -> Claim:
         return logical, incomplete("MXFP4", logical, parts, scales)
     if width != BYTES:
         return logical, misshapen("MXFP4", logical, parts, blocks, f"[..., {BYTES}]")
-    return logical, scaled(logical, blocks, stored[scales], parts)
+    return logical, with_scales(logical, blocks, stored[scales], parts)
 
 
 def packed_bytes(stored: Stored, packed: TensorInfo, scale: TensorInfo) -> Claim:
@@ -90,10 +84,12 @@ def packed_bytes(stored: Stored, packed: TensorInfo, scale: TensorInfo) -> Claim
     stem = packed.name.removesuffix("_packed")
     logical = replace(packed, name=stem, shape=(*rows, 2 * width), dtype="MXFP4")
     parts = (packed.name, scale.name, *present(stored, stem.removesuffix("weight") + "input_global_scale"))
-    return logical, scaled(logical, packed, scale, parts)
+    return logical, with_scales(logical, packed, scale, parts)
 
 
-def scaled(logical: TensorInfo, blocks: TensorInfo, scales: TensorInfo, parts: tuple[str, ...]) -> Packed:
+def with_scales(
+    logical: TensorInfo, blocks: TensorInfo, scales: TensorInfo, parts: tuple[str, ...]
+) -> Packed:
     *rows, columns = logical.shape
     expected = (*rows, columns // BLOCK)
     if scales.shape != expected or columns % BLOCK or scales.dtype not in EXPONENTS:

@@ -1,12 +1,8 @@
-"""Values of eight bits, each multiplied by a scale that a block, a row or the whole tensor shares: FP8, and
-plain INT8.
+"""FP8 and plain INT8: eight-bit values times a scale per block, per row or per tensor.
 
-DeepSeek and those after it store `X.weight` in e4m3 and `X.weight_scale_inv`, one scale for 128 x 128 values,
-the last block of
-a row or column being as large as what is left. Despite its name the scale is multiplied with. Experts that
-transformers 5
-has fused lie as `X` [E, rows, columns] and `X_scale_inv` [E, ...]. compressed-tensors calls the scale
-`X.weight_scale`.
+DeepSeek stores `X.weight` in e4m3 and `X.weight_scale_inv`, one scale per 128 x 128 block (the last blocks
+may be smaller). Despite its name the scale is multiplied. transformers 5 stores fused experts as `X`
+[E, rows, columns] and `X_scale_inv` [E, ...]. compressed-tensors calls the scale `X.weight_scale`.
 """
 
 from __future__ import annotations
@@ -18,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from moescope.checkpoint.quantised.int_packed import weight_settings
 from moescope.checkpoint.quantised.packed import (
+    EXPONENTS,
+    FLOATS,
     Claim,
-    Index,
     Packed,
     Quantisation,
     ReadPart,
@@ -33,30 +30,26 @@ from moescope.checkpoint.quantised.packed import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.checkpoint.headers import TensorInfo
+    from moescope.checkpoint.files import Index, TensorInfo
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-EXPONENTS = ("U8", "F8_E8M0")
-SCALES = ("F64", "F32", "F16", "BF16", *EXPONENTS)
+SCALES = (*FLOATS, *EXPONENTS)
 MX_BLOCK = (1, 32)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which scale belongs to a value.
-
-    One for `rows` x `columns` of them, counted anew in each of `stacked` parts.
-    """
+    """One scale per `rows` x `columns` values, counted separately in each of `stacked` parts."""
 
     rows: int
     columns: int
-    stacked: int = 1  # 2 where gate and up were scaled apart, then laid one below the other
+    stacked: int = 1  # 2 if gate and up were scaled separately, then concatenated
 
     def shape(self, height: int, width: int) -> tuple[int, int]:
         return self.stacked * -(-(height // self.stacked) // self.rows), -(-width // self.columns)
 
     def of_rows(self, height: int) -> Tensor:
-        """The row of the grid that each row of the matrix belongs to."""
+        """Return the grid row of each row of the matrix."""
         import torch
 
         part = height // self.stacked
@@ -65,7 +58,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledValues:
     weight: str
     scale: str
     zero_point: str | None
@@ -75,16 +68,16 @@ class Scaled:
     exponents: bool  # scales stored as the exponents of powers of two
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
-        """(value - zero point) * scale, the product rounded once, to float32."""
+        """Return (value - zero point) * scale, the product rounded once, to float32."""
         values = read_part(self.weight, index).float()
         if self.zero_point:
             values -= self.spread(read_part, self.zero_point, index, exponents=False)
         return values.mul_(self.spread(read_part, self.scale, index, self.exponents))
 
     def spread(self, read_part: ReadPart, name: str, index: Index, exponents: bool) -> Tensor:
-        """One scale a value, of the values at that index."""
+        """Return one scale per value at that index."""
         height, width = self.shape[-2:]
-        stack = len(self.shape) == 3 and not self.one_for_all  # then only those experts' scales are read
+        stack = len(self.shape) == 3 and not self.one_for_all  # read only the scales of these experts
         part = read_part(name, index if stack else None)
         lead = part.shape[:1] if stack and not isinstance(index, int) else ()
         grid = (powers_of_two(part) if exponents else part.float()).reshape(
@@ -96,15 +89,15 @@ class Scaled:
         return grid[..., rows, :].repeat_interleave(min(self.grid.columns, width), dim=-1)[..., :width]
 
 
-def scaled(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
+def fp8(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
     block, group = quantisation.block, group_size(quantisation)
-    by_compressed_tensors = quantisation.method == "compressed-tensors"  # others mean other things by int8
+    by_compressed_tensors = quantisation.method == "compressed-tensors"  # others use int8 differently
     for name, info in stored.items():
-        fp8 = info.dtype in FP8
-        if not (fp8 or (info.dtype == "I8" and by_compressed_tensors and name.endswith(".weight"))):
+        is_fp8 = info.dtype in FP8
+        if not (is_fp8 or (info.dtype == "I8" and by_compressed_tensors and name.endswith(".weight"))):
             continue
         if len(info.shape) in (2, 3) and not name.endswith(("_scale", ".scale", "_scale_inv", "_zero_point")):
-            yield info, with_scale(stored, info, block, group, "FP8" if fp8 else "INT8")
+            yield info, with_scale(stored, info, block, group, "FP8" if is_fp8 else "INT8")
 
 
 def with_scale(
@@ -129,14 +122,14 @@ def with_scale(
     )
     if not grid:
         wanted = (
-            f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of "
-            f"{block[0]} x {block[1]}"
+            f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of {block[0]} "
+            f"x {block[1]}"
         )
         return misshapen(scheme, info, parts, scale, wanted)
     zero_point = stored.get(f"{name}_zero_point")
     if zero_point and zero_point.shape != scale.shape:
         return misshapen(scheme, info, parts, zero_point, str(list(scale.shape)))
-    how = Scaled(
+    how = ScaledValues(
         name,
         scale.name,
         zero_point.name if zero_point else None,
@@ -145,11 +138,11 @@ def with_scale(
         one_for_all=prod(scale.shape) == 1,
         exponents=scale.dtype in EXPONENTS,
     )
-    return Packed(f"{scheme} {described(grid, info.shape)}", parts, how)
+    return Packed(f"{scheme} {describe(grid, info.shape)}", parts, how)
 
 
 def group_size(quantisation: Quantisation) -> int | None:
-    """The columns of INT8 that share a scale, where all groups of the config agree on it."""
+    """Return the columns of INT8 that share a scale, if all groups of the config agree."""
     sizes = {settings.group_size for settings in weight_settings(quantisation)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -161,11 +154,9 @@ def find_grid(
     group: int | None,
     halves: bool = False,
 ) -> Grid | None:
-    """The grid that has as many rows and columns as there are scales; None where none has.
+    """Return the grid with as many rows and columns as there are scales; None if none or several fit.
 
-    The stated blocks come first; Llama 4's transposed experts have a scale a column. Where two grids fit that
-    put scales in different
-    places, none is taken.
+    The configured block comes first. Llama 4's transposed experts have a scale per column.
     """
     *stack, height, width = shape
     if 0 in shape:
@@ -175,10 +166,8 @@ def find_grid(
     if scale[: len(stack)] != tuple(stack):
         return None
     rest = scale[len(stack) :]
-    grid = (
-        *rest,
-        *(1,) * (2 - len(rest)),
-    )  # one scale an expert, or one a row, may be stored without the axes of length 1
+    # one scale per expert or per row may be stored without the axes of length 1
+    grid = (*rest, *(1,) * (2 - len(rest)))
     tried = [
         Grid(*block),
         *([Grid(*block, stacked=2)] if halves else []),
@@ -190,18 +179,18 @@ def find_grid(
     tried += [Grid(1, group)] if group else []
     fitting = [way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid]
     if {Grid(*block), Grid(*block, stacked=2)} <= set(fitting) and (height // 2) % block[0]:
-        # gate and up scaled together or apart: as many scales, in other places, and nothing tells which
+        # gate and up scaled together or separately: equally many scales at other positions, undecidable
         return None
     return fitting[0] if fitting else None
 
 
-def described(grid: Grid, shape: tuple[int, ...]) -> str:
+def describe(grid: Grid, shape: tuple[int, ...]) -> str:
     height, width = shape[-2:]
-    whole_rows, whole_columns = grid.columns >= width, grid.rows >= height
-    if whole_rows and whole_columns:
+    full_rows, full_columns = grid.columns >= width, grid.rows >= height
+    if full_rows and full_columns:
         return "with one scale"
-    if whole_rows and grid.rows == 1:
-        return "with a scale a row"
-    if whole_columns and grid.columns == 1:
-        return "with a scale a column"
+    if full_rows and grid.rows == 1:
+        return "with one scale per row"
+    if full_columns and grid.columns == 1:
+        return "with one scale per column"
     return f"in blocks of {grid.rows} x {grid.columns}"

@@ -1,4 +1,4 @@
-"""Schemes that are known by name and cannot be read yet: better refused than mistaken for missing tensors."""
+"""Schemes that are recognised but not supported: rejected by name instead of as missing tensors."""
 
 from __future__ import annotations
 
@@ -6,59 +6,49 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moescope.checkpoint.quantised.packed import (
-    READ_INSTEAD,
+    USE_INSTEAD,
     Claim,
     Quantisation,
     Stored,
     incomplete,
     present,
-    unreadable,
+    rejected,
 )
 from moescope.errors import BadInput
 
-READ_METHODS = (
-    None,
-    "fp8",
-    "fbgemm_fp8",
-    "mxfp4",
-    "compressed-tensors",
-    "modelopt",
-)  # modelopt: its FP8, not its NVFP4
+# modelopt: its FP8, not its NVFP4
+SUPPORTED_METHODS = (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt")
 NAMES = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "gguf": "GGUF"}
 BITSANDBYTES = (".absmax", ".nested_absmax", ".quant_map", ".SCB")
 
 
-def refuse_unreadable(stored: Stored, quantisation: Quantisation) -> None:
-    """Raise for schemes whose tensors have neither the names nor the shapes of the model's own."""
+def reject_unsupported(stored: Stored, quantisation: Quantisation) -> None:
+    """Raise for schemes whose tensors have neither the names nor the shapes of the model's tensors."""
     first = next(iter(stored.values()), None)
     if first is None:
         return
     for name, info in stored.items():
         if name.endswith(BITSANDBYTES) or ".quant_state." in name:
             raise BadInput(
-                f"{info.file}: tensor {name} is of bitsandbytes, which cannot be read yet; {READ_INSTEAD}"
+                f"{info.file}: tensor {name} is of bitsandbytes, which is not supported; {USE_INSTEAD}"
             )
         if name.endswith(".qweight"):
             raise BadInput(
-                f"{info.file}: tensor {name} is quantised by "
-                f"{gptq_or_awq(stored, name, quantisation)}, which cannot be read yet; "
-                f"{READ_INSTEAD}"
+                f"{info.file}: tensor {name} is quantised by {gptq_or_awq(stored, name, quantisation)}, "
+                f"which is not supported; {USE_INSTEAD}"
             )
     method = quantisation.method
-    if method not in READ_METHODS:
-        named = NAMES.get(method, "unknown here") if isinstance(method, str) else "unknown here"
+    if method not in SUPPORTED_METHODS:
+        label = NAMES.get(method, "unknown") if isinstance(method, str) else "unknown"
         raise BadInput(
-            f"{first.file}: config.json says quant_method {str(method)[:60]!r} ({named}), which "
-            f"cannot be read yet; {READ_INSTEAD}, "
-            "or, if its weights are not quantised, take quantization_config out of config.json"
+            f"{first.file}: config.json says quant_method {str(method)[:60]!r} ({label}), which is not "
+            f"supported; {USE_INSTEAD}, or, if its weights are not quantised, remove quantization_config "
+            "from config.json"
         )
 
 
 def gptq_or_awq(stored: Stored, name: str, quantisation: Quantisation) -> str:
-    """By the config, else by the axis that is packed.
-
-    GPTQ's qweight has a column for each column of its scales.
-    """
+    """Decide by the config, else by the packed axis: GPTQ's qweight has as many columns as its scales."""
     if quantisation.method in ("gptq", "awq"):
         return NAMES[quantisation.method]
     stem = name.removesuffix("qweight")
@@ -71,10 +61,7 @@ def gptq_or_awq(stored: Stored, name: str, quantisation: Quantisation) -> str:
 
 
 def nvfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
-    """NVFP4: e2m1 values, an e4m3 scale for 16 of them, and one float32 scale for all.
-
-    Recognised, not read.
-    """
+    """Recognise and reject NVFP4: e2m1 values, an e4m3 scale per 16, one float32 scale for all."""
     for name, info in stored.items():
         if info.dtype != "U8" or len(info.shape) < 2 or not name.endswith((".weight_packed", ".weight")):
             continue
@@ -90,9 +77,7 @@ def nvfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
             info, name=logical_name, shape=(*info.shape[:-1], 2 * info.shape[-1]), dtype="NVFP4"
         )
         if overall in stored:
-            yield (
-                logical,
-                unreadable("NVFP4", logical, parts, "is quantised as NVFP4, which cannot be read yet"),
-            )
+            why = "is quantised as NVFP4, which is not supported"
+            yield logical, rejected("NVFP4", logical, parts, why)
         else:
             yield logical, incomplete("NVFP4", logical, parts, f"its global scale {overall}")

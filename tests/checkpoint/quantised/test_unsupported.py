@@ -121,9 +121,9 @@ def test_the_config_tells_gptq_from_awq(tmp_path, method, named):
         ("awq", "AWQ"),
         ("bitsandbytes", "bitsandbytes"),
         ("gguf", "GGUF"),
-        ("hqq", "unknown here"),
-        (7, "unknown here"),
-        (["a"], "unknown here"),
+        ("hqq", "unknown"),
+        (7, "unknown"),
+        (["a"], "unknown"),
     ],
     ids=str,
 )
@@ -132,7 +132,7 @@ def test_a_method_that_only_the_config_names_is_refused_with_what_to_do_if_the_w
 ):
     folder = tiny_checkpoint(tmp_path)
     edit_json(folder / "config.json", quantization_config={"quant_method": method})
-    refused(folder, f"quant_method {str(method)!r} ({named})", "take quantization_config out of config.json")
+    refused(folder, f"quant_method {str(method)!r} ({named})", "remove quantization_config from config.json")
     edit_json(folder / "config.json", quantization_config=None)
     assert len(read_moe(open_checkpoint(folder)).layers) == 2
 
@@ -170,7 +170,7 @@ def nvfp4_parts(packed: str, overall: str) -> dict[str, torch.Tensor]:
 def test_nvfp4_is_refused_by_name_with_its_global_scale_and_without(tmp_path, packed, overall):
     parts = nvfp4_parts(packed, overall)
     whole = write_checkpoint(tmp_path / "whole", instead(parts), config())
-    refused(whole, f"tensor {NAME} is quantised as NVFP4, which cannot be read yet")
+    refused(whole, f"tensor {NAME} is quantised as NVFP4, which is not supported")
     del parts[overall]
     lacking = write_checkpoint(tmp_path / "lacking", instead(parts), config())
     missing = NAME.removesuffix("weight") + overall
@@ -206,7 +206,7 @@ def test_gguf_is_refused_by_name(tmp_path, as_file):
     with pytest.raises(BadInput) as caught:
         open_checkpoint(given)
     assert str(caught.value).startswith(
-        f"{given}: GGUF files cannot be read yet; give the folder of a checkpoint"
+        f"{given}: GGUF files are not supported; give the folder of a checkpoint"
     )
 
 

@@ -122,7 +122,7 @@ def test_transposed_experts_may_have_a_scale_a_column(tmp_path):
         tmp_path, {"experts.gate_up_proj": ones(2, 3, 4), "experts.gate_up_proj_scale": scale}
     )
     assert checkpoint.read("experts.gate_up_proj", 1).tolist() == [[5, 6, 7, 8]] * 3
-    assert checkpoint.packed["experts.gate_up_proj"].scheme == "FP8 with a scale a column"
+    assert checkpoint.packed["experts.gate_up_proj"].scheme == "FP8 with one scale per column"
 
 
 def test_gate_and_up_that_were_scaled_apart_keep_their_own_scales_when_fused(tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from checkpoint.quantised.builders import compressed_checkpoint, fp8_checkpoint, gpt_oss_checkpoint, scheme_of
 from checkpoints import INDEX, edit_json, expert_name, write_checkpoint
 from moescope.checkpoint import open_checkpoint
-from moescope.checkpoint.quantised import SCHEMES, unpacked
+from moescope.checkpoint.quantised import SCHEMES, logical_tensors
 from moescope.errors import BadInput
 from moescope.families import read_moe
 
@@ -65,7 +65,7 @@ def tensors_read(tmp_path, tensors, config):
 def test_headers_alone_are_enough(tmp_path, kind):
     BUILD[kind](tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    tensors, packed = unpacked(checkpoint.stored, checkpoint.config)
+    tensors, packed = logical_tensors(checkpoint.stored, checkpoint.config)
     assert (tensors, packed) == (checkpoint.tensors, checkpoint.packed)
     assert packed
     for name, how in packed.items():
@@ -78,7 +78,7 @@ def test_the_order_of_schemes_does_not_matter(tmp_path, monkeypatch, kind):
     BUILD[kind](tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     monkeypatch.setattr("moescope.checkpoint.quantised.SCHEMES", SCHEMES[::-1])
-    assert unpacked(checkpoint.stored, checkpoint.config) == (checkpoint.tensors, checkpoint.packed)
+    assert logical_tensors(checkpoint.stored, checkpoint.config) == (checkpoint.tensors, checkpoint.packed)
 
 
 @pytest.mark.parametrize("kind", BUILD)
