@@ -444,7 +444,7 @@ def test_warnings_go_to_stderr(tmp_path, invoke):
     tiny_checkpoint(tmp_path / "model")
     code, out, err = invoke("scan", "model", "--out", "run", "--k", "999")
     assert code == 0
-    assert "warning: k = 999 left out: no matrix has a rank above 16\n" in err
+    assert "warning: k = 999 skipped: no matrix has a rank above 16\n" in err
     assert "warning" not in out
 
 

@@ -66,7 +66,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "alignment_layers",
-            "The same, one row a layer and k: plain names are means over the layer's experts.",
+            "The same, one row per layer and k: plain names are means over the layer's experts.",
             ("step", "layer", *VIEW, "k"),
             (
                 "align",
@@ -85,11 +85,13 @@ TABLES: dict[str, Table] = {
                 "perm_z",
                 "p_adjusted",
                 "degenerate",
+                "n_experts",
+                "d_model",
             ),
         ),
         Table(
             "alignment_tests",
-            "Whether a layer's pairing of routers and experts beats chance, the choice of k paid for.",
+            "Whether a layer's pairing of router rows and experts beats chance, corrected for multiple k.",
             ("step", "layer", *VIEW),
             (
                 "best_k",
@@ -141,6 +143,7 @@ TABLES: dict[str, Table] = {
                 "chance",
                 "n_pairs_above_0_3",
                 "n_pairs_above_0_7",
+                "d_model",
             ),
         ),
         Table(
@@ -151,6 +154,7 @@ TABLES: dict[str, Table] = {
                 "rank",
                 "ambiguity_score",
                 "absolute_score",
+                "absolute_chance",
                 "k_star",
                 "argmax_accuracy",
                 "alignment_margin",

@@ -187,7 +187,7 @@ def test_the_planted_demo_finds_what_was_planted_and_says_where_the_report_is(tm
     again = CliRunner().invoke(
         app, ["demo", "--planted", "--out", str(out), "--json"], catch_exceptions=False
     )
-    verdicts = json.loads(again.output)["weights"]["readings"][0]["verdicts"]
+    verdicts = json.loads(again.output)["weights"]["views"][0]["verdicts"]
     assert verdicts == {"chance": [0], "identifying": [1, 2], "non_random": [3], "permuted": [4]}
 
 

@@ -40,7 +40,7 @@ def test_every_figure_of_every_reading_and_layer_is_in_it(planted_html):
                 spec.name for spec in figures.ONE_LAYER
             ]
             assert len(content["complete"]) == 12
-    assert {f"c-{spec.name}" for spec in figures.ACROSS_READINGS} <= set(found)
+    assert {f"c-{spec.name}" for spec in figures.ACROSS_VIEWS} <= set(found)
 
 
 def test_the_setup_of_every_layer_is_full(planted_html):

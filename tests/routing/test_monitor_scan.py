@@ -8,8 +8,9 @@ import torch
 
 import moescope
 from moescope.errors import BadInput
-from moescope.routing.monitor import SCANNED
 from routing.tiny_training import batch, documents, model_of
+
+SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
 
 
 def test_the_public_monitor_takes_thresholds_by_name():

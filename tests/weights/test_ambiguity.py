@@ -30,6 +30,7 @@ def layer_rows(
             "alignment_margin": list(margins.values()),
             "z_vs_shuffle": z,
             "z_ceiling": 2.0,
+            "n_experts": 5,
             "degenerate": [k >= d_model for k in margins],
         }
     )
@@ -75,21 +76,21 @@ def test_max_margin_takes_the_k_of_the_largest_margin_and_the_smallest_of_equals
 
 
 def test_a_degenerate_k_is_chosen_only_where_allowed():
-    rungs = layer_rows(0, {1: -0.2, 1024: 0.0})
-    assert choose_k_star(rungs) == 1
-    assert choose_k_star(rungs, allow_full_rank=True) == 1024
+    rows = layer_rows(0, {1: -0.2, 1024: 0.0})
+    assert choose_k_star(rows) == 1
+    assert choose_k_star(rows, allow_full_rank=True) == 1024
 
 
 @pytest.mark.parametrize(("rule", "expected"), [(128, 128), (256, 256), (512, 300)])
 def test_a_fixed_rule_takes_that_k_or_the_largest_below_it(rule, expected):
-    rungs = layer_rows(0, {1: 0.9, 128: 0.1, 256: 0.0, 300: -0.1})
-    assert choose_k_star(rungs, rule) == expected
+    rows = layer_rows(0, {1: 0.9, 128: 0.1, 256: 0.0, 300: -0.1})
+    assert choose_k_star(rows, rule) == expected
 
 
 def test_a_fixed_rule_passes_over_a_degenerate_k_unless_allowed():
-    rungs = layer_rows(0, {64: 0.1, 128: 0.0}, d_model=128)
-    assert choose_k_star(rungs, 128) == 64
-    assert choose_k_star(rungs, 128, allow_full_rank=True) == 128
+    rows = layer_rows(0, {64: 0.1, 128: 0.0}, d_model=128)
+    assert choose_k_star(rows, 128) == 64
+    assert choose_k_star(rows, 128, allow_full_rank=True) == 128
 
 
 def test_no_k_is_chosen_where_all_are_degenerate():

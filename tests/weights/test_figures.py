@@ -1,4 +1,4 @@
-"""Every figure drawn from real runs, handed to plotly's own validator; titles say what the run holds."""
+"""Every figure drawn from real runs, handed to plotly's own validator; captions say what the run shows."""
 
 import json
 
@@ -7,12 +7,12 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
-from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, COMPLETE_VIEW, FIGURES, ONE_LAYER
+from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, FIGURES, ONE_LAYER
 from moescope.glossary import COLUMNS
 from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number, reference_k
 from moescope.reporting.page import stacked
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks, similarity_order
-from moescope.weights.report_views import readings
+from moescope.weights.report_findings import views
 from moescope.weights.verb import scan
 
 SHAPES = {
@@ -43,7 +43,8 @@ def small_run(folder, name):
 
 def validate(figure):
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    assert figure.title
+    assert 1 <= len(figure.title.split()) <= 8
+    assert figure.caption.endswith(".")
     assert set(figure.columns) <= set(COLUMNS)
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
@@ -54,50 +55,46 @@ def validate(figure):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_figure_of_a_run_can_be_drawn_whatever_its_shape(name, tmp_path):
-    reading = readings([small_run(tmp_path, name)])[0]
+    view = views([small_run(tmp_path, name)])[0]
     for spec in ACROSS_LAYERS:
-        validate(spec.draw(reading.tables))
-    for _, tables in reading.by_layer():
+        validate(spec.draw(view.tables))
+    for _, tables in view.by_layer():
         for spec in (*ONE_LAYER, *COMPLETE_VIEW):
             validate(spec.draw(tables))
 
 
 def test_every_figure_needs_no_table_but_those_it_names(planted_run):
-    found = readings([planted_run])
+    found = views([planted_run])
     layer_tables = found[0].one_layer(3)
     for spec in ACROSS_LAYERS:
         validate(spec.draw({name: found[0].tables[name] for name in spec.needs}))
     for spec in (*ONE_LAYER, *COMPLETE_VIEW):
         validate(spec.draw({name: layer_tables[name] for name in spec.needs}))
-    for spec in (*ACROSS_READINGS, *ACROSS_STEPS):
+    for spec in (*ACROSS_VIEWS, *ACROSS_STEPS):
         validate(spec.draw(stacked(found, spec)))
 
 
 def test_figure_names_are_unique():
     names = [spec.name for spec in FIGURES]
-    assert len(names) == len(set(names)) == 23 + 5 + 12 + 6 + 4 + 24 + 9 + 8 + 3 + 3 + 3
+    assert len(names) == len(set(names))
 
 
-def titles(run) -> dict[str, str]:
-    reading = readings([run])[0]
-    return {spec.name: spec.draw(reading.tables).title for spec in ACROSS_LAYERS}
-
-
-def test_titles_state_what_was_planted(planted_run):
-    found = titles(planted_run)
-    assert found["accuracy_by_k"] == (
+def test_captions_state_what_was_planted(planted_run):
+    view = views([planted_run])[0]
+    captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
+    assert captions["accuracy_by_k"] == (
         "Layers 1 and 2 identify their experts; layer 3 beats chance without identifying its experts; "
-        "layer 4 fits one to one, but in another order; layer 0 is not distinguishable from chance"
+        "layer 4 fits one to one, but in another order; layer 0 is not distinguishable from chance."
     )
-    assert found["cosine_heatmap"].startswith("The closest pair of layer 3: experts 2 and 5, |cos| 0.98")
-    assert found["orthogonality_by_layer"].startswith("1 collapsed pair, in layer 3")
-    assert "layer 2" in found["cos_squared_by_layer"]
+    assert "layer 3: experts 2 and 5, |cos| 0.98" in captions["cosine_heatmap"]
+    assert captions["orthogonality_by_layer"].startswith("1 collapsed pair, in layer 3")
+    assert "layer 2" in captions["cos_squared_by_layer"]
 
 
 def test_curves_draw_the_tables_own_numbers(planted_run):
-    reading = readings([planted_run])[0]
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "align_by_k").draw(reading.tables)
-    rows = reading.tables["alignment_layers"].query("layer == 3").sort_values("k")
+    view = views([planted_run])[0]
+    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "align_by_k").draw(view.tables)
+    rows = view.tables["alignment_layers"].query("layer == 3").sort_values("k")
     line = next(trace for trace in figure.data if trace["name"] == "layer 3")
     np.testing.assert_array_equal(line["x"], rows["k"])
     np.testing.assert_array_equal(line["y"], rows["align"])
@@ -105,7 +102,7 @@ def test_curves_draw_the_tables_own_numbers(planted_run):
 
 def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "z_by_k").draw(
-        readings([planted_run])[0].tables
+        views([planted_run])[0].tables
     )
     ceiling = next(trace for trace in figure.data if "ceiling" in trace["name"])
     np.testing.assert_allclose(ceiling["y"], np.sqrt(7))
@@ -113,7 +110,7 @@ def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
 
 
 def test_the_pair_matrix_slides_through_every_k_and_starts_at_the_best(planted_run):
-    tables = readings([planted_run])[0].one_layer(1)
+    tables = views([planted_run])[0].one_layer(1)
     figure = ONE_LAYER[0].draw(tables)
     assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
     assert figure.slider.values[figure.slider.start] == str(tables["alignment_tests"]["best_k"].iloc[0])
@@ -123,7 +120,7 @@ def test_the_pair_matrix_slides_through_every_k_and_starts_at_the_best(planted_r
 
 def test_cosines_are_drawn_on_a_fixed_scale_in_both_orders(planted_run):
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "cosine_heatmap").draw(
-        readings([planted_run])[0].tables
+        views([planted_run])[0].tables
     )
     assert all((trace["zmin"], trace["zmax"]) == (-1, 1) for trace in figure.data)
     order = figure.slider.orders[3]
@@ -138,7 +135,7 @@ def test_experts_of_a_block_stand_together_in_similarity_order():
 
 
 def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(planted_run):
-    tables = readings([planted_run])[0].tables
+    tables = views([planted_run])[0].tables
     first = overlaps(tables).query("k == 1 and layer == 3").iloc[0]
     cosines = tables["similarity"].query("k == 1 and layer == 3")["cosine"]
     assert first["mean"] == pytest.approx((cosines**2).mean())
@@ -147,9 +144,9 @@ def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(plant
 
 def test_the_null_density_shows_the_stored_value_outside_the_null_where_planted(planted_run):
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(
-        readings([planted_run])[0].tables
+        views([planted_run])[0].tables
     )
-    assert "better than 99 % of random ones in layers 1 and 3 and worse than 99 % in layer 2" in figure.title
+    assert "better than 99 % of random ones in layers 1 and 3, worse than 99 % in layer 2" in figure.caption
     assert figure.slider.per_value == 2
 
 
@@ -183,7 +180,7 @@ def test_layers_get_different_colours_along_one_sequence():
     assert blend(("#000000", "#FFFFFF"), 0.5) == "#808080"
 
 
-def test_experts_are_compared_at_128_or_the_middle_of_the_ladder():
+def test_experts_are_compared_at_128_or_the_middle_of_the_k_grid():
     assert reference_k([1, 2, 128, 256]) == 128
     assert reference_k([1, 2, 4, 8, 16]) == 4
 

@@ -176,10 +176,10 @@ def test_a_vector_common_to_all_router_rows_changes_raw_and_not_centered():
 def test_both_readings_together_equal_each_alone():
     weights = random_weights(3)
     both = frames_of(weights, router=("raw", "centered"))
-    for reading in ("raw", "centered"):
-        alone = frames_of(weights, router=(reading,))
+    for view in ("raw", "centered"):
+        alone = frames_of(weights, router=(view,))
         for name in ("alignment", "alignment_layers", "alignment_tests", "pairs", "nulls"):
-            rows = both[name].query("router == @reading").reset_index(drop=True)
+            rows = both[name].query("router == @view").reset_index(drop=True)
             pd.testing.assert_frame_equal(rows, alone[name], check_exact=False, rtol=1e-9)
 
 
@@ -249,16 +249,16 @@ def test_keep_going_marks_the_expert_with_nulls_and_analyses_the_rest_as_if_it_w
         set(result.frames["pairs"]["expert"]) == set(result.frames["pairs"]["router_index"]) == {0, 1, 3, 4}
     )
     assert set(result.frames["similarity"]["expert_b"]) == {1, 3, 4}
-    assert result.setup["matrices"]["gate"]["experts_left_out"] == [2]
+    assert result.setup["matrices"]["gate"]["skipped_experts"] == [2]
     assert len(result.warnings) == 1
-    assert "layer 3: expert 2 left out" in result.warnings[0]
+    assert "layer 3: expert 2 skipped" in result.warnings[0]
 
 
 @pytest.mark.parametrize("matrices", [("gate", "down"), ("down", "gate")])
 def test_an_expert_is_left_out_of_the_matrix_it_fails_in_and_of_no_other(matrices):
     weights, _ = spoiled(0, bad=2, part="gates")
     result = analyse_layer(weights, ScanSettings(matrix=matrices), keep_going=True)
-    left_out = {matrix: result.setup["matrices"][matrix]["experts_left_out"] for matrix in matrices}
+    left_out = {matrix: result.setup["matrices"][matrix]["skipped_experts"] for matrix in matrices}
     assert left_out == {"gate": [2], "down": []}
     assert result.frames["alignment"].query("matrix == 'down'")["align"].notna().all()
     assert len(result.warnings) == 1
@@ -291,9 +291,9 @@ def test_a_layer_of_one_expert_is_refused():
 
 @pytest.mark.parametrize("n", [2, 5])
 def test_every_frame_conforms_to_its_schema_and_carries_the_layer(n):
-    readings = ("raw",) if n == 2 else ("raw", "centered")
+    views = ("raw",) if n == 2 else ("raw", "centered")
     frames = frames_of(
-        random_weights(0, n=n), matrix=("gate", "up", "gate_up", "down"), router=readings, fold_norm=True
+        random_weights(0, n=n), matrix=("gate", "up", "gate_up", "down"), router=views, fold_norm=True
     )
     assert set(frames) == TABLES
     for name, frame in frames.items():
@@ -326,9 +326,9 @@ def test_setup_says_under_what_the_numbers_were_made():
     }
     assert {name: setup[name] for name in expected} == expected
     of_gate = setup["matrices"]["gate"]
-    assert (of_gate["k"], of_gate["fallbacks"], of_gate["experts_left_out"]) == ([1, 2, 4, 8], 0, [])
-    assert 1 / 5 < of_gate["readings"]["raw"]["chance_accuracy"] < 1
-    assert of_gate["readings"]["raw"]["other_order"] is None
+    assert (of_gate["k"], of_gate["fallbacks"], of_gate["skipped_experts"]) == ([1, 2, 4, 8], 0, [])
+    assert 1 / 5 < of_gate["routers"]["raw"]["chance_accuracy"] < 1
+    assert of_gate["routers"]["raw"]["other_order"] is None
     router = random_weights(0, hidden=8, width=12).router_ED.read().numpy()
     shares = np.linalg.norm(router - router.mean(axis=0), axis=1) / np.linalg.norm(router, axis=1)
     assert setup["centered_share"] == pytest.approx(dict(enumerate(shares)))

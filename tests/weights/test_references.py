@@ -1,4 +1,4 @@
-"""Every reference line stands where an independent formula puts it, and titles name chance."""
+"""Every reference line stands where an independent formula puts it, and captions name chance."""
 
 import math
 
@@ -8,13 +8,12 @@ import pytest
 from scipy import stats
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, COMPLETE_VIEW, ONE_LAYER
+from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, ONE_LAYER
 from moescope.plotting.style import GREY
 from moescope.reporting.page import glance_table, stacked
-from moescope.weights.figures_alignment import discoveries, stray_of_mean
-from moescope.weights.figures_nulls import density_title
-from moescope.weights.figures_redundancy import chance_of_closest, share_above, width_of
-from moescope.weights.report_views import readings
+from moescope.weights.figures_alignment import density_caption, discoveries, random_std_of_mean
+from moescope.weights.figures_redundancy import closest_by_chance, d_model_by_layer, share_above
+from moescope.weights.report_findings import views
 from moescope.weights.verb import scan
 
 D, N = 256, 8  # of the planted checkpoint
@@ -75,7 +74,7 @@ OF_A_LAYER = {
 
 @pytest.fixture(scope="module")
 def raw(planted_run):
-    return readings([planted_run])[0]
+    return views([planted_run])[0]
 
 
 def check(figure, expected):
@@ -105,7 +104,7 @@ def two_models(tmp_path_factory):
         tensors = tiny_tensors(layers=2, experts=experts, d_model=width, d_ff=48)
         model = write_checkpoint(folder / name, tensors, tiny_config(layers=2, experts=experts))
         runs.append(scan(model, out=folder / f"{name}-run", quiet=True))
-    return readings(runs)
+    return views(runs)
 
 
 COMPARED = {
@@ -118,7 +117,7 @@ COMPARED = {
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_models):
-    spec = next(spec for spec in ACROSS_READINGS if spec.name == name)
+    spec = next(spec for spec in ACROSS_VIEWS if spec.name == name)
     lines = grey(spec.draw(stacked(two_models, spec)))
     assert len(lines) == 2
     for (label, y), level, run in zip(lines.items(), COMPARED[name], ("few-run", "many-run"), strict=True):
@@ -127,15 +126,15 @@ def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_m
 
 
 def test_readings_with_one_reference_share_its_line(planted_run):
-    spec = next(spec for spec in ACROSS_READINGS if spec.name == "compare_accuracy")
-    figure = spec.draw(stacked(readings([planted_run]), spec))
+    spec = next(spec for spec in ACROSS_VIEWS if spec.name == "compare_accuracy")
+    figure = spec.draw(stacked(views([planted_run]), spec))
     assert list(grey(figure)) == ["chance at one k, 1/n"]
-    assert "0.65 for gate, raw router (0.125)" in figure.title
+    assert "0.65 for gate, raw router (0.125)" in figure.caption
 
 
 def test_steps_are_drawn_with_their_reference(tmp_path):
     models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
-    found = readings([scan(*models, out=tmp_path / "run", quiet=True)])
+    found = views([scan(*models, out=tmp_path / "run", quiet=True)])
     levels = {
         "accuracy": 1 / 4,
         "margin": 0,
@@ -177,54 +176,50 @@ def test_the_share_of_random_pairs_above_a_cosine_agrees_with_simulation():
     assert share_above(0.3, 64) == pytest.approx(0.0152, abs=2e-4)
 
 
-def test_the_closest_pair_by_chance_agrees_with_simulation(raw):
-    assert width_of(raw.tables, 3) == D
+def test_the_width_is_the_models(raw):
+    assert set(d_model_by_layer(raw.tables)) == {D}
+
+
+def test_the_closest_pair_by_chance_agrees_with_simulation():
     generator = np.random.default_rng(0)
     closest = []
     for _ in range(400):
         rows = generator.standard_normal((N, D))
         rows /= np.linalg.norm(rows, axis=1, keepdims=True)
         closest.append(np.abs(rows @ rows.T - np.eye(N)).max())
-    assert chance_of_closest(raw.tables, 3) == pytest.approx(np.median(closest), rel=0.05)
+    assert closest_by_chance(N * (N - 1) // 2, D) == pytest.approx(np.median(closest), rel=0.05)
 
 
-def test_the_stray_of_a_mean_alignment_agrees_with_simulation():
+def test_the_spread_of_a_mean_alignment_agrees_with_simulation():
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((4000, N, 64))
     align = (rows[..., :16] ** 2).sum(-1) / (rows**2).sum(-1)
-    row = pd.Series({"k": 16, "random_expectation": 16 / 64, "z_ceiling": math.sqrt(N - 1)})
-    assert stray_of_mean(row) == pytest.approx(align.mean(1).std(), rel=0.05)
+    row = pd.Series({"random_expectation": 16 / 64, "n_experts": N, "d_model": 64})
+    assert random_std_of_mean(row) == pytest.approx(align.mean(1).std(), rel=0.05)
 
 
-def test_density_titles_say_how_many_layers_chance_puts_outside():
-    assert density_title(32, [1, 2], [4], 50) == (
-        "At k = 32, the stored pairing is better than 99 % of random ones in layers 1 and 2 and "
-        "worse than 99 % in layer 4; "
-        "by chance 1 of 50 layers would stand outside"
-    )
-    assert "within the middle 98 %" in density_title(32, [], [], 50)
+def test_density_captions_say_how_many_layers_chance_puts_outside():
+    caption = density_caption(32, [1, 2], [4], 50)
+    assert "in layers 1 and 2," in caption
+    assert "in layer 4 (chance: 1 of 50 layers" in caption
+    assert "within the middle 98 %" in density_caption(32, [], [], 50)
 
 
-def test_titles_of_a_random_model_claim_nothing(tmp_path):
+def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
     tensors = tiny_tensors(layers=8, experts=8, d_model=32, d_ff=48, seed=4)
     model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=8, experts=8))
-    reading = readings([scan(model, out=tmp_path / "run", quiet=True)])[0]
-    titles = {spec.name: spec.draw(reading.tables).title for spec in ACROSS_LAYERS}
-    assert titles["accuracy_by_k"] == "Layers 0 to 7 are not distinguishable from chance"
-    assert titles["delta_by_k"].startswith(
-        "In no layer do own experts beat the layer's average beyond chance"
-    )
-    assert "would stray by ±" in titles["effect_by_k"]
-    assert (
-        "would stray by ±0.5 times" in titles["cos_squared_by_layer"]
-        or "±1 around 1" in titles["cos_squared_by_layer"]
-    )
-    assert "by chance about half would" in titles["delta_by_expert"]
-    for _, tables in reading.by_layer():
-        drawn = {spec.name: spec.draw(tables).title for spec in ONE_LAYER}
-        assert "by chance one would" in drawn["pair_matrix"]
-        assert "by chance 7 would be" in drawn["margin_histogram"]
-        assert "by chance 0.0125 would" in drawn["expert_cos_squared"]
+    view = views([scan(model, out=tmp_path / "run", quiet=True)])[0]
+    captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
+    assert captions["accuracy_by_k"] == "Layers 0 to 7 are not distinguishable from chance."
+    assert captions["delta_by_k"].startswith("In no layer")
+    assert "Random router rows: 0 ± " in captions["effect_by_k"]
+    assert "random router rows: 1 ± 1)" in captions["cos_squared_by_layer"]
+    assert "(chance: about half)" in captions["delta_by_expert"]
+    for _, tables in view.by_layer():
+        drawn = {spec.name: spec.draw(tables).caption for spec in ONE_LAYER}
+        assert "(chance: 1)" in drawn["pair_matrix"]
+        assert "(chance: 7)" in drawn["margin_histogram"]
+        assert "0.0125)" in drawn["expert_cos_squared"]
 
 
 def test_discoveries_are_those_of_scipy():
@@ -240,9 +235,7 @@ def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
     model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
     run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
     spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
-    check(
-        spec.draw(readings([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)}
-    )
+    check(spec.draw(views([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
 
 
 def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):
@@ -258,4 +251,4 @@ def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_ob
 
 def test_margins_that_are_negative_are_counted_as_such(raw):
     figure = next(spec for spec in ONE_LAYER if spec.name == "margin_histogram").draw(raw.one_layer(3))
-    assert figure.title == "At k = 4, 1 of 8 margins are negative; by chance 7 would be"
+    assert figure.caption == "1 of 8 margins are negative (chance: 7)."

@@ -119,7 +119,7 @@ def test_an_expert_that_holds_nan_is_refused_or_marked(tmp_path):
     similar = run.table("similarity").query("layer == 0 and k == 1")
     assert len(similar) == 7 * 6 / 2
     assert 5 not in {*similar["expert_a"], *similar["expert_b"]}
-    assert any("expert 5 left out" in warning for warning in run.info["warnings"])
+    assert any("expert 5 skipped" in warning for warning in run.info["warnings"])
 
 
 @pytest.mark.parametrize("router", sorted(WITHOUT))
@@ -134,7 +134,7 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
     )
     told = summary(run)
     assert told["findings"][0].startswith(why)
-    assert (told["readings"][0]["verdicts"], told["readings"][0]["most_ambiguous"]) == ({}, [])
+    assert (told["views"][0]["verdicts"], told["views"][0]["most_ambiguous"]) == ({}, [])
     assert json.loads(json.dumps(told)) == told
     command = [
         "scan",
@@ -199,7 +199,7 @@ def test_steps_of_one_training_are_one_run_and_two_routers_are_not(places, tmp_p
 
 
 def test_rows_that_are_not_there_cannot_be_centered(places, tmp_path):
-    with pytest.raises(BadInput, match=r"layers\.0\.mlp: its router has no row.*leave --router out"):
+    with pytest.raises(BadInput, match=r"layers\.0\.mlp: its router has no row.*remove --router"):
         scanned(places["hash"], tmp_path / "run", router="raw,centered")
     assert not (tmp_path / "run").exists()
 

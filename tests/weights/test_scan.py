@@ -32,7 +32,7 @@ from checkpoints import (
 from moescope import Run, scan
 from moescope.errors import BadInput
 from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, TABLES
-from moescope.weights import task as scan_piece
+from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
 
 
@@ -49,13 +49,13 @@ def assert_equal_tables(left: Run, right: Run) -> None:
 def analysed(monkeypatch) -> list[int]:
     """The layers that were really worked on, in order."""
     layers: list[int] = []
-    real = scan_piece.analyse_layer
+    real = layer_module.analyse_layer
 
     def counting(weights, *rest):
         layers.append(weights.layer)
         return real(weights, *rest)
 
-    monkeypatch.setattr(scan_piece, "analyse_layer", counting)
+    monkeypatch.setattr(layer_module, "analyse_layer", counting)
     return layers
 
 
@@ -183,10 +183,10 @@ def test_one_layer_s_numbers_do_not_depend_on_which_others_are_scanned(tmp_path,
         )
 
 
-@pytest.mark.parametrize("readings", [{"matrix": "gate,down", "router": "raw,centered"}])
-def test_q_values_are_benjamini_hochberg_within_step_matrix_and_router(tmp_path, readings):
+@pytest.mark.parametrize("views", [{"matrix": "gate,down", "router": "raw,centered"}])
+def test_q_values_are_benjamini_hochberg_within_step_matrix_and_router(tmp_path, views):
     models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", layers=4, seed=step) for step in (100, 200)]
-    tests = scan(*models, out=tmp_path / "run", **readings).table("alignment_tests")
+    tests = scan(*models, out=tmp_path / "run", **views).table("alignment_tests")
     groups = tests.groupby(["step", "matrix", "router", "fold_norm"])
     assert len(groups) == 8
     for _, group in groups:
@@ -258,7 +258,7 @@ def test_the_same_checkpoint_twice_and_another_number_of_experts_are_no_steps(tm
 
 def test_a_fixed_k_star_beyond_the_ladder_is_said(tmp_path):
     run = scan(tiny_checkpoint(tmp_path / "m"), k_star=128, out=tmp_path / "run")
-    assert "k* = 128 is not on every ladder: the largest k below it was taken, 8" in run.info["warnings"]
+    assert "k* = 128 is not on every k grid: used the largest k below it, 8" in run.info["warnings"]
 
 
 def test_a_negative_seed_is_refused(tmp_path):
@@ -364,7 +364,7 @@ def test_matrices_and_routers_named_twice_count_once(tmp_path, model):
 def test_named_ks_join_the_ladder_and_those_beyond_the_rank_are_warned_of(tmp_path, model):
     run = scan(model, out=tmp_path / "run", k="3,1000,2000")
     assert sorted(set(run.table("alignment")["k"])) == [1, 2, 3, 4, 8, 16]
-    assert run.info["warnings"] == ["k = 1000, 2000 left out: no matrix has a rank above 16"]
+    assert run.info["warnings"] == ["k = 1000, 2000 skipped: no matrix has a rank above 16"]
 
 
 def test_one_layer_alone_has_no_relative_ambiguity_and_the_run_says_so(tmp_path, model):
@@ -451,7 +451,7 @@ def damaged(folder: Path, **damage: float) -> Path:
     [
         ("gate_0_2", math.nan, f"tensor {expert_name(0, 2, 'gate')} holds NaN or Inf"),
         ("gate_0_2", math.inf, f"tensor {expert_name(0, 2, 'gate')} holds NaN or Inf"),
-        ("gate_0_0", 0.0, f"tensor {expert_name(0, 0, 'gate')} is all zeros (rank 0)"),
+        ("gate_0_0", 0.0, f"tensor {expert_name(0, 0, 'gate')} is all zeros"),
         ("router_0_1", math.nan, f"row 1 of router {router_name(0)} holds NaN or Inf"),
         ("router_1_3", 0.0, f"row 3 of router {router_name(1)} is all zeros"),
     ],
@@ -462,7 +462,7 @@ def test_unusable_weights_are_refused_by_name_and_nothing_is_left_behind(tmp_pat
         scan(model, out=tmp_path / "runs" / "run")
     message = str(caught.value)
     assert message.startswith(f"{model / 'model.safetensors'}: {what}")
-    assert message.endswith("mend the checkpoint, or mark this expert and go on: --keep-going")
+    assert message.endswith("fix the checkpoint, or pass --keep-going to skip this expert")
     assert not (tmp_path / "runs").exists()
 
 
@@ -497,8 +497,8 @@ def test_keep_going_marks_the_expert_and_goes_on_with_the_others(tmp_path, name)
         clean.loc[~marked, "align"].to_numpy(), abs=1e-12
     )
     assert len(run.info["warnings"]) == 1
-    assert run.info["warnings"][0].startswith("layer 1: expert 2 left out: ")
-    assert run.info["setup"][1]["matrices"]["gate"]["experts_left_out"] == [2]
+    assert run.info["warnings"][0].startswith("layer 1: expert 2 skipped: ")
+    assert run.info["setup"][1]["matrices"]["gate"]["skipped_experts"] == [2]
     assert 2 not in set(run.table("pairs").query("layer == 1")["expert"])
     spectra = run.table("spectra").set_index(["layer", "expert"])
     assert pd.isna(spectra.loc[(1, 2), "frobenius"])
@@ -530,15 +530,15 @@ def start_scan(model: Path, out: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "moescope", "scan", str(model), "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not finished_pieces(out):
+    while not finished_tasks(out):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no piece within a minute"
         time.sleep(0.002)
     return process
 
 
-def finished_pieces(out: Path) -> dict[str, float]:
-    return {piece.name: piece.stat().st_ctime for piece in out.glob("parts/*") if piece.suffix != ".tmp"}
+def finished_tasks(out: Path) -> dict[str, float]:
+    return {task.name: task.stat().st_ctime for task in out.glob("parts/*") if task.suffix != ".tmp"}
 
 
 def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_layer(
@@ -549,7 +549,7 @@ def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    done = {int(piece.removeprefix("step0-layer")) for piece in finished_pieces(out)}
+    done = {int(task.removeprefix("step0-layer")) for task in finished_tasks(out)}
     assert 1 <= len(done) < LONG, "killed too late to prove anything"
     assert json.loads((out / "run.json").read_text())["status"] == "running"
     resumed = scan(long_model, out=out)
@@ -572,7 +572,7 @@ def test_an_interrupted_scan_exits_130_says_how_to_go_on_and_does(tmp_path, long
     assert complaints == "moescope: interrupted; the same command goes on where this one stopped\n"
     info = json.loads((out / "run.json").read_text())
     assert info["status"] == "interrupted"
-    done = finished_pieces(out)
+    done = finished_tasks(out)
     assert done
     assert not (out / ".lock").exists()
     scan(long_model, out=out)
@@ -582,7 +582,7 @@ def test_an_interrupted_scan_exits_130_says_how_to_go_on_and_does(tmp_path, long
 def test_a_piece_cut_short_by_a_kill_is_done_again(tmp_path, long_model, analysed):
     whole = scan(long_model, out=tmp_path / "whole", layers="0-2")
     out = tmp_path / "cut"
-    real = scan_piece.analyse_layer
+    real = layer_module.analyse_layer
 
     def stop_at_one(weights, *rest):
         if weights.layer == 1:
@@ -590,7 +590,7 @@ def test_a_piece_cut_short_by_a_kill_is_done_again(tmp_path, long_model, analyse
         return real(weights, *rest)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scan_piece, "analyse_layer", stop_at_one)
+        patch.setattr(layer_module, "analyse_layer", stop_at_one)
         scan(long_model, out=out, layers="0-2")
     shutil.copytree(out / "parts" / "step0-layer0", out / "parts" / "step0-layer1.tmp")
     os.truncate(out / "parts" / "step0-layer1.tmp" / "alignment.parquet", 100)

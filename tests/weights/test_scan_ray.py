@@ -26,7 +26,7 @@ from moescope import Run, scan
 from moescope.demo.planted import write_planted
 from moescope.errors import BadInput
 from moescope.tables import SCAN_TABLES, TABLES
-from moescope.weights import task as scan_piece
+from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
 
 LAYERS = 5
@@ -167,10 +167,10 @@ def test_a_worker_that_finds_no_checkpoint_says_where(connected, tmp_path, monke
 def test_a_process_opens_a_checkpoint_once_until_it_changes(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     before = scan_module.open_checkpoint(model).header_hash()
-    assert scan_piece.opened_once(str(model), before) is scan_piece.opened_once(str(model), before)
+    assert layer_module.opened_once(str(model), before) is layer_module.opened_once(str(model), before)
     edit_json(model / "config.json", note="changed")
     after = scan_module.open_checkpoint(model).header_hash()
-    assert scan_piece.opened_once(str(model), after).checkpoint.config["note"] == "changed"
+    assert layer_module.opened_once(str(model), after).checkpoint.config["note"] == "changed"
 
 
 # --- as a user meets it: real processes and signals
@@ -206,11 +206,11 @@ def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess
     source = (
         "import functools, ray_work\n"
         "from moescope import cli\n"
-        "from moescope.workflows import scan\n"
+        "from moescope.weights import verb as scan\n"
         f"scan.analyse_elsewhere = functools.partial(ray_work.wait_beyond, {last}, scan.analyse_elsewhere)\n"
         "cli.main()\n"
     )
-    readings = ["--matrix", "gate,down", "--router", "raw,centered"]
+    views = ["--matrix", "gate,down", "--router", "raw,centered"]
     command = [
         sys.executable,
         "-c",
@@ -221,7 +221,7 @@ def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess
         str(out),
         "--engine",
         "ray",
-        *readings,
+        *views,
         *options,
     ]
     tests = str(Path(ray_work.__file__).parent)
@@ -237,16 +237,16 @@ def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess
 
 
 def pieces(out: Path) -> list[str]:
-    return sorted(piece.name for piece in out.glob("parts/*") if piece.suffix != ".tmp")
+    return sorted(task.name for task in out.glob("parts/*") if task.suffix != ".tmp")
 
 
 @pytest.fixture
 def analysed(monkeypatch) -> list[int]:
     """The layers that the local engine really worked on."""
     layers: list[int] = []
-    real = scan_piece.analyse_layer
+    real = layer_module.analyse_layer
     monkeypatch.setattr(
-        scan_piece,
+        layer_module,
         "analyse_layer",
         lambda weights, *rest: layers.append(weights.layer) or real(weights, *rest),
     )

@@ -33,8 +33,8 @@ def test_a_vector_common_to_all_rows_changes_raw_and_not_centered():
     weights = random_weights(0)
     moved = random_weights(0, router=weights.router_ED.read().numpy() + np.linspace(1, 2, 12))
 
-    def rows(layer, reading):
-        return normalised_rows(layer, router_rows(layer, fold_norm=False), reading).numpy()
+    def rows(layer, view):
+        return normalised_rows(layer, router_rows(layer, fold_norm=False), view).numpy()
 
     np.testing.assert_allclose(rows(weights, "centered"), rows(moved, "centered"), atol=1e-12)
     assert np.abs(rows(weights, "raw") - rows(moved, "raw")).max() > 0.1

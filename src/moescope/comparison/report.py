@@ -22,10 +22,9 @@ from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.tables import GEOMETRY_TABLES
 from moescope.types import Coverage
-from moescope.weights.figures_identification import score_at_chance
-from moescope.weights.figures_views import ACROSS_READINGS
-from moescope.weights.report_layer import VERDICT_NAMES
-from moescope.weights.report_views import readings
+from moescope.weights.figures_identification import ACROSS_VIEWS
+from moescope.weights.report import VERDICT_NAMES
+from moescope.weights.report_findings import views
 
 MOST_MOVED = 20
 LAYER_COLUMNS = [
@@ -45,9 +44,7 @@ LAYER_COLUMNS = [
     "null_sv_matched",
 ]
 ALIGNMENT_FIGURES = [
-    spec
-    for spec in ACROSS_READINGS
-    if spec.name in ("compare_accuracy", "compare_margin", "compare_ambiguity")
+    spec for spec in ACROSS_VIEWS if spec.name in ("compare_accuracy", "compare_margin", "compare_ambiguity")
 ]
 
 
@@ -169,9 +166,7 @@ def alignment_findings(run: Run) -> list[str]:
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
     if np.isfinite(change).any():
         top = scores.iloc[int(np.nanargmax(np.abs(change)))]
-        at_chance = score_at_chance(scans[0].table("ambiguity"), scans[0].table("alignment_layers"))[
-            top["layer"]
-        ]
+        at_chance = scans[0].table("ambiguity").set_index("layer").loc[top["layer"], "absolute_chance"]
         found.append(
             f"absolute ambiguity changed most in layer {top['layer']}: "
             f"{number(top['absolute_score_a'])} to {number(top['absolute_score_b'])}; "
@@ -295,7 +290,7 @@ def alignment_section(run: Run) -> Section | None:
     scans = held_scans(run)
     if not scans:
         return None
-    found = [reading for scan in scans for reading in readings([scan])]
+    found = [reading for scan in scans for reading in views([scan])]
     labels = [
         f"{role}: {plot_words(Path(item['path']).name)}"
         for role, item in zip("AB", run.info["checkpoints"], strict=True)
@@ -305,7 +300,7 @@ def alignment_section(run: Run) -> Section | None:
         together = {
             name: pd.concat(
                 [
-                    reading.tables[name].assign(reading=label, run=label)
+                    reading.tables[name].assign(view=label, run=label)
                     for reading, label in zip(found, labels, strict=True)
                 ],
                 ignore_index=True,

@@ -15,10 +15,9 @@ from moescope.routing.figures_steps import OVER_STEPS
 from moescope.weights import figures_alignment as alignment
 from moescope.weights import figures_identification as identification
 from moescope.weights import figures_layer as one_layer
-from moescope.weights import figures_nulls as nulls
 from moescope.weights import figures_redundancy as redundancy
+from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
 from moescope.weights.figures_layer import COMPLETE_VIEW
-from moescope.weights.figures_views import ACROSS_READINGS, ACROSS_STEPS
 
 LAYERS = ("alignment_layers",)
 
@@ -29,12 +28,12 @@ ACROSS_LAYERS = [
     FigureSpec("z_by_k", LAYERS, alignment.z_by_k),
     FigureSpec("effect_by_k", LAYERS, alignment.effect_by_k),
     FigureSpec("delta_by_k", LAYERS, alignment.delta_by_k),
-    FigureSpec("null_density", ("nulls",), nulls.null_density, wide=True),
+    FigureSpec("null_density", ("nulls",), alignment.null_density, wide=True),
     FigureSpec("cos_squared_by_layer", ("alignment",), alignment.cos_squared_by_layer),
-    FigureSpec("z_decomposed", LAYERS, nulls.z_decomposed),
-    FigureSpec("shuffle_mean_by_k", LAYERS, nulls.shuffle_mean_by_k),
-    FigureSpec("shuffle_std_by_k", LAYERS, nulls.shuffle_std_by_k),
-    FigureSpec("shuffle_log_std_by_k", LAYERS, nulls.shuffle_log_std_by_k),
+    FigureSpec("z_decomposed", LAYERS, alignment.z_decomposed),
+    FigureSpec("shuffle_mean_by_k", LAYERS, alignment.shuffle_mean_by_k),
+    FigureSpec("shuffle_std_by_k", LAYERS, alignment.shuffle_std_by_k),
+    FigureSpec("shuffle_log_std_by_k", LAYERS, alignment.shuffle_log_std_by_k),
     FigureSpec("align_against_delta", ("alignment", "alignment_layers"), alignment.align_against_delta),
     FigureSpec("align_by_expert", ("alignment", "alignment_layers"), alignment.align_by_expert),
     FigureSpec("delta_by_expert", ("alignment", "alignment_layers"), alignment.delta_by_expert),
@@ -42,11 +41,7 @@ ACROSS_LAYERS = [
     FigureSpec("orthogonality_by_layer", ("orthogonality",), redundancy.orthogonality_by_layer),
     FigureSpec("overlap_by_k", ("orthogonality", "similarity"), redundancy.overlap_by_k),
     FigureSpec("ambiguity_by_layer", ("ambiguity",), identification.ambiguity_by_layer),
-    FigureSpec(
-        "absolute_ambiguity_by_layer",
-        ("ambiguity", "alignment_layers"),
-        identification.absolute_ambiguity_by_layer,
-    ),
+    FigureSpec("absolute_ambiguity_by_layer", ("ambiguity",), identification.absolute_ambiguity_by_layer),
     FigureSpec(
         "accuracy_and_margin_by_layer",
         ("ambiguity", "alignment_layers"),
@@ -67,7 +62,7 @@ FIGURES: list[FigureSpec] = [
     *ACROSS_LAYERS,
     *ONE_LAYER,
     *COMPLETE_VIEW,
-    *ACROSS_READINGS,
+    *ACROSS_VIEWS,
     *ACROSS_STEPS,
     *ROUTING,
     *MAPS,
@@ -79,8 +74,8 @@ FIGURES: list[FigureSpec] = [
 
 __all__ = [
     "ACROSS_LAYERS",
-    "ACROSS_READINGS",
     "ACROSS_STEPS",
+    "ACROSS_VIEWS",
     "COMPLETE_VIEW",
     "DECISIONS",
     "DOMAINS",

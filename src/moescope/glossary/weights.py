@@ -4,78 +4,56 @@ from __future__ import annotations
 
 from moescope.glossary.column import Column
 
+BEST_P = "1/n! (n ≤ 8), else 1/20,001"
+
 WEIGHTS: dict[str, Column] = {
     # --- keys
     "step": Column(
-        "int",
-        (
-            "Which checkpoint of a training run, or the optimiser step that ends a stretch of it; 0 "
-            "for a model looked at once."
-        ),
+        "int", "Training step of the checkpoint, or the last step of a window; 0 for a single model."
     ),
     "layer": Column("int", "The layer's number in the model, from 0."),
     "layer_name": Column("text", "The MoE block's name in the checkpoint."),
     "matrix": Column(
         "text",
-        (
-            "Which expert matrix is read: gate, up, gate_up (both stacked on the hidden axis, each "
-            "scaled to unit Frobenius norm), "
-            "or down (its left singular vectors, so that they live in d_model too)."
-        ),
+        "Expert matrix: gate, up, gate_up (both stacked on the hidden axis, each scaled to unit Frobenius "
+        "norm), or down (its left singular vectors, so that they live in d_model too).",
     ),
     "router": Column(
         "text",
-        (
-            "raw: router rows as stored. centered: rows less their mean. A softmax ignores a vector "
-            "common to all rows, so "
-            "centered is the reading that does not depend on that choice of origin."
-        ),
-        misleads=(
-            "Centering ties the rows together: their chance cosine is −1/(n−1), not 0. It has no "
-            "meaning for sigmoid gates."
-        ),
+        "raw: router rows as stored. centered: rows minus their mean. A softmax ignores a vector common to "
+        "all rows, so the centered view does not depend on that choice of origin.",
+        misleads="Centering couples the rows: their chance cosine is −1/(n−1), not 0. It has no meaning for "
+        "sigmoid gates.",
     ),
     "fold_norm": Column(
         "bool",
-        (
-            "Whether the weight of the norm in front of the block was multiplied into router and "
-            "expert input (for down: router only). "
-            "Only the folded reading stays the same when scale is moved between norm, router and "
-            "experts."
-        ),
+        "Whether the weight of the norm before the block was multiplied into router and expert input (for "
+        "down: router only). Only the folded view is invariant to moving scale between norm, router and "
+        "experts.",
     ),
-    "k": Column("int", "How many leading singular vectors of the expert are used."),
+    "k": Column("int", "Number of leading singular vectors of the expert."),
     "expert": Column("int", "The expert's number in its layer, from 0."),
-    "router_index": Column("int", "The router row's number; row i is meant to choose expert i."),
+    "router_index": Column("int", "The router row's number; row i selects expert i."),
     "expert_a": Column("int", "The first expert of a pair; always the smaller number."),
     "expert_b": Column("int", "The second expert of a pair."),
     "bin": Column("int", "The bin's number, from 0."),
     # --- alignment
     "align": Column(
         "float",
-        (
-            "The share of a router row's length (squared) that lies in the expert's first k right "
-            "singular directions."
-        ),
+        "Share of a router row's squared length in the expert's first k right singular directions.",
         "align(i, j; k) = Σₐ≤ₖ (vₐ(Wⱼ) · rᵢ)², ‖rᵢ‖ = 1",
         worst="0",
         chance="min(k, rank)/d",
         best="1",
-        misleads=(
-            "It grows with k by itself and reaches 1 at k = d whatever the weights. Read it only "
-            "beside its chance level."
-        ),
+        misleads="It grows with k and reaches 1 at k = d for any weights. Compare it with its chance level.",
         title="alignment",
     ),
     "random_expectation": Column(
         "float",
-        "The alignment a router drawn uniformly from the sphere would have.",
+        "Alignment of a direction drawn uniformly from the sphere.",
         "min(k, rank)/d",
-        misleads=(
-            "Real routers and experts share directions (all live in the same activations), so "
-            "beating it says little about "
-            "pairing; the shuffle null does."
-        ),
+        misleads="Routers and experts share directions (all use the same activations), so exceeding it says "
+        "little about the pairing; the shuffle null does.",
         title="random expectation",
     ),
     "effect_over_random": Column(
@@ -85,28 +63,27 @@ WEIGHTS: dict[str, Column] = {
         worst="−min(k, rank)/d",
         chance="0 for a random direction",
         best="1 − min(k, rank)/d",
-        misleads=(
-            "It is large for every expert, right or wrong, when all experts share their leading directions."
-        ),
+        misleads="It is large for every expert, right or wrong, when all experts share their leading "
+        "directions.",
         title="effect over random",
     ),
     "shuffle_mean": Column(
         "float",
-        "The mean alignment of a router with an expert picked at random from its layer.",
+        "Mean alignment of a router row with an expert picked at random from its layer.",
         "mean of all n² entries of M(k)",
         misleads="It includes the n right pairs, so it moves a little with them.",
         title="shuffle mean",
     ),
     "shuffle_std": Column(
         "float",
-        "The spread of those alignments.",
+        "Spread of those alignments.",
         "population standard deviation of all n² entries of M(k)",
         misleads="Right pairs that stand out widen it themselves; this is why z has a ceiling.",
         title="shuffle std",
     ),
     "delta_vs_shuffle": Column(
         "float",
-        "How much better a router fits its own expert than an average expert of its layer.",
+        "Alignment with the own expert minus that with an average expert of the layer.",
         "align − shuffle_mean",
         worst="−1",
         chance="0",
@@ -115,28 +92,25 @@ WEIGHTS: dict[str, Column] = {
     ),
     "z_vs_shuffle": Column(
         "float",
-        "Delta in units of the shuffle's spread.",
+        "Delta in units of the shuffle null's spread.",
         "delta_vs_shuffle / shuffle_std; 0 where the std is 0",
         worst="−√(n−1) for a layer",
         chance="0",
         best="√(n−1) for a layer, √(n²−1) for one expert",
-        misleads=(
-            "It is not a confidence. A layer's mean z cannot exceed √(n−1): 2.65 for 8 experts, so "
-            "“z > 3” is out of reach "
-            "there. For confidence read p_value."
-        ),
+        misleads="It is not a confidence. A layer's mean z cannot exceed √(n−1): 2.65 for 8 experts, so “z > "
+        "3” is unreachable there. For confidence see p_value.",
         title="z vs shuffle",
     ),
     "z_ceiling": Column(
         "float",
-        "The largest mean z that any layer of n experts can show under the closed-form null.",
+        "Largest possible mean z of a layer with n experts under the closed-form null.",
         "√(n−1)",
         title="z ceiling",
         misleads="The sampled null is noisy and may put z above it.",
     ),
     "cos_squared": Column(
         "float",
-        "Squared cosine of a router row and its expert's top singular vector; given at k = 1 only.",
+        "Squared cosine of a router row and its expert's top singular vector; at k = 1 only.",
         "(v₁(Wᵢ) · rᵢ)²",
         worst="0",
         chance="1/d",
@@ -145,54 +119,50 @@ WEIGHTS: dict[str, Column] = {
     ),
     "margin": Column(
         "float",
-        "By how much a router prefers its own expert to the best other one.",
+        "Alignment of a router row with its own expert minus that with the best other one.",
         "M[i,i] − maxⱼ≠ᵢ M[i,j]",
         worst="−1",
         chance="below 0: the best of n−1 others tends to win",
         best="1",
     ),
     "identified": Column(
-        "bool", "Whether the router's own expert is its best match, alone.", "margin > 10⁻⁶", chance="1/n"
+        "bool", "Whether the router row's only best match is its own expert.", "margin > 10⁻⁶", chance="1/n"
     ),
     "argmax_accuracy": Column(
         "float",
-        "The share of routers whose own expert is their best match; ties count 1/(number tied).",
+        "Share of router rows whose best match is their own expert; ties count 1/(number tied).",
         "mean over i of [argmaxⱼ M[i,j] = i]",
         worst="0",
         chance="1/n",
         best="1",
-        misleads="The best of many ks beats 1/n by luck; p_accuracy pays for that choice.",
+        misleads="The best of many ks exceeds 1/n by chance; p_accuracy is corrected for multiple k.",
         title="argmax accuracy",
     ),
     "assignment_accuracy": Column(
         "float",
-        "The share of routers that get their own expert in the best one-to-one assignment.",
+        "Share of router rows that get their own expert in the best one-to-one assignment.",
         "diagonal share of argmax over permutations π of Σᵢ M[i, π(i)]",
         worst="0",
         chance="1/n",
         best="1",
-        misleads=(
-            "An expert that attracts every router does not lower it; compare with argmax accuracy to "
-            "see such an expert. Where some experts are exact copies, the solver picks one."
-        ),
+        misleads="An expert that attracts every router row does not lower it; compare with argmax accuracy. "
+        "Where some experts are exact copies, the solver picks one.",
         title="assignment accuracy",
     ),
     "alignment_margin": Column(
         "float",
-        "The mean margin over a layer's routers.",
+        "Mean margin over a layer's router rows.",
         "mean over i of M[i,i] − maxⱼ≠ᵢ M[i,j]",
         worst="−1",
         chance="below 0",
         best="1",
-        misleads=(
-            "It can be positive while some routers are misidentified: see the margins' distribution "
-            "and positive_margin_share."
-        ),
+        misleads="It can be positive while some router rows are misidentified: see the distribution of "
+        "margins and positive_margin_share.",
         title="alignment margin",
     ),
     "positive_margin_share": Column(
         "float",
-        "The share of routers with a positive margin.",
+        "Share of router rows with a positive margin.",
         worst="0",
         chance="1/n",
         best="1",
@@ -200,7 +170,7 @@ WEIGHTS: dict[str, Column] = {
     ),
     "perm_z": Column(
         "float",
-        "The mean diagonal of M(k) in units of its standard deviation under random pairings.",
+        "Mean diagonal of M(k) in units of its standard deviation under random pairings.",
         "(T − mean M)/sd, sd² = ΣD²/(n²(n−1)), D = M doubly centred",
         worst="−(n−1)",
         chance="0",
@@ -210,22 +180,24 @@ WEIGHTS: dict[str, Column] = {
     ),
     "p_adjusted": Column(
         "float",
-        "The p-value of one k, paid for all ks looked at.",
+        "p-value at one k, corrected for multiple k (max statistic).",
         "share of pairings whose max over k of Z reaches Z(k)",
         worst="1",
         chance="uniform or larger",
-        best="1/n! (n ≤ 8), else 1/20,001",
+        best=BEST_P,
         title="adjusted p",
     ),
     "degenerate": Column(
         "bool",
-        "k has reached d: every alignment is 1 and nothing can be told. Left out of every choice of k.",
+        "Whether k has reached d, where every alignment is 1. Excluded from every choice of k.",
         "k ≥ d",
     ),
+    "n_experts": Column("int", "Number of the layer's experts that took part (n).", title="experts"),
+    "d_model": Column("int", "Width of the model (d): length of a router row."),
     # --- tests
     "best_k": Column(
         "int",
-        "The k of the highest argmax accuracy, ties to the smallest; degenerate ks left out.",
+        "k with the highest argmax accuracy, ties to the smallest; degenerate ks excluded.",
         title="best k",
     ),
     "best_accuracy": Column(
@@ -238,23 +210,19 @@ WEIGHTS: dict[str, Column] = {
     ),
     "p_value": Column(
         "float",
-        (
-            "How often a random pairing of the layer's routers and experts looks as well matched as "
-            "the stored one."
-        ),
-        "share of pairings with maxₖ Z ≥ observed maxₖ Z; (b+1)/(m+1) when pairings are drawn",
+        "Share of random pairings of the layer's router rows and experts that match as well as the stored "
+        "one.",
+        "share of pairings with maxₖ Z ≥ observed maxₖ Z; (b+1)/(m+1) when pairings are sampled",
         worst="1",
         chance="uniform or larger",
-        best="1/n! (n ≤ 8), else 1/20,001",
-        misleads="It says the pairing is real, not that it is strong: read delta or margin for size.",
+        best=BEST_P,
+        misleads="It says that the pairing is real, not that it is strong: see delta or margin for size.",
         title="p",
     ),
     "q_value": Column(
         "float",
-        (
-            "The false-discovery rate at which this layer would be called, over all layers of the "
-            "same step, matrix and router."
-        ),
+        "False-discovery rate at which this layer is called, over all layers of the same step, matrix and "
+        "router.",
         "Benjamini–Hochberg over p_value",
         worst="1",
         chance="near 1; the smallest over many layers is uniform",
@@ -263,7 +231,7 @@ WEIGHTS: dict[str, Column] = {
     ),
     "p_lower": Column(
         "float",
-        "How often a random pairing looks as badly matched: small where routers avoid their own experts.",
+        "Share of random pairings that match as badly: small where router rows avoid their own experts.",
         "share of pairings with minₖ Z ≤ observed minₖ Z",
         worst="near 0: anti-aligned",
         chance="uniform or larger",
@@ -272,55 +240,47 @@ WEIGHTS: dict[str, Column] = {
     ),
     "p_accuracy": Column(
         "float",
-        "How often a random pairing reaches the same best argmax accuracy, its own best k chosen.",
+        "Share of random pairings that reach the same best argmax accuracy, each at its own best k.",
         "share of pairings with maxₖ accuracy ≥ observed",
         worst="1",
         chance="uniform or larger",
-        best="1/n! (n ≤ 8), else 1/20,001",
+        best=BEST_P,
         title="accuracy p",
     ),
     "n_pairings": Column(
         "int",
-        "How many pairings were looked at: all n! up to 8 experts, else 20,000 drawn ones.",
+        "Number of pairings in the null: all n! up to 8 experts, else 20,000 sampled ones.",
         title="pairings",
     ),
-    "exact": Column("bool", "Whether those are all the pairings there are."),
+    "exact": Column("bool", "Whether the null holds all pairings."),
     "verdict": Column(
         "text",
-        (
-            "identifying: at best_k at least 90 % of experts are told from the weights alone, with "
-            "positive margin, and p_accuracy ≤ 0.05. "
-            "non_random: p_accuracy ≤ 0.05, short of that. permuted: at least 90 % of routers and "
-            "experts are each other's best match under "
-            "another order than the stored one, p ≤ 0.01. chance: none of these; not distinguishable "
-            "from it."
-        ),
-        misleads=(
-            "Up to one random layer in twenty is called something else. Fewer than four experts have "
-            "too few pairings to be called anything."
-        ),
+        "identifying: at best_k at least 90 % of experts are identified from the weights alone, with "
+        "positive margin, and p_accuracy ≤ 0.05. non_random: p_accuracy ≤ 0.05 only. permuted: at least 90 % "
+        "of router rows and experts are each other's best match in another order than the stored one, p ≤ "
+        "0.01. chance: none of these.",
+        misleads="Up to one random layer in twenty is called something else. Fewer than four experts have "
+        "too few pairings for any call.",
     ),
     # --- nulls
     "left": Column("float", "The bin's left edge."),
     "right": Column("float", "The bin's right edge."),
-    "density": Column("float", "The share of pairings in the bin, divided by its width."),
-    "observed": Column("float", "The mean diagonal of the stored pairing."),
-    # --- experts among themselves
+    "density": Column("float", "Share of pairings in the bin, divided by its width."),
+    "observed": Column("float", "Mean diagonal of the stored pairing."),
+    # --- pairs of experts
     "cosine": Column(
         "float",
-        (
-            "Cosine of two experts' top singular vectors, each oriented so that the mean of W v is "
-            "positive; at k = 1 only."
-        ),
+        "Cosine of two experts' top singular vectors, each oriented so that the mean of W v is positive; at "
+        "k = 1 only.",
         "v₁(Wₐ) · v₁(W_b)",
         worst="±1",
         chance="|cos| ≈ √(2/(πd))",
         best="0",
-        misleads="A singular vector has no sign of its own; the orientation is a convention. Read |cos|.",
+        misleads="A singular vector has no sign; the orientation is a convention. Compare |cos|.",
     ),
     "overlap": Column(
         "float",
-        "How much of two experts' leading k-dimensional subspaces is shared.",
+        "Shared part of two experts' leading k-dimensional subspaces.",
         "‖Vₐ′V_b‖²_F / k",
         worst="1",
         chance="k/d",
@@ -328,7 +288,7 @@ WEIGHTS: dict[str, Column] = {
     ),
     "largest_principal_cosine": Column(
         "float",
-        "The cosine of the closest pair of directions in the two subspaces.",
+        "Cosine of the closest pair of directions in the two subspaces.",
         "σ_max(Vₐ′V_b)",
         worst="1",
         chance="grows with k/d",
@@ -341,19 +301,14 @@ WEIGHTS: dict[str, Column] = {
     ),
     "mean_abs": Column(
         "float",
-        (
-            "Mean absolute cosine over expert pairs (k = 1), or mean overlap (k > 1): the headline "
-            "of redundancy."
-        ),
+        "Mean absolute cosine over expert pairs (k = 1), or mean overlap (k > 1).",
         "mean over a < b of |cos|",
         worst="1",
         chance="√(2/(πd)) at k = 1, k/d beyond",
         best="0",
         title="mean |cos|",
-        misleads=(
-            "All experts read the same activations, so values above chance are usual; above 0.3 call "
-            "it redundancy."
-        ),
+        misleads="All experts use the same activations, so values above chance are usual; above 0.3 is "
+        "redundancy.",
     ),
     "max": Column("float", "Largest value over expert pairs, signed at k = 1."),
     "min": Column("float", "Smallest value over expert pairs, signed at k = 1."),
@@ -366,7 +321,7 @@ WEIGHTS: dict[str, Column] = {
         best="0",
         title="max |cos|",
     ),
-    "chance": Column("float", "What random directions would give.", "√(2/(πd)) at k = 1, k/d beyond"),
+    "chance": Column("float", "Value for random directions.", "√(2/(πd)) at k = 1, k/d beyond"),
     "n_pairs_above_0_3": Column(
         "int",
         "Expert pairs with |cos| above 0.3: redundancy, where d is large; at k = 1 only.",
@@ -380,34 +335,35 @@ WEIGHTS: dict[str, Column] = {
         title="pairs > 0.7",
     ),
     # --- ambiguity
-    "rank": Column("int", "The layer's place, 1 = most ambiguous; null where the score is undefined."),
+    "rank": Column("int", "Rank of the layer, 1 = most ambiguous; null where the score is undefined."),
     "ambiguity_score": Column(
         "float",
-        "How hard a layer's experts are to tell apart, relative to the other layers analysed.",
+        "How hard a layer's experts are to tell apart, normalised over the layers analysed.",
         "0.4 (1 − accuracy) + 0.3 (1 − margin′) + 0.3 (1 − z′), ′ = min-max over layers, all at k*",
         worst="1",
-        chance="undefined: it is relative",
+        chance="undefined: it is normalised over layers",
         best="0",
-        misleads=(
-            "The best layer of a hopeless model scores low, the worst of a perfect one high. See "
-            "absolute_score. Above 0.7 "
-            "is called high, 0.4 to 0.7 medium."
-        ),
+        misleads="The best layer of a bad model scores low, the worst of a perfect one high: see "
+        "absolute_score. Above 0.7 is high, 0.4 to 0.7 medium.",
         title="ambiguity",
     ),
     "absolute_score": Column(
         "float",
-        "The same idea without reference to other layers.",
+        "Ambiguity without reference to other layers.",
         "0.4 (1 − accuracy) + 0.3 (1 − clip(margin/align)) + 0.3 (1 − clip(z/√(n−1)))",
         worst="1",
-        chance="0.4 (1 − 1/n) + 0.6 at a given k; less where k* is chosen: 0.91 for 8 experts, 0.77 for 4",
+        chance="absolute_chance at a given k; less where k* is chosen: 0.91 for 8 experts, 0.77 for 4",
         best="0",
         title="absolute ambiguity",
     ),
+    "absolute_chance": Column(
+        "float",
+        "absolute_score of a layer at chance, at a given k.",
+        "0.4 (1 − 1/n) + 0.3 + 0.3",
+        title="absolute ambiguity at chance",
+    ),
     "k_star": Column(
-        "int",
-        "The k at which the layer was judged: the one of the largest margin, or a fixed one.",
-        title="k*",
+        "int", "k at which the layer is judged: the one with the largest margin, or a fixed one.", title="k*"
     ),
     "z_score": Column(
         "float",
@@ -422,11 +378,11 @@ WEIGHTS: dict[str, Column] = {
     "level": Column("text", "high above 0.7, medium from 0.4, else low; null where the score is undefined."),
     # --- spectra
     "singular_values": Column("floats", "The matrix's singular values, falling, down to the rank tolerance."),
-    "frobenius": Column("float", "The matrix's size.", "√Σ sₐ²"),
-    "spectral_norm": Column("float", "The largest singular value.", "s₁", title="spectral norm"),
+    "frobenius": Column("float", "Frobenius norm of the matrix.", "√Σ sₐ²"),
+    "spectral_norm": Column("float", "Largest singular value.", "s₁", title="spectral norm"),
     "stable_rank": Column(
         "float",
-        "How many directions carry the energy, soft count.",
+        "Number of directions that carry the energy, as a soft count.",
         "‖W‖²_F / s₁²",
         worst="1",
         best="rank",
@@ -435,14 +391,14 @@ WEIGHTS: dict[str, Column] = {
     ),
     "effective_rank": Column(
         "float",
-        "How many directions are used, by entropy.",
+        "Number of directions used, by entropy.",
         "exp(−Σ pₐ log pₐ), pₐ = sₐ/Σs",
         worst="1",
         best="rank",
         title="effective rank",
         chance="below rank for a random matrix, from 0.8 of it (square) towards all of it (long)",
     ),
-    "spectra.rank": Column("int", "How many singular values are not zero.", "#{sₐ > max(f, d) · ε · s₁}"),
+    "spectra.rank": Column("int", "Number of nonzero singular values.", "#{sₐ > max(f, d) · ε · s₁}"),
     "condition": Column("float", "Largest over smallest nonzero singular value.", "s₁/s_rank"),
     "fallback": Column(
         "bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."

@@ -66,7 +66,8 @@ class Slider:
     titles: list[str] = field(
         default_factory=list
     )  # the figure's title at each value; the first shown is the figure's own
-    orders: list[list[str]] = field(default_factory=list)  # another order of the categories, one a position
+    orders: list[list[str]] = field(default_factory=list)  # another order of the categories at each value
+    captions: list[str] = field(default_factory=list)  # the figure's caption at each value, where it changes
 
 
 @dataclass(frozen=True)

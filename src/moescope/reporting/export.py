@@ -16,7 +16,7 @@ from moescope.reporting.run_kinds import kind_of
 from moescope.routing.figures_metrics import can_draw
 from moescope.routing.report_views import load_trace, routing_views
 from moescope.run import Run
-from moescope.weights.report_views import readings, run_names
+from moescope.weights.report_findings import run_names, views
 
 PAPER: dict[str, Any] = {
     "paper_bgcolor": "white",
@@ -71,7 +71,7 @@ def kind_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
 
 
 def weight_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
-    for index, reading in enumerate(readings([run for run in runs if run.info["verb"] == "scan"])):
+    for index, reading in enumerate(views([run for run in runs if run.info["verb"] == "scan"])):
         prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router'] or 'experts'}"
         for spec in reading.drawable(ACROSS_LAYERS):
             yield f"{prefix}-{spec.name}", spec.draw(reading.tables)

@@ -13,11 +13,11 @@ from moescope.reporting.joint_figures import FEWEST_LAYERS, QUESTIONS, answer, c
 from moescope.routing.figures_metrics import can_draw
 from moescope.routing.report import Keep
 from moescope.routing.report_views import View
-from moescope.weights.report_layer import drawn
-from moescope.weights.report_views import Reading
+from moescope.weights.report import drawn
+from moescope.weights.report_findings import View as WeightsView
 
 
-def same_checkpoint(reading: Reading, view: View) -> bool:
+def same_checkpoint(reading: WeightsView, view: View) -> bool:
     """Whether both are of the same weights.
 
     By the hash of their headers and files, or by place where one is unknown.
@@ -30,11 +30,11 @@ def same_checkpoint(reading: Reading, view: View) -> bool:
     return bool(scanned[key] == traced[key])
 
 
-def joint_tables(reading: Reading, view: View) -> Tables:
+def joint_tables(reading: WeightsView, view: View) -> Tables:
     return {"ambiguity": reading.tables["ambiguity"], "routing_layers": view.tables["routing_layers"]}
 
 
-def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[dict[str, Any]]:
+def joint_entries(found: list[WeightsView], views: list[View], keep: Keep) -> list[dict[str, Any]]:
     """One entry a reading and view of the same checkpoint.
 
     The answers in words, and figures where there are layers enough.
@@ -73,7 +73,7 @@ def joint_entries(found: list[Reading], views: list[View], keep: Keep) -> list[d
     return entries
 
 
-def joint_missing(found: list[Reading], views: list[View]) -> str:
+def joint_missing(found: list[WeightsView], views: list[View]) -> str:
     """Why there is nothing to say together, where both kinds of run were given."""
     if not any(reading.has_rows for reading in found) or not views:
         return ""  # ambiguity is of router rows; that there are none is said where the weights are told

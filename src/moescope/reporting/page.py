@@ -11,7 +11,7 @@ import pandas as pd
 
 from moescope.comparison.report import charts_together
 from moescope.errors import BadInput
-from moescope.figures import ACROSS_LAYERS, ACROSS_READINGS, ACROSS_STEPS, FigureSpec
+from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, FigureSpec
 from moescope.glossary import COLUMNS
 from moescope.plotting.style import Tables, listed, number
 from moescope.reporting.joint import joint_entries, joint_missing
@@ -31,10 +31,9 @@ from moescope.routing.report_summary import trace_findings, which_findings
 from moescope.routing.report_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
 from moescope.run import Run
 from moescope.tables import ROUTING_TABLES, SCAN_TABLES, TABLES, VIEW
-from moescope.weights.report import coverage_lines, findings, headline
-from moescope.weights.report_experts import experts_glance
-from moescope.weights.report_layer import drawn, layer_entry, verdict_name
-from moescope.weights.report_views import Reading, reading_words, readings, run_names
+from moescope.weights.report import coverage_lines, drawn, experts_glance, layer_entry, verdict_name
+from moescope.weights.report_findings import View, findings, headline, run_names, view_words
+from moescope.weights.report_findings import views as scan_views
 
 WHOLE_TABLES = {  # shown across layers, besides the figures
     "alignment_tests": "Tests and verdicts of every layer",
@@ -55,7 +54,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     parts = [part for run, kind in others for part in kind.parts(run)]
     runs = [*runs, *(part for part in parts if part.path.resolve() not in given)]
     scans, traced = by_verb(runs)
-    found = readings(scans, len(runs) > 1) if scans else []
+    found = scan_views(scans, len(runs) > 1) if scans else []
     traces, names = [load_trace(run) for run in traced], run_names(runs)
     views = routing_views(traces, names)
     payloads: dict[str, str] = {}
@@ -113,7 +112,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "with_pairs": any("similarity" in reading.tables for reading in found),
         "compare": [
             keep(f"c-{spec.name}", drawn(spec, stacked(alike, spec), "all readings"))
-            for spec in ACROSS_READINGS
+            for spec in ACROSS_VIEWS
             if len(alike := [reading for reading in found if reading.drawable([spec])]) > 1
         ],
         "steps": step_figures(found, keep),
@@ -159,7 +158,7 @@ def by_verb(runs: list[Run]) -> tuple[list[Run], list[Run]]:
     ]
 
 
-def scan_headlines(scans: list[Run], found: list[Reading], names: dict[Any, str]) -> list[dict[str, Any]]:
+def scan_headlines(scans: list[Run], found: list[View], names: dict[Any, str]) -> list[dict[str, Any]]:
     return [
         {
             "run": names[run.path] if len(names) > 1 else "",
@@ -191,35 +190,32 @@ def page_title(runs: list[Run]) -> str:
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
 
 
-def stacked(found: list[Reading], spec: FigureSpec) -> Tables:
-    """The tables a comparison needs, all readings in one frame with a `reading` column."""
+def stacked(found: list[View], spec: FigureSpec) -> Tables:
+    """The tables a comparison needs, all views in one frame with a `view` column."""
     return {
         name: pd.concat(
-            [
-                reading.tables[name].assign(reading=reading.label, run=str(reading.run.path))
-                for reading in found
-            ],
+            [reading.tables[name].assign(view=reading.label, run=str(reading.run.path)) for reading in found],
             ignore_index=True,
         )
         for name in spec.needs
     }
 
 
-def step_figures(found: list[Reading], keep: Any) -> list[dict[str, Any]]:
+def step_figures(found: list[View], keep: Any) -> list[dict[str, Any]]:
     """Figures against the step, for every run and reading that has several steps."""
-    groups: dict[tuple[Any, ...], list[Reading]] = {}
+    groups: dict[tuple[Any, ...], list[View]] = {}
     for reading in found:
         groups.setdefault((reading.run.path, *(reading.keys[key] for key in VIEW)), []).append(reading)
     sections = []
     for number_, group in enumerate(group for group in groups.values() if len(group) > 1):
-        label = f"{group[0].run.name} · {reading_words({**group[0].keys, 'fold_norm': False})}"
+        label = f"{group[0].run.name} · {view_words({**group[0].keys, 'fold_norm': False})}"
         specs = group[0].drawable(ACROSS_STEPS)
         names = [keep(f"s{number_}-{spec.name}", drawn(spec, stacked(group, spec), label)) for spec in specs]
         sections += [{"label": label, "figures": names}] if names else []
     return sections
 
 
-def whole_table(reading: Reading, name: str, title: str) -> dict[str, Any]:
+def whole_table(reading: View, name: str, title: str) -> dict[str, Any]:
     columns = [column for column in TABLES[name].columns if column not in KEY_COLUMNS]
     frame = reading.tables[name]
     if name == "ambiguity":
@@ -228,7 +224,7 @@ def whole_table(reading: Reading, name: str, title: str) -> dict[str, Any]:
     return table_payload(name, frame, columns, title)
 
 
-def glance_table(reading: Reading) -> dict[str, Any]:
+def glance_table(reading: View) -> dict[str, Any]:
     """The one table of the summary: a row a layer, every number with its chance level beside it."""
     tables = reading.tables
     first = tables["orthogonality"].query("k == 1").set_index("layer")

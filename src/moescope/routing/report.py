@@ -20,7 +20,7 @@ from moescope.routing.report_text import Excerpt, read_excerpt, text_payload
 from moescope.routing.report_views import TraceTables, View
 from moescope.run import Run
 from moescope.tables import TABLES
-from moescope.weights.report_layer import drawn
+from moescope.weights.report import drawn
 
 Keep = Callable[[str, Any], str]
 

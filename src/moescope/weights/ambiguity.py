@@ -1,4 +1,4 @@
-"""Which layers are ambiguous: a ranking from accuracy, margin and z at each layer's k*."""
+"""Rank layers by how hard their experts are to tell apart: accuracy, margin and z at each layer's k*."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ def check_settings(k_star: str | int, weights: tuple[float, float, float]) -> No
 
 
 def choose_k_star(
-    rungs: pd.DataFrame, rule: str | int = "max_margin", allow_full_rank: bool = False
+    layer: pd.DataFrame, rule: str | int = "max_margin", allow_full_rank: bool = False
 ) -> int | None:
-    """The k at which a layer is judged, from its rows of alignment_layers; None where no k qualifies.
+    """k* of a layer from its rows of alignment_layers; None if no k qualifies.
 
-    max_margin: the k of the largest alignment margin, degenerate ks left out (`allow_full_rank` lets them in,
-    the older
-    rule); a number: that k, or the largest usable one below it.
+    max_margin: the k with the largest alignment margin, degenerate ks excluded unless `allow_full_rank` (the
+    older rule). A number: that k, or the largest usable one below it.
     """
-    usable = rungs if allow_full_rank else rungs[~rungs["degenerate"]]
+    usable = layer if allow_full_rank else layer[~layer["degenerate"]]
     if usable.empty:
         return None
     if rule == "max_margin":
@@ -45,27 +44,24 @@ def ambiguity_ranking(
     allow_full_rank: bool = False,
     weights: tuple[float, float, float] = DEFAULT_WEIGHTS,
 ) -> pd.DataFrame:
-    """Rank, score and its parts for each layer of one reading (one step, matrix and router), most ambiguous
-    first.
+    """Rank, score and its terms for each layer of one view, most ambiguous first.
 
-    score = a (1 - accuracy) + b (1 - margin') + g (1 - z'), margin and z min-maxed over the layers given, so
-    it is relative
-    to them: with one layer, or where all margins or all z are equal, it is undefined and left null.
+    score = a (1 - accuracy) + b (1 - margin') + g (1 - z'), margin and z min-max scaled over these layers. It
+    is null for a single layer, or where all margins or all z are equal.
     absolute = a (1 - accuracy) + b (1 - clip(margin/align, 0, 1)) + g (1 - clip(z/sqrt(n-1), 0, 1)) needs no
-    other layer.
+    other layer; at chance it is a (1 - 1/n) + b + g at a given k.
     """
     check_settings(k_star, weights)
     a, b, g = weights
-    chosen = []
-    for layer, rungs in layers.groupby("layer", sort=True):
-        k = choose_k_star(rungs, k_star, allow_full_rank)
-        if k is not None:
-            chosen.append(rungs[rungs["k"] == k].iloc[0])
-        else:
-            chosen.append(pd.Series({"layer": layer}))
-    at_star = pd.DataFrame(chosen).reset_index(drop=True)
-    accuracy = at_star["argmax_accuracy"].astype(float)
-    margin, z = at_star["alignment_margin"].astype(float), at_star["z_vs_shuffle"].astype(float)
+    at_star = []
+    for layer, rows in layers.groupby("layer", sort=True):
+        k = choose_k_star(rows, k_star, allow_full_rank)
+        fixed = {"layer": layer, "n_experts": rows["n_experts"].iloc[0] if "n_experts" in rows else np.nan}
+        at_star.append(pd.Series(fixed) if k is None else rows[rows["k"] == k].iloc[0])
+    chosen = pd.DataFrame(at_star).reset_index(drop=True)
+    accuracy, margin, z = (
+        chosen[name].astype(float) for name in ("argmax_accuracy", "alignment_margin", "z_vs_shuffle")
+    )
     terms = pd.DataFrame(
         {
             "accuracy_term": a * (1 - accuracy),
@@ -73,16 +69,17 @@ def ambiguity_ranking(
             "z_term": g * (1 - min_max(z)),
         }
     )
-    result = pd.DataFrame({"layer": at_star["layer"].astype(int)})
-    if "layer_name" in at_star:
-        result["layer_name"] = at_star["layer_name"]
+    result = pd.DataFrame({"layer": chosen["layer"].astype(int)})
+    if "layer_name" in chosen:
+        result["layer_name"] = chosen["layer_name"]
     result["ambiguity_score"] = terms.sum(axis=1, skipna=False)
-    if {"align", "z_ceiling"} <= set(at_star.columns):
-        align = at_star["align"].astype(float)
+    if {"align", "z_ceiling", "n_experts"} <= set(chosen):
+        align = chosen["align"].astype(float)
         relative_margin = (margin / align.where(align > 0)).clip(0, 1)
-        relative_z = (z / at_star["z_ceiling"].astype(float)).clip(0, 1)
+        relative_z = (z / chosen["z_ceiling"].astype(float)).clip(0, 1)
         result["absolute_score"] = a * (1 - accuracy) + b * (1 - relative_margin) + g * (1 - relative_z)
-    result["k_star"] = at_star["k"].astype("Int64") if "k" in at_star else pd.NA
+        result["absolute_chance"] = a * (1 - 1 / chosen["n_experts"].astype(float)) + b + g
+    result["k_star"] = chosen["k"].astype("Int64") if "k" in chosen else pd.NA
     result["argmax_accuracy"], result["alignment_margin"], result["z_score"] = accuracy, margin, z
     result = pd.concat([result, terms], axis=1)
     result["level"] = [level(score) for score in result["ambiguity_score"]]
@@ -92,9 +89,7 @@ def ambiguity_ranking(
 
 def min_max(values: pd.Series) -> pd.Series:
     low, high = values.min(), values.max()
-    if not high > low:
-        return pd.Series(np.nan, index=values.index)
-    return (values - low) / (high - low)
+    return (values - low) / (high - low) if high > low else pd.Series(np.nan, index=values.index)
 
 
 def level(score: float) -> str | None:

@@ -1,13 +1,19 @@
-"""Alignment across the layers of one reading: curves over k, the shuffle null, and experts at one k."""
+"""Alignment across the layers of one view: curves over k, the shuffle null, the permutation null, experts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
+    GREY,
     LEGEND_UP_TO,
     Figure,
+    Slider,
     Tables,
     Trace,
     base_layout,
@@ -26,145 +32,345 @@ from moescope.plotting.style import (
     reference_k,
 )
 
+TAIL = 0.01
+CATEGORIES = {"type": "category"}
+
+
+# --- building blocks
+
+
+def line(x: Any, y: Any, name: str, color: str, hover: str, **more: Any) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": np.asarray(x),
+        "y": np.asarray(y),
+        "line": {"color": color, "width": 2},
+        "hovertemplate": f"{hover}<extra></extra>",
+        **more,
+    }
+
+
+def matrix_layout(x: str, y: str) -> dict[str, Any]:
+    """Layout of a heatmap with named rows and columns, the first row on top."""
+    return base_layout(x, y, xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
+
+
+def layer_axis(layers: pd.Index) -> dict[str, object]:
+    """Integer layers only on the axis."""
+    values = [int(layer) for layer in layers]
+    every = max(1, -(-len(values) // 16))
+    return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
+
 
 def usable(tables: Tables) -> pd.DataFrame:
-    """alignment_layers without degenerate ks, where something can be told."""
+    """alignment_layers without degenerate ks, unless all are."""
     frame = tables["alignment_layers"]
-    kept = frame[~frame["degenerate"].astype(bool)]
-    return kept if len(kept) else frame
+    rows = frame[~frame["degenerate"].astype(bool)]
+    return rows if len(rows) else frame
 
 
 def peak(frame: pd.DataFrame, column: str) -> pd.Series:
-    """The row of the column's largest value."""
+    """The row with the column's largest value."""
     row: pd.Series = frame.loc[frame[column].idxmax()]
     return row
 
 
+def at_k(row: pd.Series) -> str:
+    return f"layer {row['layer']:.0f}, k = {row['k']:.0f}"
+
+
+def by_k(
+    name: str,
+    title: str,
+    caption: str,
+    tables: Tables,
+    columns: tuple[str, ...],
+    lines: list[Trace],
+    **layout: Any,
+) -> Figure:
+    """The first of `columns` from alignment_layers against k, one line per layer, then reference lines."""
+    frame, column = tables["alignment_layers"], columns[0]
+    label = {"align": "alignment", "z_vs_shuffle": "mean z"}.get(column, column.replace("_", " "))
+    data = [*layer_lines(frame, "k", column), *lines]
+    layout = base_layout("k", label, xaxis=k_axis(frame["k"]), **layout)
+    return Figure(name, title, caption, columns, data, layout)
+
+
+def constant(tables: Tables, value: float, name: str, dash: str = "dash") -> Trace:
+    """A horizontal grey line over all k."""
+    ks = np.sort(tables["alignment_layers"]["k"].unique())
+    return grey_line(ks, np.full(len(ks), value), name, dash)
+
+
+def random_direction(tables: Tables) -> Trace:
+    chance = tables["alignment_layers"].groupby("k")["random_expectation"].mean()
+    return grey_line(chance.index.to_numpy(), chance.to_numpy(), "random direction")
+
+
+# --- curves over k
+
+
 def align_by_k(tables: Tables) -> Figure:
     frame = tables["alignment_layers"]
-    at = reference_k(usable(tables)["k"])
-    here = frame[frame["k"] == at]
+    k = reference_k(usable(tables)["k"])
+    here = frame[frame["k"] == k]
     low, high = here.loc[here["align"].idxmin()], peak(here, "align")
     span = from_to(low["align"], f"layer {low['layer']:.0f}", high["align"], f"layer {high['layer']:.0f}")
-    title = (
-        f"At k = {at}, alignment {span}; a random direction gives {number(here['random_expectation'].mean())}"
-    )
-    chance = frame.groupby("k")["random_expectation"].mean()
-    data = [
-        *layer_lines(frame, "k", "align"),
-        grey_line(chance.index.to_numpy(), chance.to_numpy(), "random direction"),
-    ]
-    return Figure(
-        "align_by_k",
-        title,
-        "Mean alignment of routers with their own experts against k, one line a layer.",
-        ("align", "random_expectation"),
-        data,
-        base_layout("k", "alignment", xaxis=k_axis(frame["k"])),
-    )
+    caption = f"At k = {k}, alignment {span} (random direction: {number(here['random_expectation'].mean())})."
+    columns = ("align", "random_expectation")
+    return by_k("align_by_k", "Mean alignment by k", caption, tables, columns, [random_direction(tables)])
 
 
 def z_by_k(tables: Tables) -> Figure:
-    frame, kept = tables["alignment_layers"], usable(tables)
-    best = kept.groupby("layer")["z_vs_shuffle"].max()
-    ceilings = frame.groupby("layer")["z_ceiling"].max()
+    best = usable(tables).groupby("layer")["z_vs_shuffle"].max()
+    ceilings = tables["alignment_layers"].groupby("layer")["z_ceiling"].max()
     high = sorted(best.index[best >= 0.9 * ceilings])
     bounds = listed([number(ceiling) for ceiling in sorted(ceilings.unique())])
-    title = (
-        f"Mean z comes within a tenth of its ceiling of {bounds} in {named_layers(high)}"
+    caption = (
+        f"Mean z reaches 90 % of its ceiling {bounds} in {named_layers(high)} (chance: 0). z is not a "
+        "confidence."
         if high
-        else f"Mean z peaks at {number(best.max())} (layer {best.idxmax()}), below its ceiling of {bounds}"
+        else f"Highest mean z: {number(best.max())} in layer {best.idxmax()} (chance: 0, ceiling: {bounds}). "
+        "z is not a confidence."
     )
-    ks = np.sort(frame["k"].unique())
-    data = layer_lines(frame, "k", "z_vs_shuffle")
-    for ceiling in sorted(ceilings.unique()):
-        data.append(grey_line(ks, np.full(len(ks), ceiling), "ceiling √(n−1)"))
-    data.append(grey_line(ks, np.zeros(len(ks)), "chance", "dot"))
-    return Figure(
-        "z_by_k",
-        title,
-        "Mean z over a layer's experts. It cannot exceed the dashed line, so it is not a confidence.",
-        ("z_vs_shuffle", "z_ceiling", "p_value"),
-        data,
-        base_layout("k", "mean z", xaxis=k_axis(frame["k"])),
-    )
+    lines = [constant(tables, ceiling, "ceiling √(n−1)") for ceiling in sorted(ceilings.unique())]
+    columns = ("z_vs_shuffle", "z_ceiling", "p_value")
+    lines.append(constant(tables, 0, "chance", "dot"))
+    return by_k("z_by_k", "Mean z against the shuffle null", caption, tables, columns, lines)
 
 
 def effect_by_k(tables: Tables) -> Figure:
-    frame, top = tables["alignment_layers"], peak(usable(tables), "effect_over_random")
-    title = (
-        f"Effect over a random direction is largest in layer {top['layer']:.0f}: "
-        f"{number(top['effect_over_random'])} at k = {top['k']:.0f}, "
-        f"where random routers would stray by ±{number(2 * stray_of_mean(top))}"
+    top = peak(usable(tables), "effect_over_random")
+    caption = (
+        f"Largest effect over random: {number(top['effect_over_random'])} ({at_k(top)}). Random router rows: "
+        f"0 ± {number(2 * random_std_of_mean(top))}."
     )
-    ks = np.sort(frame["k"].unique())
-    data = [
-        *layer_lines(frame, "k", "effect_over_random"),
-        grey_line(ks, np.zeros(len(ks)), "random direction"),
-    ]
-    return Figure(
+    return by_k(
         "effect_by_k",
-        title,
-        "Alignment less that of a random direction.",
+        "Alignment above a random direction",
+        caption,
+        tables,
         ("effect_over_random", "random_expectation"),
-        data,
-        base_layout("k", "effect over random", xaxis=k_axis(frame["k"])),
+        [constant(tables, 0, "random direction")],
     )
 
 
-def experts_in(row: pd.Series) -> float:
-    """n, from the ceiling sqrt(n - 1) of z."""
-    return float(row["z_ceiling"]) ** 2 + 1
+def random_variance(d_model: Any, mean: Any) -> Any:
+    """Variance of a random direction's alignment: Beta(k/2, (d - k)/2) has 2 m (1 - m)/(d + 2), m = k/d."""
+    return 2 * mean * np.maximum(1 - mean, 0) / (d_model + 2)
 
 
-def stray_of_mean(row: pd.Series) -> float:
-    """Standard deviation of the mean alignment of n random directions: each follows Beta(k/2, (d - k)/2)."""
-    share = float(row["random_expectation"])
-    d_model = max(float(row["k"]) / share, 1.0)
-    return float(np.sqrt(2 * share * (1 - share) / (d_model + 2) / experts_in(row)))
+def random_std_of_mean(row: pd.Series) -> float:
+    """Standard deviation of the mean alignment of n random directions."""
+    variance = random_variance(row["d_model"], row["random_expectation"])
+    return float(np.sqrt(variance / row["n_experts"]))
 
 
 def discoveries(p_values: pd.Series, rate: float = 0.05) -> list[int]:
-    """Layers called at that false-discovery rate.
+    """Layers with a q value (Benjamini-Hochberg) of at most `rate`."""
+    from scipy.stats import false_discovery_control
 
-    All up to the largest rank i of m with p_(i) <= rate i / m.
-    """
-    ordered = p_values.sort_values()
-    passed = np.flatnonzero(ordered.to_numpy() <= rate * np.arange(1, len(ordered) + 1) / len(ordered))
-    return [int(layer) for layer in ordered.index[: passed[-1] + 1]] if len(passed) else []
+    return [int(layer) for layer in p_values.index[false_discovery_control(p_values) <= rate]]
 
 
 def delta_by_k(tables: Tables) -> Figure:
-    frame, kept = tables["alignment_layers"], usable(tables)
-    smallest = kept.groupby("layer")["p_adjusted"].min()
-    called = discoveries(smallest)
-    beyond = kept[kept["layer"].isin(called) & (kept["p_adjusted"] <= 0.05) & (kept["delta_vs_shuffle"] > 0)]
-    top = peak(beyond if len(beyond) else kept, "delta_vs_shuffle")
-    largest = f"{number(top['delta_vs_shuffle'])} (layer {top['layer']:.0f}, k = {top['k']:.0f})"
-    title = (
-        (
-            f"Own experts beat the layer's average beyond chance in {named_layers(beyond['layer'])}, "
-            f"by up to {largest}"
-        )
+    rows = usable(tables)
+    called = discoveries(rows.groupby("layer")["p_adjusted"].min())
+    significant = (rows["p_adjusted"] <= 0.05) & (rows["delta_vs_shuffle"] > 0)
+    beyond = rows[rows["layer"].isin(called) & significant]
+    top = peak(beyond if len(beyond) else rows, "delta_vs_shuffle")
+    caption = (
+        f"Own experts fit better than average in {named_layers(beyond['layer'])} (q ≤ 0.05)"
         if len(beyond)
-        else (
-            "In no layer do own experts beat the layer's average beyond chance; the largest delta "
-            f"is {largest}"
-        )
+        else "In no layer do own experts fit better than average (q ≤ 0.05)"
     )
-    ks = np.sort(frame["k"].unique())
-    data = [*layer_lines(frame, "k", "delta_vs_shuffle"), grey_line(ks, np.zeros(len(ks)), "chance")]
-    return Figure(
+    caption += f"; largest delta {number(top['delta_vs_shuffle'])} ({at_k(top)})."
+    return by_k(
         "delta_by_k",
-        title,
-        (
-            "Alignment with the own expert less the mean over all experts of the layer. Beyond "
-            "chance: q ≤ 0.05 over ks and layers."
-        ),
+        "Alignment above the layer's average pair",
+        caption,
+        tables,
         ("delta_vs_shuffle", "shuffle_mean"),
-        data,
-        base_layout("k", "delta vs shuffle", xaxis=k_axis(frame["k"])),
+        [constant(tables, 0, "chance")],
     )
+
+
+# --- the shuffle null
+
+
+def shuffle_mean_by_k(tables: Tables) -> Figure:
+    ratio = usable(tables).assign(over=lambda f: f["shuffle_mean"] / f["random_expectation"])
+    top = peak(ratio, "over")
+    caption = (
+        f"Alignment of all pairs is at most {number(top['over'])} times a random direction's ({at_k(top)})."
+    )
+    return by_k(
+        "shuffle_mean_by_k",
+        "Mean alignment over all router-expert pairs",
+        caption,
+        tables,
+        ("shuffle_mean", "random_expectation"),
+        [random_direction(tables)],
+    )
+
+
+def random_spread(frame: pd.DataFrame) -> Trace:
+    """Standard deviation of the alignment of random directions, by k."""
+    rows = frame.groupby("k")[["random_expectation", "d_model"]].mean()
+    variance = random_variance(rows["d_model"], rows["random_expectation"])
+    return grey_line(rows.index.to_numpy(), np.sqrt(variance).to_numpy(), "random directions")
+
+
+def shuffle_std_by_k(tables: Tables) -> Figure:
+    top = peak(usable(tables), "shuffle_std")
+    caption = (
+        f"The shuffle null is widest in layer {top['layer']:.0f}: standard deviation "
+        f"{number(top['shuffle_std'])} at k = {top['k']:.0f}. Dashed: random directions."
+    )
+    return by_k(
+        "shuffle_std_by_k",
+        "Spread of alignment over all pairs",
+        caption,
+        tables,
+        ("shuffle_std", "random_expectation"),
+        [random_spread(tables["alignment_layers"])],
+    )
+
+
+def shuffle_log_std_by_k(tables: Tables) -> Figure:
+    frame = usable(tables)
+    frame = frame[frame["shuffle_std"] > 0]
+    spread = frame.groupby("k")["shuffle_std"].agg(lambda values: values.max() / values.min())
+    caption = (
+        f"The null's width grows {number(frame['shuffle_std'].max() / frame['shuffle_std'].min())}-fold over "
+        "k. "
+        if frame["layer"].nunique() == 1
+        else f"At one k the null's width differs between layers by up to {number(spread.max())} times "
+        f"(k = {spread.idxmax()}). "
+    )
+    data = [*layer_lines(frame, "k", "shuffle_std"), random_spread(frame)]
+    drawn = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
+    layout = base_layout(
+        "k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(drawn) or {}
+    )
+    return Figure(
+        "shuffle_log_std_by_k",
+        "Spread of alignment, log scale",
+        f"{caption}Dashed: random directions.",
+        ("shuffle_std", "random_expectation"),
+        data,
+        layout,
+    )
+
+
+def z_decomposed(tables: Tables) -> Figure:
+    """z is a slope: delta against std, with rays of equal z."""
+    frame = usable(tables)
+    widest = float(frame["shuffle_std"].max()) or 1.0
+    ceiling = float(frame["z_ceiling"].max())
+    hover = "std %{x:.4g}<br>delta %{y:.4g}"
+    data = layer_lines(frame, "shuffle_std", "delta_vs_shuffle", order="k", hover=hover)
+    rays = (
+        (ceiling, f"z = {ceiling:.2f}, the ceiling", "dash"),
+        (1.0, "z = 1", "dot"),
+        (0.0, "z = 0", "dot"),
+    )
+    data += [grey_line([0.0, widest], [0.0, slope * widest], name, dash) for slope, name, dash in rays]
+    top = peak(frame, "z_vs_shuffle")
+    caption = (
+        f"Highest z: {at_k(top)}, delta {number(top['delta_vs_shuffle'])} over a spread of "
+        f"{number(top['shuffle_std'])}. z is the slope from the origin; dots are ks."
+    )
+    columns = ("z_vs_shuffle", "delta_vs_shuffle", "shuffle_std", "z_ceiling")
+    layout = base_layout("shuffle std", "delta vs shuffle")
+    return Figure("z_decomposed", "z decomposed into delta and spread", caption, columns, data, layout)
+
+
+# --- the permutation null
+
+
+def density_caption(k: int, above: list[int], below: list[int], layers: int) -> str:
+    """Layers whose pairing is better, or worse, than 99 % of random ones, and how many chance gives."""
+    parts = [f"better than 99 % of random ones in {named_layers(above)}"] if above else []
+    parts += [f"worse than 99 % in {named_layers(below)}"] if below else []
+    words = ", ".join(parts) or "within the middle 98 % of random ones everywhere"
+    return (
+        f"k = {k}: stored pairing {words} (chance: {number(2 * TAIL * layers)} of {layers} layers outside)."
+    )
+
+
+def null_density(tables: Tables) -> Figure:
+    """One ridge per layer: the permutation null of the mean diagonal, and the observed value on it."""
+    nulls = tables["nulls"]
+    ks, layers = sorted(nulls["k"].unique()), sorted(nulls["layer"].unique())
+    colors = layer_colors(layers)
+    data: list[Trace] = []
+    captions = []
+    for k in ks:
+        here = nulls[nulls["k"] == k]
+        x_ridge: list[float] = []
+        y_ridge: list[float] = []
+        observed, above, below = [], [], []
+        for row, layer in enumerate(reversed(layers)):  # the first layer on top, as in the heatmaps
+            bins = here[here["layer"] == layer].sort_values("bin")
+            if bins.empty:
+                continue
+            height = bins["density"] / bins["density"].max() * 0.85
+            middle = (bins["left"] + bins["right"]) / 2
+            x_ridge += [bins["left"].iloc[0], *middle, bins["right"].iloc[-1], bins["left"].iloc[0], np.nan]
+            y_ridge += [row, *(row + height), row, row, np.nan]
+            value = float(bins["observed"].iloc[0])
+            observed.append((value, row + 0.2, layer))
+            share = bins["density"] * (bins["right"] - bins["left"])
+            if share[bins["left"] >= value].sum() <= TAIL:
+                above.append(layer)
+            elif share[bins["right"] <= value].sum() <= TAIL:
+                below.append(layer)
+        captions.append(density_caption(int(k), above, below, len(observed)))
+        data += [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": np.array(x_ridge),
+                "y": np.array(y_ridge),
+                "fill": "toself",
+                "fillcolor": "rgba(138,144,153,0.35)",
+                "line": {"color": GREY, "width": 1},
+                "name": "random pairings",
+                "hoverinfo": "skip",
+            },
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [o[0] for o in observed],
+                "y": [o[1] for o in observed],
+                "name": "stored pairing",
+                "marker": {"color": [colors[o[2]] for o in observed], "size": 10, "symbol": "diamond"},
+                "customdata": [o[2] for o in observed],
+                "hovertemplate": "layer %{customdata}<br>mean alignment %{x:.4g}<extra></extra>",
+            },
+        ]
+    start = len(ks) // 2
+    every = max(1, -(-len(layers) // 24))
+    ticks = {
+        "tickvals": list(range(len(layers) - 1, -1, -every)),
+        "ticktext": [str(layer) for layer in layers[::every]],
+    }
+    return Figure(
+        "null_density",
+        "Stored pairing against all random pairings",
+        captions[start],
+        ("p_value", "perm_z", "n_pairings"),
+        data,
+        base_layout("mean alignment of the pairing", "layer", yaxis=ticks),
+        Slider("k", [f"{k:,}" for k in ks], start, per_value=2, captions=captions),
+        max(340, 90 + 26 * len(layers)),
+    )
+
+
+# --- experts
 
 
 def cos_squared_by_layer(tables: Tables) -> Figure:
@@ -184,99 +390,78 @@ def cos_squared_by_layer(tables: Tables) -> Figure:
             "customdata": experts["expert"].to_numpy(),
             "hovertemplate": "layer %{x}, expert %{customdata}<br>cos² %{y:.4g}<extra></extra>",
         },
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": "mean",
-            "x": means.index.to_numpy(),
-            "y": means.to_numpy(),
-            "line": {"color": "#0072B2", "width": 2},
-            "hovertemplate": "layer %{x}<br>mean cos² %{y:.4g}<extra></extra>",
-        },
+        line(means.index, means, "mean", "#0072B2", "layer %{x}<br>mean cos² %{y:.4g}"),
         grey_line(means.index.to_numpy(), np.full(len(means), chance), "chance 1/d"),
     ]
-    stray = 2 * np.sqrt(
-        2 / experts.groupby("layer").size().min()
-    )  # cos² of a random direction is about chi-squared over d
-    first, last = f"layer {means.idxmin()}", f"layer {means.idxmax()}"
-    span = from_to(means.min() / chance, first, means.max() / chance, last)
-    title = f"Mean cos² in units of chance {span}; random routers would stray by ±{number(stray)} around 1"
+    # cos² of a random direction is about chi-squared over d
+    deviation = 2 * np.sqrt(2 / experts.groupby("layer").size().min())
+    low, high = f"layer {means.idxmin()}", f"layer {means.idxmax()}"
+    span = from_to(means.min() / chance, low, means.max() / chance, high)
     return Figure(
         "cos_squared_by_layer",
-        title,
-        "Squared cosine of each router row and its expert's top singular vector; the line is the mean.",
+        "Router row and top singular vector: cos²",
+        f"Mean cos² in units of chance {span} (random router rows: 1 ± {number(deviation)}).",
         ("cos_squared",),
         data,
         base_layout("layer", "cos²", xaxis=layer_axis(means.index)),
     )
 
 
-def layer_axis(layers: pd.Index) -> dict[str, object]:
-    """Whole layers only on the axis."""
-    values = [int(layer) for layer in layers]
-    every = max(1, -(-len(values) // 16))
-    return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
-
-
-def experts_at_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int], int]:
+def expert_map(
+    name: str,
+    title: str,
+    tables: Tables,
+    column: str,
+    describe: Callable[[np.ndarray, list[int]], str],
+    **scale: Any,
+) -> Figure:
+    """A heatmap of layers x experts at one k; `describe` makes the caption from its values and layers."""
     frame = tables["alignment"]
-    at = reference_k(usable(tables)["k"])
-    grid = frame[frame["k"] == at].pivot(index="layer", columns="expert", values=column)
-    return grid.to_numpy(float), [int(e) for e in grid.columns], [int(layer) for layer in grid.index], at
+    k = reference_k(usable(tables)["k"])
+    grid = frame[frame["k"] == k].pivot(index="layer", columns="expert", values=column)
+    z, layers = grid.to_numpy(float), [int(layer) for layer in grid.index]
+    data = [heatmap(z, [int(e) for e in grid.columns], layers, axes=("expert", "layer"), **scale)]
+    layout, height = matrix_layout("expert", "layer"), max(300, 90 + 18 * len(layers))
+    caption = describe(z, layers)
+    return Figure(name, f"{title} at k = {k}", caption, (column,), data, layout, height=height)
 
 
 def align_by_expert(tables: Tables) -> Figure:
-    z, experts, layers, at = experts_at_k(tables, "align")
-    spread = np.nanmax(z, axis=1) - np.nanmin(z, axis=1)
-    title = (
-        f"At k = {at}, experts differ most in layer {layers[int(spread.argmax())]}: alignments from "
-        f"{number(np.nanmin(z[spread.argmax()]))} to {number(np.nanmax(z[spread.argmax()]))}"
-    )
-    data = [heatmap(z, experts, layers, low=0.0, label="align", axes=("expert", "layer"))]
-    return Figure(
-        "align_by_expert",
-        title,
-        f"Alignment of every router with its own expert at k = {at}.",
-        ("align",),
-        data,
-        base_layout(
-            "expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}
-        ),
-        height=max(300, 90 + 18 * len(layers)),
+    def describe(z: np.ndarray, layers: list[int]) -> str:
+        low, high = np.nanmin(z, axis=1), np.nanmax(z, axis=1)
+        widest = int((high - low).argmax())
+        ends = f"{number(low[widest])} to {number(high[widest])}"
+        return f"Experts differ most in layer {layers[widest]}: alignment from {ends}."
+
+    return expert_map(
+        "align_by_expert", "Alignment per expert", tables, "align", describe, low=0.0, label="align"
     )
 
 
 def delta_by_expert(tables: Tables) -> Figure:
-    z, experts, layers, at = experts_at_k(tables, "delta_vs_shuffle")
-    negative = int((z < 0).sum())
-    title = (
-        f"At k = {at}, {negative} of {np.isfinite(z).sum()} routers fit their own expert worse than "
-        "the layer's average; by chance about half would"
-    )
-    data = [heatmap(z, experts, layers, diverging=True, label="delta", axes=("expert", "layer"))]
-    return Figure(
-        "delta_by_expert",
-        title,
-        f"Delta vs shuffle of every expert at k = {at}; white is chance.",
-        ("delta_vs_shuffle",),
-        data,
-        base_layout(
-            "expert", "layer", yaxis={"autorange": "reversed", "type": "category"}, xaxis={"type": "category"}
-        ),
-        height=max(300, 90 + 18 * len(layers)),
-    )
+    def describe(z: np.ndarray, layers: list[int]) -> str:
+        return (
+            f"{int((z < 0).sum())} of {np.isfinite(z).sum()} router rows fit their own expert worse than the "
+            "layer's average (chance: about half)."
+        )
+
+    scale = {"diverging": True, "label": "delta"}
+    return expert_map("delta_by_expert", "Delta per expert", tables, "delta_vs_shuffle", describe, **scale)
 
 
 def align_against_delta(tables: Tables) -> Figure:
     frame = tables["alignment"]
-    at = reference_k(usable(tables)["k"])
-    here = frame[(frame["k"] == at) & frame["align"].notna()]
+    k = reference_k(usable(tables)["k"])
+    here = frame[(frame["k"] == k) & frame["align"].notna()]
     colors = layer_colors(sorted(here["layer"].unique()))
     better = here[here["align"] > here["align"].median()]
     below = int((better["delta_vs_shuffle"] <= 0).sum())
-    title = (
-        f"Of the {counted(len(better), 'expert')} aligned best at k = {at}, "
-        f"{below if below else 'none'} fit no better than their layer's average"
+    caption = (
+        f"Of the {counted(len(better), 'expert')} with the highest alignment, {below or 'none'} fit no "
+        "better than their layer's average."
+    )
+    hover = (
+        "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta %{y:.4g}<extra></extra>"
     )
     data: list[Trace] = [
         {
@@ -288,10 +473,7 @@ def align_against_delta(tables: Tables) -> Figure:
             "showlegend": len(colors) <= LEGEND_UP_TO,
             "marker": {"color": colors[layer], "size": 7, "opacity": 0.8},
             "customdata": rows[["layer", "expert"]].to_numpy().tolist(),
-            "hovertemplate": (
-                "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta "
-                "%{y:.4g}<extra></extra>"
-            ),
+            "hovertemplate": hover,
         }
         for layer, rows in here.groupby("layer", sort=True)
     ]
@@ -300,8 +482,8 @@ def align_against_delta(tables: Tables) -> Figure:
         data.append(layer_colorbar(list(colors)))
     return Figure(
         "align_against_delta",
-        capital(title),
-        f"Each dot is an expert at k = {at}, coloured by layer.",
+        f"Alignment and delta per expert, k = {k}",
+        capital(caption),
         ("align", "delta_vs_shuffle"),
         data,
         base_layout("alignment", "delta vs shuffle"),

@@ -1,27 +1,33 @@
-"""Can experts be told from the weights alone? Accuracy and margin over k, and the ambiguity of layers."""
+"""Identification of experts: accuracy and margin over k, ambiguity of layers, and several views compared.
+
+Tables of the comparisons carry a column `view` with the view's label.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pandas as pd
 
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
     Figure,
+    FigureSpec,
     Tables,
     Trace,
     base_layout,
     capital,
+    category_style,
     grey_line,
-    k_axis,
     layer_lines,
     named_layers,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis, usable
+from moescope.weights.ambiguity import HIGH, MEDIUM
+from moescope.weights.figures_alignment import by_k, constant, layer_axis, line, usable
 
-DEFAULT_ACCURACY_WEIGHT = 0.4
 VERDICT_WORDS = {
     "identifying": ("identifies its experts", "identify their experts"),
     "non_random": (
@@ -35,129 +41,94 @@ VERDICT_WORDS = {
 FEWEST_TESTED = 4  # experts: 3 have 6 pairings, so that no p can be below 1/6
 
 
+# --- one view
+
+
+def experts_by_layer(tables: Tables) -> pd.Series:
+    """Layer -> number of experts that took part."""
+    counts: pd.Series = tables["alignment_layers"].groupby("layer")["n_experts"].first()
+    return counts
+
+
+def shown_verdict(verdict: str, n_experts: int) -> str:
+    """The verdict, or "untested" where too few experts make every layer look like chance."""
+    return "untested" if verdict == "chance" and n_experts < FEWEST_TESTED else verdict
+
+
 def verdict_sentence(tables: Tables) -> str:
-    """ "Layer 0 is at chance; layers 9 to 30 identify their experts" from the tests' verdicts."""
-    tests = tables["alignment_tests"]
-    experts = experts_by_layer(tables["alignment_layers"])
-    told = [told_verdict(row.verdict, experts[row.layer]) for row in tests.itertuples()]
-    parts = []
-    for verdict, (one, many) in VERDICT_WORDS.items():
-        layers = sorted(layer for layer, word in zip(tests["layer"], told, strict=True) if word == verdict)
-        if layers:
-            parts.append(f"{named_layers(layers)} {one if len(layers) == 1 else many}")
+    """ "Layers 9 to 30 identify their experts; layer 0 is not distinguishable from chance"."""
+    counts = experts_by_layer(tables)
+    layers: dict[str, list[int]] = {}
+    for row in tables["alignment_tests"].itertuples():
+        layers.setdefault(shown_verdict(row.verdict, counts[row.layer]), []).append(row.layer)
+    parts = [
+        f"{named_layers(layers[verdict])} {words[0] if len(layers[verdict]) == 1 else words[1]}"
+        for verdict, words in VERDICT_WORDS.items()
+        if verdict in layers
+    ]
     return capital("; ".join(parts))
 
 
-def told_verdict(verdict: str, experts: int) -> str:
-    """The verdict as it is told.
-
-    Where no test could have found anything, that nothing was found is not told.
-    """
-    return "untested" if verdict == "chance" and experts < FEWEST_TESTED else verdict
-
-
-def experts_by_layer(frame: pd.DataFrame) -> dict[int, int]:
-    """layer -> its number of experts, from the ceiling sqrt(n - 1) of z."""
-    ceilings = frame.groupby("layer")["z_ceiling"].first()
-    return {int(layer): round(float(ceiling) ** 2 + 1) for layer, ceiling in ceilings.items()}
-
-
-def expert_counts(frame: pd.DataFrame) -> list[int]:
-    return sorted(set(experts_by_layer(frame).values()))
-
-
 def accuracy_by_k(tables: Tables) -> Figure:
-    frame = tables["alignment_layers"]
-    ks = np.sort(frame["k"].unique())
-    data = layer_lines(frame, "k", "argmax_accuracy")
-    for n in expert_counts(frame):
-        data.append(grey_line(ks, np.full(len(ks), 1 / n), f"chance 1/{n}"))
-    caption = (
-        "Share of routers whose own expert is their best match. At k = d all are tied, which counts 1/n."
-    )
-    return Figure(
+    return by_k(
         "accuracy_by_k",
-        verdict_sentence(tables),
-        caption,
+        "Experts identified by their router row",
+        f"{verdict_sentence(tables)}.",
+        tables,
         ("argmax_accuracy", "p_accuracy", "verdict"),
-        data,
-        base_layout("k", "argmax accuracy", xaxis=k_axis(frame["k"]), yaxis={"range": [-0.04, 1.04]}),
+        [constant(tables, 1 / n, f"chance 1/{n}") for n in sorted(set(experts_by_layer(tables)))],
+        yaxis={"range": [-0.04, 1.04]},
     )
 
 
 def margin_by_k(tables: Tables) -> Figure:
-    frame, kept = tables["alignment_layers"], usable(tables)
-    best = kept.groupby("layer")["alignment_margin"].max()
+    best = usable(tables).groupby("layer")["alignment_margin"].max()
     positive = sorted(best.index[best > 0])
-    title = (
-        f"The mean margin is positive at some k in {named_layers(positive)}"
+    caption = (
+        f"The mean margin is positive at some k in {named_layers(positive)}, at most {number(best.max())} "
+        f"(layer {best.idxmax()})"
         if positive
         else "No layer has a positive mean margin at any k"
     )
-    if positive:
-        title += f", at most {number(best.max())} (layer {best.idxmax()})"
-    ks = np.sort(frame["k"].unique())
-    data = [*layer_lines(frame, "k", "alignment_margin"), grey_line(ks, np.zeros(len(ks)), "no preference")]
-    caption = (
-        "Alignment with the own expert less that with the best other one, mean over routers. Chance "
-        "lies below zero."
-    )
-    return Figure(
+    return by_k(
         "margin_by_k",
-        title,
-        caption,
+        "Mean margin over the best other expert",
+        f"{caption} (chance: below 0).",
+        tables,
         ("alignment_margin", "positive_margin_share"),
-        data,
-        base_layout("k", "alignment margin", xaxis=k_axis(frame["k"])),
+        [constant(tables, 0, "no preference")],
     )
-
-
-def score_at_chance(ambiguity: pd.DataFrame, layers: pd.DataFrame) -> pd.Series:
-    """Layer -> a (1 - 1/n) + b + g, the absolute score at a given k of a layer that tells nothing; a + b + g
-    = 1.
-
-    a is read off the scores themselves, so that a run's own weights count; where every layer is right they
-    cannot tell.
-    """
-    wrong = 1 - ambiguity["argmax_accuracy"]
-    told = (ambiguity["accuracy_term"] / wrong)[wrong > 1e-9]
-    a = float(told.max()) if len(told) else DEFAULT_ACCURACY_WEIGHT
-    return 1 - a / (layers.groupby("layer")["z_ceiling"].max() ** 2 + 1)
 
 
 def ambiguity_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
-    data: list[Trace] = []
-    for index, (column, name) in enumerate(
-        [("accuracy_term", "accuracy"), ("margin_term", "margin"), ("z_term", "z")]
-    ):
-        data.append(
-            {
-                "type": "bar",
-                "x": layers,
-                "y": frame[column].to_numpy(),
-                "name": name,
-                "marker": {"color": CATEGORICAL[index]},
-                "hovertemplate": f"layer %{{x}}<br>{name} term %{{y:.3g}}<extra></extra>",
-            }
-        )
-    for bound, name in ((0.7, "high above 0.7"), (0.4, "medium above 0.4")):
-        data.append(grey_line([float(layers.min()) - 0.5, float(layers.max()) + 0.5], [bound, bound], name))
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "x": layers,
+            "y": frame[f"{name}_term"].to_numpy(),
+            "name": name,
+            "marker": {"color": color},
+            "hovertemplate": f"layer %{{x}}<br>{name} term %{{y:.3g}}<extra></extra>",
+        }
+        for name, color in zip(("accuracy", "margin", "z"), CATEGORICAL, strict=False)
+    ]
+    ends = [float(layers.min()) - 0.5, float(layers.max()) + 0.5]
+    data += [
+        grey_line(ends, [b, b], f"{level} above {b}") for b, level in ((HIGH, "high"), (MEDIUM, "medium"))
+    ]
     if frame["ambiguity_score"].isna().all():
-        title = "Ambiguity is undefined: it compares layers, and these cannot be told apart by it"
+        caption = (
+            "Undefined: the score compares layers, and these have equal margin or z, or there is one only."
+        )
     else:
         high = sorted(frame.loc[frame["level"] == "high", "layer"])
         top = frame.loc[frame["ambiguity_score"].idxmax()]
-        title = (
-            f"{capital(named_layers(high))} {'is' if len(high) == 1 else 'are'} highly ambiguous"
-            if high
-            else "No layer is highly ambiguous"
+        caption = (
+            f"High ambiguity: {named_layers(high)}; highest in layer {top['layer']:.0f} "
+            f"({number(top['ambiguity_score'])}), normalised over these {len(frame)} layers."
         )
-        title += (
-            f"; layer {top['layer']:.0f} most ({number(top['ambiguity_score'])}), among {len(frame)} compared"
-        )
-    caption = "Score and its three parts at each layer's k*, relative to the layers of this scan."
     layout = base_layout(
         "layer",
         "ambiguity score",
@@ -166,8 +137,9 @@ def ambiguity_by_layer(tables: Tables) -> Figure:
         xaxis=layer_axis(frame["layer"]),
         yaxis={"range": [0, 1.02]},
     )
+    columns = ("ambiguity_score", "absolute_score", "k_star")
     return Figure(
-        "ambiguity_by_layer", title, caption, ("ambiguity_score", "absolute_score", "k_star"), data, layout
+        "ambiguity_by_layer", "Per-layer normalised ambiguity at k*", caption, columns, data, layout
     )
 
 
@@ -176,43 +148,20 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
     layers = frame["layer"].to_numpy()
     top = frame.loc[frame["absolute_score"].fillna(-1).idxmax()]
     low = frame.loc[frame["absolute_score"].fillna(2).idxmin()]
-    title = (
-        f"Without comparison, layer {top['layer']:.0f} is the most ambiguous "
-        f"({number(top['absolute_score'])})"
-    )
-    title += (
-        f", layer {low['layer']:.0f} the least ({number(low['absolute_score'])})" if len(frame) > 1 else ""
-    )
-    data: list[Trace] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "x": layers,
-            "y": frame["absolute_score"].to_numpy(),
-            "name": "absolute score",
-            "line": {"color": CATEGORICAL[0]},
-            "hovertemplate": "layer %{x}<br>absolute %{y:.3g}<extra></extra>",
-        },
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "x": layers,
-            "y": frame["ambiguity_score"].to_numpy(),
-            "name": "relative score",
-            "line": {"color": GREY},
-            "hovertemplate": "layer %{x}<br>relative %{y:.3g}<extra></extra>",
-        },
+    caption = f"Highest in layer {top['layer']:.0f} ({number(top['absolute_score'])})"
+    if len(frame) > 1:
+        caption += f", lowest in layer {low['layer']:.0f} ({number(low['absolute_score'])})"
+    chance = frame["absolute_chance"]
+    hover = "layer %{x}<br>absolute %{y:.3g}"
+    data = [
+        line(layers, frame["absolute_score"], "absolute score", CATEGORICAL[0], hover),
+        line(layers, frame["ambiguity_score"], "normalised score", GREY, "layer %{x}<br>normalised %{y:.3g}"),
+        grey_line(layers, chance.to_numpy(), "a layer at chance, at one k"),
     ]
-    chance = score_at_chance(frame, tables["alignment_layers"])
-    data.append(grey_line(chance.index.to_numpy(), chance.to_numpy(), "a layer at chance, at one k"))
-    caption = (
-        "The absolute score needs no other layer; the relative one min-maxes margin and z over the "
-        "layers scanned."
-    )
     return Figure(
         "absolute_ambiguity_by_layer",
-        title,
-        caption,
+        "Absolute ambiguity at k*",
+        f"{caption} (a layer at chance, at a given k: {number(chance.mean())}).",
         ("absolute_score", "ambiguity_score"),
         data,
         base_layout("layer", "score", xaxis=layer_axis(frame["layer"]), yaxis={"range": [0, 1.04]}),
@@ -223,39 +172,182 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
-    title = (
-        f"At k*, {named_layers(perfect)} {'tells' if len(perfect) == 1 else 'tell'} every expert"
-        if perfect
-        else "At k*, no layer tells every expert"
-    )
-    data: list[Trace] = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "x": layers,
-            "y": frame["argmax_accuracy"].to_numpy(),
-            "name": "argmax accuracy",
-            "line": {"color": CATEGORICAL[0]},
-            "customdata": frame["k_star"].astype(float).tolist(),
-            "hovertemplate": "layer %{x}, k* %{customdata}<br>accuracy %{y:.3g}<extra></extra>",
-        },
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "x": layers,
-            "y": frame["alignment_margin"].to_numpy(),
-            "name": "alignment margin",
-            "line": {"color": CATEGORICAL[1]},
-            "hovertemplate": "layer %{x}<br>margin %{y:.3g}<extra></extra>",
-        },
+    chance = 1 / experts_by_layer(tables)
+    hover = "layer %{x}, k* %{customdata}<br>accuracy %{y:.3g}"
+    k_star = frame["k_star"].astype(float).tolist()
+    data = [
+        line(layers, frame["argmax_accuracy"], "argmax accuracy", CATEGORICAL[0], hover, customdata=k_star),
+        line(
+            layers,
+            frame["alignment_margin"],
+            "alignment margin",
+            CATEGORICAL[1],
+            "layer %{x}<br>margin %{y:.3g}",
+        ),
+        grey_line(chance.index.to_numpy(), chance.to_numpy(), "chance accuracy 1/n"),
     ]
-    chance = 1 / (tables["alignment_layers"].groupby("layer")["z_ceiling"].max() ** 2 + 1)
-    data.append(grey_line(chance.index.to_numpy(), chance.to_numpy(), "chance accuracy 1/n"))
     return Figure(
         "accuracy_and_margin_by_layer",
-        title,
-        "Accuracy and margin at each layer's k*.",
+        "Accuracy and margin at k*",
+        f"Every expert is identified in {named_layers(perfect)} (chance accuracy: {number(chance.mean())}).",
         ("argmax_accuracy", "alignment_margin", "k_star"),
         data,
         base_layout("layer", "value at k*", xaxis=layer_axis(frame["layer"])),
     )
+
+
+# --- several views
+
+
+def view_lines(frame: pd.DataFrame, column: str) -> list[Trace]:
+    """One line per view."""
+    return [
+        line(rows["layer"], rows[column], str(view), "", f"{view}<br>layer %{{x}}<br>%{{y:.4g}}")
+        | {"line": {**category_style(index), "width": 2}}
+        for index, (view, group) in enumerate(frame.groupby("view", sort=False))
+        for rows in [group.sort_values("layer")]
+    ]
+
+
+def without_router(frame: pd.DataFrame) -> pd.DataFrame:
+    """The first of the views that differ in the router alone, and so share these numbers; router unnamed."""
+    keys = [key for key in ("run", "step", "layer", "matrix", "k", "expert") if key in frame]
+    rows = frame.drop_duplicates(keys)
+    return rows.assign(view=rows["view"].str.replace(r", (raw|centered) router", "", regex=True))
+
+
+def per_layer(tables: Tables, table: str, column: str) -> pd.Series:
+    """(view, layer) -> the column's largest value."""
+    values: pd.Series = tables[table].groupby(["view", "layer"], sort=False)[column].max()
+    return values
+
+
+def orthogonality_chance(tables: Tables) -> pd.Series:
+    return per_layer({"orthogonality": tables["orthogonality"].query("k == 1")}, "orthogonality", "chance")
+
+
+def zero(tables: Tables) -> pd.Series:
+    return per_layer(tables, "ambiguity", "absolute_chance") * 0.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A number compared over layers or steps: table, column, name and reference."""
+
+    name: str
+    needs: tuple[str, ...]  # the first holds the column
+    column: str
+    label: str
+    reference: Callable[[Tables], pd.Series]
+    reference_name: str
+
+    def rows(self, tables: Tables) -> pd.DataFrame:
+        """One row per view, step and layer."""
+        frame = tables[self.needs[0]]
+        if self.needs[0] == "orthogonality":
+            return without_router(frame[frame["k"] == 1])
+        if self.needs[0] == "spectra":
+            grouped = without_router(frame).groupby(["view", "step", "layer"], sort=False)
+            return grouped[self.column].median().reset_index()
+        return frame
+
+
+def by_layer(compared: Compared) -> FigureSpec:
+    """The number against the layer, one line per view, references in grey."""
+
+    def draw(tables: Tables) -> Figure:
+        frame = compared.rows(tables)
+        if frame is not tables[compared.needs[0]]:
+            tables = {name: without_router(rows) for name, rows in tables.items()}
+        references = compared.reference(tables)
+        lines, means = [], []
+        drawn: dict[tuple[float, ...], str] = {}
+        for view in frame["view"].unique():
+            reference = references[view].sort_index()
+            # a constant is one line however many layers a model has; else the line belongs to the view
+            single = reference.round(9).nunique() == 1
+            drawn.setdefault(tuple(reference.round(9))[: 1 if single else None], str(view))
+            mean = frame.loc[frame["view"] == view, compared.column].mean()
+            means.append(f"{number(mean)} for {view} ({number(reference.mean())})")
+        for values, view in drawn.items():
+            reference = references[view].sort_index()
+            if len(values) == 1:
+                reference = pd.Series(reference.iloc[0], index=sorted(frame["layer"].unique()))
+            name = compared.reference_name if len(drawn) == 1 else f"{compared.reference_name}: {view}"
+            lines.append(grey_line(reference.index.to_numpy(), reference.to_numpy(), name))
+        more = f" and {len(means) - 2} more" if len(means) > 2 else ""
+        layers = layer_axis(pd.Index(sorted(frame["layer"].unique())))
+        return Figure(
+            f"compare_{compared.name}",
+            f"{compared.label} by layer",
+            f"Mean over layers: {', '.join(means[:2])}{more}; in brackets: {compared.reference_name}.",
+            (compared.column,),
+            [*view_lines(frame, compared.column), *lines],
+            base_layout("layer", compared.label[:1].lower() + compared.label[1:], xaxis=layers),
+            height=340 + 18 * max(0, len(means) + len(lines) - 4),
+        )
+
+    return FigureSpec(f"compare_{compared.name}", compared.needs, draw)
+
+
+def by_step(compared: Compared) -> FigureSpec:
+    """The number against the training step, one line per layer, the reference in grey."""
+
+    def draw(tables: Tables) -> Figure:
+        frame = compared.rows(tables)
+        level = float(compared.reference(tables).mean())
+        steps = [int(frame["step"].min()), int(frame["step"].max())]
+        data = layer_lines(frame, "step", compared.column)
+        data.append(grey_line(steps, [level, level], compared.reference_name))
+        ends = frame.sort_values("step").groupby("layer")[compared.column].agg(["first", "last"])
+        rising, falling = int((ends["last"] > ends["first"]).sum()), int((ends["last"] < ends["first"]).sum())
+        caption = (
+            f"From first to last step it rises in {rising} of {len(ends)} layers and falls in {falling} "
+            f"({compared.reference_name}: {number(level)})."
+        )
+        layout = base_layout("step", compared.label[:1].lower() + compared.label[1:])
+        title = f"{compared.label} by step"
+        return Figure(f"steps_{compared.name}", title, caption, (compared.column,), data, layout)
+
+    return FigureSpec(f"steps_{compared.name}", compared.needs, draw)
+
+
+ACCURACY = Compared(
+    "accuracy",
+    ("alignment_tests", "alignment_layers"),
+    "best_accuracy",
+    "Best argmax accuracy",
+    lambda tables: 1 / per_layer(tables, "alignment_layers", "n_experts"),
+    "chance at one k, 1/n",
+)
+MARGIN = Compared(
+    "margin", ("ambiguity",), "alignment_margin", "Margin at k*", zero, "no preference (chance: below)"
+)
+AMBIGUITY = Compared(
+    "ambiguity",
+    ("ambiguity",),
+    "absolute_score",
+    "Absolute ambiguity",
+    lambda tables: per_layer(tables, "ambiguity", "absolute_chance"),
+    "a layer at chance",
+)
+Z = Compared("z", ("ambiguity",), "z_score", "Mean z at k*", zero, "chance")
+ORTHOGONALITY = Compared(
+    "orthogonality",
+    ("orthogonality",),
+    "mean_abs",
+    "Mean |cos| between experts",
+    orthogonality_chance,
+    "chance √(2/(πd))",
+)
+RANK = Compared(
+    "effective_rank",
+    ("spectra",),
+    "effective_rank",
+    "Median effective rank",
+    lambda tables: per_layer(tables, "spectra", "rank").astype(float),
+    "full rank",
+)
+
+ACROSS_VIEWS = [by_layer(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, Z, ORTHOGONALITY, RANK)]
+ACROSS_STEPS = [by_step(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, ORTHOGONALITY)]

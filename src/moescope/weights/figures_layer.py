@@ -1,4 +1,4 @@
-"""One layer of one reading, looked at closely. Tables given here hold that layer only."""
+"""One layer of one view in detail. The tables hold that layer only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pandas as pd
 from moescope.plotting.log_axis import log_axis
 from moescope.plotting.style import (
     CATEGORICAL,
+    GREY,
     Figure,
     FigureSpec,
     Slider,
     Tables,
     Trace,
     base_layout,
+    capital,
     expert_lines,
     from_to,
     grey_line,
@@ -24,14 +26,12 @@ from moescope.plotting.style import (
     k_axis,
     number,
 )
-from moescope.weights.figures_alignment import usable
-from moescope.weights.figures_nulls import random_spread
+from moescope.weights.figures_alignment import line, matrix_layout, peak, random_spread, usable
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks
 
 PANEL_HEIGHT = 260
-TEN_TIMES_CHANCE = math.erfc(
-    math.sqrt(5)
-)  # P(cos² > 10/d) of a random direction: chi-squared of one degree beyond 10
+# P(cos² > 10/d) of a random direction: chi-squared with one degree of freedom beyond 10
+TEN_TIMES_CHANCE = math.erfc(math.sqrt(5))
 
 
 def experts_by_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int]]:
@@ -42,45 +42,33 @@ def experts_by_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], li
 
 def best_k(tables: Tables) -> int:
     best = tables["alignment_tests"]["best_k"].iloc[0]
-    return int(best) if best == best and best is not None else int(tables["alignment"]["k"].max())
+    return int(tables["alignment"]["k"].max() if pd.isna(best) else best)
 
 
 def pair_matrix(tables: Tables) -> Figure:
     pairs = tables["pairs"]
     ks = sorted(int(k) for k in pairs["k"].unique())
     data: list[Trace] = []
-    titles, mutual = [], []
+    captions, mutual = [], []
     for k in ks:
         grid = pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align")
-        M = grid.to_numpy(float)
-        data.append(
-            heatmap(
-                M, list(grid.columns), list(grid.index), label="align", axes=("expert", "router"), text=True
-            )
-        )
+        M, axes = grid.to_numpy(float), ("expert", "router")
+        data.append(heatmap(M, list(grid.columns), list(grid.index), label="align", axes=axes, text=True))
         places = np.arange(len(M))
         hits = int((M.argmax(axis=1) == places).sum())
         mutual.append(int((M.argmax(axis=0)[M.argmax(axis=1)] == places).sum()))
-        titles.append(
-            f"At k = {k}, {hits} of {len(M)} routers fit their own expert best; by chance one would"
-        )
+        captions.append(f"At k = {k}, {hits} of {len(M)} router rows fit their own expert best (chance: 1).")
     start = ks.index(best_k(tables)) if best_k(tables) in ks else 0
     if tables["alignment_tests"]["verdict"].iloc[0] == "permuted":
-        start = int(np.argmax(mutual))  # where the other order is seen best
-    layout = base_layout(
-        "expert", "router", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
-    )
+        start = int(np.argmax(mutual))  # where the other order is clearest
     return Figure(
         "pair_matrix",
-        titles[start],
-        (
-            "M(k): alignment of every router with every expert. The diagonal is the stored pairing. "
-            "Slide to change k."
-        ),
+        "Alignment of every router row and expert",
+        captions[start],
         ("align", "argmax_accuracy"),
         data,
-        layout,
-        Slider("k", [f"{k:,}" for k in ks], start, titles=titles),
+        matrix_layout("expert", "router"),
+        Slider("k", [f"{k:,}" for k in ks], start, captions=captions),
         420,
     )
 
@@ -102,14 +90,11 @@ def expert_cos_squared(tables: Tables) -> Figure:
         },
         grey_line([float(experts.min()) - 0.5, float(experts.max()) + 0.5], [chance, chance], "chance 1/d"),
     ]
-    title = (
-        f"{above} of {len(rows)} routers exceed ten times chance along their expert's top direction; "
-        f"by chance {number(TEN_TIMES_CHANCE * len(rows))} would"
-    )
     return Figure(
         "expert_cos_squared",
-        title,
-        "Squared cosine of each router row and its expert's top singular vector.",
+        "cos² of router row and top singular vector",
+        f"{above} of {len(rows)} experts exceed ten times chance (random directions: "
+        f"{number(TEN_TIMES_CHANCE * len(rows))}).",
         ("cos_squared",),
         data,
         base_layout("expert", "cos²", xaxis={"dtick": 1} if len(experts) <= 16 else {}),
@@ -117,13 +102,8 @@ def expert_cos_squared(tables: Tables) -> Figure:
 
 
 def margin_histogram(tables: Tables) -> Figure:
-    at = best_k(tables)
-    margins = tables["alignment"].loc[lambda f: (f["k"] == at) & f["margin"].notna(), ["expert", "margin"]]
-    negative = margins[margins["margin"] <= 0]["expert"]
-    title = (
-        f"At k = {at}, {len(negative)} of {len(margins)} margins are negative; by chance "
-        f"{len(margins) - 1} would be"
-    )
+    k = best_k(tables)
+    margins = tables["alignment"].loc[lambda f: (f["k"] == k) & f["margin"].notna(), ["expert", "margin"]]
     counts, edges = np.histogram(margins["margin"], bins=max(8, min(40, len(margins) // 3)))
     every = max(1, -(-int(counts.max()) // 5))
     data: list[Trace] = [
@@ -133,40 +113,32 @@ def margin_histogram(tables: Tables) -> Figure:
             "y": counts,
             "width": np.diff(edges) * 0.94,
             "marker": {"color": CATEGORICAL[0]},
-            "name": "routers",
-            "hovertemplate": "around %{x:.3g}<br>%{y} routers<extra></extra>",
+            "name": "router rows",
+            "hovertemplate": "around %{x:.3g}<br>%{y} router rows<extra></extra>",
         },
         {
             "type": "scatter",
             "mode": "markers",
             "x": margins["margin"].to_numpy(),
             "y": np.full(len(margins), -0.07 * counts.max()),
-            "name": "each router",
+            "name": "each router row",
             "marker": {"symbol": "line-ns-open", "size": 10, "color": CATEGORICAL[1]},
             "customdata": margins["expert"].to_numpy(),
             "hovertemplate": "expert %{customdata}<br>margin %{x:.4g}<extra></extra>",
         },
     ]
+    no_preference = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1}
     layout = base_layout(
         "margin",
-        "routers",
+        "router rows",
         yaxis={"tickvals": list(range(0, int(counts.max()) + 1, every))},
-        shapes=[
-            {
-                "type": "line",
-                "x0": 0,
-                "x1": 0,
-                "yref": "paper",
-                "y0": 0,
-                "y1": 1,
-                "line": {"color": "#8A9099", "dash": "dash"},
-            }
-        ],
+        shapes=[{**no_preference, "line": {"color": GREY, "dash": "dash"}}],
     )
     return Figure(
         "margin_histogram",
-        title,
-        "Own alignment less the best other expert's, router by router, at the best k. Grey: no preference.",
+        f"Margins per router row, k = {k}",
+        f"{int((margins['margin'] <= 0).sum())} of {len(margins)} margins are negative "
+        f"(chance: {len(margins) - 1}).",
         ("margin", "positive_margin_share", "best_k"),
         data,
         layout,
@@ -188,26 +160,15 @@ def overlap_over_k(tables: Tables) -> Figure:
             "name": "all pairs",
             "hoverinfo": "skip",
         },
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "x": ks,
-            "y": frame["mean"].to_numpy(),
-            "name": "mean overlap",
-            "line": {"color": CATEGORICAL[0], "width": 2},
-            "hovertemplate": "k %{x}<br>overlap %{y:.4g}<extra></extra>",
-        },
+        line(ks, frame["mean"], "mean overlap", CATEGORICAL[0], "k %{x}<br>overlap %{y:.4g}"),
         grey_line(ks, frame["chance"].to_numpy(), "chance k/d"),
     ]
     last = frame.iloc[-1]
-    title = (
-        f"At k = {last['k']:.0f}, two experts share {number(100 * last['mean'])} % of their leading "
-        f"subspace on average; chance is {number(100 * last['chance'])} %"
-    )
     return Figure(
         "overlap_over_k",
-        title,
-        "Overlap of two experts' leading subspaces; the band spans all pairs.",
+        "Overlap of two experts' leading subspaces",
+        f"At k = {last['k']:.0f}, mean overlap is {number(100 * last['mean'])} % "
+        f"(chance: {number(100 * last['chance'])} %); the band spans all pairs.",
         ("overlap", "chance"),
         data,
         base_layout("k", "overlap", xaxis=k_axis(ks)),
@@ -220,119 +181,81 @@ def expert_spectra(tables: Tables) -> Figure:
     length = int(rows["rank"].min())
     places = sampled_ranks(length)
     values = np.stack([np.asarray(row[:length], float)[places - 1] for row in rows["singular_values"]])
-    low, high = rows.loc[rows["spectral_norm"].idxmin()], rows.loc[rows["spectral_norm"].idxmax()]
-    first, last = f"expert {low.expert}", f"expert {high.expert}"
-    span = from_to(low["spectral_norm"], first, high["spectral_norm"], last)
-    title = f"The largest singular value {span}"
-    layout = base_layout(
-        "place", "singular value", xaxis=log_axis(places) or {}, yaxis=log_axis(values.ravel()) or {}
+    low, high = rows.loc[rows["spectral_norm"].idxmin()], peak(rows, "spectral_norm")
+    span = from_to(
+        low["spectral_norm"], f"expert {low.expert}", high["spectral_norm"], f"expert {high.expert}"
     )
-    traces = [
-        {**trace, "mode": "lines"}
-        for trace in expert_lines(list(places), values, [int(e) for e in rows["expert"]], "place")
-    ]
+    lines = expert_lines(list(places), values, [int(e) for e in rows["expert"]], "rank")
     return Figure(
         "expert_spectra",
-        title,
-        "Singular values of every expert of the layer.",
+        "Singular values of every expert",
+        f"The largest singular value {span}.",
         ("singular_values", "stable_rank", "effective_rank"),
-        traces,
-        layout,
+        [{**trace, "mode": "lines"} for trace in lines],
+        base_layout(
+            "rank", "singular value", xaxis=log_axis(places) or {}, yaxis=log_axis(values.ravel()) or {}
+        ),
     )
+
+
+# --- panels of the complete view
 
 
 def mean_panel(
     column: str,
     label: str,
-    title: str,
     references: dict[str, str] | None = None,
-    chance: Callable[[pd.DataFrame], Trace] | None = None,
+    reference_line: Callable[[pd.DataFrame], Trace] | None = None,
 ) -> FigureSpec:
-    """A panel of the complete view: one column of alignment_layers against k, with its reference lines.
-
-    Columns, or made by `chance`.
-    """
+    """One column of alignment_layers against k; `references`: column (or zero) -> name of its grey line."""
+    name = f"panel_{column}"
 
     def draw(tables: Tables) -> Figure:
         frame = tables["alignment_layers"].sort_values("k")
         ks = frame["k"].to_numpy()
-        data: list[Trace] = [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "x": ks,
-                "y": frame[column].to_numpy(),
-                "name": label,
-                "line": {"color": CATEGORICAL[0], "width": 2},
-                "showlegend": False,
-                "hovertemplate": f"k %{{x}}<br>{label} %{{y:.4g}}<extra></extra>",
-            }
+        hover = f"k %{{x}}<br>{label} %{{y:.4g}}"
+        data = [line(ks, frame[column], label, CATEGORICAL[0], hover, showlegend=False)]
+        data += [
+            grey_line(ks, frame[source].to_numpy() if source in frame else np.zeros(len(ks)), words)
+            for source, words in (references or {}).items()
         ]
-        for source, name in (references or {}).items():
-            data.append(
-                grey_line(ks, frame[source].to_numpy() if source in frame else np.zeros(len(ks)), name)
-            )
-        if chance is not None:
-            data.append(chance(frame))
-        kept = usable(tables)
-        top = kept.loc[kept[column].idxmax()]
-        words = f"{title}: at most {number(top[column])}, at k = {top['k']:.0f}"
-        return Figure(
-            f"panel_{column}",
-            words,
-            f"{title} against k.",
-            (column,),
-            data,
-            base_layout("k", label, xaxis=k_axis(ks)),
-            height=PANEL_HEIGHT,
-        )
+        data += [reference_line(frame)] if reference_line else []
+        top = peak(usable(tables), column)
+        caption = f"At most {number(top[column])}, at k = {top['k']:.0f}."
+        layout = base_layout("k", label, xaxis=k_axis(ks))
+        return Figure(name, capital(label), caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    return FigureSpec(f"panel_{column}", ("alignment_layers",), draw)
+    return FigureSpec(name, ("alignment_layers",), draw)
 
 
 def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
-    """A panel of the complete view: experts against k, coloured."""
+    """Experts against k as a heatmap."""
+    name = f"panel_heat_{column}"
 
     def draw(tables: Tables) -> Figure:
         z, experts, ks = experts_by_k(tables, column)
-        data = [
-            heatmap(
-                z, [f"{k:,}" for k in ks], experts, diverging=diverging, label=label, axes=("k", "expert")
-            )
-        ]
+        x = [f"{k:,}" for k in ks]
+        data = [heatmap(z, x, experts, diverging=diverging, label=label, axes=("k", "expert"))]
         layers = tables["alignment_layers"]
         degenerate = set(layers.loc[layers["degenerate"].astype(bool), "k"])  # where every alignment is 1
-        told = np.where([k in degenerate for k in ks], -np.inf, z)
-        place = np.unravel_index(np.nanargmax(told), told.shape)
-        title = (
-            f"{label[:1].upper() + label[1:]} of each expert at each k: highest for expert "
-            f"{experts[place[0]]} at k = {ks[place[1]]}"
-        )
-        layout = base_layout(
-            "k", "expert", xaxis={"type": "category"}, yaxis={"type": "category", "autorange": "reversed"}
-        )
-        return Figure(
-            f"panel_heat_{column}",
-            title,
-            f"{label.capitalize()} of every expert at every k.",
-            (column,),
-            data,
-            layout,
-            height=PANEL_HEIGHT,
-        )
+        comparable = np.where([k in degenerate for k in ks], -np.inf, z)
+        row, column_ = np.unravel_index(np.nanargmax(comparable), z.shape)
+        caption = f"Highest for expert {experts[row]} at k = {ks[column_]}."
+        title = f"{capital(label)} of each expert by k"
+        layout = matrix_layout("k", "expert")
+        return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    return FigureSpec(f"panel_heat_{column}", ("alignment", "alignment_layers"), draw)
+    return FigureSpec(name, ("alignment", "alignment_layers"), draw)
 
 
 def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
-    """A panel of the complete view: one line an expert against k."""
+    """One line per expert against k; `zero` names a reference line at 0, else a random direction is drawn."""
+    name = f"panel_expert_{column}"
 
     def draw(tables: Tables) -> Figure:
         y, experts, ks = experts_by_k(tables, column)
         finite = np.isfinite(y).all(axis=1)
-        data = expert_lines(
-            ks, y[finite], [expert for expert, kept in zip(experts, finite, strict=True) if kept], "k"
-        )
+        data = expert_lines(ks, y[finite], [experts[row] for row in np.flatnonzero(finite)], "k")
         if zero:
             data.append(grey_line(ks, np.zeros(len(ks)), zero))
         else:
@@ -340,30 +263,24 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
             data.append(grey_line(ks, np.nanmean(chance, axis=0), "random direction"))
         at = ks.index(best_k(tables)) if best_k(tables) in ks else 0
         low, high = int(np.nanargmin(y[:, at])), int(np.nanargmax(y[:, at]))
-        title = (
-            f"{label.capitalize()} by expert: at k = {ks[at]} from {number(y[low, at])} (expert "
-            f"{experts[low]}) to {number(y[high, at])} (expert {experts[high]})"
+        caption = (
+            f"At k = {ks[at]}, from {number(y[low, at])} (expert {experts[low]}) to {number(y[high, at])} "
+            f"(expert {experts[high]})."
         )
-        return Figure(
-            f"panel_expert_{column}",
-            title,
-            f"{label.capitalize()} of every expert against k.",
-            (column,),
-            data,
-            base_layout("k", label, xaxis=k_axis(ks), showlegend=False),
-            height=PANEL_HEIGHT,
-        )
+        layout = base_layout("k", label, xaxis=k_axis(ks), showlegend=False)
+        title = f"{capital(label)} by expert"
+        return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    return FigureSpec(f"panel_expert_{column}", ("alignment", "alignment_tests"), draw)
+    return FigureSpec(name, ("alignment", "alignment_tests"), draw)
 
 
 COMPLETE_VIEW = [
-    mean_panel("align", "alignment", "Alignment", {"random_expectation": "random direction"}),
-    mean_panel("z_vs_shuffle", "mean z", "Mean z", {"z_ceiling": "ceiling √(n−1)", "zero": "chance"}),
-    mean_panel("effect_over_random", "effect", "Effect over random", {"zero": "random direction"}),
-    mean_panel("delta_vs_shuffle", "delta", "Delta vs shuffle", {"zero": "chance"}),
-    mean_panel("shuffle_mean", "shuffle mean", "Shuffle mean", {"random_expectation": "random direction"}),
-    mean_panel("shuffle_std", "shuffle std", "Shuffle std", chance=random_spread),
+    mean_panel("align", "alignment", {"random_expectation": "random direction"}),
+    mean_panel("z_vs_shuffle", "mean z", {"z_ceiling": "ceiling √(n−1)", "zero": "chance"}),
+    mean_panel("effect_over_random", "effect over random", {"zero": "random direction"}),
+    mean_panel("delta_vs_shuffle", "delta vs shuffle", {"zero": "chance"}),
+    mean_panel("shuffle_mean", "shuffle mean", {"random_expectation": "random direction"}),
+    mean_panel("shuffle_std", "shuffle std", reference_line=random_spread),
     heat_panel("align", "alignment", False),
     heat_panel("delta_vs_shuffle", "delta", True),
     heat_panel("z_vs_shuffle", "z", True),

@@ -1,4 +1,4 @@
-"""scan: what the weights of a checkpoint say, layer by layer, into a run folder."""
+"""scan: analyse the weights of a checkpoint, layer by layer, and write the tables to a run folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from moescope.engine import Engine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
-from moescope.run import Run, RunWriter, default_folder, open_run
+from moescope.run import Run, RunWriter, default_folder, jsonable, open_run, read_run_json
 from moescope.spectral.decompose import TOLERANCE
-from moescope.tables import SCAN_TABLES, SCHEMA_VERSION, VIEW
-from moescope.weights.ambiguity import ambiguity_ranking, check_settings
-from moescope.weights.layer import ScanSettings
-from moescope.weights.task import LayerTask, analyse_elsewhere, analyse_here
+from moescope.tables import SCAN_TABLES, SCHEMA_VERSION
+from moescope.weights.ambiguity import check_settings
+from moescope.weights.layer import LayerTask, ScanSettings, analyse_elsewhere, analyse_here, compare_layers
 from moescope.weights.views import (
     MATRICES,
     ROUTERS,
@@ -44,12 +43,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NULLS = ("closed", "shuffle")
-LAYER_TABLES = [name for name in SCAN_TABLES if name != "ambiguity"]  # those a single layer can write
 
 
 @dataclass(frozen=True)
 class Step:
-    """One checkpoint of the run, and the number its rows carry."""
+    """One checkpoint of the run, and the step number of its rows."""
 
     number: int
     moe: MoeCheckpoint
@@ -57,7 +55,7 @@ class Step:
 
     @property
     def location(self) -> str:
-        """Where any process on any machine that shares the files finds the checkpoint."""
+        """Where any process, on any machine that shares the files, finds the checkpoint."""
         checkpoint = self.moe.checkpoint
         if checkpoint.revision:
             return f"{checkpoint.address}@{checkpoint.revision}"
@@ -87,7 +85,66 @@ def scan(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan one checkpoint, or several as the steps of one run, and return the run with all its tables."""
+    """Analyse a checkpoint's weights: router-expert alignment, identification, redundancy, ambiguity.
+
+    An interrupted scan resumes at the layer it had reached: give the same command again.
+
+    Parameters
+    ----------
+    models
+        Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL. Several are the steps of
+        one run.
+    out
+        Run folder; by default runs/scan-<model>-<number>.
+    revision
+        Revision (branch, tag or commit) of a hub model.
+    layers
+        Layers to scan: 0,5,9-12; by default all.
+    matrix
+        Expert matrices: gate, up, gate_up, down.
+    router
+        Router rows: raw (as stored), centered (minus their mean).
+    k
+        Values of k in addition to the grid 1, 2, 4, ...: 3,100.
+    fold_norm
+        Multiply the weight of the norm before the block into router and experts.
+    precision
+        fast: errors of align up to 1e-6 are allowed; exact: 1e-9.
+    null
+        closed: the shuffle null in closed form; shuffle: sampled, as older tools do.
+    n_shuffles
+        Number of re-pairings that null=shuffle draws.
+    seed
+        Seed of all random draws.
+    k_star
+        k at which ambiguity is judged: max_margin, 128, 256 or 512.
+    allow_full_rank
+        Let k = d_model be chosen as k*, as older tools do.
+    ambiguity_weights
+        Weights of accuracy, margin and z in the ambiguity score.
+    device
+        auto, cpu, cuda or cuda:0; mps uses the CPU.
+    engine
+        local: one layer after another in this process; ray: many at a time (needs the extra `ray`).
+    address
+        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
+    keep_going
+        Skip experts that hold NaN, Inf or only zeros instead of stopping.
+    overwrite
+        Replace the run in the folder.
+    quiet
+        Show no progress.
+
+    Returns
+    -------
+    Run
+        The finished run, with its tables.
+
+    Examples
+    --------
+    >>> run = scan("runs/my-model", matrix="gate,down", router="raw,centered")  # doctest: +SKIP
+    >>> run.table("alignment_tests")[["layer", "verdict", "p_value"]]  # doctest: +SKIP
+    """
     settings = ScanSettings(
         matrix=names("matrix", matrix, MATRICES),
         router=names("router", router, ROUTERS),
@@ -99,16 +156,15 @@ def scan(
         seed=seed,
         k_star=int(k_star) if str(k_star).isdecimal() else k_star,
         allow_full_rank=allow_full_rank,
-        # its length is checked on the next line
-        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]
+        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]  # length: check_settings
     )
     check_settings(settings.k_star, settings.ambiguity_weights)
     if n_shuffles < 1 or seed < 0:
         raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
     check_engine(engine, address, device)
     steps = open_steps(models, revision, layers)
-    on_device = device_warnings(device)
-    if engine == "local":  # on Ray the cluster's devices count, not this machine's
+    warnings_of_device = device_warnings(device)
+    if engine == "local":  # on Ray the cluster's devices count
         device = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_layers(steps, settings, keep_going)
 
@@ -134,16 +190,11 @@ def scan(
         writer.save_info(keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
         scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
-            frames = {name: writer.joined(name) for name in LAYER_TABLES if writer.has(name)}
-            if "alignment_tests" in frames:
-                frames["alignment_tests"]["q_value"] = q_values(frames["alignment_tests"])
-                frames["ambiguity"] = rank_layers(frames["alignment_layers"], settings)
+            frames = {name: writer.joined(name) for name in SCAN_TABLES if writer.has(name)}
+            compare_layers(frames, settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
-        warnings: list[str] = []
-        if "ambiguity" in frames:
-            warnings += unused_ks(setups, settings) + unreached_k_star(frames["ambiguity"], settings)
-            warnings += undefined_ambiguity(frames["ambiguity"])
-        warnings += on_device
+        warnings = setting_warnings(setups, frames["ambiguity"], settings) if "ambiguity" in frames else []
+        warnings += warnings_of_device
         warnings += [warning for setup in setups for warning in setup.pop("warnings")]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
@@ -158,102 +209,70 @@ def scan_layers(
     keep_going: bool,
     quiet: bool,
 ) -> None:
-    """Analyse every layer that no earlier attempt finished.
-
-    Each is on disk as soon as it is done, written by this process alone.
-    """
+    """Analyse every layer that no earlier attempt finished; this process writes each one as it is done."""
     hashes = {step.number: step.moe.checkpoint.header_hash() for step in steps}
-    pieces = [
+    tasks = [
         LayerTask(step.number, layer, step.location, hashes[step.number], settings, keep_going)
         for step in steps
         for layer in step.layers
     ]
     opened = {step.number: step.moe for step in steps}
-    experts = {
-        piece: opened[piece.step].layers[piece.layer].n_experts * len(settings.matrix) for piece in pieces
-    }
+    experts = {task: opened[task.step].layers[task.layer].n_experts * len(settings.matrix) for task in tasks}
     finished = writer.done_tasks()
-    left = [piece for piece in pieces if piece.name not in finished]
-    if not left:
+    remaining = [task for task in tasks if task.name not in finished]
+    if not remaining:
         return
-    done = sum(count for piece, count in experts.items() if piece.name in finished)
+    done = sum(count for task, count in experts.items() if task.name in finished)
     with progress(sum(experts.values()), done, "experts", quiet) as advance, engine as workers:
         writer.save_info(engine=workers.name, device=workers.device)
         analyse = analyse_elsewhere if workers.remote else functools.partial(analyse_here, opened)
         work = functools.partial(analyse, workers.device)
-        for piece, analysed in workers.run(work, left, lambda piece: advance(piece.label(len(steps)))):
+        for task, analysed in workers.run(work, remaining, lambda task: advance(task.label(len(steps)))):
             for frame in analysed.frames.values():
-                frame.insert(0, "step", piece.step)
+                frame.insert(0, "step", task.step)
             writer.add_timings(analysed.timings)
             with writer.timed("write"):
                 setup = {
-                    "step": piece.step,
+                    "step": task.step,
                     **analysed.setup,
                     "seconds": analysed.seconds,
                     "warnings": analysed.warnings,
                 }
-                writer.flush_task(piece.name, analysed.frames, setup)
+                writer.flush_task(task.name, analysed.frames, setup)
                 writer.save_info()
 
 
-def rank_layers(layers: pd.DataFrame, settings: ScanSettings) -> pd.DataFrame:
-    """The ambiguity table: layers ranked within each step, matrix and router reading."""
-    import pandas as pd
-
-    ranked = []
-    for keys, rows in layers.groupby(["step", *VIEW], sort=True):
-        ranking = ambiguity_ranking(
-            rows, settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
-        )
-        ranked.append(ranking.assign(**dict(zip(["step", *VIEW], keys, strict=True))))
-    return pd.concat(ranked, ignore_index=True)
-
-
-def q_values(tests: pd.DataFrame) -> pd.Series:
-    """Benjamini-Hochberg over the layers of one step, matrix and router reading."""
-    from scipy.stats import false_discovery_control
-
-    groups = tests.groupby(["step", *VIEW])["p_value"]
-    return groups.transform(lambda p: false_discovery_control(p.to_numpy()))
-
-
-def unused_ks(setups: list[dict[str, Any]], settings: ScanSettings) -> list[str]:
+def setting_warnings(
+    setups: list[dict[str, Any]], ambiguity: pd.DataFrame, settings: ScanSettings
+) -> list[str]:
+    """Settings that could not be followed: ks beyond every rank, k* off the grid, an undefined score."""
+    warnings = []
     largest = max(max(of["k"]) for setup in setups for of in setup["matrices"].values())
-    beyond = [k for k in settings.k if k > largest]
-    return (
-        [f"k = {', '.join(map(str, beyond))} left out: no matrix has a rank above {largest}"]
-        if beyond
-        else []
-    )
-
-
-def unreached_k_star(ambiguity: pd.DataFrame, settings: ScanSettings) -> list[str]:
+    if beyond := [str(k) for k in settings.k if k > largest]:
+        warnings.append(f"k = {', '.join(beyond)} skipped: no matrix has a rank above {largest}")
     others = sorted(int(k) for k in ambiguity["k_star"].dropna().unique() if k != settings.k_star)
-    if settings.k_star == "max_margin" or not others:
-        return []
-    return [
-        (
-            f"k* = {settings.k_star} is not on every ladder: the largest k below it was taken, "
+    if settings.k_star != "max_margin" and others:
+        warnings.append(
+            f"k* = {settings.k_star} is not on every k grid: used the largest k below it, "
             f"{', '.join(map(str, others))}"
         )
-    ]
+    undefined = ambiguity.loc[ambiguity["ambiguity_score"].isna(), ["step", "matrix", "router"]]
+    views = undefined.drop_duplicates().itertuples(index=False)
+    if named := [f"step {step} {matrix} {router}" for step, matrix, router in views]:
+        warnings.append(
+            f"ambiguity_score is undefined ({', '.join(named)}): it compares layers, and there is only one, "
+            "or all have equal margin or z"
+        )
+    return warnings
 
 
-def undefined_ambiguity(ambiguity: pd.DataFrame) -> list[str]:
-    undefined = ambiguity[ambiguity["ambiguity_score"].isna()]
-    readings = undefined[["step", "matrix", "router"]].drop_duplicates().itertuples(index=False)
-    named = [f"step {step} {matrix} {router}" for step, matrix, router in readings]
-    why = "it compares layers, and there is one only, or all have equal margin or z"
-    return [f"ambiguity_score is undefined ({', '.join(named)}): {why}"] if named else []
-
-
-# --- reading the arguments
+# --- arguments
 
 
 def open_steps(
     models: Sequence[str | Path], revision: str | None, layers: int | str | Iterable[int] | None
 ) -> list[Step]:
-    """The checkpoints to scan. Several are training steps of one model, so they must have one shape."""
+    """Open the checkpoints to scan; several must have one shape, since they are steps of one model."""
     if not models:
         raise BadInput("no model given; give a checkpoint's folder, file, hub id or URL")
     opened = [read_moe(open_checkpoint(model, revision)) for model in models]
@@ -264,13 +283,12 @@ def open_steps(
         if shape(moe) != shape(opened[0]):
             raise BadInput(
                 f"{moe.checkpoint.shown}: another family, shape or number of experts than "
-                f"{opened[0].checkpoint.shown}, so not a step of "
-                "the same run; scan each alone, then `moescope report RUN RUN` compares them"
+                f"{opened[0].checkpoint.shown}, so not a step of the same run; scan each alone, then "
+                "`moescope report RUN RUN` compares them"
             )
-    found = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
-    return sorted(
-        (Step(number, moe, choose_layers(layers, moe)) for number, moe in found), key=lambda step: step.number
-    )
+    numbered = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
+    steps = [Step(number, moe, choose_layers(layers, moe)) for number, moe in numbered]
+    return sorted(steps, key=lambda step: step.number)
 
 
 def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
@@ -280,19 +298,17 @@ def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
 
 
 def step_numbers(model_names: list[str]) -> list[int]:
-    """The training steps that the names tell (step1000-tokens4B).
-
-    Or end in if that is all they differ in (checkpoint-500); else 0, 1, 2, ...
+    """Training steps from the names (step1000-tokens4B), or from their endings if only those differ
+    (checkpoint-500); else 0, 1, 2, ...
     """
-    told = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
+    steps = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
     endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
-    if all(told):
-        found = [int(match[1]) for match in told if match]
+    numbers: list[int] = []
+    if all(steps):
+        numbers = [int(match[1]) for match in steps if match]
     elif all(endings) and len({match[1] for match in endings if match}) == 1:
-        found = [int(match[2]) for match in endings if match]
-    else:
-        found = []
-    return found if len(set(found)) == len(model_names) > 1 else list(range(len(model_names)))
+        numbers = [int(match[2]) for match in endings if match]
+    return numbers if len(set(numbers)) == len(model_names) > 1 else list(range(len(model_names)))
 
 
 def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:
@@ -309,10 +325,7 @@ def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) 
 
 
 def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) -> None:
-    """Look for matrices not there and at every router before any long work.
-
-    A bad one should not be found an hour in.
-    """
+    """Check matrices and routers of all layers first: a bad one should not appear an hour into the scan."""
     for step in steps:
         for layer in step.layers:
             weights = step.moe.layers[layer]
@@ -322,28 +335,25 @@ def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) ->
             if rows is None:
                 if settings.router != ("raw",):
                     raise BadInput(
-                        f"{weights.layer_name}: its router has no row for each expert, so none "
-                        "can be centered; leave --router out"
+                        f"{weights.layer_name}: its router has no row for each expert, so none can be "
+                        "centered; remove --router"
                     )
                 continue
             bad = unusable_rows(weights, rows)
             if bad and not keep_going:
                 raise next(iter(bad.values()))
             usable = rows[[expert for expert in range(len(rows)) if expert not in bad]]
-            for reading in settings.router:
-                normalised_rows(weights, usable, reading)
+            for router in settings.router:
+                normalised_rows(weights, usable, router)
         step.moe.checkpoint.release()
 
 
 def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
-    """The run already in the folder, if it is this very work, done."""
-    from moescope.run import jsonable, read_run_json
-
+    """The run in the folder if it is finished and has the same identity."""
     info = read_run_json(folder)
-    same_version = info is not None and info.get("schema_version") == SCHEMA_VERSION
     if (
         info
-        and same_version
+        and info.get("schema_version") == SCHEMA_VERSION
         and info.get("status") == "done"
         and all(info.get(key) == jsonable(identity[key]) for key in identity)
     ):

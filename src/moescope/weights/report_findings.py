@@ -1,0 +1,397 @@
+"""Views of scan runs (step, matrix, router), and findings in sentences made from their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import bdtrc
+
+from moescope.errors import BadInput
+from moescope.plotting.style import FigureSpec, capital, counted, from_to, listed, named_layers, number
+from moescope.reporting.untrusted import plot_words
+from moescope.run import Run
+from moescope.spectral.alignment import TIE
+from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
+from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
+from moescope.tables import SCAN_TABLES, VIEW
+from moescope.types import Coverage
+from moescope.weights.figures_identification import FEWEST_TESTED, experts_by_layer, verdict_sentence
+from moescope.weights.figures_redundancy import d_model_by_layer, share_above
+
+NAMED_AT_MOST = 5  # examples spelled out in one sentence
+
+
+# --- views
+
+
+@dataclass(frozen=True)
+class View:
+    """One step, matrix and router variant of one run: its tables, and a label unique in the report."""
+
+    run: Run
+    keys: dict[str, Any]
+    label: str
+    tables: dict[str, pd.DataFrame]
+
+    def setup(self, layer: int) -> dict[str, Any]:
+        """How the layer was analysed, from run.json."""
+        for setup in self.run.info["setup"]:
+            if setup["step"] == self.keys["step"] and setup["layer"] == layer:
+                return dict(setup)
+        raise BadInput(
+            f"{self.run.path}: run.json has no setup of layer {layer}; scan again with --overwrite"
+        )
+
+    def n_experts(self, layer: int) -> int:
+        """Number of the layer's experts that took part."""
+        return int(experts_by_layer(self.tables)[layer])
+
+    def facts(self, layer: int) -> dict[str, Any]:
+        """Facts from run.json: chance level of the best accuracy, another order if one fits."""
+        facts: dict[str, Any] = self.setup(layer)["matrices"][self.keys["matrix"]]["routers"][
+            self.keys["router"]
+        ]
+        return facts
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the router has rows to compare with the experts."""
+        return "alignment_tests" in self.tables
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(int(layer) for layer in self.tables["spectra"]["layer"].unique())
+
+    def drawable(self, specs: Iterable[FigureSpec]) -> list[FigureSpec]:
+        """The figures whose tables this view has."""
+        return [spec for spec in specs if set(spec.needs) <= set(self.tables)]
+
+    def one_layer(self, layer: int) -> dict[str, pd.DataFrame]:
+        return {name: frame[frame["layer"] == layer] for name, frame in self.tables.items()}
+
+    def by_layer(self) -> Iterator[tuple[int, dict[str, pd.DataFrame]]]:
+        """Each layer with its rows of every table, grouped once: filtering 48 times is slow on large runs."""
+        groups = {name: dict(tuple(frame.groupby("layer"))) for name, frame in self.tables.items()}
+        for layer in self.layers:
+            yield layer, {name: rows.get(layer, self.tables[name].iloc[:0]) for name, rows in groups.items()}
+
+
+def views(runs: list[Run], named: bool | None = None) -> list[View]:
+    """All views of the runs in order; labels start with the run's name if `named`, or for several runs."""
+    several = len(runs) > 1 if named is None else named
+    parts: list[tuple[Run, dict[str, Any], dict[str, pd.DataFrame]]] = []
+    for run in runs:
+        tables = {name: run.table(name) for name in run.tables}
+        if run.info["verb"] != "scan":
+            raise BadInput(f"{run.path}: this run holds no scan; give a folder written by moescope scan")
+        if missing := [name for name in expected_tables(run) if name not in tables]:
+            raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; scan again with --overwrite")
+        order = run.info["arguments"]
+        if "alignment_tests" in tables:
+            keys = tables["alignment_tests"][["step", *VIEW]].drop_duplicates().to_dict("records")
+        else:
+            keys = tables["spectra"][["step", "matrix"]].drop_duplicates().to_dict("records")
+            keys = [{**key, "router": None, "fold_norm": order["fold_norm"]} for key in keys]
+        matrices, routers = order["matrix"], [None, *order["router"]]
+        keys.sort(key=lambda k: (k["step"], matrices.index(k["matrix"]), routers.index(k["router"])))
+        parts += [(run, key, {name: select(frame, key) for name, frame in tables.items()}) for key in keys]
+    names = run_names(runs)
+    several_steps = len({(run.path, keys["step"]) for run, keys, _ in parts}) > len(runs)
+    found = []
+    for run, keys, tables in parts:
+        words = [plot_words(names[run.path])] if several else []
+        words += [f"step {keys['step']}"] if several_steps else []
+        found.append(View(run, keys, " · ".join([*words, view_words(keys)]), tables))
+    return found
+
+
+def expected_tables(run: Run) -> list[str]:
+    """Tables a scan must have: fewer without router rows, only spectra with one expert per layer."""
+    coverage = run.info.get("coverage", [])
+    if not any(item.get("rowless_router") for item in coverage):
+        return list(SCAN_TABLES)
+    alone = all(item["experts_per_layer"] == [1] for item in coverage)
+    return ["spectra"] if alone else ["similarity", "orthogonality", "spectra"]
+
+
+def run_names(runs: list[Run]) -> dict[Any, str]:
+    """Path -> the folder's name, with its parent's where two runs share it."""
+    if len({run.name for run in runs}) < len(runs):
+        return {run.path: f"{run.path.resolve().parent.name}/{run.name}" for run in runs}
+    return {run.path: run.name for run in runs}
+
+
+def select(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
+    """Rows with those keys; tables without a router (spectra, similarity) belong to every router's view."""
+    mask = pd.Series(True, index=frame.index)
+    for key, value in keys.items():
+        if key in frame.columns:
+            mask &= frame[key] == value
+    return frame[mask]
+
+
+def view_words(keys: dict[str, Any]) -> str:
+    """ "gate, raw router"; without router rows "gate matrices"."""
+    words = f"{keys['matrix']}, {keys['router']} router" if keys["router"] else f"{keys['matrix']} matrices"
+    return words + (", norm folded in" if keys["fold_norm"] else "")
+
+
+# --- findings
+
+
+def coverages(run: Run) -> list[Coverage]:
+    return [
+        Coverage(**{**item, "experts_per_layer": tuple(item["experts_per_layer"])})
+        for item in run.info["coverage"]
+    ]
+
+
+def headline(found: list[View]) -> list[str]:
+    """The first view's findings, and where other views of the run differ."""
+    first, *rest = found
+    sentences = findings(first)
+    if rest and first.has_rows:
+        sentences[0] = f"{capital(first.label)}: {lower(sentences[0])}"
+    same = [view for view in rest if first.has_rows and verdict_layers(view) == verdict_layers(first)]
+    others = [view for view in rest if first.has_rows and verdict_layers(view) != verdict_layers(first)]
+    for other in others[:NAMED_AT_MOST]:
+        sentences.append(f"{capital(other.label)}: {lower(verdict_sentence(other.tables))}.")
+    seen = {first.keys["matrix"]}
+    for view in rest:
+        if (matrix := view.keys["matrix"]) not in seen:
+            seen.add(matrix)
+            pairs = "similarity" in view.tables
+            sentences.append(
+                f"{capital(matrix)} matrices: {lower(redundancy_finding(view))}"
+                if pairs
+                else rank_sentence(view)
+            )
+    if same:
+        who = f"{len(same)} other views" if len(same) > 1 else same[0].label
+        sentences.append(f"{capital(who)}: same verdicts as {first.label}.")
+    if len(others) > NAMED_AT_MOST:
+        sentences.append(f"{len(others) - NAMED_AT_MOST} more views have other verdicts; see Side by side.")
+    return sentences
+
+
+def lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def verdict_layers(view: View) -> dict[str, list[int]]:
+    if not view.has_rows:
+        return {}
+    tests = view.tables["alignment_tests"].groupby("verdict")
+    return {str(verdict): sorted(int(layer) for layer in rows["layer"]) for verdict, rows in tests}
+
+
+def findings(view: View) -> list[str]:
+    """The view's findings, most important first, each with its chance level."""
+    if not view.has_rows:
+        missing = next(words for item in coverages(view.run) if (words := item.without_rows()))
+        alike = [redundancy_finding(view)] if "similarity" in view.tables else []
+        return [capital(f"{missing}."), *alike, rank_sentence(view), *rank_findings(view)]
+    return [
+        verdict_finding(view),
+        *hidden_pairing_findings(view),
+        *other_order_findings(view),
+        *small_k_findings(view),
+        *avoidance_findings(view),
+        *hub_findings(view),
+        redundancy_finding(view),
+        *ambiguity_finding(view),
+        *rank_findings(view),
+    ]
+
+
+def verdict_finding(view: View) -> str:
+    counts = [view.n_experts(layer) for layer in view.layers]
+    chance = " or ".join(f"1/{n}" for n in sorted(set(counts)))
+    tested = sum(n >= FEWEST_TESTED for n in counts)
+    start = f"{verdict_sentence(view.tables)}. Chance accuracy at one k: {chance}; "
+    if not tested:
+        return f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
+    return (
+        f"{start}random layers called something else than chance: up to {number(ALPHA * tested)} of {tested}."
+    )
+
+
+def hidden_pairing_findings(view: View) -> list[str]:
+    """Layers whose mean alignment beats random pairings although accuracy does not."""
+    tests = view.tables["alignment_tests"]
+    hidden = tests[(tests["verdict"] == "chance") & (tests["q_value"] <= ALPHA)]
+    if hidden.empty:
+        return []
+    layers = view.tables["alignment_layers"]
+    best = layers[layers["layer"].isin(hidden["layer"])].groupby("layer")["assignment_accuracy"].max()
+    return [
+        f"Non-random pairing without identification in {named_layers(hidden['layer'])}: mean alignment beats "
+        f"other pairings (largest q {number(hidden['q_value'].max())}; the best one-to-one assignment is "
+        f"right for up to {number(100 * best.max())} % of the experts), but a router row's best match is not "
+        "its own expert."
+    ]
+
+
+def other_order_findings(view: View) -> list[str]:
+    sentences = []
+    for layer in verdict_layers(view).get("permuted", []):
+        order = view.facts(layer)["other_order"]
+        pairs = zip(order["routers"], order["experts"], strict=True)
+        permuted = [
+            f"router row {router} fits expert {expert}"
+            for router, expert in pairs
+            if expert not in (None, router)
+        ]
+        shown = listed(permuted) if len(permuted) <= 8 else examples(permuted)
+        sentences.append(
+            f"Layer {layer}: router rows and experts fit one to one, but not in the stored order; at "
+            f"k = {order['k']}, {shown} (p ≤ {number(order['p'])})."
+        )
+    return sentences
+
+
+def small_k_findings(view: View) -> list[str]:
+    """Layers that identify their experts at small k only, far below the end of the k grid."""
+    sentences = []
+    layers = view.tables["alignment_layers"]
+    for layer in verdict_layers(view).get("identifying", []):
+        rows = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)].sort_values("k")
+        last_good = int(rows.loc[rows["argmax_accuracy"] >= IDENTIFYING_ACCURACY, "k"].max())
+        last = rows.iloc[-1]
+        if last_good <= last["k"] / 4 and last["argmax_accuracy"] < 0.5:
+            sentences.append(
+                f"Layer {layer} identifies its experts at small k only: up to k = {last_good}; at "
+                f"k = {last['k']:.0f} accuracy is {number(last['argmax_accuracy'])}."
+            )
+    return sentences
+
+
+def avoidance_findings(view: View) -> list[str]:
+    from scipy.stats import false_discovery_control
+
+    tests = view.tables["alignment_tests"].sort_values("layer")
+    q = false_discovery_control(tests["p_lower"].to_numpy(float))
+    layers = view.tables["alignment_layers"]
+    sentences = []
+    for layer, p in tests.loc[q <= ALPHA, ["layer", "p_lower"]].itertuples(index=False):
+        rows = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)]
+        lowest = rows.loc[rows["perm_z"].idxmin()]
+        sentences.append(
+            f"Layer {layer}: router rows avoid their own experts at k = {lowest['k']:.0f}, alignment "
+            f"{number(lowest['align'])} (average pair: {number(lowest['shuffle_mean'])}; lower-tail "
+            f"p = {number(p)})."
+        )
+    return sentences
+
+
+def hub_findings(view: View) -> list[str]:
+    """Experts that are the best match of more router rows than chance allows, at the layer's best k.
+
+    Chance: n router rows choose among n experts at random; Bonferroni-corrected over experts, ks and layers.
+    """
+    hubs = []
+    best = view.tables["alignment_tests"].set_index("layer")["best_k"]
+    looks = view.tables["alignment_layers"].groupby("layer")["k"].nunique().sum()
+    for layer, rows in view.tables["pairs"].groupby("layer"):
+        grid = rows[rows["k"] == best[layer]].pivot(index="router_index", columns="expert", values="align")
+        M, n = grid.to_numpy(float), len(grid)
+        second, first = np.partition(M, -2, axis=1)[:, -2:].T
+        wins = np.bincount(M.argmax(axis=1)[first - second > TIE], minlength=n)
+        if looks * n * bdtrc(wins.max() - 1, n, 1 / n) <= ALPHA:
+            hubs.append(f"expert {grid.columns[wins.argmax()]} of layer {layer} ({wins.max()} of {n})")
+    if not hubs:
+        return []
+    return [
+        f"Experts that are the best match of more router rows than chance allows: {examples(hubs)}; one each "
+        "is expected. A direction common to all rows has the same effect; the centered view removes it."
+    ]
+
+
+def examples(items: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
+    return f"{', '.join(items[:NAMED_AT_MOST])}{more}"
+
+
+def collapsed_pairs(view: View) -> list[dict[str, Any]]:
+    if "similarity" not in view.tables:
+        return []
+    pairs = view.tables["similarity"]
+    close = pairs[(pairs["k"] == 1) & (pairs["cosine"].abs() > COLLAPSED)]
+    close = close.reindex(close["cosine"].abs().sort_values(ascending=False).index)
+    kinds = {"layer": int, "expert_a": int, "expert_b": int, "cosine": float}
+    return [{name: kind(row[name]) for name, kind in kinds.items()} for _, row in close.iterrows()]
+
+
+def redundancy_finding(view: View) -> str:
+    statistics = view.tables["orthogonality"].query("k == 1")
+    pairs = view.tables["similarity"].query("k == 1").groupby("layer").size()
+    widths = d_model_by_layer(view.tables)
+    expected = sum(count * share_above(REDUNDANT, widths[layer]) for layer, count in pairs.items())
+    named = [
+        f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})"
+        for pair in collapsed_pairs(view)
+    ]
+    start = f"Collapsed experts (|cos| above {COLLAPSED}): {examples(named) if named else 'none'}"
+    return (
+        f"{start}; {statistics['n_pairs_above_0_3'].sum():,} of {pairs.sum():,} pairs are above {REDUNDANT} "
+        f"(random directions: {number(expected)})."
+    )
+
+
+def ambiguity_finding(view: View) -> list[str]:
+    table = view.tables["ambiguity"]
+    if table["ambiguity_score"].isna().all():
+        return []
+    ranked = table[table["level"].isin(["high", "medium"])].sort_values("rank").head(NAMED_AT_MOST)
+    layers = named_layers(table["layer"])
+    if ranked.empty:
+        return [f"Ambiguity: no layer is ambiguous relative to the others of {layers}."]
+    named = [
+        f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute "
+        f"{number(row['absolute_score'])})"
+        for _, row in ranked.iterrows()
+    ]
+    return [
+        f"Ambiguity, normalised over {layers}: highest in {', '.join(named)}. A layer at chance has an "
+        f"absolute score of {number(ranked['absolute_chance'].iloc[0])} at a given k."
+    ]
+
+
+def layer_ranks(view: View) -> pd.DataFrame:
+    """Layer -> medians over its experts, largest rank, number of experts."""
+    spectra = view.tables["spectra"]
+    spectra = spectra[spectra["rank"].notna()].astype({"rank": float})
+    return spectra.groupby("layer").agg(
+        {"effective_rank": "median", "stable_rank": "median", "rank": "max", "expert": "count"}
+    )
+
+
+def rank_sentence(view: View) -> str:
+    ranks = layer_ranks(view)
+    middle = ranks["effective_rank"]
+    span = from_to(middle.min(), f"layer {middle.idxmin()}", middle.max(), f"layer {middle.idxmax()}")
+    median = ", median per layer," if (ranks["expert"] > 1).any() else ""
+    return (
+        f"Effective rank of the {view.keys['matrix']} matrices{median} {span}; full rank is "
+        f"{number(ranks['rank'].max())}."
+    )
+
+
+def rank_findings(view: View) -> list[str]:
+    spectra = view.tables["spectra"]
+    halves = 2 if view.keys["matrix"] == "gate_up" else 1
+    setups = {layer: view.setup(layer) for layer in view.layers}
+    full = spectra["layer"].map({n: min(s["d_model"], halves * s["d_ff"]) for n, s in setups.items()})
+    deficient = spectra[spectra["rank"].notna() & (spectra["rank"].astype(float) < full)]
+    if deficient.empty:
+        return []
+    named = [
+        f"expert {row['expert']} of layer {row['layer']} (rank {row['rank']:.0f})"
+        for _, row in deficient.iterrows()
+    ]
+    return [f"{capital(counted(len(deficient), 'rank-deficient expert'))}: {examples(named)}."]
