@@ -405,9 +405,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     )
     assert isinstance(run, Run)
     warmup, entries, cut, scanned = run.info["warnings"]
-    assert warmup.startswith(
-        "[train] warmup is 20 steps, more than the 2 there are: the learning rate ends at 10% of 0.003"
-    )
+    assert warmup.startswith("[train] warmup 20 exceeds steps 2: the learning rate ends at 10% of 0.003")
     assert entries.startswith(
         f"the vocabulary has {run.info['vocabulary_size']} entries, not the 4,096 of [model] vocabulary"
     )

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.lab.train import STATE, Job, data_of, held, saved_checkpoints, train_in
-from moescope.lab.train_settings import as_plain
+from moescope.lab.train import STATE, Job, lock_training, make_data, run_training, saved_checkpoints
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, jsonable, read_run_json, write_json
 from moescope.storage import check_disk, sync_file, sync_folder
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.config import LabConfig
     from moescope.lab.corpus import Corpus
-    from moescope.lab.document_losses import DocumentSample
+    from moescope.lab.evaluation import DocumentSample
     from moescope.lab.training import Data
 
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
@@ -77,10 +76,10 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     import torch
 
     from moescope.decoder.ranks import Ranks
-    from moescope.lab.divergence import Diverged
+    from moescope.lab.training import Diverged
 
     text = load_text(task.study, task.corpus, task.config)
-    identity = {"arguments": {**jsonable(as_plain(task.config)), "from": None}, "corpus": task.corpus}
+    identity = {"arguments": {**jsonable(asdict(task.config)), "from": None}, "corpus": task.corpus}
     sources = (task.config, text.corpus, text.vocabulary, identity, None)
     job = Job(task.folder, *sources, device, Ranks(), True, text.data, tick)
     run = finished_run(task.folder, identity)
@@ -93,8 +92,8 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     row = {**task.keys, "question": task.question, **costs(task.config)}
     try:
         # Alerts are in each training's table; printed, they would not name their training.
-        with unsaid_alerts(), held(task.folder):
-            run = run or train_in(job, {"study": str(task.study.resolve()), **task.keys}, overwrite=False)
+        with unsaid_alerts(), lock_training(task.folder):
+            run = run or run_training(job, {"study": str(task.study.resolve()), **task.keys}, overwrite=False)
         assert run is not None
         values, documents = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
@@ -135,8 +134,7 @@ def measure(
 ) -> tuple[dict[str, float | None], pd.DataFrame]:
     """Return the training's values in study_runs, and the losses of its validation documents."""
     from moescope.decoder.saving import load_model
-    from moescope.lab.checkpoint_stability import checkpoint_stability
-    from moescope.lab.document_losses import document_losses, evaluation_noise, mean_loss
+    from moescope.lab.evaluation import checkpoint_stability, document_losses, evaluation_noise, mean_loss
 
     train = task.config.train
     checkpoints = [(item["step"], Path(item["path"])) for item in saved_checkpoints(run.path / "checkpoints")]
@@ -252,7 +250,7 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
     """Return the study's text, read and split into rows once per process; `identity` is the corpus's."""
     from moescope.decoder.vocabulary import load_vocabulary
     from moescope.lab.corpus import Corpus
-    from moescope.lab.document_losses import WINDOWS, DocumentSample
+    from moescope.lab.evaluation import WINDOWS, DocumentSample
 
     train, layout = config.train, config.data.layout
     key = (folder, identity, train.sequence_length, train.evaluation_rows, layout)
@@ -263,5 +261,5 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
         windows = 1 if layout == "documents" else WINDOWS
         documents = DocumentSample.of(corpus.validation, vocabulary, train.sequence_length, windows)
         _TEXTS.clear()
-        _TEXTS[key] = StudyText(corpus, vocabulary, data_of(config, corpus, vocabulary), documents)
+        _TEXTS[key] = StudyText(corpus, vocabulary, make_data(config, corpus, vocabulary), documents)
     return _TEXTS[key]
