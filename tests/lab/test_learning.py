@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -93,14 +93,12 @@ def test_nano_itself_beats_the_unigram_model_only_with_a_router_that_works(route
     from moescope.lab.training import FiniteWatch
 
     watch = FiniteWatch(training.model)
-    training.evaluations.append(
-        evaluate(training.model, rows[1].sample(60), 0, 16, "cpu", "float32").as_dict()
-    )
+    training.evaluations.append(asdict(evaluate(training.model, rows[1].sample(60), 0, 16, "cpu", "float32")))
     training.model.train()
     for _ in range(config.train.steps):
         training.one_step(watch)
     watch.check()
     training.evaluations.append(
-        evaluate(training.model, rows[1].sample(60), 300, 16, "cpu", "float32").as_dict()
+        asdict(evaluate(training.model, rows[1].sample(60), 300, 16, "cpu", "float32"))
     )
     assert (below_unigram(training) > WHOLE) == learns

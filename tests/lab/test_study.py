@@ -19,16 +19,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from moescope.lab.document_losses import mean_loss
-from moescope.lab.train_text import read_corpus, vocabulary_of
 
 from lab.tiny_study import SEEDS, write_study
 from moescope.decoder.saving import load_model
 from moescope.errors import BadInput
+from moescope.lab.corpus import read_corpus, training_vocabulary
+from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
 from moescope.lab.study_task import prune
-from moescope.lab.train import data_of, first_model, train
+from moescope.lab.train import initial_model, make_data, train
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.storage import only_writer
@@ -162,7 +162,7 @@ def test_routers_that_draw_other_weights_still_share_every_part_of_equal_shape()
     from lab.tiny_training import tiny_config
 
     models = {
-        router: first_model(tiny_config(router, paired_weights=True, seed=4), None, "cpu")
+        router: initial_model(tiny_config(router, paired_weights=True, seed=4), None, "cpu")
         for router in ("top2", "spectra", "some", "dense")
     }
     reference = models["top2"].state_dict()
@@ -172,7 +172,7 @@ def test_routers_that_draw_other_weights_still_share_every_part_of_equal_shape()
         assert {"embed_tokens.weight", "layers.1.self_attn.o_proj.weight", "lm_head.weight"} <= same
         assert ("layers.1.mlp.experts.down" in same) == (router != "dense")
         assert all(torch.equal(state[name], reference[name]) for name in same if ".router." not in name)
-    other = first_model(tiny_config("top2", paired_weights=True, seed=5), None, "cpu").state_dict()
+    other = initial_model(tiny_config("top2", paired_weights=True, seed=5), None, "cpu").state_dict()
     assert not torch.equal(other["layers.0.mlp.experts.down"], reference["layers.0.mlp.experts.down"])
     parts = [reference[f"layers.{layer}.mlp.experts.down"] for layer in (0, 1)]
     assert not torch.equal(*parts), "layers must not begin as copies of each other"
@@ -487,6 +487,6 @@ def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path)
     assert whole.info["corpus"] == corpus.identity
     kept = json.loads((whole.path / "text" / "corpus.json").read_text())
     assert kept["validation"] == corpus.validation
-    rows = data_of(settled.base, corpus, vocabulary_of(settled.base, corpus)).train
+    rows = make_data(settled.base, corpus, training_vocabulary(settled.base, corpus)).train
     batches = [rows.of_step(step, 4, 3).ids_BL for step in range(2)]
     assert not np.array_equal(*batches)
