@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from moescope.lab.figures_keys import USAGE_BY_STEP
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.plotting.style import GREY, Figure, Tables
 from moescope.routing.figures_diagnostics import PANELS, in_words, legend, told_and_drawn
+from moescope.routing.figures_monitor import USAGE_BY_STEP
 from moescope.routing.metrics import DIAGNOSTICS
 
 BY_METRIC = {panel.metric: panel for panel in PANELS}
