@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 
 SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
     "cpu": (64, 64, 3, 8, 4, 64),

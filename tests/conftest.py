@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, this process ignores it, and so would every process that a test
@@ -161,6 +160,8 @@ def browser():
         if os.environ.get("MOESCOPE_REQUIRE_BROWSER"):
             pytest.fail("no Chromium on this machine, and MOESCOPE_REQUIRE_BROWSER is set")
         pytest.skip("NO BROWSER: install Chromium (apt-get install chromium) to test the report's page")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield started

@@ -1,9 +1,7 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `moescope.trace(...)`, `moescope.compare(...)`, `moescope.compress(...)`,
-`moescope.train(...)`,
-`moescope.study(...)`, `moescope.report(...)` and `moescope.demo(...)` are the verbs of the command line; a
-verb returns a `Run`.
+`moescope.scan(...)`, `trace`, `compare`, `compress`, `train`, `study`, `report`, `demo` and `inspect` are the
+verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a run folder, and
 `moescope.Monitor()` watches a model in training.
 """
 
@@ -21,11 +19,21 @@ if TYPE_CHECKING:
     from moescope.lab.study import study
     from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
-    from moescope.routing.monitor import Monitor
     from moescope.routing.trace import trace
-    from moescope.run import Run
+    from moescope.routing.trainer_monitor import Monitor
+    from moescope.run import Run, open
+    from moescope.weights.layer import scan_model
     from moescope.weights.verb import scan
 
+__version__ = "0.2.0"
+_HOME = {
+    "BadInput": "moescope.errors",
+    "Monitor": "moescope.routing.trainer_monitor",
+    "Run": "moescope.run",
+    "count_parameters": "moescope.lab.train",
+    "open": "moescope.run",
+    "scan_model": "moescope.weights.layer",
+}
 __all__ = [
     "BadInput",
     "Monitor",
@@ -35,35 +43,24 @@ __all__ = [
     "count_parameters",
     "demo",
     "inspect",
+    "open",
     "report",
     "scan",
+    "scan_model",
     "study",
     "trace",
     "train",
 ]
 
-_HOME = {
-    "BadInput": "moescope.errors",
-    "Monitor": "moescope.routing.monitor",
-    "Run": "moescope.run",
-    "compare": "moescope.comparison.verb",
-    "compress": "moescope.compression.verb",
-    "count_parameters": "moescope.lab.train",
-    "demo": "moescope.demo.verb",
-    "inspect": "moescope.families.inspect",
-    "report": "moescope.reporting.verb",
-    "scan": "moescope.weights.verb",
-    "study": "moescope.lab.study",
-    "trace": "moescope.routing.trace",
-    "train": "moescope.lab.train",
-}
-
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:  # imported when first used: `moescope --help` must not wait for torch
-    if name not in _HOME:
+    from moescope.verbs import VERBS
+
+    homes = _HOME | {verb: place.partition(":")[0] for verb, _, place in VERBS}
+    if name not in homes:
         raise AttributeError(f"module 'moescope' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(homes[name]), name)

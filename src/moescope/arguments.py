@@ -1,17 +1,15 @@
-"""What users write, checked and turned into values: lists, ranges, names, devices, a run to go on with."""
+"""Parse and check what users write: lists, ranges, names, devices."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 from moescope.errors import BadInput, unknown_name
-from moescope.run import read_run_json
 
 
 def choose_device(device: str) -> str:
+    """Return the device to compute on; mps means cpu."""
     import torch
 
     if device == "auto":
@@ -30,17 +28,19 @@ def choose_device(device: str) -> str:
 
 
 def device_warnings(device: str) -> list[str]:
-    """What to say where another device was taken than the one asked for."""
+    """Return a warning if another device is used than the one requested."""
     return ["device mps: Apple's GPU has no fp64, so the CPU was used"] if device == "mps" else []
 
 
 def one_of(kind: str, value: str, known: tuple[str, ...]) -> str:
+    """Return the value if it is known, else raise an error that lists the known ones."""
     if value not in known:
         raise unknown_name(kind, value, list(known))
     return value
 
 
 def names(kind: str, value: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names given as a list or separated by commas, each once and known."""
     given = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
     chosen = tuple(dict.fromkeys(one_of(kind, part, known) for part in given))
     if not chosen:
@@ -49,7 +49,7 @@ def names(kind: str, value: str | Iterable[str], known: tuple[str, ...]) -> tupl
 
 
 def numbers(kind: str, value: int | str | Iterable[int]) -> tuple[int, ...]:
-    """Whole numbers from 1, parted by commas, in a list, or one alone."""
+    """Return whole numbers from 1, given as one number, a list, or separated by commas."""
     value = str(value) if isinstance(value, int) else value
     try:
         given = (
@@ -58,14 +58,14 @@ def numbers(kind: str, value: int | str | Iterable[int]) -> tuple[int, ...]:
             else [int(part) for part in value]
         )
     except ValueError:
-        raise BadInput(f"{kind} {value!r}: give whole numbers parted by commas, such as 1,2,4") from None
+        raise BadInput(f"{kind} {value!r}: give whole numbers separated by commas, such as 1,2,4") from None
     if any(number < 1 for number in given):
         raise BadInput(f"{kind} {value!r}: numbers must be at least 1")
     return tuple(sorted(set(given)))
 
 
 def number_ranges(value: int | str | Iterable[int]) -> list[int]:
-    """0,5,9-12 -> 0, 5, 9, 10, 11, 12; a number or a list of them as it is."""
+    """Return the numbers of "0,5,9-12"; a number or a list is taken as it is."""
     value = str(value) if isinstance(value, int) else value
     if not isinstance(value, str):
         given = list(value)
@@ -92,37 +92,23 @@ def ranges(values: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
+def step_numbers(model_names: list[str]) -> list[int]:
+    """Return the training steps in the names (step1000-tokens4B, or checkpoint-500), else 0, 1, 2, ..."""
+    marked = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
+    endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
+    steps: list[int] = []
+    if all(marked):
+        steps = [int(match[1]) for match in marked if match]
+    elif all(endings) and len({match[1] for match in endings if match}) == 1:
+        steps = [int(match[2]) for match in endings if match]
+    return steps if len(set(steps)) == len(model_names) > 1 else list(range(len(model_names)))
+
+
 def weights(value: str | Sequence[float]) -> tuple[float, ...]:
-    """The ambiguity weights: numbers parted by commas, or a list of them."""
+    """Return the ambiguity weights, given as a list or separated by commas."""
     try:
         return tuple(float(part) for part in (value.split(",") if isinstance(value, str) else value))
     except (TypeError, ValueError):
         raise BadInput(
-            f"ambiguity weights {value!r}: give three numbers parted by commas, such as 0.4,0.3,0.3"
+            f"ambiguity weights {value!r}: give three numbers separated by commas, such as 0.4,0.3,0.3"
         ) from None
-
-
-def run_to_resume(
-    folder: Path | None, verb: str, called: str, others_given: bool
-) -> tuple[Path, dict[str, Any]]:
-    """The run that --resume goes on with, and its run.json.
-
-    That of the folder, or the newest unfinished one of the verb in runs/.
-    """
-    if others_given:
-        raise BadInput(
-            "--resume takes everything from the run itself; give it --out alone, or the same "
-            "command without it"
-        )
-    if folder is None:
-        found = sorted(Path("runs").glob(f"{verb}-*/run.json"), key=lambda file: file.stat().st_mtime)
-        open_ones = [
-            file.parent for file in found if (read_run_json(file.parent) or {}).get("status") != "done"
-        ]
-        if not open_ones:
-            raise BadInput(f"--resume: no unfinished {called} in runs/; give its folder with --out")
-        folder = open_ones[-1]
-    info = read_run_json(folder)
-    if info is None or info["verb"] != verb:
-        raise BadInput(f"{folder}: no {called} there to go on with; give the folder of one with --out")
-    return folder, info

@@ -1,20 +1,16 @@
-"""The one exception a user is meant to see."""
+"""The one exception that users see."""
 
 
 def printable(text: str) -> str:
-    """The text on one line, its control characters spelled out.
-
-    Names from a checkpoint must not steer a terminal.
-    """
+    """Return the text on one line, control characters escaped: a name must not steer the terminal."""
     flat = " ".join(text.splitlines())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
 
 
 class BadInput(Exception):
-    """Something the user gave cannot be used: one line that names the thing and the remedy.
+    """Unusable input: one line that names the thing, the value and the remedy.
 
-    The command line prints the line and exits with code 2; anything else that escapes is our bug and keeps
-    its traceback.
+    The command line prints the line and exits with code 2. Any other exception is a bug.
     """
 
     def __init__(self, message: str):
@@ -22,10 +18,7 @@ class BadInput(Exception):
 
 
 class UnusableExpert(BadInput):
-    """One expert's or router row's weights cannot be analysed.
-
-    `--keep-going` marks that expert and goes on.
-    """
+    """The weights of one expert or router row cannot be analysed; `--keep-going` skips that expert."""
 
     def __init__(self, message: str, expert: int | None = None):
         super().__init__(message)
@@ -33,5 +26,5 @@ class UnusableExpert(BadInput):
 
 
 def unknown_name(kind: str, given: object, known: list[str]) -> BadInput:
-    """The error for a name that is not in a list, quoting it and listing those that are."""
+    """Return the error for a name that is not in a list: it quotes the name and lists the known ones."""
     return BadInput(f"unknown {kind} {str(given)!r}; known: {', '.join(known)}")

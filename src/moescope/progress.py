@@ -1,4 +1,4 @@
-"""Progress on a terminal, with the time left; silence everywhere else."""
+"""Progress on a terminal, with the time left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A function to call after each piece, with the name of what is being worked on, and how much was done if
-    not one.
+    """Yield a function to call after each task, with a label and the amount done (default 1).
 
-    Without a total (a text whose length is not known) what was done is counted and no time left is told.
+    Without a total (a text of unknown length) the amount is counted and no time left is shown. Without a
+    terminal nothing is printed.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda label, amount=1: None
@@ -45,7 +45,7 @@ def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[C
 
 @contextmanager
 def unsaid_alerts(unsaid: bool = True) -> Iterator[None]:
-    """The Monitor's alerts are kept in its tables alone, and not printed."""
+    """Keep the Monitor's alerts in its tables only; do not print them."""
     logger = logging.getLogger("moescope")
     before = logger.level
     if unsaid:

@@ -1,7 +1,4 @@
-"""A run folder: run.json and one parquet file a table.
-
-Pieces are flushed as they finish, so a run can be taken up again.
-"""
+"""A run folder: run.json and one parquet file per table. A run is flushed task by task, so it can resume."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,31 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput, unknown_name
 from moescope.storage import check_disk, only_writer, replace_synced, sync_folder
-from moescope.tables import SCHEMA_VERSION, TABLES, arrow_schema, conform, read_parquet
+from moescope.tables import SCHEMA_VERSION, Table, arrow_schema, conform, read_parquet
+from moescope.verb import Figure, Selection, Verb, canonical
+from moescope.verbs import load_verb
 
 if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
+    from plotly.graph_objects import Figure as PlotlyFigure
 
 Frames = dict[str, "pd.DataFrame"]
-OWN_FILES = (
-    "run.json",
-    "report.html",
-    ".lock",
-    "plan.json",
-    "plan.safetensors",
-    "calibration.safetensors",
-    *(f"{name}.parquet" for name in TABLES),
-)
-TRAIN_LOCK = (
-    ".train.lock"  # of a whole training with its scan and trace, which the lock of one run does not cover
-)
+OWN_FILES = ("run.json", "report.html")  # and the tables and files of the verb
+TRAIN_LOCK = ".train.lock"  # of a training with its scan and trace, which the lock of one run does not cover
 OWN_FOLDERS = ("parts",)
-GROWING = (
-    "monitor",
-    "train",
-    "study",
-)  # verbs whose runs can be read before they are done: training may take weeks, or crash
 
 
 class DamagedRun(BadInput):
@@ -53,14 +38,15 @@ class DamagedRun(BadInput):
 
 
 class OtherRun(BadInput):
-    """A folder that holds a run of other arguments, or of another version; `--overwrite` may replace it."""
+    """A folder that holds a run with other arguments or of another version; `--overwrite` may replace it."""
 
 
 @dataclass
 class Run:
-    """A finished run folder, to be read.
+    """A run folder, to be read.
 
-    `run.table("alignment")` is a pandas frame, `run.info` is run.json.
+    `run.table("alignment")` is a pandas frame, `run.figure("align_by_k", layer=3)` a plotly Figure,
+    `run.info` is run.json.
     """
 
     path: Path
@@ -68,81 +54,180 @@ class Run:
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
+        """Open a run folder; an unfinished run and one of another schema version are errors."""
         path = Path(folder)
         info = read_run_json(path)
         if info is None:
             where = "no such folder" if not path.exists() else "no run.json in it"
             raise BadInput(f"{path}: {where}; give a folder that a moescope verb has written")
-        if info.get("status") != "done" and info["verb"] not in GROWING:
+        run = cls(path, info)
+        if info.get("schema_version") != SCHEMA_VERSION:
             raise BadInput(
-                f"{path}: this run is {info.get('status')}, not done; give its command again to finish it"
+                f"{path}: schema version {info.get('schema_version')}, this moescope uses {SCHEMA_VERSION}; "
+                f"make it again: {old_command(run)}"
             )
-        return cls(path, info)
+        if info.get("status") != "done" and not run.verb.grows:
+            raise BadInput(f"{path}: this run is {info.get('status')}; give its command again to finish it")
+        return run
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     @property
+    def verb(self) -> Verb:
+        """The record of the verb that made the run."""
+        try:
+            return load_verb(self.info["verb"])
+        except BadInput as error:
+            raise BadInput(f"{self.path}: {error}") from None
+
+    @property
     def tables(self) -> list[str]:
-        return [name for name in TABLES if self.files(name)]
+        return [name for name in self.verb.tables if self.files(name)]
+
+    @property
+    def parts(self) -> dict[str, Run]:
+        """The runs inside this one, by the name of their folder: a training's scan and trace, for example."""
+        infos = {file.parent: read_run_json(file.parent) for file in sorted(self.path.glob("*/run.json"))}
+        done = {folder: info for folder, info in infos.items() if info and info.get("status") == "done"}
+        return {folder.name: Run(folder, info) for folder, info in done.items()}
 
     def files(self, name: str) -> list[Path]:
-        """Where the table lies: one file, or a file a piece in a run that is still growing."""
-        whole = self.path / f"{name}.parquet"
-        return (
-            [whole] if whole.exists() else sorted(self.path.glob(f"parts/*[!p]/{name}.parquet"))
-        )  # not parts/*.tmp
+        """Return the files of a table: one, or one per finished task in a run that is still growing."""
+        joined = self.path / f"{name}.parquet"
+        tasks = self.path.glob(f"parts/*[!p]/{name}.parquet")  # not parts/*.tmp
+        return [joined] if joined.exists() else sorted(tasks)
 
     def table(self, name: str) -> pd.DataFrame:
-        """The table of that name as a pandas frame, keys first."""
+        """Return a table as a pandas frame, keys first."""
         if name not in self.tables:
             raise unknown_name(f"table in {self.path}", name, self.tables)
         import pandas as pd
 
-        frames = [read_parquet(name, str(file)) for file in self.files(name)]
+        columns = list(self.verb.tables[name].columns)
+        frames = [read_parquet(str(file))[columns] for file in self.files(name)]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+
+    def figures(self) -> dict[str, str]:
+        """Return the figures that this run can draw: name -> one line on what it shows."""
+        tables = self.verb.select(self, Selection())
+        return {spec.name: spec.line for spec in self.verb.figures if spec.can_draw(tables)}
+
+    def figure(self, name: str, **selection: Any) -> PlotlyFigure:
+        """Draw a figure as a plotly Figure, of the rows selected: `run.figure("align_by_k", layer=3)`."""
+        return self.draw(name, **selection).to_plotly()
+
+    def draw(self, name: str, **selection: Any) -> Figure:
+        """Draw a figure as the report holds it, with its title and caption."""
+        spec = self.verb.figure(name)
+        if spec is None:
+            raise unknown_name(f"figure of {self.path}", name, list(self.figures()))
+        tables = self.verb.select(self, Selection(selection))
+        if not spec.can_draw(tables):
+            of = ", ".join(f"{key}={value!r}" for key, value in selection.items()) or "this run"
+            raise BadInput(f"{self.path}: nothing to draw in figure {name} of {of}; see run.figures()")
+        return spec.draw(tables)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.info['verb']}, tables: {', '.join(self.tables)})"
 
+    def _repr_html_(self) -> str:
+        """Return key numbers, findings and links, for a notebook."""
+        from html import escape
+
+        if self.verb.summary is None:
+            return escape(repr(self))
+        summary = self.verb.summary(self)
+        numbers = "".join(
+            f"<tr><th>{escape(key.name)}</th><td>{key.value:.3g} {escape(key.unit)}</td>"
+            f"<td>{'' if key.chance is None else f'chance {key.chance:.3g}'} {escape(key.word)}</td></tr>"
+            for key in summary.key_numbers
+        )
+        findings = "".join(f"<li>{escape(line)}</li>" for line in summary.findings)
+        report = self.path / "report.html"
+        link = "no report yet: moescope.report(run)"
+        if report.exists():
+            link = f'<a href="{escape(str(report))}">report</a>'
+        tables = ", ".join(f"<code>{escape(name)}</code>" for name in self.tables)
+        return (
+            f"<strong>{escape(self.info['verb'])}</strong> <code>{escape(str(self.path))}</code> ({link})"
+            f"<table>{numbers}</table><ul>{findings}</ul><p>Tables: {tables}</p>"
+        )
+
+
+def open(path: str | Path) -> Run:  # as moescope.open
+    """Open a run folder.
+
+    >>> run = moescope.open("runs/scan-mixtral-1")  # doctest: +SKIP
+    >>> run.figures()  # doctest: +SKIP
+    """
+    return Run.load(path)
+
+
+def old_command(run: Run) -> str:
+    """Return the command that makes a run of an older version again, as far as its run.json tells."""
+    info = run.info
+    if command := info.get("command"):
+        return f"{command} --overwrite"
+    given: dict[str, Any] = {}
+    paths = [item["path"] for item in info.get("checkpoints", info.get("runs", []))]
+    for option in run.verb.options:
+        if option.positional and paths:
+            given[option.name] = paths if option.repeated else paths.pop(0)
+    texts = info.get("arguments", {}).get("text") or []
+    for domain, files in (item for item in texts if isinstance(item, list) and len(item) == 2):
+        several = len(texts) > 1 or domain != "text"
+        for file in files:
+            place = file[0] if isinstance(file, list) else "-"
+            name, value = ("domain", f"{domain}={place}") if several else ("text", place)
+            given.setdefault(name, []).append(value)
+    for option in run.verb.options:
+        value = info.get("arguments", {}).get(option.name)
+        nested = isinstance(value, list) and any(isinstance(item, list) for item in value)
+        default = canonical(option.default)
+        if not nested and value not in (None, [], default, [default]) and option.name not in given:
+            given[option.name] = value
+    given["out"] = run.path
+    return f"{run.verb.command(given)} --overwrite"
+
 
 @dataclass
 class RunWriter:
-    """A run being written.
-
-    Each piece of work lands whole in parts/ or not at all; `finish` joins them into tables.
-    """
+    """A run being written: each task is flushed to parts/ completely or not at all; `finish` joins them."""
 
     path: Path
+    verb: Verb
     info: dict[str, Any]
     timings: dict[str, float] = field(default_factory=dict)
 
     def done_tasks(self) -> set[str]:
         folder = self.path / "parts"
-        return (
-            {piece.name for piece in folder.iterdir() if piece.suffix != ".tmp"} if folder.exists() else set()
-        )
+        return {task.name for task in folder.iterdir() if task.suffix != ".tmp"} if folder.exists() else set()
+
+    def task_files(self, name: str) -> list[Path]:
+        """Return the files of a table, one per task that has rows of it."""
+        files = [self.path / "parts" / task / f"{name}.parquet" for task in sorted(self.done_tasks())]
+        return [file for file in files if file.exists()]
 
     def flush_task(
         self,
-        piece: str,
+        task: str,
         frames: Frames,
         setup: dict[str, Any],
         arrays: dict[str, NDArray[Any]] | None = None,
         files: dict[str, Path] | None = None,
     ) -> None:
-        """Write one piece's tables and its setup record under parts/<piece>, atomically.
+        """Write one task's tables and its setup record under parts/<task>, atomically.
 
-        `arrays` are kept beside them for later pieces to read; `files` (name -> where it was written) are
-        moved in.
+        `arrays` are stored with them for later tasks; `files` (name -> where it was written) are moved in.
         """
-        target = self.path / "parts" / piece
+        target = self.path / "parts" / task
         partial = target.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, frame in frames.items():
-            write_table(name, frame, partial / f"{name}.parquet")
+            write_table(self.verb.tables[name], frame, partial / f"{name}.parquet")
         for name, array in (arrays or {}).items():
             check_disk(partial, array.nbytes)
             write_array(partial / f"{name}.npy", array)
@@ -153,26 +238,22 @@ class RunWriter:
         sync_folder(target.parent)
 
     def has(self, name: str) -> bool:
-        """Whether some piece has rows of that table."""
-        return any((self.path / "parts" / piece / f"{name}.parquet").exists() for piece in self.done_tasks())
+        """Return whether some task has rows of that table."""
+        return bool(self.task_files(name))
 
     def joined(self, name: str) -> pd.DataFrame:
-        """One table from all pieces flushed so far."""
+        """Return one table, joined from all tasks flushed so far."""
         import pandas as pd
 
-        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
-        return pd.concat(
-            [read_parquet(name, str(file)) for file in files if file.exists()], ignore_index=True
-        )
+        return pd.concat([read_parquet(str(file)) for file in self.task_files(name)], ignore_index=True)
 
     def join_streamed(self, name: str) -> None:
-        """The same for a table too large for memory: its row groups go one by one into the finished file."""
+        """Join a table that is too large for memory, one row group at a time."""
         import pyarrow.parquet as pq
 
-        files = [self.path / "parts" / piece / f"{name}.parquet" for piece in sorted(self.done_tasks())]
         partial = self.path / f"{name}.tmp"
-        with pq.ParquetWriter(partial, arrow_schema(name), compression="zstd") as writer:
-            for file in filter(Path.exists, files):
+        with pq.ParquetWriter(partial, arrow_schema(self.verb.tables[name]), compression="zstd") as writer:
+            for file in self.task_files(name):
                 part = pq.ParquetFile(file)
                 for group in range(part.num_row_groups):
                     rows = part.read_row_group(group)
@@ -180,23 +261,21 @@ class RunWriter:
                     writer.write_table(rows)
         replace_synced(partial, self.path / f"{name}.parquet")
 
-    def array(self, piece: str, name: str) -> NDArray[Any]:
-        """An array kept with a piece, mapped rather than read."""
+    def array(self, task: str, name: str) -> NDArray[Any]:
+        """Return an array stored with a task, memory-mapped."""
         import numpy as np
 
-        return np.load(self.path / "parts" / piece / f"{name}.npy", mmap_mode="r")
+        return np.load(self.path / "parts" / task / f"{name}.npy", mmap_mode="r")
 
     def setups(self) -> list[dict[str, Any]]:
-        return [
-            json.loads((self.path / "parts" / piece / "setup.json").read_text())
-            for piece in sorted(self.done_tasks())
-        ]
+        folder = self.path / "parts"
+        return [json.loads((folder / task / "setup.json").read_text()) for task in sorted(self.done_tasks())]
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return timed(self.timings, stage)
 
     def add_timings(self, timings: dict[str, float]) -> None:
-        """Count the seconds that a piece of work took, stage by stage, wherever it was done."""
+        """Add the seconds that a task took per stage, wherever it ran."""
         for stage, seconds in timings.items():
             self.timings[stage] = self.timings.get(stage, 0.0) + seconds
 
@@ -206,13 +285,11 @@ class RunWriter:
         write_json(self.path / "run.json", self.info)
 
     def finish(self, frames: Frames) -> Run:
-        """Write the joined tables, mark the run done, then drop the pieces.
-
-        A crash in between loses nothing.
-        """
+        """Write the joined tables, mark the run done, then delete the tasks: a crash loses nothing."""
         for name, frame in frames.items():
-            keys = list(TABLES[name].keys)
-            write_table(name, frame.sort_values(keys, ignore_index=True), self.path / f"{name}.parquet")
+            table = self.verb.tables[name]
+            ordered = frame.sort_values(list(table.keys), ignore_index=True)
+            write_table(table, ordered, self.path / f"{name}.parquet")
         self.save_info(status="done", finished=now())
         shutil.rmtree(self.path / "parts", ignore_errors=True)
         return Run(self.path, jsonable(self.info))
@@ -230,48 +307,64 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 @contextmanager
 def open_run(
-    folder: Path, verb: str, identity: dict[str, Any], overwrite: bool = False
+    folder: Path, verb: Verb, identity: dict[str, Any], overwrite: bool = False, command: str = ""
 ) -> Iterator[RunWriter]:
-    """The writer of a run folder, under its lock. `identity` is what must be equal for an unfinished run to
-    be taken up again.
+    """Open the writer of a run folder, under its lock.
 
-    On the way out a run that was not finished is marked interrupted or failed; one that failed before its
-    first piece
-    leaves nothing behind.
+    `identity` is what must be equal for an unfinished run to be resumed. On the way out a run that was not
+    finished is marked interrupted or failed; one that failed before its first task leaves nothing behind.
     """
     created = check_folder(folder, identity, overwrite)
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
         writer = None
         try:
             if overwrite:
-                clear_run(folder)
+                clear_run(folder, verb)
             before = read_run_json(folder)
             if before is None:
                 before = {
                     "schema_version": SCHEMA_VERSION,
-                    "verb": verb,
+                    "verb": verb.name,
                     **identity,
+                    "command": command,
                     "versions": versions(),
                     "git_commit": git_commit(),
                     "started": now(),
                 }
             before.pop("error", None)  # that of an earlier attempt
-            writer = RunWriter(folder, before, dict(before.get("timings", {})))
+            writer = RunWriter(folder, verb, before, dict(before.get("timings", {})))
             writer.save_info(status="running", process=os.getpid(), tasks_resumed=len(writer.done_tasks()))
             yield writer
         except BaseException as error:
             if writer is None or writer.info.get("status") == "done":
                 pass
             elif created and not writer.done_tasks():
-                clear_run(folder)
+                clear_run(folder, verb)
             else:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
             raise
 
 
+def place_run(
+    verb: Verb, out: str | Path | None, model_name: str, identity: dict[str, Any], overwrite: bool
+) -> tuple[Path, Run | None]:
+    """Return the folder of a run, and the run itself if it is already there, complete."""
+    folder = Path(out) if out is not None else default_folder(verb.name, model_name, identity)
+    return folder, None if overwrite else finished_run(folder, identity)
+
+
+def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
+    """Return the run in the folder if it is complete and has this identity."""
+    info = read_run_json(folder)
+    if info and info.get("status") == "done" and info.get("schema_version") == SCHEMA_VERSION:
+        same = all(info.get(key) == jsonable(identity[key]) for key in identity)
+        return Run(folder, info) if same else None
+    return None
+
+
 def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Refuse a folder that holds something else; True when there is nothing of ours in it yet."""
+    """Raise an error if the folder holds something else; return whether it holds no run yet."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: a file is in the way; give another --out")
     if not folder.exists() or not any(file.name not in (".lock", TRAIN_LOCK) for file in folder.iterdir()):
@@ -296,32 +389,30 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
 
 
 def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) -> str:
-    """The words that differ, as precisely as they can be named."""
+    """Return what differs, as precisely as it can be named."""
     if keys == ["arguments"]:
         old, new = info.get("arguments") or {}, identity["arguments"]
-        return (
-            "arguments ("
-            + ", ".join(word for word in sorted({*old, *new}) if old.get(word) != new.get(word))
-            + ")"
-        )
+        names = ", ".join(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+        return f"arguments ({names})"
     return " and ".join(keys) if keys else "schema version"
 
 
-def clear_run(folder: Path) -> None:
+def clear_run(folder: Path, verb: Verb) -> None:
     """Remove what moescope writes into a run folder, and nothing else."""
-    for name in OWN_FILES:
-        if name != ".lock":
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).with_suffix(".tmp").unlink(missing_ok=True)
+    verbs = [verb]
+    with suppress(BadInput):  # damaged, or of an unknown verb
+        before = read_run_json(folder)
+        verbs += [load_verb(before["verb"])] if before else []
+    tables = {f"{name}.parquet" for of in verbs for name in of.tables}
+    for name in {*OWN_FILES, *tables, *(file for of in verbs for file in of.files)}:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).with_suffix(".tmp").unlink(missing_ok=True)
     for name in OWN_FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
-    """runs/<verb>-<model>-<number>.
-
-    The newest one if it is the same work left unfinished, else the next free number.
-    """
+    """Return runs/<verb>-<model>-<number>: the newest if it is this run, unfinished, else the next."""
     stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
     numbers = [
         int(path.name[len(stem) + 1 :])
@@ -332,13 +423,10 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
         newest = base / f"{stem}-{max(numbers)}"
         try:
             info = read_run_json(newest)
-        except BadInput:  # damaged, or not ours: passed over
+        except BadInput:  # damaged, or not a run: skipped
             info = None
-        if (
-            info
-            and info.get("status") != "done"
-            and all(info.get(key) == jsonable(identity[key]) for key in identity)
-        ):
+        same = info is not None and all(info.get(key) == jsonable(identity[key]) for key in identity)
+        if info and same and info.get("status") != "done":
             return newest
     return base / f"{stem}-{max(numbers, default=0) + 1}"
 
@@ -350,21 +438,20 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise DamagedRun(
-            f"{path}: not valid JSON; the run cannot be read, give --overwrite to write it anew"
-        ) from None
+        raise DamagedRun(f"{path}: not valid JSON; give --overwrite to write the run again") from None
     if not isinstance(info, dict) or "verb" not in info:
         raise BadInput(f"{path}: not written by moescope; give another folder")
     return info
 
 
-def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
+def write_table(table: Table, frame: pd.DataFrame, path: Path) -> None:
+    """Write one table, atomically."""
     import pyarrow.parquet as pq
 
-    table = conform(name, frame)
-    check_disk(path.parent, table.nbytes)
+    arrow = conform(table, frame)
+    check_disk(path.parent, arrow.nbytes)
     partial = path.with_suffix(".tmp")
-    pq.write_table(table, partial, compression="zstd")
+    pq.write_table(arrow, partial, compression="zstd")
     replace_synced(partial, path)
 
 
@@ -384,7 +471,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """The value as JSON would give it back, so that what was written and what is asked for compare equal."""
+    """Return the value as JSON gives it back, so that a stored and a requested value compare equal."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -393,8 +480,9 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in (
+    """Return the versions of Python and of the packages that numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for package in [
         "moescope",
         "torch",
         "transformers",
@@ -403,19 +491,14 @@ def versions() -> dict[str, str]:
         "safetensors",
         "pandas",
         "pyarrow",
-    ):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    ]:
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 def git_commit() -> str | None:
-    """The commit of the folder the user works in, if it is a git checkout.
-
-    It says which code or config made the run.
-    """
+    """Return the commit of the working folder, if it is a git checkout."""
     try:
         shown = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
@@ -423,3 +506,23 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return shown.stdout.strip() or None if shown.returncode == 0 else None
+
+
+def run_to_resume(
+    folder: Path | None, verb: str, called: str, others_given: bool
+) -> tuple[Path, dict[str, Any]]:
+    """Return the run to resume and its run.json: that in the folder, or the newest unfinished one."""
+    if others_given:
+        raise BadInput(
+            "--resume takes its options from the run; give --out alone, or the same command without --resume"
+        )
+    if folder is None:
+        folders = [file.parent for file in Path("runs").glob(f"{verb}-*/run.json")]
+        unfinished = [place for place in folders if (read_run_json(place) or {}).get("status") != "done"]
+        if not unfinished:
+            raise BadInput(f"--resume: no unfinished {called} in runs/; give its folder with --out")
+        folder = max(unfinished, key=lambda place: (place / "run.json").stat().st_mtime)
+    info = read_run_json(folder)
+    if info is None or info["verb"] != verb:
+        raise BadInput(f"{folder}: no {called} to resume there; give the folder of one with --out")
+    return folder, info

@@ -1,7 +1,4 @@
-"""Writing that leaves nothing half-written.
-
-Room is checked first, data reach the disk before their name does.
-"""
+"""Atomic writes: free space is checked first, and data reach the disk before their name does."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ PARTIAL_ENDING = ".moescope-partial"
 
 
 def check_disk(
-    folder: Path, needed: int, remedy: str = "free some space, then the same command goes on"
+    folder: Path, needed: int, remedy: str = "free some space, then give the same command to resume"
 ) -> None:
-    """Refuse before a disk is full, not after: `needed` is what is to be written, uncompressed."""
+    """Raise an error before the disk is full: `needed` is the number of bytes to write, uncompressed."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_DISK:
         raise BadInput(
@@ -30,6 +27,7 @@ def check_disk(
 
 
 def replace_synced(partial: Path, path: Path) -> None:
+    """Flush a written file to the disk, then give it its final name."""
     sync_file(partial)
     partial.replace(path)
 
@@ -49,14 +47,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove those of the folders, deepest first, that hold nothing."""
+    """Remove the empty ones among the folders, deepest first."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def check_target(folder: Path) -> Path:
-    """The folder to be written, links followed; refuses one that holds anything."""
+    """Return the folder to write, links followed; one that is not empty is an error."""
     try:
         target = folder.expanduser().resolve()
         if target.exists() and not target.is_dir():
@@ -70,10 +68,9 @@ def check_target(folder: Path) -> Path:
 
 @contextmanager
 def only_writer(shown: Path, lock_path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Holds a lock, the system's own, on what is about to be written; its folder is made, and removed again
-    if nothing came into it.
+    """Hold a lock of the operating system while something is written; it is released when the process dies.
 
-    The system drops the lock when its process dies, so it is never stale.
+    The lock's folder is created, and removed again if it stays empty.
     """
     from filelock import FileLock, Timeout
 
@@ -92,22 +89,18 @@ def only_writer(shown: Path, lock_path: Path, what: str, remedy: str) -> Iterato
     try:
         yield
     finally:
-        with suppress(
-            OSError
-        ):  # removed while still held, so that nobody can take a lock on the file that goes
-            lock_path.unlink()
+        with suppress(OSError):
+            lock_path.unlink()  # while it is held, so that nobody can lock a file that is about to go
         lock.release()
         remove_empty(new_folders)
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside the target to write into, which takes the target's name on the way out: all of it, or
-    nothing.
+    """Yield a folder beside the target to write into; it takes the target's name at the end, or is removed.
 
-    The target must be empty or not there. Whatever is raised inside removes what was written; what a killed
-    process left
-    is removed by the next one that writes the same target. Files must be synced by who writes them.
+    The target must be empty or absent. What a killed process left is removed by the next writer of the same
+    target. Whoever writes a file must flush it.
     """
     target = check_target(folder)
     partial = target.with_name(target.name + PARTIAL_ENDING)
@@ -128,6 +121,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def reason(error: BaseException) -> str:
+    """Return why a write failed, in the system's words."""
     return (isinstance(error, OSError) and error.strerror) or (
         str(error).splitlines() or [type(error).__name__]
     )[0]

@@ -1,7 +1,4 @@
-"""The expert-distance chart and the drift figures.
-
-The tables' own numbers, chance always drawn, titles from the data.
-"""
+"""The expert-distance chart and the drift figures: numbers from the tables, chance always drawn."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.comparison.figures import DRIFT, EXPERT_DISTANCE, distance_charts
-from moescope.glossary import COLUMNS
+from moescope.comparison.figures import DRIFT, EXPERT_DISTANCE
+from moescope.comparison.tables import TABLES
 from moescope.plotting.style import GREY
 
 
 def layers_table(
     series: dict[str, tuple[float, float]], layers: int = 4, matrices: tuple[str, ...] = ("gate",)
 ) -> pd.DataFrame:
-    """geometry_layers of series whose relative L2 and R are what was said, rising by 0.01 a layer."""
+    """geometry_layers of series whose relative L2 and R are given, rising by 0.01 per layer."""
     return pd.DataFrame(
         [
             {
@@ -147,13 +144,11 @@ def test_intervals_are_shaded_in_the_series_colour_and_absent_ones_are_not():
     assert filled(chart(table), "0,114,178") == []
 
 
-def test_titles_state_the_course_of_one_series_and_the_means_of_several():
-    one = chart(layers_table({"base_to_ift": (0.05, 0.998)})).title
-    assert one == (
-        "Gate, base_to_ift: relative L2 runs from 0.05 (layer 0) to 0.08 (layer 3); R is 0.998 throughout "
-        "(unrelated experts 1.41 and 0, matched random experts 1.38 and 0.04)"
-    )
-    several = chart(layers_table(PUBLISHED)).title
+def test_captions_state_the_range_of_one_series_and_the_means_of_several():
+    one = chart(layers_table({"base_to_ift": (0.05, 0.998)})).caption
+    for words in ("0.05 (layer 0) to 0.08 (layer 3)", "R 0.998 ", "1.41 and 0", "1.38 and 0.04"):
+        assert words in one
+    several = chart(layers_table(PUBLISHED)).caption
     assert "base_to_ift 0.065 and 0.998, m_smoe 1.41 and 0, m_smoe_permuted 1.38 and 0.02" in several
 
 
@@ -163,43 +158,40 @@ def test_without_r_the_chart_still_draws_l2():
     )
     figure = chart(table)
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    assert "R was left out" in figure.title
+    assert "R skipped" in figure.caption
 
 
-def test_one_panel_a_projection_that_is_there():
+def test_one_panel_per_projection_of_the_table():
     table = layers_table(PUBLISHED, matrices=("gate", "down", "router"))
-    assert [spec.name for spec in distance_charts(table)] == ["expert_distance_gate", "expert_distance_down"]
+    names = [spec.name for spec in EXPERT_DISTANCE if spec.can_draw({"geometry_layers": table})]
+    assert names == ["expert_distance_gate", "expert_distance_down"]
 
 
 @pytest.mark.parametrize("spec", DRIFT, ids=lambda spec: spec.name)
-def test_drift_figures_are_valid_and_name_what_moved_beside_chance(spec):
+def test_drift_figures_are_valid_and_name_the_largest_change_and_chance(spec):
     figure = spec.draw({"geometry": drift_table()})
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    assert set(figure.columns) <= set(COLUMNS)
+    assert set(figure.columns) <= set(TABLES["geometry"].glossary)
     expected = {
-        "drift_heatmap": (
-            "layer 3, expert 1, relative L2 0.5",
-            "median of all 0.1",
-            "unrelated experts 1.41",
-        ),
-        "router_cosines": ("layer 3, expert 1: cosine 0.875", "median of all 0.995", "unrelated rows 0"),
-        "norm_ratios": ("gate 1 to 1.2", "router 1 to 1.2", "1 is no change"),
+        "drift_heatmap": ("layer 3, expert 1, 0.5", "median 0.1", "unrelated experts: 1.41"),
+        "router_cosines": ("layer 3, expert 1: 0.875", "median 0.995", "unrelated rows: 0"),
+        "norm_ratios": ("gate 1 to 1.2", "router 1 to 1.2", "unchanged: 1"),
     }[spec.name]
     for words in expected:
-        assert words in figure.title
+        assert words in figure.caption
 
 
 def test_the_heatmap_slides_through_matrices_and_holds_every_expert():
     figure = DRIFT[0].draw({"geometry": drift_table()})
     assert figure.slider.values == ["gate", "up", "down", "router"]
-    assert len(figure.data) == len(figure.slider.titles) == 4
+    assert len(figure.data) == len(figure.slider.captions) == 4
     assert figure.data[3]["z"][1, 1] == 0.5
     assert figure.data[0]["z"].shape == (2, 3)
     assert figure.data[0]["y"] == ["0", "3"]
-    assert "router row" in figure.slider.titles[3]
+    assert "router row" in figure.slider.captions[3]
 
 
-def test_matched_rows_do_not_enter_what_moved():
+def test_matched_rows_do_not_enter_the_drift():
     table = drift_table()
     matched = table[table["matrix"] != "router"].assign(
         series="base_to_ift_permuted", matched=True, relative_l2=0.0

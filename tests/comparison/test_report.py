@@ -7,10 +7,11 @@ import torch
 from playwright.sync_api import expect
 
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
-from moescope.comparison.report import charts_together, compare_command, compare_sections, moved
+from moescope.comparison.report import expert_changes, overlay
 from moescope.comparison.verb import compare
 from moescope.reporting.verb import report
 from moescope.run import Run
+from moescope.verb import Selection
 from report_payloads import payloads
 from reporting.test_browser import scroll_through
 
@@ -19,11 +20,9 @@ SIZES = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    """Layer 2, expert 1 moved ten times as far as the rest."""
+    """Layer 2, expert 1 changed ten times as far as the rest."""
     folder = tmp_path_factory.mktemp("compared")
-    generator = torch.Generator().manual_seed(
-        5
-    )  # not the model's own, or its noise would be a change of scale
+    generator = torch.Generator().manual_seed(5)  # not the model's: its noise would be a change of scale
     tensors = tiny_tensors(**SIZES)
     for name, tensor in tensors.items():
         share = 0.4 if "layers.2.block_sparse_moe.experts.1." in name else 0.04
@@ -35,7 +34,7 @@ def run(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def runs_compared(run) -> Run:
-    return compare(run.path / "scans" / "a", run.path / "scans" / "b", out=run.path.parent / "runs")
+    return compare(*run.parts.values(), out=run.path.parent / "runs")
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +46,14 @@ def page_of(run, runs_compared):
     }
 
 
-def test_the_table_of_what_moved_most_is_in_order_with_its_references(run, page_of):
+def test_the_table_of_experts_that_changed_most_is_in_order_with_its_references(run, page_of):
     shown = next(
         item
         for item in payloads(page_of["checkpoints"].read_text()).values()
-        if item.get("name") == "experts_that_moved_most"
+        if item.get("name") == "changed_experts"
     )
     titles = [column["title"] for column in shown["columns"]]
-    experts = moved(run.table("geometry"))
+    experts = expert_changes(run.table("geometry"))
     assert [row[:2] for row in shown["rows"]] == experts[["layer", "expert_a"]].to_numpy().tolist()
     assert shown["rows"][0][:2] == [2, 1]
     first = dict(zip(titles, shown["rows"][0], strict=True))
@@ -74,7 +73,8 @@ def test_the_table_of_what_moved_most_is_in_order_with_its_references(run, page_
 
 
 def test_sections_hold_chart_drift_and_alignment(run):
-    found = {section.anchor: [spec.name for spec, _ in section.figures] for section in compare_sections(run)}
+    sections = run.verb.sections(run, Selection())
+    found = {section.anchor: [spec.name for spec, _ in section.figures] for section in sections}
     assert found == {
         "distances": ["expert_distance_gate", "expert_distance_up", "expert_distance_down"],
         "drift": ["drift_heatmap", "router_cosines", "norm_ratios"],
@@ -82,28 +82,24 @@ def test_sections_hold_chart_drift_and_alignment(run):
     }
 
 
-def test_the_series_of_several_runs_share_one_chart_and_those_of_one_name_say_whose_they_are(
-    run, runs_compared, tmp_path
-):
-    from moescope.compression.verb import compress
-
-    merged = compress(
-        run.info["checkpoints"][0]["path"], method="weights", keep=2, out=tmp_path / "merged", quiet=True
-    )
-    (section,) = charts_together([run, merged, runs_compared])
+def test_several_runs_share_one_chart_and_series_of_one_name_name_their_run(run, runs_compared, tmp_path):
+    paths = [item["path"] for item in run.info["checkpoints"]]
+    other = compare(*paths[::-1], out=tmp_path / "back", series="back", skip="scan", quiet=True)
+    (section,) = overlay([run, other, runs_compared])
     drawn = section.figures[0][1]["geometry_layers"]
-    assert set(drawn["series"]) == {"base_to_ift", "base_to_ift_permuted", "weights", "weights_permuted"}
-    assert len(drawn) == len(run.table("geometry_layers")) + len(merged.table("geometry_layers"))
-    twice = charts_together([merged, merged])[0].figures[0][1]["geometry_layers"]
-    assert set(twice["series"]) == {"weights (merged)", "weights_permuted (merged)"}
-    assert charts_together([run, runs_compared]) == []
-    html = report(run, merged, out=tmp_path / "all.html").read_text(encoding="utf-8")
-    assert any(name.startswith("distances-of-all-0") for name in payloads(html))
+    assert set(drawn["series"]) == {"base_to_ift", "base_to_ift_permuted", "back"}
+    assert len(drawn) == len(run.table("geometry_layers")) + len(other.table("geometry_layers"))
+    twice = overlay([other, other])[0].figures[0][1]["geometry_layers"]
+    assert set(twice["series"]) == {"back (back)"}
+    assert overlay([run, runs_compared]) == []
+    html = report(run, other, out=tmp_path / "all.html").read_text(encoding="utf-8")
+    assert any("distances-of-all-0" in name for name in payloads(html))
 
 
 def test_the_command_shown_makes_the_run_again(run):
     paths = [item["path"] for item in run.info["checkpoints"]]
-    assert compare_command(run) == f"moescope compare '{paths[0]}' {paths[1]} --matched"
+    assert run.info["command"].startswith(f"moescope compare '{paths[0]}' {paths[1]} ")
+    assert " --matched" in run.info["command"]
 
 
 def test_the_report_of_two_runs_lists_every_column(runs_compared, page_of):
@@ -138,10 +134,10 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     if figures:
         heat = page.locator("figure[data-name=drift_heatmap]")
-        expect(heat.locator("h4")).to_contain_text("Moved most, gate: layer 2, expert 1")
+        expect(heat).to_contain_text("gate: layer 2, expert 1")
         heat.locator("input[type=range]").focus()
         page.keyboard.press("End")
-        expect(heat.locator("h4")).to_contain_text("Moved most, router row")
+        expect(heat).to_contain_text("router row: layer")
         legends = page.locator("figure[data-name=expert_distance_gate] .plot")
         expect(legends.locator(".legendtext")).to_have_count(4)
         expect(legends.locator(".legend2text")).to_have_text(["base_to_ift", "base_to_ift_permuted"])

@@ -166,7 +166,7 @@ def test_no_more_than_one_projection_of_two_experts_is_in_memory_while_a_merged_
 
     Two a merged projection, one after the other.
     """
-    from moescope.compression.applying import checked_layers
+    from moescope.compression.applying import new_layers
     from moescope.families.writing import NewExpert
 
     _, moe = saved(tmp_path / "source", "qwen3_moe")
@@ -178,7 +178,7 @@ def test_no_more_than_one_projection_of_two_experts_is_in_memory_while_a_merged_
         own, gate_EFD=replace(own.gate_EFD, read=lambda e: reads.append(f"gate {e}") or own.gate_EFD.read(e))
     )
     moe.layers[first] = watched
-    layers = checked_layers(moe, plan, fits)
+    layers = new_layers(moe, plan, fits)
     assert reads == []
     expert = layers[first].experts[0]
     assert isinstance(expert, NewExpert)
@@ -196,12 +196,12 @@ def test_a_plan_with_tied_router_rows_a_wrong_shape_or_another_checkpoint_is_not
     wrong_layer = LayerPlan(99, 4, ((0,), (1,)), (0, 1), ((1.0,), (1.0,)))
     short = {layer: replace(fit, orders={0: torch.arange(3)}) for layer, fit in fits.items()}
     for bad, arrays, said in (
-        (replace(plan, router="tie"), {}, "plan with 'fold' to write it"),
-        (replace(plan, layers=(*plan.layers, wrong_layer)), fits, "layer 99 has no experts"),
+        (replace(plan, router="tie"), {}, "plan with --router fold"),
+        (replace(plan, layers=(*plan.layers, wrong_layer)), fits, "layer 99 has 0 experts"),
         (
             replace(plan, layers=tuple(replace(layer, n_experts=5) for layer in plan.layers)),
             fits,
-            "4 experts, and the plan is for 5",
+            "4 experts, but the plan is for 5",
         ),
         (plan, short, "orders 3 neurons of expert 0, which has 24"),
         (

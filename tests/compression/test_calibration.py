@@ -8,10 +8,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from families.tiny_models import own_experts, tiny_model
-from moescope.compression.calibration import added, calibrate, load_sums, outputs_of_chosen, save_sums
-from moescope.compression.rerouting import find_gating
-from moescope.compression.saliency import COUNTED, RoutedSums
-from moescope.compression.states import LayerStates, StateSample, as_arrays, from_arrays
+from moescope.compression.calibration import (
+    LayerStates,
+    StateSample,
+    add_sums,
+    calibrate,
+    find_gating,
+    load_sums,
+    outputs_of_chosen,
+    save_sums,
+    states_from_arrays,
+    states_to_arrays,
+)
+from moescope.compression.saliency import SUM_NAMES, RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.documents import Document, Window
 from moescope.execution.models import TracedModel, runner_of
@@ -55,7 +64,7 @@ def by_hand(kind: str, texts: list[Document]) -> dict[int, dict[str, np.ndarray]
     tiny = tiny_model(kind)
     found: dict[int, dict[str, np.ndarray]] = {}
     for index, seen in enumerate(tiny.blocks):
-        own = found.setdefault(index, {name: np.zeros((256, 4)) for name in COUNTED})
+        own = found.setdefault(index, {name: np.zeros((256, 4)) for name in SUM_NAMES})
         experts = own_experts(seen.experts)
 
         def hook(module, args, kwargs, output, own=own, experts=experts):
@@ -67,7 +76,7 @@ def by_hand(kind: str, texts: list[Document]) -> dict[int, dict[str, np.ndarray]
                         experts["up"][expert] @ x[token]
                     )
                     norm, gate = float((experts["down"][expert] @ hidden).norm()), float(gates[token, slot])
-                    for name, value in zip(COUNTED, (1, gate, norm, gate * norm), strict=True):
+                    for name, value in zip(SUM_NAMES, (1, gate, norm, gate * norm), strict=True):
                         own[name][bucket, expert] += value
 
         seen.experts.register_forward_hook(hook, with_kwargs=True)
@@ -88,7 +97,7 @@ def test_pruning_sums_equal_those_of_a_dense_run_by_hand_document_by_document(ki
     calibrate(traced(kind), texts, [collector], batch_size=4)
     expected = by_hand(kind, texts)
     for index, layer in enumerate(sorted(collector.layers)):
-        for name in COUNTED:
+        for name in SUM_NAMES:
             np.testing.assert_allclose(
                 collector.layers[layer][name].numpy(), expected[index][name], rtol=2e-4, atol=1e-6
             )
@@ -140,7 +149,7 @@ def test_sums_of_two_texts_added_are_the_sums_over_both(tmp_path, kind):
     save_sums(tmp_path / "a.safetensors", found[0], {"documents": 12})
     ours, facts = load_sums(tmp_path / "a.safetensors")
     assert facts == {"documents": 12}
-    both = added(ours, found[1])
+    both = add_sums(ours, found[1])
     assert set(both) == set(found[2])
     for name, tensor in found[2].items():
         if name.endswith("tokens_BE"):
@@ -151,12 +160,12 @@ def test_sums_of_two_texts_added_are_the_sums_over_both(tmp_path, kind):
 
 
 def test_sums_of_other_layers_are_not_added(tmp_path):
-    with pytest.raises(BadInput, match="cannot be added"):
-        added({"layer.0.a": torch.zeros(2)}, {"layer.1.a": torch.zeros(2)})
-    with pytest.raises(BadInput, match="cannot be added"):
-        added({"layer.0.a": torch.zeros(2)}, {"layer.0.a": torch.zeros(1)})
+    with pytest.raises(BadInput, match="different layers, experts or quantities"):
+        add_sums({"layer.0.a": torch.zeros(2)}, {"layer.1.a": torch.zeros(2)})
+    with pytest.raises(BadInput, match="different layers, experts or quantities"):
+        add_sums({"layer.0.a": torch.zeros(2)}, {"layer.0.a": torch.zeros(1)})
     (tmp_path / "b").write_bytes(b"no file of ours")
-    with pytest.raises(BadInput, match="cannot be read"):
+    with pytest.raises(BadInput, match="calibrate again"):
         load_sums(tmp_path / "b")
 
 
@@ -228,12 +237,12 @@ def test_gates_and_choices_are_those_the_experts_were_handed_not_made_anew():
         assert own["gate_weight_BE"].sum(0)[1] == pytest.approx(0.5 * float(tokens[1]))
 
 
-def test_pieces_hold_whole_experts_and_no_more_rows_than_asked_but_for_one_large_expert():
-    from moescope.compression.calibration import pieces
+def test_parts_hold_whole_experts_and_no_more_rows_than_asked_but_for_one_large_expert():
+    from moescope.compression.calibration import split_by_expert
 
-    assert list(pieces([3, 0, 4, 2, 9, 1, 0, 0], 7)) == [(0, 7), (7, 9), (9, 18), (18, 19)]
-    assert list(pieces([0, 0], 5)) == []
-    assert list(pieces([5], 5)) == [(0, 5)]
+    assert list(split_by_expert([3, 0, 4, 2, 9, 1, 0, 0], 7)) == [(0, 7), (7, 9), (9, 18), (18, 19)]
+    assert list(split_by_expert([0, 0], 5)) == []
+    assert list(split_by_expert([5], 5)) == [(0, 5)]
 
 
 # --- the sample of states
@@ -242,7 +251,7 @@ def test_pieces_hold_whole_experts_and_no_more_rows_than_asked_but_for_one_large
 def sampled(texts: list[Document], most: int, seed: int = 0, batch_size: int = 8) -> dict[int, LayerStates]:
     sample = StateSample(seed, most)
     calibrate(traced("mixtral"), texts, [sample], batch_size=batch_size)
-    return sample.states()
+    return sample.states
 
 
 def test_a_sample_is_bounded_the_same_in_every_layer_and_in_any_order_and_differs_by_seed():
@@ -273,7 +282,7 @@ def test_a_sample_is_spread_evenly_over_positions():
     texts = [Document(n, 0, np.random.default_rng(n).integers(3, 64, 60)) for n in range(40)]
     keeper = Everything()
     calibrate(traced("mixtral"), texts, [keeper])
-    from moescope.compression.states import draws
+    from moescope.compression.calibration import draws
 
     picked = []
     for routing, _, _ in keeper.seen:
@@ -286,8 +295,8 @@ def test_a_sample_is_spread_evenly_over_positions():
 
 def test_states_hold_the_router_s_own_logits_choices_and_gates_and_survive_a_file():
     states = sampled(documents(20), 64)
-    arrays = as_arrays(states)
-    back = from_arrays(arrays)
+    arrays = states_to_arrays(states)
+    back = states_from_arrays(arrays)
     model = tiny_model("mixtral")
     for (layer, own), seen in zip(back.items(), model.blocks, strict=True):
         assert torch.equal(own.x_TD, states[layer].x_TD)
@@ -310,7 +319,7 @@ def test_states_hold_the_router_s_own_logits_choices_and_gates_and_survive_a_fil
 def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_did(kind, normalised, scale):
     sample = StateSample()
     found = calibrate(traced(kind), documents(20), [sample])
-    for layer, states in sample.states().items():
+    for layer, states in sample.states.items():
         gating = find_gating(states, found.blocks[layer].scoring)
         assert gating.explains
         assert (gating.normalised, gating.scale) == (normalised, pytest.approx(scale, rel=1e-3))
@@ -325,7 +334,7 @@ def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_
 def test_gates_made_in_a_way_nobody_knows_are_not_explained():
     sample = StateSample()
     found = calibrate(traced("mixtral"), documents(20), [sample])
-    layer, states = next(iter(sample.states().items()))
+    layer, states = next(iter(sample.states.items()))
     strange = LayerStates(
         states.x_TD, states.logits_TE, states.chosen_TK, torch.rand_like(states.gates_TK), states.draw_T
     )

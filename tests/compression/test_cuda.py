@@ -10,12 +10,10 @@ import torch
 
 from compression.tiny_plans import documents, merging_plan, pruning_plan, saved, traced
 from moescope.compression.applying import apply_plan
-from moescope.compression.calibration import calibrate
+from moescope.compression.calibration import StateSample, calibrate, find_gating
 from moescope.compression.damage import measured_errors, original_outputs, predict
 from moescope.compression.judging import judge, judge_original
-from moescope.compression.rerouting import find_gating
 from moescope.compression.saliency import RoutedSums
-from moescope.compression.states import StateSample
 from moescope.execution.models import TracedModel, load_model, runner_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -31,7 +29,7 @@ def on(device: str, tmp_path, kind: str, way: str) -> tuple[dict, dict, dict, tu
     )
     collector, sample = RoutedSums(), StateSample(most=200)
     found = calibrate(model, documents(20), [collector, sample])
-    states = sample.states()
+    states = sample.states
     gating = {layer: find_gating(own, found.blocks[layer].scoring) for layer, own in states.items()}
     plan, fits = (pruning_plan(moe, 3), {}) if way == "pruned" else merging_plan(moe)
     predicted = {

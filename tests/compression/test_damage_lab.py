@@ -15,10 +15,15 @@ from compression.tiny_plans import documents, pruning_plan
 from families.test_router_rewriting import saved
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.applying import apply_plan
-from moescope.compression.calibration import calibrate
+from moescope.compression.calibration import (
+    LayerStates,
+    StateSample,
+    calibrate,
+    find_gating,
+    states_from_arrays,
+    states_to_arrays,
+)
 from moescope.compression.damage import Predicted, measured_errors, original_outputs, predict
-from moescope.compression.rerouting import find_gating
-from moescope.compression.states import LayerStates, StateSample, as_arrays, from_arrays
 from moescope.execution.lab_models import load_traced
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring
@@ -38,7 +43,7 @@ ROUTERS: list[tuple[str, dict[str, Any]]] = [
 def calibrated(model: TracedModel) -> tuple[dict[int, LayerStates], dict[int, Any], dict[int, Any]]:
     sample = StateSample(most=200)
     found = calibrate(model, documents(20), [sample])
-    states = sample.states()
+    states = sample.states
     gating = {
         layer: find_gating(own, found.blocks[layer].scoring)
         for layer, own in states.items()
@@ -109,7 +114,7 @@ def test_a_router_that_looks_at_the_whole_batch_is_neither_foretold_nor_measured
 @pytest.mark.parametrize("router", ["expert_choice", "spectra", "hash"])
 def test_states_survive_their_file_whatever_they_hold(tmp_path: Path, router: str):
     states = foretold(tmp_path, router, {})[2]
-    again = from_arrays(as_arrays(states))
+    again = states_from_arrays(states_to_arrays(states))
     assert again.keys() == states.keys()
     for layer, own in states.items():
         assert own.ids_T is not None

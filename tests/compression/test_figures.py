@@ -1,7 +1,4 @@
-"""Figures of compression.
-
-Drawn from a real run, each number beside its references, titles made from the data.
-"""
+"""Figures of compression, drawn from a real run."""
 
 import numpy as np
 import pandas as pd
@@ -9,16 +6,15 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from moescope.compression.figures import (
-    COST,
+    DAMAGE,
     SALIENCY,
-    can_draw,
     divergences,
     errors_by_layer,
     perplexities,
     rank_intervals,
     saliency_heatmap,
 )
-from moescope.glossary import COLUMNS
+from moescope.compression.verb import VERB
 from moescope.plotting.style import CATEGORICAL, GREY
 
 
@@ -29,20 +25,21 @@ def tables(compressed_run):
 
 def validate(figure):
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    assert figure.title
-    assert "nan" not in figure.title
-    assert "undefined" not in figure.title
-    assert set(figure.columns) <= set(COLUMNS)
+    assert 0 < len(figure.title.split()) <= 8
+    for caption in (figure.caption, *(figure.slider.captions if figure.slider else ())):
+        assert 0 < len(caption.split()) <= 25, caption
+        assert "nan" not in caption
+    assert set(figure.columns) <= {key for table in VERB.tables.values() for key in table.glossary}
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
     if figure.slider:
         assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
-        assert len(figure.slider.titles) == len(figure.slider.values)
+        assert len(figure.slider.captions) == len(figure.slider.values)
 
 
 def test_every_figure_is_drawn_from_a_judged_run(tables):
-    for spec in (*COST, *SALIENCY):
-        assert can_draw(spec, tables), spec.name
+    for spec in (*DAMAGE, *SALIENCY):
+        assert spec.can_draw(tables), spec.name
         validate(spec.draw(tables))
 
 
@@ -53,9 +50,9 @@ def planned_only(tables):
     return {**tables, "damage": damage}
 
 
-def test_a_plan_that_was_not_carried_out_shows_what_is_foretold_and_nothing_else(tables):
+def test_a_plan_that_was_not_applied_shows_predictions_only(tables):
     given = planned_only(tables)
-    drawn = [spec.name for spec in COST if can_draw(spec, given)]
+    drawn = [spec.name for spec in DAMAGE if spec.can_draw(given)]
     assert drawn == ["errors_by_layer", "router_kl_by_layer"]
     figure = errors_by_layer(given)
     validate(figure)
@@ -67,13 +64,13 @@ def test_without_text_controls_or_intervals_what_is_left_is_drawn(tables):
         "clusters": tables["clusters"],
         "damage": planned_only(tables)["damage"].assign(predicted_error=np.nan, router_kl=np.nan),
     }
-    assert not any(can_draw(spec, bare) for spec in (*COST, *SALIENCY))
+    assert not any(spec.can_draw(bare) for spec in (*DAMAGE, *SALIENCY))
     alone = {**tables, "damage": tables["damage"].query("method == 'reap'")}
     few = {**alone, "saliency": tables["saliency"].assign(rank_low=np.nan, rank_high=np.nan)}
-    assert [spec.name for spec in (*COST, *SALIENCY) if can_draw(spec, few)] == [
-        spec.name for spec in (*COST, *SALIENCY)
+    assert [spec.name for spec in (*DAMAGE, *SALIENCY) if spec.can_draw(few)] == [
+        spec.name for spec in (*DAMAGE, *SALIENCY)
     ][:-1]
-    for spec in (*COST, SALIENCY[0]):
+    for spec in (*DAMAGE, SALIENCY[0]):
         validate(spec.draw(few))
 
 
@@ -84,13 +81,13 @@ def test_perplexity_stands_between_the_original_and_every_control_in_grey(tables
     assert [list(trace["y"]) for trace in own] == [[whole.loc["reap", "perplexity"]]]
     grey = [float(trace["y"][0]) for trace in figure.data if trace.get("marker", {}).get("color") == GREY]
     assert sorted(grey) == sorted([whole["perplexity_original"].iloc[0], *whole.drop("reap")["perplexity"]])
-    assert "the original's" in figure.title
-    assert "at random" in figure.title
+    assert f"the original's {whole['perplexity_original'].iloc[0]:.3g}" in figure.caption
+    assert f"random controls: {whole.drop('reap')['perplexity'].mean():.3g}" in figure.caption
 
 
 def test_divergence_names_its_bound_and_draws_it(tables):
     figure = divergences(tables)
-    assert "ln 2 = 0.693" in figure.title
+    assert "0.693" in figure.caption
     assert figure.data[0]["y"] == [np.log(2)] * 2
 
 
@@ -130,15 +127,15 @@ def test_ranks_count_the_experts_that_could_be_on_either_side_of_the_cut():
         {"method": "reap", "layer": 0, "expert": range(4), "kept": [True, True, False, False]}
     )
     figure = rank_intervals({"saliency": saliency, "clusters": clusters})
-    assert figure.title == "Layer 0: 2 experts of 4 could be on either side of the cut with other documents"
+    assert "2 of 4 experts" in figure.caption
     line, kept, dropped = figure.data
     assert (line["x"], set(line["y"])) == (["0", "1", "2", "3"], {2.5})
     assert (kept["x"], dropped["x"]) == (["0", "1"], ["2", "3"])
     assert list(kept["error_y"]["array"]) == [0, 1]
     assert list(dropped["error_y"]["arrayminus"]) == [1, 0]
     at_random = rank_intervals({"saliency": saliency, "clusters": clusters.assign(method="random")})
-    assert at_random.title == "Layer 0: ranks are known to within 0.75 places of 4 on average"
+    assert "0.75 of 4 ranks" in at_random.caption
     assert np.isnan(at_random.data[0]["y"]).all(), "no score made a cut"
     assert [trace["showlegend"] for trace in at_random.data] == [False, True, True]
     everyone = rank_intervals({"saliency": saliency, "clusters": clusters.assign(kept=True)})
-    assert everyone.title == "Layer 0: ranks are known to within 0.75 places of 4 on average"
+    assert "0.75 of 4 ranks" in everyone.caption

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from moescope.compression.calibration import Gating, LayerStates
 from moescope.compression.folding import (
     RouterParts,
     fold_router,
-    load_of,
     load_thresholds,
     mean_router,
     wanted_load,
 )
-from moescope.compression.rerouting import Gating
-from moescope.compression.states import LayerStates
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 
@@ -112,7 +110,7 @@ def test_a_router_that_reads_something_else_than_the_experts_is_refused():
     case = routed(*drawn())
     case.states = replace(case.states, x_TD=torch.nn.functional.normalize(case.states.x_TD, dim=-1))
     with pytest.raises(
-        BadInput, match="layer 0: the router's logits are not its rows times what the experts are given"
+        BadInput, match="layer 0: the router's logits differ from its rows times the experts' input"
     ):
         fold(case)
 
@@ -145,7 +143,8 @@ def test_a_sigmoid_router_keeps_weighted_rows_and_its_loads():
     logits = (case.states.x_TD @ folded.router_KD.T).double()
     start = torch.tensor([0.9 * 0.2 - 0.1 * 0.1, 0.0, 0.1, 0.3 * 0.3 - 0.7 * 0.2], dtype=torch.float64)
     before, after = (
-        load_of(logits, bias, case.gating, 2) for bias in (start, folded.correction_bias_K.double())
+        torch.bincount(case.gating.with_bias(bias).route(logits, 2)[0].flatten(), minlength=4).double()
+        for bias in (start, folded.correction_bias_K.double())
     )
     assert (before - wanted).abs().sum() / (2 * wanted.sum()) > 0.05
     assert folded.load_error == pytest.approx(

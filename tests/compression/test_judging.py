@@ -12,15 +12,8 @@ from scipy.spatial.distance import jensenshannon
 from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
 from moescope.compression import judging
-from moescope.compression.judging import (
-    check_judgeable,
-    divergence,
-    halves,
-    is_held_out,
-    judge,
-    judge_original,
-    judged_part,
-)
+from moescope.compression.calibration_text import first_tokens, is_held_out, split_document
+from moescope.compression.judging import check_judgeable, js_divergence, judge, judge_original
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
 
@@ -47,10 +40,10 @@ def test_divergence_is_scipy_s_squared():
     first, second = (3 * torch.randn(9, 20, generator=generator) for _ in range(2))
     p, q = first.double().softmax(-1).numpy(), second.double().softmax(-1).numpy()
     expected = sum(jensenshannon(a, b) ** 2 for a, b in zip(p, q, strict=True))
-    assert divergence(first, second) == pytest.approx(expected, rel=1e-6)
-    assert divergence(first, first) == pytest.approx(0, abs=1e-12)
+    assert js_divergence(first, second) == pytest.approx(expected, rel=1e-6)
+    assert js_divergence(first, first) == pytest.approx(0, abs=1e-12)
     apart = torch.tensor([[100.0, -100.0]])
-    assert divergence(apart, -apart) == pytest.approx(math.log(2))
+    assert js_divergence(apart, -apart) == pytest.approx(math.log(2))
 
 
 def test_a_model_beside_itself_does_not_diverge_and_another_one_does_by_what_scipy_says():
@@ -98,15 +91,15 @@ def test_one_document_in_five_is_held_out_whatever_its_number_and_place():
 
 def test_a_document_in_two_parts_is_whole_again_and_the_judged_part_is_bounded():
     document = Document(0, 0, np.arange(23))
-    first, second = halves(document)
+    first, second = split_document(document)
     assert [*first.ids, *second.ids] == list(range(23))
     assert len(second.ids) == 4
-    assert sum(len(part.ids) for part in judged_part(documents(50), 100)) == 100
-    assert judged_part(documents(3), 10**6)[1].ids.tolist() == documents(3)[1].ids.tolist()
+    assert sum(len(part.ids) for part in first_tokens(documents(50), 100)) == 100
+    assert first_tokens(documents(3), 10**6)[1].ids.tolist() == documents(3)[1].ids.tolist()
 
 
 def test_texts_and_models_that_predict_nothing_are_refused():
     with pytest.raises(BadInput, match="no token to predict"):
         judge_original(traced(tiny_model("mixtral").model), [Document(0, 0, np.array([5]))])
     with pytest.raises(BadInput, match="cannot be judged; give --no-judge"):
-        check_judgeable(traced(tiny_model("switch_transformers").model))
+        check_judgeable(traced(tiny_model("switch_transformers").model), documents(3))

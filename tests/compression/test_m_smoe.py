@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.compression.m_smoe import adaptive_dominants, dominants, m_smoe, profile_cosines
+from moescope.compression.grouping import adaptive_dominants
+from moescope.compression.m_smoe import choose_dominants, m_smoe, profile_cosines
 from moescope.errors import BadInput
 
 
@@ -51,7 +52,7 @@ def test_the_dominant_is_the_most_used_one_even_where_it_is_not_the_first_member
 
 
 def test_equal_usage_is_decided_by_the_expert_s_number():
-    assert dominants(np.array([5.0, 9, 5, 9]), 3) == [0, 1, 3]
+    assert choose_dominants(np.array([5.0, 9, 5, 9]), 3) == [0, 1, 3]
 
 
 def test_an_expert_joins_within_its_routing_group():
@@ -73,5 +74,5 @@ def test_every_layer_keeps_its_most_used_expert_under_the_adaptive_budget():
     usage = [rng.gamma(0.3, size=8) for _ in range(6)]
     chosen = adaptive_dominants(usage, keep=1)
     assert chosen == [[int(np.argmax(layer))] for layer in usage]
-    with pytest.raises(BadInput, match="9 experts a layer cannot be kept; keep 1 to 8"):
+    with pytest.raises(BadInput, match="keep 9: give a number of experts per layer from 1 to 8"):
         adaptive_dominants(usage, keep=9)

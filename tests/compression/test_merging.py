@@ -104,7 +104,7 @@ def test_an_adaptive_budget_keeps_as_many_in_all_and_is_for_plans_only(tmp_path,
     assert left.sum() == 2 * len(left)
     narrowest = min(2, int(left.min()))
     assert read_plan(run.path)[0].top_k == (None if narrowest == 2 else narrowest)
-    with pytest.raises(BadInput, match="different numbers of experts, and a config holds one"):
+    with pytest.raises(BadInput, match="omit --apply"):
         planned(model, text, tmp_path / "other", "m_smoe", keep=2, adaptive=True, apply=tmp_path / "small")
 
 
@@ -119,7 +119,7 @@ def test_tied_routers_lose_nothing_of_the_router_and_less_of_the_output_than_fol
     assert (tied["router_kl"] == 0).all()
     assert (tied["predicted_error"] > 0).all()
     assert tied["predicted_error"].mean() < folded["predicted_error"].mean()
-    with pytest.raises(BadInput, match="use fold"):
+    with pytest.raises(BadInput, match="use --router fold"):
         planned(model, text, tmp_path / "other", "m_smoe", router="tie", apply=tmp_path / "small")
 
 
@@ -148,19 +148,22 @@ def test_members_weigh_by_use_alike_or_by_their_leader(tmp_path, text):
 
 
 def test_random_groups_of_a_control_have_the_plan_s_sizes(tmp_path, text):
-    from moescope.compression.merging import at_random, layer_evidence
+    from moescope.compression.merging import layer_evidence
     from moescope.compression.method import Evidence, PlanSettings
-    from moescope.types import LayerPlan
+    from moescope.compression.plan import checkpoint_mark
+    from moescope.compression.random_merge import group_at_random
+    from moescope.types import LayerPlan, Plan
 
     moe = read_moe(open_checkpoint(model_of(tmp_path)))
-    like = LayerPlan(0, 4, ((0, 1, 3), (2,)), (0, 2), ((0.2, 0.4, 0.4), (1.0,)))
-    dealt = set()
+    layer = LayerPlan(0, 4, ((0, 1, 3), (2,)), (0, 2), ((0.2, 0.4, 0.4), (1.0,)))
+    control_of = Plan("hc_smoe", checkpoint_mark(moe.checkpoint), (layer,), "none", "fold", None, {})
+    groupings = set()
     for seed in range(12):
-        given = Evidence(moe, {0: 2}, PlanSettings(seed=seed), like={0: like})
-        grouping = at_random(given, layer_evidence(given, 0))
-        assert sorted(grouping.sizes) == [1, 3]
-        dealt.add(grouping.groups)
-    assert len(dealt) == 4
+        evidence = Evidence(moe, {0: 2}, PlanSettings(seed=seed), control_of=control_of)
+        grouping = group_at_random(evidence, layer_evidence(evidence, 0))
+        assert sorted(map(len, grouping.groups)) == [1, 3]
+        groupings.add(grouping.groups)
+    assert len(groupings) == 4
 
 
 def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
@@ -170,9 +173,7 @@ def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
     edit_json(model / "config.json", n_group=2, topk_group=2)
     with pytest.raises(BadInput, match="nearest possible: 4"):
         planned(model, text, tmp_path / "run", "m_smoe", keep=3)
-    with pytest.raises(
-        BadInput, match="each of the 2 routing groups of layer 2 as many experts; leave out --adaptive"
-    ):
+    with pytest.raises(BadInput, match="each of the 2 routing groups of layer 2; omit --adaptive"):
         planned(model, text, tmp_path / "run", "m_smoe", keep=4, adaptive=True)
     assert not (tmp_path / "run").exists()
     run = planned(model, None, tmp_path / "weights", "weights", keep=4)
@@ -182,12 +183,14 @@ def test_groups_stay_within_deepseek_s_routing_groups(tmp_path, text):
 def test_controls_match_neurons_just_where_their_plan_does(tmp_path, text):
     from moescope.compression.method import Evidence, PlanSettings
     from moescope.compression.methods import method_named
+    from moescope.types import Plan
 
     model = model_of(tmp_path)
     moe = read_moe(open_checkpoint(model))
     for matching, matched in (("none", False), ("signed", True), (None, True)):
-        given = Evidence(moe, dict.fromkeys(moe.layers, 3), PlanSettings(), like_matching=matching)
-        decided = method_named("random_merge").decide(given)
+        plan = Plan("hc_smoe", {}, (), matching, "fold", None, {}) if matching else None
+        evidence = Evidence(moe, dict.fromkeys(moe.layers, 3), PlanSettings(), control_of=plan)
+        decided = method_named("random_merge").propose(evidence)
         assert (decided.matching != "none") == matched
         assert any(fit.orders for fit in decided.fits.values()) == matched
     errors = []
@@ -234,14 +237,14 @@ def test_every_merging_method_names_random_merging_as_its_control():
         (
             "weights",
             {"adaptive": True},
-            "method weights has no adaptive budget; use m_smoe or m_smoe_permuted",
+            "method weights has no adaptive budget; use one of m_smoe, m_smoe_permuted",
         ),
         ("m_smoe", {"merge_weights": "mean"}, "unknown merge weights 'mean'"),
         ("m_smoe", {"router": "slice"}, "unknown router 'slice'; known: fold, tie"),
         (
             "reap",
             {"sequential": True},
-            "method reap drops experts and merges none; leave sequential as it is",
+            "method reap drops experts and merges none; omit --sequential",
         ),
     ],
 )
@@ -253,7 +256,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(tmp_path, text, me
 
 @pytest.mark.parametrize("more", [{"sequential": True}, {"merge_weights": "saliency"}])
 def test_what_goes_by_a_text_is_refused_without_one(tmp_path, more):
-    with pytest.raises(BadInput, match="goes by what a text does in the model; give --text PATH"):
+    with pytest.raises(BadInput, match="needs a text; give --text PATH"):
         planned(model_of(tmp_path), None, tmp_path / "run", "weights", **more)
     assert not (tmp_path / "run").exists()
 

@@ -54,20 +54,23 @@ def test_experts_in_no_group_are_the_dropped_ones(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda layer: layer.update(groups=[[0, 2], [2, 3]]), "expert 2 stands in it twice"),
+        (lambda layer: layer.update(groups=[[0, 2], [2, 3]]), "expert 2 is repeated"),
         (lambda layer: layer.update(groups=[[0, 2], [1, 9]]), "expert 9 of 4"),
         (lambda layer: layer.update(groups=[[0, 2, 1, 3], []]), "a group without experts"),
-        (lambda layer: layer.update(dominants=[1, 1]), "dominant 1 is no member of its group"),
+        (lambda layer: layer.update(dominants=[1, 1]), "dominant 1 is not in its group"),
         (lambda layer: layer.update(dominants=[2]), "2 groups, 1 dominants and 2 lists of weights"),
         (lambda layer: layer.update(weights=[[0.5, 0.6], [0.5, 0.5]]), "sum to 1.1, not to 1"),
-        (lambda layer: layer.update(weights=[[1.0], [0.5, 0.5]]), "are not one number from 0 up a member"),
+        (
+            lambda layer: layer.update(weights=[[1.0], [0.5, 0.5]]),
+            "are not one non-negative number per member",
+        ),
         (
             lambda layer: layer.update(weights=[[2.0, -1.0], [0.5, 0.5]]),
-            "are not one number from 0 up a member",
+            "are not one non-negative number per member",
         ),
         (
             lambda layer: layer.update(weights=[[float("nan"), 1.0], [0.5, 0.5]]),
-            "are not one number from 0 up a member",
+            "are not one non-negative number per member",
         ),
         (
             lambda layer: layer.update(
@@ -84,7 +87,7 @@ def test_a_plan_that_cannot_be_meant_is_refused_when_it_is_read(tmp_path, change
     content = json.loads((tmp_path / "plan.json").read_text())
     change(content["layers"][0])
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(BadInput, match=r"plan.json: .*make the plan anew") as refused:
+    with pytest.raises(BadInput, match=r"plan.json: .*plan again") as refused:
         read_plan(tmp_path)
     assert said in str(refused.value)
 
@@ -93,10 +96,10 @@ def test_a_plan_that_cannot_be_meant_is_refused_when_it_is_read(tmp_path, change
     ("key", "value", "said"),
     [
         ("router", "bend", "router 'bend' is none of slice, fold, tie"),
-        ("router", "slice", "is merged, which a sliced router has no row for"),
+        ("router", "slice", "but a sliced router has no row for it"),
         ("matching", "perhaps", "matching 'perhaps' is none of"),
-        ("moescope_plan", 2, "a plan of version 2, this moescope reads 1"),
-        ("layers", [], "no layer in it"),
+        ("moescope_plan", 2, "plan version 2 is not supported"),
+        ("layers", [], "it has no layer"),
     ],
 )
 def test_other_words_than_the_known_ones_are_refused(tmp_path, key, value, said):
@@ -129,10 +132,10 @@ def test_arrays_of_another_plan_or_none_at_all_are_noticed(tmp_path):
     (tmp_path / "other").mkdir()
     write_plan(tmp_path / "other", FOLD, {3: replace(FIT, router_KD=torch.zeros(2, 8))})
     (tmp_path / "other" / "plan.safetensors").rename(tmp_path / "plan.safetensors")
-    with pytest.raises(BadInput, match="not the arrays that belong to this plan"):
+    with pytest.raises(BadInput, match="not the arrays of this plan"):
         read_plan(tmp_path)
     (tmp_path / "plan.safetensors").unlink()
-    with pytest.raises(BadInput, match="arrays are not beside it"):
+    with pytest.raises(BadInput, match="arrays of the plan are missing"):
         read_plan(tmp_path)
 
 

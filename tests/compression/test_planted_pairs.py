@@ -100,7 +100,7 @@ def test_matching_undoes_the_planted_permutation_and_signs(planted, compressed):
 
 
 def test_unsigned_matching_leaves_half_of_the_neurons_wrong_and_costs_more(one_planted, compressed):
-    run, unsigned = compressed(one_planted, "m_smoe_permuted", signed=False)
+    run, unsigned = compressed(one_planted, "m_smoe_permuted", unsigned=True)
     _, fits = read_plan(run.path)
     right = []
     for (layer, copy), disguise in one_planted.disguises.items():
@@ -117,7 +117,7 @@ def test_unsigned_matching_leaves_half_of_the_neurons_wrong_and_costs_more(one_p
 def test_without_a_text_the_twins_are_merged_and_their_rows_averaged(one_planted, compressed):
     run, folder = compressed(one_planted, "weights", text=False)
     assert groups(run, 0) == groups(run, 1) == GROUPS
-    assert any("members count alike" in said for said in run.info["warnings"])
+    assert any("merge weights are uniform" in said for said in run.info["warnings"])
     assert any("no text was given to fit them on" in said for said in run.info["warnings"])
     rows = read_moe(open_checkpoint(one_planted.folder)).layers[0].router_ED.read()
     new = read_moe(open_checkpoint(folder)).layers[0].router_ED.read()
@@ -147,7 +147,7 @@ def test_sequential_merging_finds_the_same_twins_and_leaves_the_model_as_it_was(
     assert abs(change(one_planted, folder)) < 0.01
     whole = run.table("damage").query("layer.isna()").iloc[0]
     ids = np.load(one_planted.token_ids)
-    from moescope.compression.judging import is_held_out
+    from moescope.compression.calibration_text import is_held_out
     from moescope.execution.documents import Document
 
     held_out = [row for number, row in enumerate(ids) if is_held_out(Document(number, 0, row))]

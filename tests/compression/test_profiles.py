@@ -8,8 +8,10 @@ import torch
 
 from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
-from moescope.compression.calibration import added, calibrate
-from moescope.compression.profiles import ExpertMeans, LogitProfiles
+from moescope.compression import hc_smoe
+from moescope.compression.calibration import add_sums, calibrate
+from moescope.compression.hc_smoe import ExpertMeans
+from moescope.compression.m_smoe import LogitProfiles
 from moescope.execution.adapters import Block
 from moescope.types import Routing
 
@@ -60,7 +62,7 @@ def test_sums_of_two_texts_are_those_of_both():
         calibrate(model, part, collectors, batch_size=3)
         return {name: value for collector in collectors for name, value in collector.sums().items()}
 
-    both, parts = summed(texts), added(summed(texts[:7]), summed(texts[7:]))
+    both, parts = summed(texts), add_sums(summed(texts[:7]), summed(texts[7:]))
     assert set(both) == set(parts)
     for name in both:
         assert parts[name].numpy() == pytest.approx(both[name].numpy(), rel=1e-5, abs=1e-5)
@@ -70,13 +72,11 @@ def test_outputs_are_summed_a_few_thousand_tokens_at_a_time(monkeypatch):
     model = traced(tiny_model("mixtral").model)
     whole = ExpertMeans()
     calibrate(model, documents(), [whole])
-    monkeypatch.setattr("moescope.compression.profiles.CHUNK", 5)
+    monkeypatch.setattr(hc_smoe, "CHUNK", 5)
     seen: list[int] = []
-    from moescope.compression import profiles
-
-    plain = profiles.ungated_output
+    plain = hc_smoe.ungated_output
     monkeypatch.setattr(
-        profiles, "ungated_output", lambda block, x, e: (seen.append(len(x)), plain(block, x, e))[1]
+        hc_smoe, "ungated_output", lambda block, x, e: (seen.append(len(x)), plain(block, x, e))[1]
     )
     parts = ExpertMeans()
     calibrate(model, documents(), [parts])

@@ -13,11 +13,12 @@ from checkpoints import edit_json, tiny_checkpoint
 from compression.tiny_plans import saved
 from families.tiny_models import tiny_model
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.methods import METHODS, Evidence, PlanSettings, check_settings, method_named
+from moescope.compression.calibration import Gating, LayerStates
+from moescope.compression.method import Evidence, PlanSettings
+from moescope.compression.methods import METHODS, check_settings, method_named
 from moescope.compression.plan import check_plan, checkpoint_mark
-from moescope.compression.pruning import gate_scales, keep_best, keep_counts, random_scores, read_keep
-from moescope.compression.rerouting import Gating
-from moescope.compression.states import LayerStates
+from moescope.compression.pruning import gate_scales, keep_best, keep_counts, read_keep
+from moescope.compression.random_pruning import random_scores
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 from moescope.families import read_moe
@@ -58,7 +59,8 @@ def test_a_share_is_rounded_to_whole_experts_of_every_layer(tmp_path):
 def test_keeping_fewer_than_a_token_goes_to_is_refused_with_the_nearest_possible_number(tmp_path):
     _, moe = saved(tmp_path / "model", "mixtral")
     with pytest.raises(
-        BadInput, match="keep 1: leaves 1 of 4 experts in layer 0, and a token goes to 2; nearest possible: 2"
+        BadInput,
+        match="keep 1: leaves 1 of 4 experts in layer 0, but a token is routed to 2; nearest possible: 2",
     ):
         keep_counts(moe, 1, merges=False)
     with pytest.raises(BadInput, match="layer 0 has 4 experts; give a number from 2 to 4"):
@@ -104,7 +106,7 @@ def test_random_pruning_is_nested_differs_by_seed_and_by_layer_and_needs_no_text
 
     def kept(count: int, seed: int) -> list[set[int]]:
         given = Evidence(moe, dict.fromkeys(moe.layers, count), PlanSettings(seed))
-        return [set(layer.dominants) for layer in method_named("random").decide(given).layers]
+        return [set(layer.dominants) for layer in method_named("random").propose(given).layers]
 
     assert kept(2, 0) == kept(2, 0)
     assert all(two <= three for two, three in zip(kept(2, 0), kept(3, 0), strict=True))
@@ -126,9 +128,7 @@ def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list(
 
 
 def test_choices_of_merging_are_refused_where_nothing_is_merged():
-    with pytest.raises(
-        BadInput, match="method reap drops experts and merges none; leave merge weights as it is"
-    ):
+    with pytest.raises(BadInput, match="method reap drops experts and merges none; omit --merge-weights"):
         check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
     check_settings(method_named("reap"), PlanSettings(seed=3), written=True)
 

@@ -11,22 +11,14 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from moescope.compression.report import (
-    COMPRESSION,
-    compression_command,
-    compression_findings,
-    compression_sections,
-    rank_finding,
-    spread,
-    tables_of,
-)
+from moescope.compression.report import control_range, rank_finding
+from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.plotting.style import byte_size
 from moescope.reporting.verb import report
 from moescope.run import Run
-from moescope.tables import COMPRESSION_TABLES, TABLES
+from moescope.verb import Selection, all_rows
 from report_payloads import payloads
-from reporting.test_browser import scroll_through
 
 
 @pytest.fixture(scope="module")
@@ -35,55 +27,48 @@ def page(compressed_run, tmp_path_factory):
 
 
 def test_findings_put_every_number_beside_original_and_chance(compressed_run):
-    found = compression_findings(compressed_run)
+    found = compressed_run.verb.summary(compressed_run).findings
     whole = compressed_run.table("damage").query("layer.isna()").set_index("method")
-    assert found[0] == "reap: 4 experts a layer become 2, in 3 layers (6 experts dropped)"
+    assert "reap: 4 experts per layer become 2 in 3 layers (6 experts dropped)" in found[0]
     assert "37.9 % less than the original's 73.9 kB" in found[1]
     random = sorted(whole.drop("reap")["perplexity"])
     worse = whole.loc["reap", "perplexity"] >= random[0]
-    assert found[2] == (
-        (
-            f"Perplexity on held-out text {whole.loc['reap', 'perplexity']:.3g}, original "
-            f"{whole.loc['reap', 'perplexity_original']:.3g}, "
-            f"random controls {random[0]:.3g} to {random[1]:.3g}"
-        )
-        + ("; no better than choosing at random" if worse else "")
-    )
-    assert "(at most 0.693), random controls" in found[3]
-    assert found[4].startswith("Measured error of a layer's routed output: largest in layer")
+    for value in (whole.loc["reap", "perplexity"], whole.loc["reap", "perplexity_original"], *random):
+        assert f"{value:.3g}" in found[2]
+    assert ("not better than random" in found[2]) == worse
+    assert "0.693 nats (random controls: " in found[3]
+    assert found[4].startswith("Measured error")
     assert "random controls" in found[4]
-    assert "of 12 experts could be on either side of the cut" in found[5]
-    tables = tables_of(compressed_run)
+    assert "of 12 experts could be on either side" in found[5]
+    tables = all_rows(compressed_run, Selection())
     assert rank_finding(tables) == found[5]
     assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
 
 
-def test_the_page_has_every_figure_and_table_and_explains_every_column(page):
+def test_the_page_has_every_figure_and_explains_every_column(page, compressed_run):
     html = page.read_text(encoding="utf-8")
     names = set(payloads(html))
     for name in (
-        "cost-0-perplexities",
-        "cost-1-divergences",
-        "cost-2-errors_by_layer",
-        "cost-3-router_kl_by_layer",
+        "damage-0-perplexities",
+        "damage-1-divergences",
+        "damage-2-errors_by_layer",
+        "damage-3-router_kl_by_layer",
         "saliency-0-saliency_heatmap",
         "saliency-1-rank_intervals",
-        "cost-t0",
-        "cost-t1",
-        "saliency-t0",
-        "experts-after-t0",
     ):
-        assert f"o0-{name}" in names
-    for name in COMPRESSION_TABLES:
+        assert any(place.endswith(name) for place in names), name
+    for name in compressed_run.tables:
         for column in TABLES[name].columns:
             assert f'id="g-{column}"' in html or f'id="g-{name}.{column}"' in html
 
 
 def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run, tmp_path):
-    words = shlex.split(compression_command(compressed_run))
+    words = shlex.split(compressed_run.info["command"])
     assert words[:2] == ["moescope", "compress"]
-    at = words.index("--apply")
-    plan_only = [*words[2:at], *words[at + 2 :], "--out", str(tmp_path / "run"), "--controls", "0", "--quiet"]
+    for option in ("--apply", "--out", "--controls"):
+        at = words.index(option)
+        words = [*words[:at], *words[at + 2 :]]
+    plan_only = [*words[2:], "--out", str(tmp_path / "run"), "--controls", "0"]
     from typer.testing import CliRunner
 
     from moescope import cli
@@ -102,7 +87,7 @@ def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_ag
     run = compress(
         model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True
     )
-    words = shlex.split(compression_command(run))
+    words = shlex.split(run.info["command"])
     assert words[words.index("--token-ids") + 1] == str(tmp_path / "ids.npy")
     assert "--text" not in words
     assert words[words.index("--controls") + 1] == "1"
@@ -111,14 +96,13 @@ def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_ag
 def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_path):
     model = compressed_run.path.parent / "model"
     run = compress(model, method="random", keep=3, out=tmp_path / "run", quiet=True)
-    sections = compression_sections(run)
-    assert [section.anchor for section in sections] == ["cost", "experts-after"]
-    assert sections[0].words.startswith("Nothing was judged")
+    sections = run.verb.sections(run, Selection())
+    assert [section.anchor for section in sections] == ["damage", "experts"]
+    assert sections[0].text.startswith("Not judged")
     assert sections[0].figures == []
-    assert compression_findings(run) == [
-        "random: 4 experts a layer become 3, in 3 layers (3 experts dropped)",
-        "The checkpoint would be 59.9 kB, 19 % less than the original's 73.9 kB",
-    ]
+    done, size = run.verb.summary(run).findings
+    assert "4 experts per layer become 3 in 3 layers (3 experts dropped)" in done
+    assert "59.9 kB, 19 % less than the original's 73.9 kB" in size
     report(run, out=tmp_path / "report.html")
 
 
@@ -141,6 +125,8 @@ print(moescope.report({str(tmp_path / "run")!r}))
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(browser, page, width, scheme):
+    from reporting.test_browser import scroll_through
+
     troubles: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     opened = context.new_page()
@@ -164,7 +150,6 @@ def test_sizes_and_spreads_are_said_as_people_say_them():
         "75 MB",
         "93 GB",
     ]
-    assert spread(pd.Series([2.0, 1.0])) == "1 to 2"
-    assert spread(pd.Series([2.0])) == "2"
-    assert spread(pd.Series([None], dtype=float)) == ""
-    assert COMPRESSION.verb == "compress"
+    assert control_range(pd.Series([2.0, 1.0])) == " (random controls: 1 to 2)"
+    assert control_range(pd.Series([2.0])) == " (random controls: 2)"
+    assert control_range(pd.Series([None], dtype=float)) == ""

@@ -7,12 +7,17 @@ import pytest
 import torch
 from scipy import stats
 
-from moescope.compression.saliency import COUNTED, SALIENCIES, rank_intervals, saliency_rows, scores
+from moescope.compression.ean import ean
+from moescope.compression.frequency import frequency
+from moescope.compression.gate_weight import gate_weight
+from moescope.compression.reap import reap
+from moescope.compression.rows import rank_intervals, saliency_rows
+from moescope.compression.saliency import SUM_NAMES, score_experts
 
 
 def sums_of(tokens, gates, norms, gated, layer: int = 3) -> dict[str, torch.Tensor]:
     """Sums of a layer: rows are groups of documents."""
-    values = dict(zip(COUNTED, (tokens, gates, norms, gated), strict=True))
+    values = dict(zip(SUM_NAMES, (tokens, gates, norms, gated), strict=True))
     return {
         f"layer.{layer}.{name}": torch.tensor(
             value, dtype=torch.int64 if name == "tokens_BE" else torch.float64
@@ -32,23 +37,23 @@ HAND = sums_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("score", "expected"),
     [
-        ("frequency", [2, 1, 0]),
-        ("gate_weight", [0.75, 1.0, 0]),
-        ("ean", [6.0, 3.0, 0]),
-        ("reap", [1.0, 3.0, 0.0]),
+        (frequency, [2, 1, 0]),
+        (gate_weight, [0.75, 1.0, 0]),
+        (ean, [6.0, 3.0, 0]),
+        (reap, [1.0, 3.0, 0.0]),
     ],
 )
-def test_scores_of_three_tokens_by_hand(name, expected):
-    assert scores(HAND, 3, name).tolist() == expected
+def test_scores_of_three_tokens_by_hand(score, expected):
+    assert score_experts(HAND, 3, score).tolist() == expected
 
 
 def test_reap_divides_by_the_tokens_of_the_expert_and_not_by_all():
     """An expert that is rarely chosen but does much then stays; frequency would drop it."""
     rare = sums_of([[100, 1]], [[50.0, 0.9]], [[100.0, 5.0]], [[50.0, 4.5]])
-    assert scores(rare, 3, "reap").argmax() == 1
-    assert scores(rare, 3, "frequency").argmax() == 0
+    assert score_experts(rare, 3, reap).argmax() == 1
+    assert score_experts(rare, 3, frequency).argmax() == 0
 
 
 def drawn(experts: int = 6, groups: int = 60, spread: float = 3.0, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -61,23 +66,23 @@ def drawn(experts: int = 6, groups: int = 60, spread: float = 3.0, seed: int = 0
 
 
 def test_rank_intervals_are_tight_where_experts_differ_and_wide_where_they_do_not():
-    low, high = rank_intervals(drawn(spread=30), 3, "frequency", 60, 0)
+    low, high = rank_intervals(drawn(spread=30), 3, frequency, 60, 0)
     assert low.tolist() == high.tolist() == [1, 2, 3, 4, 5, 6]
-    low, high = rank_intervals(drawn(spread=1.0), 3, "frequency", 60, 0)
+    low, high = rank_intervals(drawn(spread=1.0), 3, frequency, 60, 0)
     assert (high - low).mean() > 2
 
 
 def test_rank_intervals_hold_the_true_rank_about_as_often_as_they_say():
     held = []
     for seed in range(60):
-        low, high = rank_intervals(drawn(spread=1.3, seed=seed), 3, "frequency", 60, seed)
+        low, high = rank_intervals(drawn(spread=1.3, seed=seed), 3, frequency, 60, seed)
         held += ((low <= np.arange(1, 7)) & (np.arange(1, 7) <= high)).tolist()
     assert 0.9 < np.mean(held) <= 1.0
 
 
 def test_a_bootstrap_written_out_gives_the_same_quantiles():
     sums = drawn(spread=1.5)
-    low, high = rank_intervals(sums, 3, "reap", 60, 7)
+    low, high = rank_intervals(sums, 3, reap, 60, 7)
     generator = np.random.default_rng(1)
     tokens, gated = (sums[f"layer.3.{name}"].numpy() for name in ("tokens_BE", "gated_norm_BE"))
     ranks = []
@@ -89,16 +94,15 @@ def test_a_bootstrap_written_out_gives_the_same_quantiles():
 
 
 def test_there_are_no_intervals_under_twenty_documents():
-    low, high = rank_intervals(drawn(), 3, "reap", 19, 0)
+    low, high = rank_intervals(drawn(), 3, reap, 19, 0)
     assert np.isnan(low).all()
     assert np.isnan(high).all()
 
 
 def test_the_table_has_every_score_and_the_interval_of_the_one_that_decides():
     sums = drawn(spread=30)
-    frame = saliency_rows(sums, {3: "model.layers.3.mlp"}, "frequency", 60, 0)
+    frame = saliency_rows(sums, {3: "model.layers.3.mlp"}, frequency, 60, 0)
     assert frame["expert"].tolist() == list(range(6))
     assert frame["rank_low"].tolist() == [1, 2, 3, 4, 5, 6]
-    for name in ("gate_weight", "ean", "reap"):
-        assert frame[name].tolist() == scores(sums, 3, name).tolist()
-    assert set(SALIENCIES) == {"frequency", "gate_weight", "ean", "reap"}
+    for name, score in (("tokens", frequency), ("gate_weight", gate_weight), ("ean", ean), ("reap", reap)):
+        assert frame[name].tolist() == score_experts(sums, 3, score).tolist()

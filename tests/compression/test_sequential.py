@@ -12,12 +12,10 @@ import torch
 
 from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
-from moescope.compression.calibration import calibrate
+from moescope.compression.applying import RunningExperts
+from moescope.compression.calibration import Gating, LayerStates, StateSample, calibrate, find_gating
+from moescope.compression.merging import merged_in_place
 from moescope.compression.plan import LayerFit
-from moescope.compression.rerouting import Gating, find_gating
-from moescope.compression.running import RunningExperts
-from moescope.compression.sequential import merged_in_place
-from moescope.compression.states import LayerStates, StateSample
 from moescope.execution.adapters import Block, find_blocks
 from moescope.geometry.matching import match_neurons
 from moescope.types import ExpertWeights, LayerPlan
@@ -34,7 +32,7 @@ def said(model: torch.nn.Module) -> torch.Tensor:
 def looked_at(model: torch.nn.Module) -> tuple[dict[int, Block], dict[int, LayerStates], dict[int, Gating]]:
     sample = StateSample()
     blocks = calibrate(traced(model), documents(), [sample]).blocks
-    states = sample.states()
+    states = sample.states
     return (
         blocks,
         states,

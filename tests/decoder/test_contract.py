@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from decoder.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
-from moescope.routing.diagnostics import DiagnosticTally
 from moescope.routing.metrics import DIAGNOSTICS, METRICS
+from moescope.routing.monitor_tally import DiagnosticTally
 from moescope.routing.tally import Tally
 from moescope.types import Tokens
 

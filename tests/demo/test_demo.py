@@ -63,24 +63,26 @@ def test_everything_that_is_shipped_is_in_the_wheel():
 
 
 def test_the_recipe_is_what_was_trained():
-    told = Run.load(SHIPPED / "training").info
+    run = Run.load(SHIPPED / "training")
+    told = run.info
     asked = settle(SHIPPED / "recipe.toml", None, None, None, None)
     # settings that came later have the value they had before there was a choice
     assert config_from({key: value for key, value in told["arguments"].items() if key != "from"}) == asked
     assert told["status"] == "done"
-    assert told["evaluations"][-1]["step"] == asked.train.steps
+    assert run.table("evaluations")["step"].max() == asked.train.steps
 
 
 def test_the_shipped_weights_predict_held_out_text_as_well_as_their_training_says():
-    told = Run.load(SHIPPED / "training").info
+    run = Run.load(SHIPPED / "training")
+    final = run.table("evaluations").drop_duplicates("domain", keep="last").set_index("domain")
     model, vocabulary = load_model(SHIPPED / "model")
     corpus = embedded_corpus(60_000)
     texts = {domain: corpus.validation[domain] for domain in GENERATED}
-    rows = TokenRows.of(texts, vocabulary, told["arguments"]["train"]["sequence_length"]).sample(40)
+    rows = TokenRows.of(texts, vocabulary, run.info["arguments"]["train"]["sequence_length"]).sample(40)
     found = evaluate(model, rows, 0, 20, "cpu", "float32").domains
     for domain in GENERATED:
-        assert found[domain] == pytest.approx(told["evaluations"][-1]["domains"][domain], abs=0.15)
-        assert found[domain] < told["references"]["unigram"][domain] / 2
+        assert found[domain] == pytest.approx(final["loss"][domain], abs=0.15)
+        assert found[domain] < final["unigram_loss"][domain] / 2
 
 
 def test_transformers_gives_the_shipped_model_the_same_logits():
@@ -117,19 +119,20 @@ def test_making_the_model_anew_replaces_what_is_shipped(tmp_path):
 # --- what is shown
 
 
-def test_the_demo_command_tells_training_weights_and_text_and_where_the_report_is(shown):
+def test_the_demo_command_prints_training_weights_text_and_the_report(shown):
     run, printed = shown
     assert f"report: {run.path / 'report.html'}" in printed
     assert (run.path / "report.html").stat().st_size > 1_000_000
-    for words in ("Validation loss", "Chance accuracy", "Load is most uneven", "tell domains apart"):
-        assert words in printed
+    for part in (run, *run.parts.values()):
+        findings = part.verb.summary(part).findings
+        assert findings
+        assert all(finding in printed for finding in findings)
 
 
-def test_the_report_has_training_weights_routing_and_domains_in_one_page(shown):
+def test_the_report_has_training_weights_routing_and_joint_questions_in_one_page(shown):
     page = (shown[0].path / "report.html").read_text()
-    training, weights = ("o0-losses", "o0-load", "o0-routers", "o0-course"), ("across", "layers")
-    for section in (*training, *weights, "together", "load", "decisions", "domains", "experts", "text"):
-        assert f'<section id="{section}"' in page, section
+    for section in ("train-", "scan-", "trace-", "together"):
+        assert f'<section id="{section}' in page, section
 
 
 def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):
@@ -153,16 +156,16 @@ def test_the_same_demo_again_computes_nothing_and_says_the_same_as_json(shown, m
     again = CliRunner().invoke(app, ["demo", "--out", str(run.path), "--json"], catch_exceptions=False)
     facts = json.loads(again.output)
     assert [path.stat().st_mtime_ns for path in written] == before
-    assert set(facts) == {"run", "report", "training", "weights", "text"}
-    for part in ("training", "weights", "text"):
-        assert facts[part]["findings"]
-        assert all(finding in printed for finding in facts[part]["findings"])
+    assert set(facts["parts"]) == {"scan", "trace"}
+    for part in (facts, *facts["parts"].values()):
+        assert part["findings"]
+        assert all(finding in printed for finding in part["findings"])
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(BadInput, match="not empty and not a run folder"):
-        demo(tmp_path, quiet=True)
+        demo(out=tmp_path, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -184,16 +187,15 @@ def test_the_planted_demo_finds_what_was_planted_and_says_where_the_report_is(tm
     assert f"report: {out / 'report.html'}" in result.output
     assert "layer 3, collapsed" in result.output
     assert "2 and 5 of layer 3" in result.output
-    again = CliRunner().invoke(
-        app, ["demo", "--planted", "--out", str(out), "--json"], catch_exceptions=False
-    )
-    verdicts = json.loads(again.output)["weights"]["views"][0]["verdicts"]
-    assert verdicts == {"chance": [0], "identifying": [1, 2], "non_random": [3], "permuted": [4]}
+    tests = Run.load(out).table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
+    assert tests.to_dict() == {
+        0: "chance", 1: "identifying", 2: "identifying", 3: "non_random", 4: "permuted",
+    }  # fmt: skip
 
 
 def test_other_seeds_find_the_same_facts(tmp_path):
     for seed in range(1, 6):
-        run = demo(tmp_path / f"demo-{seed}", planted=True, seed=seed, quiet=True)
+        run = demo(out=tmp_path / f"demo-{seed}", planted=True, seed=seed, quiet=True)
         tests = run.table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
         assert tests[1] == tests[2] == "identifying", seed
         assert tests[3] in ("identifying", "non_random"), seed

@@ -23,7 +23,7 @@ from moescope.execution.lab_models import Traceable, TraceableVocabulary, load_t
 from moescope.routing.collectors import trace_model
 from moescope.routing.contexts import TokenText
 from moescope.routing.counts_to_tables import Traced
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 
 SURE = 0.9  # of the tokens; the rest may lie where rounding decides between two experts
 

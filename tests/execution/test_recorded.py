@@ -220,7 +220,7 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
     [
         ("a.jsonl", "{}\n", "vllm", 'answer 1: no "routed_experts"'),
         ("a.jsonl", "nonsense\n", "vllm", "not valid JSON"),
-        ("a.jsonl", '{"routed_experts": "%%%"}\n', "vllm", "no base64"),
+        ("a.jsonl", '{"routed_experts": "%%%"}\n', "vllm", "not base64"),
         ("a.jsonl", '{"routed_experts": "AAAA"}\n', "vllm", "no .npy array"),
         ("a.jsonl", '{"routed_experts": [[1, 2]]}\n', "vllm", r"shape \[1, 2\]; expected whole numbers"),
         ("a.jsonl", '{"routed_experts": [[[9]]]}\n', "vllm", "expert 9 in document 0, but --experts says 4"),
@@ -233,7 +233,7 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
         ("a.csv", "layer,expert\n0;1\n", "llamacpp", "line 2: '0;1' is not layer,expert"),
         ("a.csv", "0,1\n0,2\n1,3\n", "llamacpp", "layers have 1 to 2 rows"),
         ("a.csv", "layer,expert\n", "llamacpp", "no rows"),
-        ("a.parquet", "nothing", "moescope", "not a whole parquet file"),
+        ("a.parquet", "nothing", "moescope", "damaged parquet file"),
     ],
 )
 def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, content, format, words):

@@ -17,6 +17,7 @@ import torch
 from checkpoints import expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 from geometry.experts import shuffled
 from moescope.checkpoint import open_checkpoint
+from moescope.comparison.tables import TABLES
 from moescope.errors import BadInput
 from moescope.families import read_moe
 from moescope.geometry.distances import distance, polar_factor, sv_alignment
@@ -119,7 +120,7 @@ def test_drift_and_clusters_have_the_published_distances(base, tuned):
         series = {"m_smoe": "none", "m_smoe_permuted": "unsigned"}
         layers.append(layer_geometry(base[number], base[number], clusters, series)["geometry_layers"])
     table = pd.concat(layers, ignore_index=True)
-    conform("geometry_layers", table)
+    conform(TABLES["geometry_layers"], table)
     means = table.groupby(["series", "layer"])[["relative_l2_mean", "sv_alignment_mean"]].mean()
     for layer, column in ((0, "relative_l2_first_layer"), (1, "relative_l2_last_layer")):
         drift = means.loc[("base_to_ift", layer)]

@@ -23,8 +23,9 @@ from moescope.lab.batches import TokenRows
 from moescope.lab.config import LabConfig, with_router
 from moescope.lab.training import Data, FiniteWatch, Training
 from moescope.lab.training_state import load_state, local_part
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
+from moescope.verbs import load_verb
 
 STEPS = 6
 WORDS = [
@@ -225,7 +226,7 @@ def whole(case: Case, ranks: Ranks, folder: Path, killed_after: int = 0) -> Run 
             raise Killed
 
     monitor = LoopMonitor(folder / "run", every=3, gradients_every=2, overwrite=state is None)
-    monitor.watch(training.model, training.step, verb="train", identity={"arguments": {}})
+    monitor.watch(training.model, training.step, verb=load_verb("train"), identity={"arguments": {}})
     try:
         training.run(
             monitor,

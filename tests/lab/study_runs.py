@@ -10,10 +10,13 @@ import pandas as pd
 
 from moescope.decoder.routers import ROUTERS as CLASSES
 from moescope.lab.study_statistics import compare
-from moescope.run import Run, write_json, write_table
+from moescope.lab.tables import TABLES
+from moescope.run import Run, write_json
+from moescope.run import write_table as write
+from moescope.tables import SCHEMA_VERSION
 
 ROUTERS = ["top2", "loss_free", "spectra", "hash", "switch_top1"]
-TOLD = ("name", "question", "overrides", "axes")  # of an arm in run.json
+DESCRIBED = ("name", "question", "overrides", "axes")  # of an arm in run.json
 SHIFT = {"top2": 0.0, "loss_free": -0.04, "spectra": 0.001, "hash": 0.09, "switch_top1": 0.03, "dense": 0.05}
 COMPONENTS = {"spectra": ["gru", "similarity", "sinkhorn", "rest"]}
 BASE = {
@@ -74,6 +77,22 @@ def more_arms() -> list[Arm]:
     return [*ablations, *sweep, *scaling]
 
 
+def routing_size(arm: Arm) -> dict[str, int | None]:
+    model = {**BASE["model"], **arm["overrides"].get("model", {})}
+    router = CLASSES.get(model["router"])
+    routes = router is None or router.routes
+    top_k = (router and router.fixed_top_k) or model["top_k"]
+    return {
+        "n_experts": model["experts"] if routes else None,
+        "top_k": top_k if routes else None,
+        "tokens_per_step": 16 * 128,
+    }
+
+
+def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
+    write(TABLES[name], frame, path)
+
+
 def study_run(
     folder: Path,
     arms: list[Arm] | None = None,
@@ -99,6 +118,7 @@ def study_run(
                 "parameters_trainable": 200_000,
                 "parameters_active": 90_000,
                 "flops_per_token": 250_000,
+                **routing_size(arm),
             }
             if arm["name"] in not_run:
                 runs.append({**keys, **known, "status": "not run"})
@@ -124,6 +144,7 @@ def study_run(
                     "validation_loss": loss,
                     "noise_low": loss - 0.05,
                     "noise_high": loss + 0.05,
+                    "noise_std": 0.025,
                     "load_cv": cv * (1 + 0.1 * generator.uniform()),
                     "max_over_mean": 1.2,
                     "routing_entropy": 1.5,
@@ -187,13 +208,16 @@ def study_run(
     write_table(
         "study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet"
     )
-    described = []
-    for arm in arms:
-        kind = CLASSES.get({**BASE["model"], **arm["overrides"].get("model", {})}["router"])
-        facts = {} if kind is None else {"routes": kind.routes, "fixed_top_k": kind.fixed_top_k}
-        described.append({**{key: arm[key] for key in TOLD}, "router_facts": facts})
+    axes = [
+        {"arm": arm["name"], "axis": axis, "value": None if isinstance(at, str) else at, "label": str(at)}
+        for arm in arms
+        for axis, at in arm["axes"].items()
+    ]
+    if axes:
+        write_table("study_axes", pd.DataFrame(axes), folder / "study_axes.parquet")
     info = {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
+        "command": "moescope study routers.toml",
         "verb": "study",
         "status": "done",
         "arguments": {},
@@ -209,8 +233,7 @@ def study_run(
         "references": references or {},
         "seeds": list(range(seeds)),
         "base": BASE,
-        "arms": described,
-        "asked": {"config": "routers.toml"},
+        "arms": [{key: arm[key] for key in DESCRIBED} for arm in arms],
     }
     write_json(folder / "run.json", info)
     return Run.load(folder)

@@ -66,21 +66,22 @@ def documents(losses: np.ndarray, domain: str = "a", tokens: int = 10) -> pd.Dat
 def test_noise_is_the_t_free_interval_of_a_mean_of_documents():
     """With documents of equal length the bootstrap's interval is mean +- 1.96 sd/sqrt n, to its own noise."""
     losses = np.random.default_rng(1).normal(3.0, 0.5, 400)
-    low, high = evaluation_noise(documents(losses))
+    low, high, std = evaluation_noise(documents(losses))
     half = 1.96 * losses.std() / np.sqrt(400)
     assert low == pytest.approx(losses.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(losses.mean() + half, abs=0.1 * half)
+    assert std == pytest.approx(half / 1.96, rel=0.05)
 
 
 def test_domains_that_differ_are_no_noise():
     both = pd.concat([documents(np.full(30, 1.0)), documents(np.full(30, 9.0), "b")])
-    assert evaluation_noise(both) == pytest.approx((5.0, 5.0))
+    assert evaluation_noise(both) == pytest.approx((5.0, 5.0, 0.0))
 
 
 def test_long_documents_weigh_more():
     both = pd.concat([documents(np.full(15, 1.0), tokens=30), documents(np.full(15, 2.0), tokens=10)])
     assert mean_loss(both) == pytest.approx(1.25)
-    low, high = evaluation_noise(both)
+    low, high, _ = evaluation_noise(both)
     assert low < 1.25 < high < 1.5
 
 

@@ -54,7 +54,7 @@ def test_every_ablation_is_documented_as_it_is_written_in_a_config():
 
 
 def test_every_note_is_documented_under_its_router():
-    said = [(row[0], row[1]) for row in rows("## What routers say of themselves")]
+    said = [(row[0], row[1]) for row in rows("## Router diagnostics")]
     assert sorted(note for _, note in said) == sorted(DIAGNOSTICS)
     for router in {router for router, _ in said}:
         torch.manual_seed(0)

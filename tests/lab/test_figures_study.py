@@ -15,13 +15,9 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.lab.figures_study import (
-    ALONG,
-    ARMS,
-    BY_DOMAIN,
-    NOISE,
-    OVERHEAD,
+    FIGURES,
+    OVERALL,
     by_domain,
-    can_show,
     detectable_text,
     difference_by_domain,
     differences,
@@ -32,9 +28,12 @@ from moescope.lab.figures_study import (
     overhead_shares,
     paired,
 )
-from moescope.lab.figures_study_curves import COURSE, can_draw, curves, difference_by_step
-from moescope.lab.report_study import axes_frames, of_question, tables_of
-from moescope.plotting.style import GREY, Figure, Tables
+from moescope.lab.figures_study_curves import FIGURES as CURVES
+from moescope.lab.figures_study_curves import curves, difference_by_step
+from moescope.lab.report_study import axis_frames, of_question, study_tables
+from moescope.lab.tables import COLUMNS
+from moescope.plotting.style import GREY
+from moescope.verb import Figure, Tables
 
 
 def checked(figure: Figure) -> Figure:
@@ -58,7 +57,7 @@ def named(figure: Figure, name: str) -> dict:
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     """Five routers under five seeds; loss_free planted better, hash and switch_top1 worse, spectra alike."""
-    return of_question(tables_of(study_run(tmp_path_factory.mktemp("study") / "run")), "main")
+    return of_question(study_tables(study_run(tmp_path_factory.mktemp("study") / "run")), "main")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,9 @@ def test_an_arm_has_one_colour_in_every_figure_even_where_others_have_no_number(
 
 
 def test_one_arm_alone_has_a_line_to_stand_beside(tmp_path: Path):
-    tables = of_question(tables_of(study_run(tmp_path / "run", arms=router_arms(["top2", "hash"]))), "main")
+    tables = of_question(
+        study_tables(study_run(tmp_path / "run", arms=router_arms(["top2", "hash"]))), "main"
+    )
     figure = checked(differences(tables))
     (shape,) = figure.layout["shapes"]
     assert (shape["x0"], shape["x1"], shape["y0"], shape["y1"], shape["yref"]) == (0, 0, 0, 1, "paper")
@@ -126,7 +127,7 @@ def test_dots_are_differences_within_seeds(main: Tables):
 
 
 def test_with_few_seeds_the_caption_claims_nothing(tmp_path: Path):
-    figure = checked(differences(of_question(tables_of(study_run(tmp_path / "run", seeds=3)), "main")))
+    figure = checked(differences(of_question(study_tables(study_run(tmp_path / "run", seeds=3)), "main")))
     assert figure.caption.startswith("3 seeds: no claim. Largest difference from top2: hash, +0.0")
     assert {trace["name"] for trace in figure.data} == {
         "top2 (reference)",
@@ -136,7 +137,7 @@ def test_with_few_seeds_the_caption_claims_nothing(tmp_path: Path):
 
 
 def test_an_arm_without_a_run_says_so_in_its_row(tmp_path: Path):
-    tables = of_question(tables_of(study_run(tmp_path / "run", not_run=("hash",))), "main")
+    tables = of_question(study_tables(study_run(tmp_path / "run", not_run=("hash",))), "main")
     figure = checked(differences(tables))
     (words,) = [trace for trace in figure.data if trace["mode"] == "text"]
     assert (words["y"], words["text"]) == (["hash"], ["not run"])
@@ -145,7 +146,7 @@ def test_an_arm_without_a_run_says_so_in_its_row(tmp_path: Path):
 
 def test_where_no_arm_differs_the_detectable_difference_is_told(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
-    tables = of_question(tables_of(study_run(tmp_path / "run", arms=arms, seed=3)), "main")
+    tables = of_question(study_tables(study_run(tmp_path / "run", arms=arms, seed=3)), "main")
     seen = tables["study_comparisons"]["detectable_difference"].max()
     assert differences(tables).caption.endswith(f": {seen:.3g} nats.")
 
@@ -167,14 +168,14 @@ def test_noise_of_the_evaluation_stands_apart_from_the_spread_over_seeds(main: T
     runs = main["study_runs"]
     spread = dict(zip(named(figure, "over seeds")["y"], named(figure, "over seeds")["x"], strict=True))
     assert spread["hash"] == pytest.approx(runs[runs["arm"] == "hash"]["validation_loss"].std())
-    assert named(figure, "over documents")["x"] == pytest.approx(np.full(5, 0.1 / 3.92))
+    assert named(figure, "over documents")["x"] == pytest.approx(np.full(5, 0.025))
     row = main["study_comparisons"].set_index("arm").loc["hash"]
     within = (row["difference"] / row["statistic"]) / math.sqrt(2 / 5)  # the blocked test's s
     assert grey(figure)["residual within seeds, all arms"]["x"][0] == pytest.approx(within)
 
 
 def test_noise_that_was_not_measured_is_not_drawn(main: Tables):
-    runs = main["study_runs"].assign(noise_low=np.nan, noise_high=np.nan)
+    runs = main["study_runs"].assign(noise_std=np.nan)
     figure = checked(noise_and_spread({**main, "study_runs": runs}))
     assert "over documents" not in [trace["name"] for trace in figure.data]
     assert figure.caption.endswith("too few documents.")
@@ -201,11 +202,12 @@ def test_documents_weigh_by_their_tokens(main: Tables):
 
 def test_one_domain_or_one_seed_is_not_drawn(main: Tables, tmp_path: Path):
     rows = main["study_documents"]
-    assert can_show(BY_DOMAIN, main)
-    assert not can_show(BY_DOMAIN, {**main, "study_documents": rows[rows["domain"] == "code"]})
-    assert not can_show(BY_DOMAIN, {**main, "study_documents": rows[rows["arm"] != "top2"]})
-    assert can_show(NOISE, main)
-    assert not can_show(NOISE, of_question(tables_of(study_run(tmp_path / "run", seeds=1)), "main"))
+    noise, domains = OVERALL
+    assert domains.can_draw(main)
+    assert not domains.can_draw({**main, "study_documents": rows[rows["domain"] == "code"]})
+    assert not domains.can_draw({**main, "study_documents": rows[rows["arm"] != "top2"]})
+    assert noise.can_draw(main)
+    assert not noise.can_draw(of_question(study_tables(study_run(tmp_path / "run", seeds=1)), "main"))
 
 
 # --- over the steps
@@ -263,7 +265,7 @@ def test_a_training_that_failed_is_not_in_the_mean(main: Tables):
 
 def test_of_sixteen_arms_those_that_stand_out_have_names(tmp_path: Path):
     names = ["top2", *(f"arm{index}" for index in range(15))]
-    tables = of_question(tables_of(study_run(tmp_path / "run", arms=router_arms(names))), "main")
+    tables = of_question(study_tables(study_run(tmp_path / "run", arms=router_arms(names))), "main")
     figure = checked(curves(tables, "load_cv"))
     shown = [trace["name"] for trace in figure.data if trace.get("showlegend", True)]
     assert len(shown) <= 9
@@ -277,18 +279,18 @@ def test_of_sixteen_arms_those_that_stand_out_have_names(tmp_path: Path):
 def test_curves_without_two_steps_are_not_drawn(main: Tables):
     rows = main["study_curves"]
     first = {**main, "study_curves": rows[rows["step"] == 50]}
-    assert all(can_draw(spec, main) for spec in COURSE)
-    assert not any(can_draw(spec, first) for spec in COURSE)
+    assert all(spec.can_draw(main) for spec in CURVES)
+    assert not any(spec.can_draw(first) for spec in CURVES)
     alone = {**main, "study_curves": rows[rows["arm"] != "top2"]}
-    assert [spec.name for spec in COURSE if not can_draw(spec, alone)] == ["difference_by_step"]
+    assert [spec.name for spec in CURVES if not spec.can_draw(alone)] == ["difference_by_step"]
 
 
 # --- along axes, and costs
 
 
 def along(whole, question: str) -> Tables:
-    tables = of_question(tables_of(whole), question)
-    (places,) = axes_frames(whole, tables, question)
+    tables = of_question(study_tables(whole), question)
+    (places,) = axis_frames(tables, question)
     return {**tables, "study_axes": places}
 
 
@@ -327,7 +329,7 @@ def test_scaling_has_a_line_a_router_over_doublings_of_experts(whole):
 
 
 def test_overhead_is_stacked_to_the_whole_with_the_references_experts_beside(main: Tables, whole):
-    tables = {**main, "overhead": tables_of(whole)["overhead"]}
+    tables = {**main, "overhead": study_tables(whole)["overhead"]}
     figure = checked(overhead_shares(tables))
     bars = [trace for trace in figure.data if trace["type"] == "bar"]
     assert np.nansum([trace["x"] for trace in bars], axis=0) == pytest.approx(np.ones(5))
@@ -360,25 +362,18 @@ def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
     assert len({trace["marker"]["color"] for trace in figure.data}) == 8
 
 
-def test_every_glossary_entry_of_the_figures_exists(main: Tables, whole):
-    from moescope.glossary import COLUMNS
+def every_figure(whole) -> list[Figure]:
+    tables = {**study_tables(whole), **along(whole, "sweep"), "overhead": study_tables(whole)["overhead"]}
+    assert all(spec.can_draw(tables) for spec in (*FIGURES, *CURVES))
+    return [spec.draw(tables) for spec in (*FIGURES, *CURVES)]
 
-    figures = [
-        differences(main),
-        losses(main),
-        noise_and_spread(main),
-        difference_by_step(main),
-        overhead_shares(tables_of(whole)),
-    ]
-    figures += [spec.draw(main) for spec in COURSE]
-    figures += [draw(along(whole, "sweep")) for draw in (loss_by_value, load_by_value)]
-    assert {column for figure in figures for column in figure.columns} <= set(COLUMNS)
+
+def test_every_glossary_entry_of_the_figures_exists(whole):
+    assert {column for figure in every_figure(whole) for column in figure.columns} <= set(COLUMNS)
 
 
 def test_titles_have_at_most_8_words_and_captions_25(main: Tables, whole):
-    figures = [spec.draw(main) for spec in (*ARMS, NOISE, BY_DOMAIN, *COURSE)]
-    figures += [spec.draw(along(whole, "sweep")) for spec in ALONG] + [OVERHEAD.draw(tables_of(whole))]
-    for figure in figures:
+    for figure in [*every_figure(whole), *(spec.draw(main) for spec in (*FIGURES[:4], *CURVES))]:
         assert len(figure.title.split()) <= 8, figure.title
         assert len(figure.caption.split()) <= 25, figure.caption
 

@@ -17,8 +17,9 @@ from moescope.lab.figures_training import (
     loss_by_step,
     speed_by_step,
 )
-from moescope.plotting.style import GREY, Figure, Tables
-from moescope.routing.figures_monitor import router_gradient_by_step
+from moescope.plotting.style import GREY
+from moescope.routing.figures_steps import router_gradient_by_step
+from moescope.verb import Figure, Tables
 
 
 @pytest.fixture
@@ -27,20 +28,20 @@ def tables() -> Tables:
         {
             "step": [0, 10, 20],
             "lm_loss": [None, 4.0, 3.0],
-            "validation_loss": [5.5, None, 2.5],
             "validation_loss_published": [None, None, None],
             "gradient_norm": [None, 2.0, 0.5],
+            "gradient_clip": [None, 1.0, 1.0],
             "tokens_per_second": [None, 100.0, 300.0],
             "peak_memory_bytes": [None, 1e9, 2e9],
         }
     ).astype(float)
-    references = pd.DataFrame({"name": ["uniform", "unigram", "clip"], "value": [5.6, 3.5, 1.0]})
-    domains = pd.DataFrame(
+    evaluations = pd.DataFrame(
         {
-            "step": [0, 20] * 2,
-            "domain": ["code"] * 2 + ["prose"] * 2,
-            "loss": [5.5, 2.0, 5.5, 3.6],
-            "unigram": [3.0, 3.0, 3.4, 3.4],
+            "step": [0, 20] * 3,
+            "domain": [""] * 2 + ["code"] * 2 + ["prose"] * 2,
+            "loss": [5.5, 2.5, 5.5, 2.0, 5.5, 3.6],
+            "unigram_loss": [3.5, 3.5, 3.0, 3.0, 3.4, 3.4],
+            "uniform_loss": 5.6,
         }
     )
     gradients = pd.DataFrame(
@@ -51,7 +52,7 @@ def tables() -> Tables:
             "aux_gradient_norm": [0.01, 0.03, 0.02, 0.04],
         }
     )
-    return {"steps": steps, "references": references, "domain_losses": domains, "router_gradients": gradients}
+    return {"steps": steps, "evaluations": evaluations, "router_gradients": gradients}
 
 
 def checked(figure: Figure) -> Figure:
@@ -84,15 +85,15 @@ def test_domains_are_compared_by_their_gain_over_the_unigram_baseline(tables: Ta
 
 
 def test_a_loss_above_the_unigram_baseline_is_a_negative_gain(tables: Tables):
-    tables["domain_losses"]["unigram"] = 1.5
+    tables["evaluations"]["unigram_loss"] = 1.5
     assert "Code gains most: −0.5 nats per token; prose least: −2.1" in gain_by_domain(tables).caption
-    alone = tables["domain_losses"][lambda rows: rows["domain"] == "code"]
-    assert "least" not in gain_by_domain({**tables, "domain_losses": alone}).caption
+    alone = tables["evaluations"][lambda rows: rows["domain"] == "code"]
+    assert "least" not in gain_by_domain({**tables, "evaluations": alone}).caption
 
 
 def test_the_smallest_router_gradient_is_named_with_the_auxiliary_losss(tables: Tables):
     figure = checked(router_gradient_by_step(tables))
-    assert "in layer 1: 0.05; auxiliary loss 0.03" in figure.caption
+    assert "layer 1, 0.05; auxiliary loss 0.03" in figure.caption
 
 
 def test_a_router_without_gradient_is_drawn_on_a_plain_axis(tables: Tables):
@@ -110,12 +111,16 @@ def test_gradient_and_speed_have_their_references(tables: Tables):
 
 KEY_TABLES = {
     "key_histogram": pd.DataFrame(
-        {"left": [0, 1, 10], "right": [1, 10, 100], "experts": [1, 5, 2], "expected": [0.0, 1.5, 6.5]}
+        {
+            "bin_left": [0, 1, 10],
+            "bin_right": [1, 10, 100],
+            "experts": [1, 5, 2],
+            "expected_experts": [0.0, 1.5, 6.5],
+        }
     ),
     "key_map": pd.DataFrame(
         {"expert": [0, 1], "x": [0.0, 1.0], "y": [0.5, -0.5], "tokens": [3, 9], "strength": [1.0, 0.9]}
-    ),
-    "key_shares": pd.DataFrame([{"shown": 0.8, "by_chance": 0.3}]),
+    ).assign(variance_share=0.8, variance_share_chance=0.3),
 }
 
 

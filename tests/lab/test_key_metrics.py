@@ -34,17 +34,17 @@ def test_every_expert_stands_in_one_bin_and_the_unused_in_the_first():
     counts = np.array([0, 0, 1, 1, 5, 10, 99, 100, 1000, 3162])
     found = usage_histogram(counts, tokens=2200, top_k=2)
     assert found["experts"].sum() == len(counts)
-    assert found["expected"].sum() == pytest.approx(len(counts))
-    assert found.iloc[0][["left", "right", "experts"]].tolist() == [0, 1, 2]
-    ten = found[np.isclose(found["left"], 10)].iloc[0]
+    assert found["expected_experts"].sum() == pytest.approx(len(counts))
+    assert found.iloc[0][["bin_left", "bin_right", "experts"]].tolist() == [0, 1, 2]
+    ten = found[np.isclose(found["bin_left"], 10)].iloc[0]
     assert ten["experts"] == 1
-    assert np.allclose(np.diff(np.log10(found["right"])), 0.25)
+    assert np.allclose(np.diff(np.log10(found["bin_right"])), 0.25)
 
 
 def test_random_routing_fills_the_bins_that_are_expected():
     counts = random_loads(4000, 256, 4, draws=1, seed=3)[0]
     found = usage_histogram(counts, 4000, 4)
-    assert np.abs(found["experts"] - found["expected"]).sum() < 0.2 * 256
+    assert np.abs(found["experts"] - found["expected_experts"]).sum() < 0.2 * 256
 
 
 def test_mean_cosine_equals_the_mean_over_all_pairs_whatever_the_keys_lengths():

@@ -13,21 +13,19 @@ from playwright.sync_api import expect
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.errors import BadInput
 from moescope.lab.report_study import (
-    STUDY,
     arm_means,
-    axes_frames,
+    axis_frames,
     balance_table,
     cost_table,
-    findings,
     of_question,
-    sections,
     stability_table,
-    tables_of,
+    study_tables,
 )
+from moescope.lab.tables import TABLES
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run, write_table
-from reporting.test_browser import scroll_through
+from moescope.verb import Section, Selection
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +41,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         not_run=("switch_top1",),
         references={"ablation": "spectra"},
     )
+
+
+def findings(run: Run) -> list[str]:
+    return run.verb.summary(run).findings
+
+
+def sections(run: Run) -> list[Section]:
+    return run.verb.sections(run, Selection())
 
 
 # --- findings
@@ -112,7 +118,7 @@ def test_one_seed_is_told_without_an_interval(tmp_path: Path):
     (said,) = findings(run)
     assert said.startswith("1 seed: too few")
     assert "95 %" not in said
-    assert page_content([run])["told"]
+    assert page_content([run])["sections"]
 
 
 def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
@@ -126,7 +132,7 @@ def test_arms_that_scatter_differently_are_said_to(tmp_path: Path):
         tmp_path / "run",
         arms=[{**arm, "spread": 0.2 if arm["name"] == "hash" else 0.004} for arm in router_arms()],
     )
-    assert "Variances differ between arms (p" in sections(run)[0].words
+    assert "Variances differ between arms (p" in sections(run)[0].text
 
 
 def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
@@ -139,25 +145,24 @@ def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run
 def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     found = sections(run)
     questions = ["question-main", "question-ablation", "question-sweep", "question-scaling"]
-    assert [section.anchor for section in found] == [*questions, "course", "balance", "cost"]
+    assert [section.anchor for section in found] == [*questions, "curves", "balance", "cost"]
     figures = {section.anchor: [spec.name for spec, _ in section.figures] for section in found}
     assert figures["question-main"] == ["differences", "losses", "noise_and_spread", "difference_by_domain"]
     assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
     assert figures["cost"] == ["overhead_shares"]
-    assert len(figures["course"]) == 5
-    assert "(8 degrees of freedom;" in found[0].words
+    assert figures["curves"][:2] == ["arms_validation_loss_by_step", "difference_by_step"]
+    assert "(8 degrees of freedom;" in found[0].text
 
 
 def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
     page = page_content([run])
     assert page["title"] == "everything: a study of 17 arms against top2"
-    assert len(page["told"]) == 7
     explained = {entry["key"] for section in page["glossary"] for entry in section["entries"]}
     assert {"detectable_difference", "study_comparisons.p_adjusted", "noise_low", "component"} <= explained
 
 
 def test_cells_without_a_run_say_so_and_what_is_known_before_stays(run: Run):
-    tables = tables_of(run)
+    tables = study_tables(run)
     rows = {row[0]: row[1:] for row in balance_table(tables)["rows"]}
     assert rows["switch_top1"] == [
         "0 of 5",
@@ -179,18 +184,18 @@ def test_cells_without_a_run_say_so_and_what_is_known_before_stays(run: Run):
 
 def test_an_arm_that_only_failed_says_failed(tmp_path: Path):
     run = study_run(tmp_path / "run", failed=tuple(("hash", seed) for seed in range(5)))
-    rows = {row[0]: row[1:] for row in balance_table(tables_of(run))["rows"]}
+    rows = {row[0]: row[1:] for row in balance_table(study_tables(run))["rows"]}
     assert rows["hash"][1] == "failed"
 
 
 def test_random_routing_stands_beside_the_load(run: Run):
-    means = arm_means(tables_of(run))
+    means = arm_means(study_tables(run))
     assert means.loc["top2", "chance_cv"] == pytest.approx((6 / (2 * 50 * 16 * 128)) ** 0.5)
     assert means.loc["top2 experts=32", "chance_cv"] == pytest.approx((30 / (2 * 50 * 16 * 128)) ** 0.5)
 
 
 def test_speed_and_overhead_stand_beside_the_studys_own_reference_though_ablations_have_another(run: Run):
-    tables = tables_of(run)
+    tables = study_tables(run)
     assert tables["study_comparisons"]["reference"].iloc[0] == "top2"
     assert "spectra" in set(tables["study_comparisons"]["reference"])
 
@@ -207,9 +212,9 @@ def test_sizes_with_names_lie_at_their_active_parameters(tmp_path: Path):
         for name, shift in (("S", 0.0), ("L", -0.1))
     ]
     run = study_run(tmp_path / "run", arms=arms)
-    tables = of_question(tables_of(run), "scaling")
+    tables = of_question(study_tables(run), "scaling")
     tables["study_runs"].loc[tables["study_runs"]["arm"] == "L", "parameters_active"] = 180_000
-    (places,) = axes_frames(run, tables, "scaling")
+    (places,) = axis_frames(tables, "scaling")
     assert places[["axis", "value", "line"]].to_numpy().tolist() == [
         ["active parameters (size)", 90_000, "top2"],
         ["active parameters (size)", 180_000, "top2"],
@@ -221,21 +226,30 @@ def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
     arms = [*router_arms(["top2", "hash"]), {**router_arms(["x"])[0], "name": evil}]
     run = study_run(tmp_path / "run", arms=arms)
     documents = run.table("study_documents").replace({"domain": {"prose": evil}})
-    write_table("study_documents", documents, run.path / "study_documents.parquet")
+    write_table(TABLES["study_documents"], documents, run.path / "study_documents.parquet")
     for section in sections(run):
         for spec, tables in section.figures:
             figure = spec.draw(tables)
             assert "<b>%{x}" not in str(figure.data) + figure.caption + str(figure.layout)
 
 
-def test_the_command_makes_the_study_again(run: Run):
-    assert STUDY.command(run) == "moescope study routers.toml"
-    without = Run(run.path, {**run.info, "asked": {"config": None}})
-    assert STUDY.command(without) == f"moescope study --resume --out {run.path}"
+def test_figures_are_drawn_by_question_and_axis(run: Run):
+    assert {"differences", "arms_load_cv_by_step", "overhead_shares"} <= set(run.figures())
+    assert "loss_by_value" not in run.figures()  # the first question has no axis
+    assert run.draw("loss_by_value", question="sweep").name == "loss_by_epsilon"
+    assert run.draw("losses", question="ablation").data[0]["name"] == "mean of spectra"
+
+
+def test_key_numbers_lead_with_the_best_arm(run: Run):
+    first, *_ = numbers = run.verb.summary(run).key_numbers
+    row = run.table("study_comparisons").query("arm == 'loss_free'").iloc[0]
+    assert (first.name, first.value, first.chance) == ("loss_free minus top2", row["difference"], 0.0)
+    assert first.word == "better"
+    assert [number.value for number in numbers if number.name == "Trainings done"] == [79]
 
 
 def test_coverage_says_what_was_trained(run: Run):
-    first, second = STUDY.coverage(run)
+    first, second = run.verb.summary(run).coverage
     assert first == "17 arms under 5 seeds (0, 1, 2, 3, 4): 79 of 85 trainings done; reference top2"
     assert "2 layers of 8 experts, width 16, 300 steps of 2,048 tokens" in second
 
@@ -254,6 +268,8 @@ def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_path: Path, width, scheme):
+    from reporting.test_browser import scroll_through
+
     arms = [
         *router_arms(["top2", "spectra", "hash"]),
         *(arm for arm in more_arms() if arm["question"] == "sweep"),
@@ -268,7 +284,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_p
     scroll_through(page)
     expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(4 + 4 + 5 + 1)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    expect(page.locator("table", has_text="random routing").first).to_contain_text("not run")
+    expect(page.locator("table", has_text="balanced random routing").first).to_contain_text("not run")
     head = page.locator("th a", has_text="verdict").first
     assert head.get_attribute("href") == "#g-study_comparisons.verdict"  # not the verdict of a scan
     context.close()

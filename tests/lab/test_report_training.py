@@ -1,15 +1,18 @@
-"""A training's part of the page: its sentences, its sections, and the runs it holds."""
+"""A training's part of the page: its findings, its sections, and the runs it holds."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from moescope.decoder.routers import facts_of_model
-from moescope.lab.report_training import TRAINING, coverage, findings, sections
+from moescope.lab.report_training import coverage, sections, summary
 from moescope.reporting.page import page_content
 from moescope.run import Run
+from moescope.verb import Selection
 
 
 @pytest.fixture
@@ -18,25 +21,28 @@ def run(trained_run: Run) -> Run:
 
 
 def test_the_first_finding_gives_the_loss_and_both_baselines(run: Run):
-    first = findings(run)[0]
-    baselines = run.info["references"]
-    for value in (
-        run.info["evaluations"][-1]["loss"],
-        run.info["evaluations"][0]["loss"],
-        baselines["unigram"][""],
-        baselines["uniform"],
-    ):
-        assert f"{value:.3g}" in first
+    finding = summary(run).findings[0]
+    rows = run.table("evaluations").query("domain == ''")
+    first, last = rows.iloc[0], rows.iloc[-1]
+    for value in (last["loss"], first["loss"], last["unigram_loss"], last["uniform_loss"]):
+        assert f"{value:.3g}" in finding
+    number = summary(run).key_numbers[0]
+    assert (number.value, number.chance) == (last["loss"], last["unigram_loss"])
 
 
-def test_domains_no_better_than_frequencies_are_named(run: Run):
-    worse = {**run.info["references"], "unigram": dict.fromkeys(run.info["references"]["unigram"], 0.0)}
-    sentence = findings(Run(run.path, {**run.info, "references": worse}))[1]
-    assert all(domain in sentence for domain in run.info["domains"])
+def with_tables(run: Run, monkeypatch: pytest.MonkeyPatch, **changed: pd.DataFrame) -> None:
+    """Let the run have these tables instead of its own."""
+    tables = {name: run.table(name) for name in run.tables} | changed
+    monkeypatch.setattr(Run, "table", lambda self, name: tables[name].copy())
+
+
+def test_domains_no_better_than_the_unigram_baseline_are_named(run: Run, monkeypatch: pytest.MonkeyPatch):
+    with_tables(run, monkeypatch, evaluations=run.table("evaluations").assign(unigram_loss=0.0))
+    assert all(domain in summary(run).findings[1] for domain in run.info["domains"])
 
 
 def test_load_is_told_beside_random_routing(run: Run):
-    assert any("CV" in sentence and "random routing:" in sentence for sentence in findings(run))
+    assert any("CV" in sentence and "random routing:" in sentence for sentence in summary(run).findings)
 
 
 def with_model(run: Run, **model: object) -> Run:
@@ -51,14 +57,16 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
 ):
     rows = run.table("routing_layers")
     even = rows.assign(value=rows["value"].where(rows["metric"] != "cv", 0.0))
-    tables = {name: run.table(name) for name in run.tables} | {"routing_layers": even}
-    monkeypatch.setattr(Run, "table", lambda self, name: tables[name])
+    with_tables(run, monkeypatch, routing_layers=even)
     sentence = [
-        said for said in findings(with_model(run, router="expert_choice")) if said.startswith("Load balance")
+        said
+        for said in summary(with_model(run, router="expert_choice")).findings
+        if said.startswith("Load balance")
     ]
-    assert "CV 0 in every layer, by construction" in sentence[0]
-    assert not any("Load balance" in said for said in findings(with_model(run, router="dense")))
-    assert not any("Load balance" in said for said in findings(with_model(run, experts=1)))
+    assert "by construction" in sentence[0]
+    assert "CV 0" in sentence[0]
+    assert not any("Load balance" in said for said in summary(with_model(run, router="dense")).findings)
+    assert not any("Load balance" in said for said in summary(with_model(run, experts=1)).findings)
 
 
 @pytest.mark.parametrize(
@@ -92,43 +100,38 @@ def test_what_is_frozen_and_where_it_began_is_said(run: Run):
 
 
 def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):
-    assert [section.anchor for section in sections(run)] == ["losses", "load", "routers", "speed"]
+    found = sections(run, Selection())
+    assert [section.anchor for section in found] == ["losses", "load", "routers", "speed"]
+    assert all(section.figures for section in found)
+    assert set(run.parts) == {"scan", "trace"}
     page = page_content([run])
-    assert len(page["told"]) == 4
     assert page["title"] == f"{run.name}: training with top2"
-    assert page["readings"]
-    assert page["views"]
-    assert all(entry["figures"] for entry in page["told"])
 
 
 def test_the_command_makes_the_run_again(run: Run):
     config = run.path.parent / "tiny.toml"
-    assert TRAINING.command(run) == f"moescope train {config} --router top2"
+    expected = f"moescope train {config} --router top2 --out {run.path} --device cpu --quiet"
+    assert run.info["command"] == expected
 
 
-def test_words_of_the_users_domains_do_not_act_in_figures(run: Run):
+def test_words_of_the_users_domains_do_not_act_in_figures(run: Run, monkeypatch: pytest.MonkeyPatch):
+    rows = run.table("evaluations")
     name = "<b>%{x}"
-    evaluations = [{**one, "domains": {name: 1.0}} for one in run.info["evaluations"]]
-    unigram = {**run.info["references"]["unigram"], name: 2.0}
-    told = Run(
-        run.path,
-        {
-            **run.info,
-            "evaluations": evaluations,
-            "references": {**run.info["references"], "unigram": unigram},
-        },
+    with_tables(
+        run,
+        monkeypatch,
+        evaluations=rows.assign(domain=rows["domain"].where(rows["domain"] == "", name)).drop_duplicates(
+            ["step", "domain"]
+        ),
     )
-    losses = sections(told)[0]
-    figures = [spec.draw(tables) for spec, tables in losses.figures]
-    assert all("<b>" not in figure.title and "%{x}" not in figure.title for figure in figures)
+    figures = [spec.draw(tables) for spec, tables in sections(run, Selection())[0].figures]
+    assert all("<b>" not in figure.caption and "%{x}" not in figure.caption for figure in figures)
 
 
-def test_a_run_without_its_parts_is_told_all_the_same(run: Run, tmp_path: Path):
-    import shutil
-
+def test_a_run_without_its_parts_is_reported_all_the_same(run: Run, tmp_path: Path):
     shutil.copytree(run.path, tmp_path / "copy")
     for part in ("scan", "trace"):
         shutil.rmtree(tmp_path / "copy" / part)
-    page = page_content([Run.load(tmp_path / "copy")])
-    assert len(page["told"]) == 4
-    assert not page["readings"]
+    alone = Run.load(tmp_path / "copy")
+    assert not alone.parts
+    page_content([alone])

@@ -27,8 +27,9 @@ from moescope.lab.study_statistics import (
     holm,
     residuals,
 )
+from moescope.lab.tables import TABLES
 from moescope.run import write_table
-from moescope.tables import TABLES, read_parquet
+from moescope.tables import read_parquet
 
 
 def runs_of(
@@ -440,8 +441,8 @@ def test_an_arm_with_two_rows_a_seed_is_refused():
 def test_the_frame_is_the_table_and_survives_the_disk(tmp_path):
     frame = compare(runs_of(BY_HAND), "ref")
     assert set(frame.columns) == set(TABLES["study_comparisons"].columns)
-    write_table("study_comparisons", frame, tmp_path / "study_comparisons.parquet")
-    back = read_parquet("study_comparisons", str(tmp_path / "study_comparisons.parquet"))
+    write_table(TABLES["study_comparisons"], frame, tmp_path / "study_comparisons.parquet")
+    back = read_parquet(str(tmp_path / "study_comparisons.parquet"))
     assert list(back["verdict"]) == list(frame["verdict"])
     assert back["degrees_of_freedom"].iloc[1] == 4
 

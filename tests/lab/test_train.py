@@ -25,6 +25,7 @@ from moescope.lab.train import bytes_on_disk, count_parameters, lock_training, s
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run
+from moescope.verb import Selection
 
 LOSSES = [
     "step",
@@ -55,14 +56,16 @@ def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(trained_run:
     assert sorted(traced.table("stability")["step_b"].unique()) == [8, 12]
 
 
-def test_references_stand_beside_the_losses(trained_run: Run):
-    told = trained_run.info["references"]
-    assert told["uniform"] == pytest.approx(
-        np.log(260)
-    )  # of all entries that an untrained model spreads over
-    assert trained_run.info["evaluations"][0]["loss"] == pytest.approx(told["uniform"], abs=0.1)
-    assert set(told["unigram"]) == {"", *trained_run.info["domains"]}
-    assert 2 < told["unigram"][""] < told["uniform"]
+def test_evaluations_have_their_baselines(trained_run: Run):
+    rows = trained_run.table("evaluations")
+    assert (rows["uniform_loss"] == np.log(260)).all()  # of all entries that an untrained model spreads over
+    assert set(rows["domain"]) == {"", *trained_run.info["domains"]}
+    assert sorted(rows["step"].unique()) == [0, 4, 8, 12]
+    total = rows[rows["domain"] == ""]
+    assert total["loss"].iloc[0] == pytest.approx(np.log(260), abs=0.1)
+    assert total["unigram_loss"].between(2, np.log(260)).all()
+    steps = trained_run.table("steps").dropna(subset="validation_loss")
+    assert steps["validation_loss"].tolist() == total["loss"].tolist()
 
 
 def test_the_room_a_training_needs_is_what_it_takes(trained_run: Run):
@@ -179,7 +182,7 @@ def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
     resumed = train(out=tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert isinstance(resumed, Run)
     assert resumed.table("steps")[LOSSES].equals(trained_run.table("steps")[LOSSES])
-    assert resumed.info["evaluations"] == trained_run.info["evaluations"]
+    assert resumed.table("evaluations").equals(trained_run.table("evaluations"))
     assert resumed.table("load").equals(trained_run.table("load"))
     last = "checkpoints/step-12/model.safetensors"
     assert (resumed.path / last).read_bytes() == (trained_run.path / last).read_bytes()
@@ -229,7 +232,7 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     assert isinstance(run, Run)
     assert (run.path / "report.html").exists()
     assert (run.path / "trace").exists() == (router != "dense")
-    assert ("keys" in run.info) == (router == "some")
+    assert ("key_map" in run.tables) == (router == "some")
     assert not [said for said in run.info["warnings"] if "one document" not in said]
     tables = {
         "dense": {"spectra"},
@@ -237,13 +240,13 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     }  # SoME's keys are router rows
     scanned = set(Run.load(run.path / "scan").tables)
     assert scanned == tables[router] if router in tables else "alignment" in scanned
-    sections = page_content([run])["told"]
-    assert ("Load balance in training" in [section["title"] for section in sections]) == (router != "dense")
+    sections = {section.anchor for section in run.verb.sections(run, Selection())}
+    assert ("load" in sections) == (router != "dense")
+    assert ("keys" in sections) == (router == "some")
     if router == "some":
-        page = (run.path / "report.html").read_text()
-        assert "How the keys organised themselves" in page
-        assert [row["metric"] for row in run.info["keys"]["metrics"]] == ["gini", "load_entropy_bits", "used"]
-        assert sum(row["experts"] for row in run.info["keys"]["histogram"]) == 4
+        metrics = set(run.table("key_metrics")["metric"])
+        assert metrics == {"gini", "load_entropy_bits", "used", "cosine"}
+        assert run.table("key_histogram")["experts"].sum() == 4
 
 
 @pytest.mark.slow
@@ -296,7 +299,7 @@ def test_a_training_that_diverges_stops_with_one_line_and_its_report_says_so(
 def test_a_training_without_a_step_on_disk_has_no_report_yet(trained_run: Run, tmp_path: Path):
     info = {**trained_run.info, "status": "running"}
     (tmp_path / "run.json").write_text(json.dumps(info))
-    with pytest.raises(BadInput, match="nothing of this training is on disk yet"):
+    with pytest.raises(BadInput, match="has not written anything yet"):
         report(tmp_path, quiet=True)
 
 
@@ -321,7 +324,7 @@ def test_counting_parameters_allocates_and_touches_nothing(tmp_path: Path, monke
         ({"preset": "huge"}, "unknown preset 'huge'"),
         ({"router": "oracle"}, "unknown router 'oracle'"),
         ({"resume": True}, "no unfinished training"),
-        ({"resume": True, "preset": "nano"}, "--resume takes everything from the run"),
+        ({"resume": True, "preset": "nano"}, "--resume takes its options from the run"),
         ({"from_": "nowhere"}, "nowhere: not a lab checkpoint"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
@@ -411,8 +414,9 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     )
     assert run.info["vocabulary_size"] < 300
     assert cut.startswith("domain text is one document")
-    assert run.info["references"]["uniform"] == pytest.approx(np.log(4096))
-    assert run.info["evaluations"][0]["loss"] == pytest.approx(np.log(4096), abs=0.2)
+    first = run.table("evaluations").iloc[0]
+    assert first["uniform_loss"] == pytest.approx(np.log(4096))
+    assert first["loss"] == pytest.approx(np.log(4096), abs=0.2)
     assert not len(run.table("alerts"))  # one expert is sure of every token
     assert not (run.path / "trace").exists()
     assert "one expert only" in scanned
@@ -424,10 +428,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     [
         (
             {"experts": 8},
-            (
-                r"\[model\] experts is 8, but .*step-12 has 4; leave it out, or train from the start "
-                r"without --from"
-            ),
+            (r"\[model\] experts is 8, but .*step-12 has 4; remove it, or train without --from"),
         ),
         ({"router": "spectra"}, r"\[model\] router is spectra, but .*step-12 has top2"),
         (
@@ -512,7 +513,7 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: R
     )
     assert isinstance(run, Run)
     assert set(run.info["domains"]) == {"a", "b"}
-    assert run.info["evaluations"][0]["loss"] < 4.5  # not that of an untrained model, 5.6
+    assert run.table("evaluations")["loss"].iloc[0] < 4.5  # not that of an untrained model, 5.6
     assert run.info["parameters_total"] == trained_run.info["parameters_total"]
 
 

@@ -11,6 +11,7 @@ import pytest
 from moescope.errors import BadInput
 from moescope.lab.train import make_part, report_is_outdated
 from moescope.run import Run, open_run
+from moescope.verbs import load_verb
 
 
 def damage(part: Path, how: str) -> None:
@@ -27,10 +28,10 @@ def damage(part: Path, how: str) -> None:
 
 def made_in(folder: Path) -> Run:
     def make(out: Path, overwrite: bool) -> Run:
-        with open_run(out, "scan", {"arguments": {"seed": 0}}, overwrite) as writer:
+        with open_run(out, load_verb("scan"), {"arguments": {"seed": 0}}, overwrite) as writer:
             return writer.finish({})
 
-    return make_part(folder, make)
+    return make_part(folder, load_verb("scan"), make)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,10 @@ from moescope.lab.training import (
     make_optimiser,
 )
 from moescope.lab.training_state import load_state
-from moescope.routing.alerts import Thresholds
 from moescope.routing.metrics import DIAGNOSTICS
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_run import Thresholds
+from moescope.verbs import load_verb
 
 LOSSES = [
     "step",
@@ -66,7 +67,7 @@ def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bi
 
     broken = tiny_training(config)
     watching = LoopMonitor(tmp_path / "run", every=4).watch(
-        broken.model, verb="train", identity={"arguments": {}}
+        broken.model, verb=load_verb("train"), identity={"arguments": {}}
     )
     with pytest.raises(Killed):
         broken.run(watching, tmp_path / "states", lambda model, step: None, killed_after_four)

@@ -15,8 +15,9 @@ from moescope.lab.batches import TokenRows
 from moescope.lab.config import DataConfig, LabConfig, TrainConfig, with_router
 from moescope.lab.corpus import Corpus, embedded_corpus
 from moescope.lab.training import Data, Training
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
+from moescope.verbs import load_verb
 
 TINY = LabConfig(
     ModelConfig(d_model=32, layers=2, heads=2, d_ff=32, experts=4, max_positions=64),
@@ -80,7 +81,7 @@ def tiny_training(config: LabConfig) -> Training:
 
 def trained(training: Training, folder: Path, **monitor: Any) -> Run:
     watching = LoopMonitor(folder / "run", every=4, **monitor).watch(
-        training.model, training.step, verb="train", identity={"arguments": {}}
+        training.model, training.step, verb=load_verb("train"), identity={"arguments": {}}
     )
     try:
         training.run(watching, folder / "states", lambda model, step: None)

@@ -12,7 +12,7 @@ from scipy.spatial.distance import pdist, squareform
 from sklearn.decomposition import PCA
 
 from moescope.plotting import maps as plane
-from moescope.plotting.maps import LAYOUTS, Cloud, kept_neighbours, plane_of_directions, principal_plane
+from moescope.plotting.maps import LAYOUTS, Cloud, plane_of_directions, preserved_neighbours, principal_plane
 
 
 def rows(n: int = 24, width: int = 50, seed: int = 0) -> np.ndarray:
@@ -80,12 +80,14 @@ def test_a_package_that_is_not_there_is_seen(monkeypatch):
 
 def test_the_share_of_neighbours_kept_is_one_for_a_faithful_map_and_luck_for_a_random_one():
     x = rows(40, 2)
-    assert kept_neighbours(Cloud.of_rows(x), x) == (1.0, 5 / 39, 5)
+    assert preserved_neighbours(Cloud.of_rows(x), x) == (1.0, 5 / 39, 5)
     generator = np.random.default_rng(3)
-    found = [kept_neighbours(Cloud.of_rows(x), generator.standard_normal((40, 2)))[0] for _ in range(200)]
+    found = [
+        preserved_neighbours(Cloud.of_rows(x), generator.standard_normal((40, 2)))[0] for _ in range(200)
+    ]
     assert np.mean(found) == pytest.approx(5 / 39, abs=0.01)
-    assert kept_neighbours(Cloud.of_rows(rows(4)), rows(4, 2))[1:] == (1 / 3, 1)
-    assert np.isnan(kept_neighbours(Cloud.of_rows(rows(2)), rows(2, 2))[0])
+    assert preserved_neighbours(Cloud.of_rows(rows(4)), rows(4, 2))[1:] == (1 / 3, 1)
+    assert np.isnan(preserved_neighbours(Cloud.of_rows(rows(2)), rows(2, 2))[0])
 
 
 def test_random_directions_leave_about_two_shares_of_many_on_two_axes():

@@ -65,5 +65,5 @@ def test_few_layers_are_named_in_a_legend_and_many_by_a_colour_bar(layers: int, 
 @pytest.mark.parametrize(("experts", "every"), [(3, 1), (10, 1), (64, None)])
 def test_experts_by_load_are_counted_in_whole_ones(experts: int, every: int | None):
     load = pd.DataFrame({"layer": 0, "expert": range(experts), "tokens": range(1, experts + 1)})
-    floors = pd.DataFrame({"layer": [0], "metric": "cv", "domain": "", "floor": 0.1})
-    assert usage_by_rank({"load": load, "routing_layers": floors}).layout["xaxis"].get("dtick") == every
+    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": 9})
+    assert usage_by_rank({"load": load, "routing_layers": rows}).layout["xaxis"].get("dtick") == every

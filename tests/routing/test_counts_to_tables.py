@@ -18,7 +18,7 @@ from moescope.routing.counts_to_tables import (
     metric_rows,
     separation_rows,
 )
-from moescope.routing.stability import jaccard_chance
+from moescope.routing.load_balance import jaccard_chance
 from moescope.routing.tally import LayerCounts, Tally
 from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens

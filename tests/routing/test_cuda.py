@@ -14,7 +14,7 @@ import torch
 
 from families.tiny_models import tiny_model
 from moescope.execution.capture import Capture
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 from moescope.routing.tally import Tally
 from moescope.types import Routing, Tokens
 from routing.tiny_training import batch, documents, load, model_of
@@ -89,7 +89,7 @@ def test_a_training_on_the_gpu_counts_what_its_experts_were_handed(tmp_path):
         if start == 0:  # so that the check of the first pass does not count
             model(**given)
             counts.clear()
-            monitor.capture.tally.moved(torch.device("cuda"))
+            monitor.capture.tally.take(torch.device("cuda"))
         model(**given).loss.backward()
         optimiser.step()
         optimiser.zero_grad()

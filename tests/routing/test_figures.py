@@ -3,34 +3,40 @@
 What they derive held to simulation and exact cases.
 """
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.figures import OVER_STEPS, ROUTING, TOGETHER
-from moescope.glossary import COLUMNS
 from moescope.plotting.maps import Cloud, principal_plane
-from moescope.plotting.style import GREY
-from moescope.routing.figures_load import (
-    fold_of,
-    load_heatmap,
-    ratio_heatmap,
-    tokens_by_layer,
-    usage_by_rank,
-    usages,
-)
-from moescope.routing.figures_maps import company, plane_by_chance, with_own_company
-from moescope.routing.figures_metrics import can_draw, values_of
-from moescope.routing.figures_separation import (
-    company_order,
-    expected_together,
+from moescope.plotting.style import GREY, ratio_heatmap, ratio_range, values_of
+from moescope.routing.figures_experts import (
+    MAPS,
+    coactivation_order,
+    coactivation_profiles,
+    expected_pairs,
+    fill_diagonal,
     lift_over_chance,
+    plane_of_noise,
     strongest_pair,
 )
-from moescope.routing.figures_steps import expected, saturation_curves, shares_by_step, usage_area
+from moescope.routing.figures_load import load_heatmap, tokens_by_layer, usage_by_rank, usages
+from moescope.routing.figures_steps import (
+    FIGURES,
+    MONITOR_FIGURES,
+    OVER_STEPS,
+    saturation_curves,
+    shares_by_step,
+    usage_area,
+)
 from moescope.routing.metrics import METRICS
 from moescope.routing.report_views import load_trace, routing_views
+from moescope.routing.tables import COLUMNS
+from moescope.tables import SHARED
+
+ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +46,7 @@ def trace(traced_run):
 
 @pytest.fixture(scope="module")
 def views(trace):
-    return routing_views([trace], {trace.run.path: "run"})
+    return routing_views(trace)
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +56,37 @@ def tables(views):
 
 def validate(figure):
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    assert figure.title
-    assert "nan" not in figure.title
-    assert set(figure.columns) <= {*COLUMNS, *METRICS}
+    assert 0 < len(figure.title.split()) <= 8, figure.title
+    assert len(figure.caption.split()) <= 36, figure.caption
+    assert "nan" not in figure.caption
+    assert set(figure.columns) <= {*COLUMNS, *METRICS, *SHARED}
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
     if figure.slider:
         assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
-        assert len(figure.slider.titles) == len(figure.slider.values)
-        assert figure.title == figure.slider.titles[figure.slider.start]
+        assert len(figure.slider.captions) == len(figure.slider.values)
+        assert figure.caption == figure.slider.captions[figure.slider.start]
 
 
 def test_a_metric_and_a_column_never_share_a_name():
-    assert not set(METRICS) & set(COLUMNS)
+    assert not set(METRICS) & {*COLUMNS, *SHARED}
 
 
 def test_every_figure_is_drawn_from_a_trace_with_domains_and_tokens(tables):
     for spec in ROUTING:
-        assert can_draw(spec, tables), spec.name
+        assert spec.can_draw(tables), spec.name
         validate(spec.draw({name: tables[name] for name in (*spec.needs, "domains")}))
 
 
 def test_every_figure_over_steps_is_drawn(trace):
     for spec in OVER_STEPS:
-        assert can_draw(spec, trace.in_main_phase())
+        assert spec.can_draw(trace.in_main_phase())
         validate(spec.draw(trace.in_main_phase()))
 
 
 def test_a_decode_view_draws_load_and_decisions_and_nothing_it_does_not_hold(views):
     decode = next(view for view in views if view.phase == "decode")
-    drawn = [spec.name for spec in ROUTING if can_draw(spec, decode.tables)]
+    drawn = [spec.name for spec in ROUTING if spec.can_draw(decode.tables)]
     for spec in ROUTING:
         if spec.name in drawn:
             validate(spec.draw(decode.tables))
@@ -94,7 +101,7 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
         "load": tables["load"].assign(domain="text", gate_weight=None).drop_duplicates(["layer", "expert"]),
         "routing_layers": rows[rows["metric"].isin(held) & (rows["domain"] == "")],
     }
-    drawn = [spec for spec in ROUTING if can_draw(spec, bare)]
+    drawn = [spec for spec in ROUTING if spec.can_draw(bare)]
     assert [spec.name for spec in drawn] == [
         "load_heatmap",
         "usage_by_expert",
@@ -109,7 +116,7 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
         validate(spec.draw(bare))
 
 
-def test_a_line_draws_the_tables_numbers_with_floor_and_collapse_in_grey(tables):
+def test_a_line_draws_the_tables_numbers_with_chance_and_collapse_in_grey(tables):
     figure = next(spec for spec in ROUTING if spec.name == "cv_by_layer").draw(tables)
     rows = values_of(tables, "cv")
     np.testing.assert_array_equal(figure.data[0]["y"], rows["value"])
@@ -119,9 +126,9 @@ def test_a_line_draws_the_tables_numbers_with_floor_and_collapse_in_grey(tables)
     np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])
 
 
-def test_the_number_of_tokens_is_read_back_from_the_floor(tables, traced_run):
-    read = sum(traced_run.info["coverage"][1]["tokens"].values())
-    assert tokens_by_layer(tables) == pytest.approx(dict.fromkeys(range(3), read))
+def test_the_number_of_tokens_is_a_column(tables, traced_run):
+    tokens = sum(traced_run.info["coverage"][1]["tokens"].values())
+    assert tokens_by_layer(tables).to_dict() == dict.fromkeys(range(3), tokens)
 
 
 def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routing():
@@ -134,32 +141,22 @@ def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routi
         ]
     )
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(n), "tokens": counts[0]})
-    chance = np.sqrt((n - k) / (tokens * k))
-    rows = pd.DataFrame(
-        {"layer": [0], "metric": "cv", "domain": "", "value": [0.1], "chance": [chance], "collapse": [1.0]}
-    )
+    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": tokens})
     (usage,) = usages({"load": load, "routing_layers": rows})
     assert usage.even == tokens * k / n
     assert usage.stray == pytest.approx(2 * counts.std(), rel=0.06)
 
 
 def pair_rows(chosen: np.ndarray, k: int) -> pd.DataFrame:
-    """One layer's rows of the coactivation table, from tokens x experts of 0 and 1."""
+    """One layer's pairs, from a matrix tokens x experts of 0 and 1."""
     tokens, n = chosen.shape
     both, loads = chosen.T @ chosen, chosen.sum(axis=0)
     a, b = np.nonzero(~np.eye(n, dtype=bool))
     lift = tokens * both[a, b] / (loads[a] * loads[b])
     chance = n * (k - 1) / (k * (n - 1))
-    return pd.DataFrame(
-        {
-            "expert_a": a,
-            "expert_b": b,
-            "tokens": both[a, b],
-            "share_of_a": both[a, b] / loads[a],
-            "lift": lift,
-            "chance_lift": chance,
-        }
-    )
+    counts = {"tokens": both[a, b], "tokens_a": loads[a], "tokens_b": loads[b], "layer_tokens": tokens}
+    pairs = {"expert_a": a, "expert_b": b, "lift": lift, "chance_lift": chance}
+    return expected_pairs(pd.DataFrame({**pairs, **counts}))
 
 
 def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) -> np.ndarray:
@@ -173,9 +170,9 @@ def test_expected_pairs_and_their_largest_are_those_of_random_routing():
     generator = np.random.default_rng(1)
     runs = [pair_rows(random_choices(generator, 3000, 10, 3), 3) for _ in range(40)]
     counts = np.mean([rows["tokens"] for rows in runs], axis=0)
-    np.testing.assert_allclose(np.mean([expected_together(rows) for rows in runs], axis=0), counts, rtol=0.04)
+    np.testing.assert_allclose(np.mean([rows["expected"] for rows in runs], axis=0), counts, rtol=0.04)
     found = [strongest_pair(rows) for rows in runs]
-    assert np.mean([pair.by_chance for pair in found]) - 1 == pytest.approx(
+    assert np.mean([pair.at_chance for pair in found]) - 1 == pytest.approx(
         np.mean([pair.over for pair in found]) - 1, rel=0.2
     )
 
@@ -199,10 +196,10 @@ def twins(n=8):
     return over
 
 
-def test_experts_of_one_company_stand_together_and_come_out_alike_on_the_map():
-    order = company_order(twins())
+def test_co_activated_experts_are_adjacent_and_near_on_the_map():
+    order = coactivation_order(twins())
     assert abs(order.index(2) - order.index(5)) == 1
-    at, _ = principal_plane(Cloud.of_rows(company(twins())))
+    at, _ = principal_plane(Cloud.of_rows(coactivation_profiles(twins())))
     distance = np.linalg.norm(at[:, None] - at[None], axis=-1)
     assert distance[2, 5] == pytest.approx(0, abs=1e-7)
     assert distance[2, 0] > 1
@@ -219,12 +216,12 @@ def test_the_plane_is_that_of_the_covariances_leading_eigenvectors():
 def test_noise_leaves_the_stated_share_on_two_axes():
     generator = np.random.default_rng(3)
     noise = generator.normal(size=(30, 16, 16))
-    again = [principal_plane(Cloud.of_rows(with_own_company(matrix + matrix.T)))[1].sum() for matrix in noise]
-    assert plane_by_chance(16) == pytest.approx(np.mean(again), abs=0.03)
+    again = [principal_plane(Cloud.of_rows(fill_diagonal(matrix + matrix.T)))[1].sum() for matrix in noise]
+    assert plane_of_noise(16) == pytest.approx(np.mean(again), abs=0.03)
 
 
 def test_the_lift_matrix_is_the_tables(tables):
-    pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
+    pairs = expected_pairs(tables["coactivation"][tables["coactivation"]["layer"] == 1])
     matrix = lift_over_chance(pairs)
     row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
     assert matrix.loc[2, 0] == row["lift"] / row["chance_lift"]
@@ -240,10 +237,10 @@ def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
     assert trace["colorbar"]["ticktext"][-1] == "≥ 4"
     spread = np.linspace(1, 1.5, 100)
     assert [
-        fold_of([spread]),
-        fold_of([spread**2]),
-        fold_of([1 / spread**6]),
-        fold_of([np.array([np.nan])]),
+        ratio_range([spread]),
+        ratio_range([spread**2]),
+        ratio_range([1 / spread**6]),
+        ratio_range([np.array([np.nan])]),
     ] == [
         2,
         4,
@@ -254,16 +251,11 @@ def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
 
 def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
     load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(4), "tokens": [90, 10, 0, 0]})
-    rows = pd.DataFrame(
-        {"layer": [0], "metric": "cv", "domain": "", "value": [1.2], "chance": [0.17], "collapse": [1.7]}
-    )
+    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": 100})
     found = {"load": load, "routing_layers": rows}
-    assert "unused experts in layer 0" in load_heatmap(found).title
+    assert "unused experts in layer 0" in load_heatmap(found).caption
     figure = usage_by_rank(found)
-    assert figure.title == (
-        "Half of the load goes to 1 of 4 experts (layer 0) at least; even loads would need 2. 2 "
-        "experts got no token"
-    )
+    assert re.findall(r"\d+", figure.caption) == ["1", "4", "0", "2", "2"]
     assert np.isnan(figure.data[0]["y"][2:]).all()
 
 
@@ -296,10 +288,8 @@ def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_cha
             "layer": layer,
             "step_a": step,
             "step_b": 3,
-            "routing_consistency": o,
-            "routing_consistency_corrected": (o - 0.5) / 0.5,
-            "top1_agreement": one,
-            "top1_corrected": (one - 0.25) / 0.75,
+            "routing_consistency_chance": 0.5,
+            "top1_chance": 0.25,
             "saturation_topk": o,
             "saturation_top1": one,
         }
@@ -308,19 +298,14 @@ def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_cha
     figure = saturation_curves({"stability": pd.DataFrame(rows)})
     drawn = {trace["name"]: trace["y"] for trace in figure.data}
     np.testing.assert_allclose(drawn["layer 0"], [0.6, 0.8])
-    np.testing.assert_allclose(drawn["usages alone"], [0.5, 0.5])
-    np.testing.assert_allclose(drawn["first choices, mean"], [0.4, 0.7])
-    np.testing.assert_allclose(drawn["their usages alone"], [0.25, 0.25])
-    assert figure.title.endswith(
-        "usages alone give 0.5, and first choices agree for 40 %, 25 % by their usages alone"
-    )
+    np.testing.assert_allclose(drawn["top-k, usage alone"], [0.5, 0.5])
+    np.testing.assert_allclose(drawn["top-1, mean"], [0.4, 0.7])
+    np.testing.assert_allclose(drawn["top-1, usage alone"], [0.25, 0.25])
+    assert figure.caption.endswith("(usage alone: 0.5); top-1 40 % (usage alone: 25 %).")
 
 
-def test_chance_is_taken_back_out_of_the_corrected_value():
-    o, e = pd.Series([0.7, 0.4]), pd.Series([0.3, 0.25])
-    np.testing.assert_allclose(expected(o, (o - e) / (1 - e)), e)
-
-
-def test_figure_names_are_unique():
-    names = [spec.name for spec in (*ROUTING, *OVER_STEPS, *TOGETHER)]
-    assert len(names) == len(set(names)) == 24 + 8 + 3
+def test_figures_have_unique_names_and_a_description():
+    specs = [*FIGURES, *MONITOR_FIGURES]
+    names = [spec.name for spec in specs]
+    assert len(names) == len(set(names))
+    assert all(spec.draw.__doc__.splitlines()[0].endswith(".") for spec in specs)

@@ -19,9 +19,9 @@ from torch import nn
 
 import moescope
 from moescope.errors import BadInput
-from moescope.routing.alerts import Thresholds
 from moescope.routing.metrics import METRICS
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor_run import Thresholds
 from moescope.run import Run
 from routing.tiny_training import batch, documents, handed_out, load, model_of
 
@@ -352,7 +352,7 @@ def test_tables_that_cannot_be_made_are_said_and_training_goes_on(tmp_path, monk
     model = model_of()
     monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
     with monkeypatch.context() as broken:
-        broken.setattr("moescope.routing.monitor_loop.window_tables", cannot)
+        broken.setattr("moescope.routing.monitor.window_tables", cannot)
         loop(model, monitor, steps=2)
     loop(model, monitor, first=2, steps=6)
     lost = "tables could not be written and are lost: ValueError: a table that nobody thought of"
@@ -370,7 +370,7 @@ def test_tables_lost_at_the_very_end_are_said_too(tmp_path, monkeypatch, caplog)
 
     model = model_of()
     monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
-    monkeypatch.setattr("moescope.routing.monitor_loop.window_tables", cannot)
+    monkeypatch.setattr("moescope.routing.monitor.window_tables", cannot)
     loop(model, monitor, steps=2)
     monitor.stop()
     assert "ValueError: a table that nobody thought of" in caplog.text
@@ -390,7 +390,7 @@ def test_a_monitor_thrown_away_by_its_own_writing_thread_leaves_an_interrupted_r
         ({"every": 0}, "every 0: must be a whole number from 1"),
         ({"every": 1.5}, "every 1.5: must be a whole number from 1"),
         ({"gradients_every": -1}, "gradients_every -1: must be a whole number from 0"),
-        ({"scan_every": 5}, "scan_every 5: no scan function given; use moescope.Monitor"),
+        ({"scan_every": 5}, "scan_every 5: .*moescope.scan_model"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pandas as pd
 import pytest
 import torch
@@ -23,8 +25,6 @@ def test_the_public_monitor_takes_thresholds_by_name():
     }
     with pytest.raises(BadInput, match="max_load -1"):
         moescope.Monitor(max_load=-1)
-    with pytest.raises(BadInput, match="unknown matrix 'gates'"):
-        moescope.Monitor(scan_matrix="gates")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -32,8 +32,7 @@ def test_tables_of_a_scan_in_training_are_those_of_the_checkpoint_saved_then(tmp
     model = model_of(kind)
     settings = {
         "scan_every": 2,
-        "scan_matrix": "gate,down",
-        "scan_router": "raw,centered",
+        "scan": partial(moescope.scan_model, matrix="gate,down", router="raw,centered"),
         "gradients_every": 0,
     }
     monitor = moescope.Monitor(tmp_path / "run", every=4, **settings).watch(model)

@@ -1,4 +1,4 @@
-"""The report of a training that was only watched: what its tables hold, finished or not."""
+"""The report of a monitored training: what its tables hold, finished or not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from decoder.tiny_lab import text, tiny, train_step
 from moescope.decoder.model import LabModel
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
-from moescope.routing.monitor_loop import LoopMonitor
-from moescope.routing.report_monitor import WATCHED
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.report_monitor import MONITOR
 from moescope.run import Run
+from moescope.verb import Selection
 from routing.tiny_training import batch, documents, model_of
 
 
@@ -26,19 +27,18 @@ def train(folder, steps: int) -> LoopMonitor:
     return monitor
 
 
-def test_a_watched_training_is_drawn_over_its_steps_finished_or_not(tmp_path):
+def test_a_monitored_training_is_drawn_over_its_steps_finished_or_not(tmp_path):
     train(tmp_path / "done", 6).close()
     train(tmp_path / "stopped", 6).stop()
     for name, told in (("done", False), ("stopped", True)):
         run = Run.load(tmp_path / name)
-        load, routers = WATCHED.sections(run)
+        load, routers = MONITOR.sections(run, Selection())
         assert {"cv_by_step", "routing_entropy_by_step"} <= {spec.name for spec, _ in load.figures}
         assert [spec.name for spec, _ in routers.figures] == ["router_gradient_by_step"]
         page = report(run.path, out=tmp_path / f"{name}.html").read_text()
-        assert "Load balance in training" in page
-        assert "random routing:" in page
+        assert "Load balance at the end of training: worst in layer" in page
         assert "3 MoE layers of 4 experts, monitored in training, up to step 6" in page
-        assert ("this training is interrupted" in page) == told
+        assert ("This training is interrupted" in page) == told
 
 
 def lab_run(router: str, folder: Path, **options: object) -> Run:
@@ -65,34 +65,36 @@ def lab_run(router: str, folder: Path, **options: object) -> Run:
             {"key strength 1 (1 before the decay)", "weakened keys 0 (0 "},
         ),
         ("loss_free", {"bias_spread"}, set()),
-        ("expert_choice", {"tokens_without_expert", "experts_per_token_spread"}, {"experts a token 2.5"}),
+        ("expert_choice", {"tokens_without_expert", "experts_per_token_spread"}, {"experts per token 2.5"}),
         ("top2", None, set()),
     ],
 )
-def test_what_a_router_says_of_itself_is_drawn_where_it_moves_and_told_where_it_does_not(
+def test_router_diagnostics_that_vary_are_drawn_and_constant_ones_are_a_sentence(
     tmp_path, router, drawn, told
 ):
     run = lab_run(router, tmp_path / "run")
-    diagnostics = [section for section in WATCHED.sections(run) if section.anchor == "diagnostics"]
+    diagnostics = [
+        section for section in MONITOR.sections(run, Selection()) if section.anchor == "diagnostics"
+    ]
     if drawn is None:
         assert diagnostics == []
         return
     assert {spec.name for spec, _ in diagnostics[0].figures} == {f"{name}_by_step" for name in drawn}
-    assert all(words in diagnostics[0].words for words in told)
-    assert ("Constant at their reference" in diagnostics[0].words) == bool(told)
+    assert all(words in diagnostics[0].text for words in told)
+    assert ("not drawn" in diagnostics[0].text) == bool(told)
     page = report(run.path, out=tmp_path / "report.html").read_text()
     for spec, tables in diagnostics[0].figures:
         figure = spec.draw(tables)
-        assert figure.title.split(";")[0] in page
-        assert not [term for term in figure.columns if f'id="g-{term}"' not in page]
+        assert figure.caption.split(";")[0] in page
+        assert all(f'id="g-{term}"' in page for term in figure.columns)
 
 
 def test_a_router_built_to_be_sure_is_said_to_raise_no_alert_about_it(tmp_path):
-    load = WATCHED.sections(lab_run("spectra", tmp_path / "sure"))[0]
-    assert "low routing entropy in layers 0 to 2 raises no alert" in load.words
+    load = MONITOR.sections(lab_run("spectra", tmp_path / "sure"), Selection())[0]
+    assert "low routing entropy in layers 0 to 2 raises no alert" in load.text
     assert "dropped_by_step" in {spec.name for spec, _ in load.figures}, "the quota turned some away"
-    load = WATCHED.sections(lab_run("spectra", tmp_path / "plain", plain=True))[0]
-    assert "raises no alert" not in load.words
+    load = MONITOR.sections(lab_run("spectra", tmp_path / "plain", plain=True), Selection())[0]
+    assert "raises no alert" not in load.text
     assert "dropped_by_step" not in {spec.name for spec, _ in load.figures}
 
 

@@ -15,22 +15,22 @@ from typer.testing import CliRunner
 
 from moescope import cli
 from moescope.reporting.verb import report
-from moescope.routing.report_findings import step_findings
-from moescope.routing.report_summary import trace_findings, trace_summary, which_findings
+from moescope.routing.report import step_findings, summary, trace_findings, which_findings
 from moescope.routing.report_views import load_trace
+from moescope.run import Run
 
 
 def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
-    cli.show_run(traced_run, as_json=False, quiet=False)
+    cli.show(None, traced_run, as_json=False, quiet=False)
     printed = capsys.readouterr().out
-    cli.show_run(traced_run, as_json=True, quiet=False)
+    cli.show(None, traced_run, as_json=True, quiet=False)
     facts = json.loads(capsys.readouterr().out)
     page = html.unescape(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(facts["findings"]) > 6
-    for sentence in facts["findings"][1:]:
+    for sentence in facts["findings"]:
         assert f"- {sentence}\n" in printed
         assert f"<li>{sentence}</li>" in page
-    assert facts["findings"][0] == "Findings of step 200, the last of 100 and 200; prefill:"
+    assert any("step 200, the last of 100 and 200; prefill" in line for line in facts["coverage"])
     assert "step 200, the last of 100 and 200; prefill" in page
 
 
@@ -40,8 +40,8 @@ def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_
     means = rows.groupby("step")["value"].mean()
     told = re.fullmatch(
         (
-            r"From step 100 to step 200 the load's cv, mean over layers, goes from ([\d.]+) to "
-            r"([\d.]+); ([\d.]+) for random routing\."
+            r"Load balance from step 100 to step 200: mean CV ([\d.]+) to ([\d.]+) "
+            r"\(random routing: ([\d.]+)\)\."
         ),
         load,
     )
@@ -49,8 +49,8 @@ def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_
     stability = traced_run.table("stability")
     told = re.fullmatch(
         (
-            r"Between steps 100 and 200 tokens keep ([\d.]+) % of their experts, ([\d.]+) beyond "
-            r"chance \(0\), least in layer (\d) \(([\d.]+)\)\."
+            r"Routing consistency between steps 100 and 200: ([\d.]+) % of the experts, ([\d.]+) beyond "
+            r"chance \(0\), lowest in layer (\d) \(([\d.]+)\)\."
         ),
         kept,
     )
@@ -82,10 +82,8 @@ def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence
     )
     three = type(trace)(trace.run, tables)
     sentence = step_findings(three)[1]
-    assert sentence.startswith(
-        "Between steps 100 and 300 tokens keep 40 % of their experts, 0.2 beyond chance (0)"
-    )
-    assert sentence.endswith("; between steps 200 and 300 75 %, 0.375 beyond chance.")
+    assert "between steps 100 and 300: 40 % of the experts, 0.2 beyond chance (0)" in sentence
+    assert sentence.endswith("; between steps 200 and 300: 75 % of the experts, 0.375 beyond chance.")
     assert which_findings(three) == "step 300, the last of 100, 200 and 300; prefill"
     one = type(trace)(
         trace.run,
@@ -105,7 +103,17 @@ def test_a_single_step_needs_no_words_about_which(tmp_path):
         cli.app, ["trace", str(model), "--text", str(text), "--out", str(tmp_path / "run"), "--json"]
     )
     facts = json.loads(done.stdout)
-    assert facts["findings"][0].startswith("Load is most uneven in layer")
-    from moescope.run import Run
+    assert facts["findings"][0].startswith("Load balance: worst in layer")
+    assert facts["findings"] == summary(Run.load(tmp_path / "run")).findings
+    assert not any("the last of" in line for line in facts["coverage"])
 
-    assert facts == json.loads(json.dumps(trace_summary(Run.load(tmp_path / "run"))))
+
+def test_key_numbers_are_the_worst_layers_with_their_chance_levels(traced_run):
+    keys = {key.name: key for key in summary(traced_run).key_numbers}
+    rows = traced_run.table("routing_layers").query("step == 200 and phase == 'prefill' and domain == ''")
+    cv = rows[rows["metric"] == "cv"]
+    top = cv.loc[cv["value"].idxmax()]
+    assert (keys["Worst load CV"].value, keys["Worst load CV"].chance) == (top["value"], top["chance"])
+    entropy = rows[rows["metric"] == "routing_entropy"]
+    assert keys["Mean routing entropy"].value == entropy["value"].mean()
+    assert 3 <= len(keys) <= 6

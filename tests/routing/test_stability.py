@@ -10,11 +10,10 @@ import itertools
 import numpy as np
 import pytest
 
-from moescope.routing.load_balance import random_loads
+from moescope.routing.load_balance import jaccard_chance, random_loads
 from moescope.routing.stability import (
     corrected,
     expected_consistency,
-    jaccard_chance,
     rank_correlation,
     routing_consistency,
     tau_is_noise,

@@ -117,7 +117,7 @@ class Files(Protocol):
         """Return a copy of a tensor or of a part of its first axis; nothing else of the file is read."""
 
     def release(self) -> None:
-        """Close what is kept open between reads. Called after each layer."""
+        """Close what stays open between reads. Called after each layer."""
 
 
 def safetensors_headers(path: Path, header: bytes) -> dict[str, StoredTensor]:

@@ -1,114 +1,140 @@
-"""The text behind a plan: one part calibrates, the other is held out to judge by.
-
-And what calibrating found, as a file.
-"""
+"""Calibration text, of which a part is held out, and the results of calibration as a file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moescope.compression.loading import load_to_compress
+from moescope.compression.calibration import (
+    Gating,
+    LayerStates,
+    StateSample,
+    SumCollector,
+    Sums,
+    add_sums,
+    calibrate,
+    find_gating,
+    load_sums,
+    save_sums,
+    states_from_arrays,
+    states_to_arrays,
+)
+from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
+from moescope.execution.adapters import find_blocks
+from moescope.execution.collect import Collected
+from moescope.execution.documents import Document, fingerprint, read_documents
+from moescope.execution.lab_models import load_any_model
+from moescope.execution.models import TracedModel
+from moescope.execution.scoring import Scoring
 from moescope.execution.texts import ReadSettings, Source
+from moescope.families import MoeCheckpoint
+from moescope.statistics import FEWEST_DOCUMENTS
 
-if TYPE_CHECKING:
-    from moescope.compression.calibration import SumCollector, Sums
-    from moescope.compression.rerouting import Gating
-    from moescope.compression.states import LayerStates
-    from moescope.execution.collect import Collected
-    from moescope.execution.documents import Document
-    from moescope.execution.models import TracedModel
-    from moescope.families import MoeCheckpoint
-
-HELD_OUT = {
-    "documents": "one document in five, by content",
-    "tails": "the last fifth of every document: the text has too few documents to part them",
-    "none": "nothing",
-}
+ONE_IN = 5  # documents: one is held out, the others calibrate
+JUDGED_TOKENS = 32_768
+CALIBRATION_FILE = "calibration.safetensors"
 
 
 @dataclass
-class TextReader:
-    """A model and a text: the model is loaded when first needed and can be let go of."""
+class CalibrationText:
+    """A model and the documents it reads; the model is loaded when first needed and can be released."""
 
     model: str
-    reading: list[Source]
-    settings: ReadSettings
+    sources: list[Source]
     device: str
     hold_out: bool
+    settings: ReadSettings
     loaded: TracedModel | None = field(default=None, repr=False)
-    way: str | None = None  # how the text was parted: a word of HELD_OUT
+    split: str | None = None
 
     @property
     def traced(self) -> TracedModel:
         if self.loaded is None:
-            self.loaded = load_to_compress(self.model, self.settings.dtype, self.device)
+            self.loaded = self.load(self.model)
             if self.settings.chat_template and not getattr(self.loaded.tokenizer, "chat_template", None):
-                raise BadInput(f"{self.model}: its tokenizer has no chat template; leave --chat-template out")
+                raise BadInput(f"{self.model}: its tokenizer has no chat template; omit --chat-template")
         return self.loaded
 
-    def let_go(self) -> None:
-        """Free the model's memory: the compressed one comes next."""
-        import gc
+    def load(self, model: str) -> TracedModel:
+        return load_any_model(model, self.settings.dtype, self.device, prefer_transformers=True)
 
+    def release(self) -> None:
+        """Free the model's memory: the compressed one comes next."""
         self.loaded = None
         gc.collect()
 
-    def split(self) -> str:
-        """How the text is parted.
-
-        By document, or, where that leaves nothing on one side, each document in two.
-        """
-        if self.way is None:
-            from moescope.compression.judging import is_held_out
-
-            sides: set[bool] = set()
-            for document in self.everything() if self.hold_out else ():
-                sides.add(is_held_out(document))
-                if len(sides) == 2:  # a long text need not be read to its end for this
+    def find_split(self) -> str:
+        """How text is held out: "documents", "tails" if that leaves one part empty, or "none"."""
+        if self.split is None:
+            parts: set[bool] = set()
+            for document in self.documents() if self.hold_out else ():
+                parts.add(is_held_out(document))
+                if len(parts) == 2:  # a long text need not be read to its end
                     break
-            if self.hold_out and not sides:
+            if self.hold_out and not parts:
                 raise BadInput("the text holds no token; give a longer one")
-            self.way = "none" if not self.hold_out else "documents" if len(sides) == 2 else "tails"
-        return self.way
+            self.split = "none" if not self.hold_out else "documents" if len(parts) == 2 else "tails"
+        return self.split
 
-    def everything(self) -> Iterator[Document]:
-        from moescope.execution.documents import read_documents
-
+    def documents(self) -> Iterator[Document]:
         settings = self.settings
-        return read_documents(self.traced, self.reading, settings.max_tokens, settings.chat_template)
+        return read_documents(self.traced, self.sources, settings.max_tokens, settings.chat_template)
 
-    def calibrating(self) -> Iterator[Document]:
-        from moescope.compression.judging import halves, is_held_out
-
-        way = self.split()
-        for document in self.everything():
-            part = halves(document)[0] if way == "tails" else document
-            if len(part.ids) and not (way == "documents" and is_held_out(document)):
+    def calibration_documents(self) -> Iterator[Document]:
+        split = self.find_split()
+        for document in self.documents():
+            part = split_document(document)[0] if split == "tails" else document
+            if len(part.ids) and not (split == "documents" and is_held_out(document)):
                 yield part
 
-    def judging(self) -> list[Document]:
-        from moescope.compression.judging import halves, is_held_out, judged_part
-
-        way = self.split()
-        if way == "tails":
-            return judged_part(halves(document)[1] for document in self.everything())
-        return judged_part(
-            document for document in self.everything() if way == "none" or is_held_out(document)
+    def held_out_documents(self) -> list[Document]:
+        split = self.find_split()
+        if split == "tails":
+            return first_tokens(split_document(document)[1] for document in self.documents())
+        return first_tokens(
+            document for document in self.documents() if split == "none" or is_held_out(document)
         )
 
-    def calibrate(self, collectors: Sequence[SumCollector], advance: Callable[[int], None]) -> Collected:
-        from moescope.compression.calibration import calibrate
+    def calibrate(
+        self, collectors: Sequence[SumCollector], advance: Callable[[int], None] = lambda tokens: None
+    ) -> Collected:
+        return calibrate(
+            self.traced, self.calibration_documents(), collectors, self.settings.batch_size, advance
+        )
 
-        return calibrate(self.traced, self.calibrating(), collectors, self.settings.batch_size, advance)
+
+def is_held_out(document: Document) -> bool:
+    """One document in five, by its content: the same ones in every run over the same text."""
+    return (fingerprint(document.ids) >> 16) % ONE_IN == 0
+
+
+def split_document(document: Document) -> tuple[Document, Document]:
+    """The first four fifths and the rest of a document: for a text of one document."""
+    cut = len(document.ids) - max(1, len(document.ids) // ONE_IN)
+    return (
+        Document(document.number, document.domain, document.ids[:cut]),
+        Document(document.number, document.domain, document.ids[cut:]),
+    )
+
+
+def first_tokens(documents: Iterable[Document], most: int = JUDGED_TOKENS) -> list[Document]:
+    """The first documents up to so many tokens in total; the last is cut."""
+    parts: list[Document] = []
+    for document in documents:
+        if most <= 0:
+            break
+        parts.append(Document(document.number, document.domain, document.ids[:most]))
+        most -= len(document.ids)
+    return parts
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one pass over the calibrating text left behind."""
+    """The results of one pass over the calibration text."""
 
     sums: Sums
     states: dict[int, LayerStates]
@@ -116,7 +142,7 @@ class Calibration:
     documents: int
     tokens: int
     held_out: str
-    asked: tuple[int, ...] = ()  # layers whose own router tells what it would do with other experts
+    callable_routers: tuple[int, ...] = ()  # layers whose own router can be called with other tensors
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -126,104 +152,88 @@ class Calibration:
         }
 
     def warnings(self, documents: int) -> list[str]:
-        """What to say of it, where so many documents calibrate in all."""
-        from moescope.statistics import FEWEST_DOCUMENTS
-
-        found = []
+        """Warnings, given the number of calibration documents including those of added runs."""
+        warnings = []
         if self.held_out == "tails":
-            found.append(f"held out is {HELD_OUT['tails']}")
+            warnings.append(
+                "too few documents to hold some out: the last fifth of every document is held out"
+            )
         if documents < FEWEST_DOCUMENTS:
-            found.append(
-                f"no intervals of ranks: {FEWEST_DOCUMENTS} documents to calibrate on are "
-                f"needed, {documents} given"
+            warnings.append(
+                f"no rank intervals: they need {FEWEST_DOCUMENTS} calibration documents, not {documents}"
             )
-        strange = [
-            layer for layer, gating in self.gating.items() if not gating.explains and layer not in self.asked
+        unknown = [
+            str(layer)
+            for layer, gating in self.gating.items()
+            if not gating.explains and layer not in self.callable_routers
         ]
-        if strange:
-            found.append(
-                f"no predicted damage in layers {', '.join(map(str, strange))}: the way of "
-                "choosing was not recognised"
-            )
-        return found
+        if unknown:
+            warnings.append(f"no predicted damage in layers {', '.join(unknown)}: gating was not recognised")
+        return warnings
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """The sums an earlier run left, of another text."""
+class EarlierSums:
+    """The sums of an earlier run on another text."""
 
-    mark: list[Any]
+    file_identity: list[Any]
     sums: Sums = field(repr=False)
     documents: int
     tokens: int
     held_out: str
 
 
-def read_earlier(place: Path, moe: MoeCheckpoint) -> Earlier:
-    """The sums of a run folder or of its calibration.safetensors; refuses those of another checkpoint."""
-    from moescope.compression.calibration import load_sums
-
-    file = place / "calibration.safetensors" if place.is_dir() else place
+def load_earlier_sums(location: Path, moe: MoeCheckpoint) -> EarlierSums:
+    """The sums of a run folder or of its calibration.safetensors; raises for those of another checkpoint."""
+    file = location / CALIBRATION_FILE if location.is_dir() else location
     if not file.is_file():
         raise BadInput(
-            f"{place}: no calibration.safetensors in it; give the folder of a `moescope "
-            "compress` run on a text"
+            f"{location}: no {CALIBRATION_FILE}; give the folder of a `moescope compress` run on a text"
         )
     sums, facts = load_sums(file)
-    said: Any = facts
-    if said.get("header_hash") != moe.checkpoint.header_hash():
-        raise BadInput(
-            f"{file}: calibrated for another checkpoint, or its files were changed since; calibrate anew"
-        )
+    if facts.get("header_hash") != moe.checkpoint.header_hash():
+        raise BadInput(f"{file}: from another checkpoint, or its files changed since; calibrate again")
     status = file.stat()
-    mark = [str(file.resolve()), status.st_size, status.st_mtime_ns]
-    return Earlier(mark, sums, said["calibration_documents"], said["calibration_tokens"], said["held_out"])
+    identity = [str(file.resolve()), status.st_size, status.st_mtime_ns]
+    counts: Any = (facts["calibration_documents"], facts["calibration_tokens"], facts["held_out"])
+    return EarlierSums(identity, sums, *counts)
 
 
-def all_sums(calibration: Calibration | None, earlier: Sequence[Earlier]) -> Sums:
-    """This text's sums and those of earlier ones, of the quantities that this run goes by."""
-    from moescope.compression.calibration import added
-
+def all_sums(calibration: Calibration | None, earlier: Sequence[EarlierSums]) -> Sums:
+    """The sums of this text and of earlier ones, of the quantities that this run needs."""
     parts = [*([] if calibration is None else [calibration.sums]), *(run.sums for run in earlier)]
     if not parts:
         return {}
     total = parts[0]
     for part in parts[1:]:
-        total = added(total, {name: part[name] for name in total if name in part})
+        total = add_sums(total, {name: part[name] for name in total if name in part})
     return total
 
 
 def calibrate_text(
-    reader: TextReader,
+    text: CalibrationText,
     moe: MoeCheckpoint,
     collectors: Sequence[SumCollector],
     seed: int,
     file: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """One pass over the calibrating text; sums, states and the way of choosing go into one file."""
-    from moescope.compression.calibration import save_sums
-    from moescope.compression.saliency import RoutedSums
-    from moescope.compression.states import StateSample, as_arrays
-    from moescope.execution.adapters import find_blocks
-
-    layers = {block.layer: block.n_experts for block in find_blocks(reader.traced.model)}
+    """Read the calibration text once and save sums, states and scoring to one file."""
+    layers = {block.layer: block.n_experts for block in find_blocks(text.traced.model)}
     on_disk = {layer: weights.n_experts for layer, weights in moe.layers.items()}
     if layers != on_disk:
         raise BadInput(
-            f"{reader.model}: the model runs MoE layers {sorted(layers)}, the checkpoint holds "
-            f"{sorted(on_disk)}; "
-            "this model cannot be calibrated"
+            f"{text.model}: the running model has MoE layers {sorted(layers)}, the checkpoint "
+            f"{sorted(on_disk)}; this model cannot be calibrated"
         )
     sample = StateSample(seed, layers=len(layers))
-    gathered = [RoutedSums(), *collectors, sample]
-    found = reader.calibrate(gathered, advance)
-    if not found.tokens:
+    all_collectors = [RoutedSums(), *collectors, sample]
+    calibrated = text.calibrate(all_collectors, advance)
+    if not calibrated.tokens:
         raise BadInput("the text leaves no token to calibrate on; give a longer one")
-    sums = {name: tensor for collector in gathered for name, tensor in collector.sums().items()}
-    scoring = {}
-    biases = {}
-    for layer, block in found.blocks.items():
+    sums = {name: tensor for collector in all_collectors for name, tensor in collector.sums().items()}
+    scoring, biases = {}, {}
+    for layer, block in calibrated.blocks.items():
         how = block.scoring
         if how is None:  # a router without logits, such as a table of token ids
             continue
@@ -235,38 +245,32 @@ def calibrate_text(
         }
         if how.bias_E is not None:
             biases[f"layer.{layer}.choice_bias_E"] = how.bias_E
-    asked = [layer for layer, block in found.blocks.items() if block.with_router is not None]
     facts = {
-        "documents": found.documents,
-        "tokens": found.tokens,
-        "held_out": reader.split(),
+        "documents": calibrated.documents,
+        "tokens": calibrated.tokens,
+        "held_out": text.find_split(),
         "scoring": scoring,
-        "asked": asked,
+        "asked": [layer for layer, block in calibrated.blocks.items() if block.with_router is not None],
     }
-    save_sums(file, sums | as_arrays(sample.states()) | biases, facts)
+    save_sums(file, sums | states_to_arrays(sample.states) | biases, facts)
 
 
 def load_calibration(file: Path) -> Calibration:
-    from moescope.compression.calibration import load_sums
-    from moescope.compression.rerouting import find_gating
-    from moescope.compression.states import from_arrays
-    from moescope.execution.scoring import Scoring
-
-    arrays, facts = load_sums(file)
-    said: Any = facts
-    states = from_arrays(arrays)
+    arrays, contents = load_sums(file)
+    facts: Any = contents
+    states = states_from_arrays(arrays)
     gating = {}
-    for layer, own in states.items():
-        how = said["scoring"].get(str(layer))
-        if how is None:
-            continue
-        bias_E = arrays.get(f"layer.{layer}.choice_bias_E")
-        scoring = Scoring(how["function"], bias_E, tuple(how["groups"]), how["group_score"], how["explains"])
-        gating[layer] = find_gating(own, scoring)
+    for layer, sample in states.items():
+        how = facts["scoring"].get(str(layer))
+        if how is not None:
+            bias_E = arrays.get(f"layer.{layer}.choice_bias_E")
+            groups = tuple(how["groups"])
+            scoring = Scoring(how["function"], bias_E, groups, how["group_score"], how["explains"])
+            gating[layer] = find_gating(sample, scoring)
     sums = {
         name: tensor
         for name, tensor in arrays.items()
         if ".states." not in name and "choice_bias" not in name
     }
-    asked = tuple(said.get("asked", ()))
-    return Calibration(sums, states, gating, said["documents"], said["tokens"], said["held_out"], asked)
+    counts = (facts["documents"], facts["tokens"], facts["held_out"])
+    return Calibration(sums, states, gating, *counts, tuple(facts["asked"]))

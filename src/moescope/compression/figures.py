@@ -1,41 +1,33 @@
-"""What compressing costs, and which experts it takes.
-
-The plan beside the original and beside random controls.
-"""
+"""Figures of the damage of a plan, next to the original and random controls, and of experts' saliency."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
+from moescope.comparison.figures import EXPERT_DISTANCE
+from moescope.compression.figures_groups import dendrogram, group_sizes, has_groups
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
-    capital,
     counted,
     grey_line,
+    layer_axis,
     named_layers,
     number,
+    ratio_heatmap,
+    ratio_range,
 )
-from moescope.routing.figures_load import fold_of, ratio_heatmap
-from moescope.weights.figures_alignment import layer_axis
+from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 SCORES = {"frequency": "tokens", "gate_weight": "gate_weight", "ean": "ean", "reap": "reap"}
-SCORE_WORDS = {
-    "tokens": "tokens routed to it",
-    "gate_weight": "sum of its gates",
-    "ean": "sum of its output norms",
-    "reap": "mean of gate times output norm",
-}
-RANDOM = "random control"
+SCORE_NAMES = {"tokens": "Routed tokens", "gate_weight": "Gate weight", "ean": "EAN", "reap": "REAP score"}
+CONTROL = "random control"
 
 
 def method_of(tables: Tables) -> str:
@@ -46,7 +38,7 @@ def layer_rows(tables: Tables) -> pd.DataFrame:
     return tables["damage"][tables["damage"]["layer"].notna()].astype({"layer": int})
 
 
-def whole_rows(tables: Tables) -> pd.DataFrame:
+def model_rows(tables: Tables) -> pd.DataFrame:
     return tables["damage"][tables["damage"]["layer"].isna()]
 
 
@@ -59,13 +51,13 @@ def of_controls(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def control_traces(rows: pd.DataFrame, column: str) -> list[Trace]:
-    """The mean of the controls by layer, and shaded the span of them all."""
+    """The mean of the controls per layer, and their range shaded."""
     known = rows[rows[column].notna()]
     if known.empty:
         return []
     spread = known.groupby("layer")[column].agg(["min", "mean", "max"]).reset_index()
-    many = known["method"].nunique()
-    name = f"{RANDOM}, mean of {many}" if many > 1 else RANDOM
+    controls = known["method"].nunique()
+    name = f"{CONTROL}, mean of {controls}" if controls > 1 else CONTROL
     edge: Trace = {
         "type": "scatter",
         "mode": "lines",
@@ -74,19 +66,13 @@ def control_traces(rows: pd.DataFrame, column: str) -> list[Trace]:
         "showlegend": False,
         "hoverinfo": "skip",
     }
+    fill = {"fill": "tonexty", "fillcolor": "rgba(138,144,153,0.22)"}
     shade = [
         {**edge, "y": spread["min"].to_numpy(float)},
-        {
-            **edge,
-            "y": spread["max"].to_numpy(float),
-            "fill": "tonexty",
-            "fillcolor": "rgba(138,144,153,0.22)",
-        },
+        {**edge, "y": spread["max"].to_numpy(float), **fill},
     ]
-    return [
-        *(shade if many > 1 else []),
-        grey_line(spread["layer"].to_numpy(), spread["mean"].to_numpy(float), name),
-    ]
+    mean = grey_line(spread["layer"].to_numpy(), spread["mean"].to_numpy(float), name)
+    return [*(shade if controls > 1 else []), mean]
 
 
 def line(rows: pd.DataFrame, column: str, name: str, dash: str) -> Trace:
@@ -103,167 +89,159 @@ def line(rows: pd.DataFrame, column: str, name: str, dash: str) -> Trace:
     }
 
 
-def errors_by_layer(tables: Tables) -> Figure:
+def control_mean(values: pd.Series) -> str:
+    """The controls' mean in parentheses: a caption's chance level; "" without controls."""
+    mean = values.mean()
+    return f" (random controls: {number(mean)})" if np.isfinite(mean) else ""
+
+
+def error_column(tables: Tables) -> str | None:
+    """measured_error, or else predicted_error, or None where the plan has neither."""
+    plan = of_plan(tables, layer_rows(tables))
+    return next((name for name in ("measured_error", "predicted_error") if plan[name].notna().any()), None)
+
+
+def worst_layer(tables: Tables, column: str) -> tuple[int, float, pd.Series]:
+    """The layer where the column is largest, its value, and the controls' values there."""
     rows = layer_rows(tables)
-    own, others = of_plan(tables, rows), of_controls(tables, rows)
-    measured = own["measured_error"].notna().any()
-    column = "measured_error" if measured else "predicted_error"
-    worst = own.loc[own[column].idxmax()]
-    at_random = others[others["layer"] == worst["layer"]][column].mean()
-    beside = f", {number(at_random)} where experts go at random" if np.isfinite(at_random) else ""
-    data = control_traces(others, column)
-    if own["predicted_error"].notna().any():
-        data.append(line(own, "predicted_error", f"{method_of(tables)}, predicted", "solid"))
-    if measured:
-        data.append(line(own, "measured_error", f"{method_of(tables)}, measured", "dot"))
+    plan, controls = of_plan(tables, rows), of_controls(tables, rows)
+    worst = plan.loc[plan[column].idxmax()]
+    return int(worst["layer"]), float(worst[column]), controls[controls["layer"] == worst["layer"]][column]
+
+
+def layer_layout(rows: pd.DataFrame, quantity: str) -> dict[str, object]:
+    axis = layer_axis(sorted(rows["layer"].unique()))
+    return base_layout("layer", quantity, xaxis=axis, yaxis={"rangemode": "tozero"})
+
+
+def errors_by_layer(tables: Tables) -> Figure:
+    """Predicted and measured error of each layer's routed output, with random controls."""
+    rows = layer_rows(tables)
+    plan = of_plan(tables, rows)
+    column = error_column(tables)
+    assert column is not None
+    layer, value, controls = worst_layer(tables, column)
+    data = control_traces(of_controls(tables, rows), column)
+    for kind, dash in (("predicted", "solid"), ("measured", "dot")):
+        if plan[f"{kind}_error"].notna().any():
+            data.append(line(plan, f"{kind}_error", f"{method_of(tables)}, {kind}", dash))
     return Figure(
         "errors_by_layer",
-        (
-            f"Layer {worst['layer']} loses most: an error of {number(worst[column])} of its routed "
-            f"output{beside}"
-        ),
-        (
-            "Predicted on calibration states before anything was written; measured on held-out "
-            "states in the written model. Each layer alone, given what "
-            "it is given in the original. 0: nothing lost; 1: as if the routed experts gave nothing. "
-            "Shaded: all random controls, "
-        )
-        + ("measured." if measured else "predicted."),
+        "Error of the routed output per layer",
+        f"Largest in layer {layer}: {number(value)}{control_mean(controls)}. 0: unchanged; 1: as without "
+        "routed experts.",
         ("predicted_error", "measured_error"),
         data,
-        base_layout(
-            "layer",
-            "error of the routed output",
-            xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))),
-            yaxis={"rangemode": "tozero"},
-        ),
+        layer_layout(rows, "error of the routed output"),
+        details="Predicted on calibration states before writing, measured on held-out states in the written "
+        "model. Each layer gets the original's input. Shaded: range of the random controls.",
     )
 
 
 def router_kl_by_layer(tables: Tables) -> Figure:
+    """KL divergence of each layer's new router from the old one, with random controls."""
     rows = layer_rows(tables)
-    own, others = of_plan(tables, rows), of_controls(tables, rows)
-    worst = own.loc[own["router_kl"].idxmax()]
-    at_random = others[others["layer"] == worst["layer"]]["router_kl"].mean()
-    beside = f", {number(at_random)} where experts go at random" if np.isfinite(at_random) else ""
+    layer, value, controls = worst_layer(tables, "router_kl")
+    data = control_traces(of_controls(tables, rows), "router_kl")
+    data.append(line(of_plan(tables, rows), "router_kl", method_of(tables), "solid"))
     return Figure(
         "router_kl_by_layer",
-        f"The router of layer {worst['layer']} changes most: {number(worst['router_kl'])} nats{beside}",
-        (
-            "How far the new router's probabilities are from the old one's, on calibration states. "
-            "0: unchanged. For pruned experts it is −log of the "
-            "probability that those kept had together; for merged ones the divergence from the sum "
-            "over each group's members."
-        ),
+        "KL divergence of the router per layer",
+        f"Largest in layer {layer}: {number(value)} nats{control_mean(controls)}. 0: unchanged.",
         ("router_kl",),
-        [*control_traces(others, "router_kl"), line(own, "router_kl", method_of(tables), "solid")],
-        base_layout(
-            "layer",
-            "router KL (nats)",
-            xaxis=layer_axis(pd.Index(sorted(rows["layer"].unique()))),
-            yaxis={"rangemode": "tozero"},
-        ),
+        data,
+        layer_layout(rows, "router KL (nats)"),
+        details="From the old router's probabilities to the new one's, on calibration states. Pruned "
+        "experts: -log of the kept probability; merged ones: KL from the sum over each group's members.",
     )
 
 
 # --- the whole model
 
 
-def points(names: list[str], values: list[float], color: str, label: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": label,
-        "x": names,
-        "y": np.array(values, float),
-        "marker": {"size": 12, "color": color},
-        "showlegend": False,
-        "cliponaxis": False,
-        "hovertemplate": f"{label}: %{{y:.4g}}<extra></extra>",
-    }
+def points(name: str, values: Iterable[float], color: str, labels: Iterable[str]) -> list[Trace]:
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": label,
+            "x": [name],
+            "y": np.array([value], float),
+            "marker": {"size": 12, "color": color},
+            "showlegend": False,
+            "cliponaxis": False,
+            "hovertemplate": f"{label}: %{{y:.4g}}<extra></extra>",
+        }
+        for value, label in zip(values, labels, strict=True)
+    ]
+
+
+def whole_model(tables: Tables, column: str) -> tuple[pd.Series, pd.DataFrame]:
+    """The plan's row for the whole model, and those of the controls where the column is known."""
+    rows = model_rows(tables)
+    controls = of_controls(tables, rows)
+    return of_plan(tables, rows).iloc[0], controls[controls[column].notna()]
 
 
 def perplexities(tables: Tables) -> Figure:
-    rows = whole_rows(tables)
-    own, others = of_plan(tables, rows).iloc[0], of_controls(tables, rows)
-    others = others[others["perplexity"].notna()]
-    before, after = float(own["perplexity_original"]), float(own["perplexity"])
-    method = method_of(tables)
-    change = after / before - 1
-    words = (
-        f"{number(100 * abs(change))} % {'above' if change >= 0 else 'below'} the original's {number(before)}"
-    )
-    title = f"Perplexity {number(after)}, {words}" + (
-        f"; at random {number(others['perplexity'].mean())}" if len(others) else ""
-    )
-    names = ["original", method, *([RANDOM] if len(others) else [])]
+    """Perplexity of original, compressed model and random controls on held-out text."""
+    plan, controls = whole_model(tables, "perplexity")
+    before, after, method = float(plan["perplexity_original"]), float(plan["perplexity"]), method_of(tables)
+    change = 100 * (after / before - 1)
+    names = ["original", method, *([CONTROL] if len(controls) else [])]
     data = [
-        grey_line(names, [before] * len(names), "original"),
-        points(["original"], [before], GREY, "original"),
-        points([method], [after], CATEGORICAL[0], method),
-    ]
-    data += [
-        points([RANDOM], [float(row["perplexity"])], GREY, str(row["method"])) for _, row in others.iterrows()
+        {**grey_line(names, [before] * len(names), "original"), "showlegend": False},
+        *points("original", [before], GREY, ["original"]),
+        *points(method, [after], CATEGORICAL[0], [method]),
+        *points(CONTROL, controls["perplexity"], GREY, controls["method"]),
     ]
     return Figure(
         "perplexities",
-        title,
-        (
-            "On held-out text, which no method saw. Every random control drops or merges as many "
-            "experts, chosen at random with another seed; between the "
-            "original and them lies what choosing well can save."
-        ),
+        "Perplexity on held-out text",
+        f"{number(after)}, {number(abs(change))} % {'above' if change >= 0 else 'below'} the original's "
+        f"{number(before)}{control_mean(controls['perplexity'])}.",
         ("perplexity", "perplexity_original"),
-        [{**trace, "showlegend": False} for trace in data],
+        data,
         base_layout(
             "model",
             "perplexity",
             xaxis=categories(names),
-            yaxis=wide_axis([before, after, *others["perplexity"]]),
+            yaxis=wide_axis([before, after, *controls["perplexity"]]),
         ),
+        details="Each random control drops or merges as many experts at random, with another seed. A method "
+        "can save at most the difference between the controls and the original.",
     )
 
 
 def divergences(tables: Tables) -> Figure:
-    rows = whole_rows(tables)
-    own, others = of_plan(tables, rows).iloc[0], of_controls(tables, rows)
-    others = others[others["js_divergence"].notna()]
-    value, method = float(own["js_divergence"]), method_of(tables)
-    names = [method, *([RANDOM] if len(others) else [])]
-    title = (
-        f"Next-token distributions diverge by {number(value)} nats; ln 2 = {number(math.log(2))} is "
-        "the most there is"
-    )
-    title += f", random {number(others['js_divergence'].mean())}" if len(others) else ""
+    """Divergence of next-token distributions from the original's, with random controls."""
+    plan, controls = whole_model(tables, "js_divergence")
+    value, method = float(plan["js_divergence"]), method_of(tables)
+    names = [method, *([CONTROL] if len(controls) else [])]
     data = [
-        grey_line(names, [math.log(2)] * len(names), "most", "dot"),
-        points([method], [value], CATEGORICAL[0], method),
-        *(
-            points([RANDOM], [float(row["js_divergence"])], GREY, str(row["method"]))
-            for _, row in others.iterrows()
-        ),
+        {**grey_line(names, [math.log(2)] * len(names), "maximum", "dot"), "showlegend": False},
+        *points(method, [value], CATEGORICAL[0], [method]),
+        *points(CONTROL, controls["js_divergence"], GREY, controls["method"]),
     ]
     return Figure(
         "divergences",
-        title,
-        (
-            "Mean Jensen-Shannon divergence from the original's next-token distribution, over "
-            "held-out positions. 0: the same words with the same "
-            "probabilities; ln 2, dotted: no word in common."
-        ),
+        "Jensen-Shannon divergence of next-token distributions",
+        f"{number(value)} nats from the original{control_mean(controls['js_divergence'])}. 0: equal; "
+        f"ln 2 = {number(math.log(2))} (dotted): disjoint.",
         ("js_divergence",),
-        [{**trace, "showlegend": False} for trace in data],
+        data,
         base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
+        details="Mean over held-out positions of the divergence from the original's distribution.",
     )
 
 
 def categories(names: list[str]) -> dict[str, object]:
-    """Room on both sides of a few names."""
+    """An axis with room on both sides of a few names."""
     return {"type": "category", "range": [-0.5, len(names) - 0.5]}
 
 
 def wide_axis(values: list[float]) -> dict[str, object]:
-    """Logarithmic where the largest is ten times the smallest."""
+    """A logarithmic axis where the largest value is over ten times the smallest."""
     known = [value for value in values if math.isfinite(value) and value > 0]
     return {"type": "log", "exponentformat": "none"} if max(known) > 10 * min(known) else {}
 
@@ -272,67 +250,52 @@ def wide_axis(values: list[float]) -> dict[str, object]:
 
 
 def score_column(tables: Tables) -> str:
-    """The score the run goes by: the method's own, or reap."""
+    """The column of the score that the run prunes by; reap where it does not prune by one."""
     return SCORES.get(method_of(tables), "reap")
 
 
 def cut_by_score(tables: Tables) -> bool:
-    """Whether a score decided who stays; random pruning has no cut among ranks."""
+    """Whether a score decided which experts are kept; random pruning has no cut among ranks."""
     return method_of(tables) in SCORES
 
 
 def saliency_heatmap(tables: Tables) -> Figure:
+    """Saliency of every expert relative to its layer's mean; dropped experts are crossed."""
     column = score_column(tables)
     grid = tables["saliency"].pivot(index="layer", columns="expert", values=column)
     values = grid.to_numpy(float)
     mean = np.nanmean(values, axis=1, keepdims=True)
     times = np.divide(values, mean, out=np.ones_like(values), where=mean > 0)
     layers, experts = [str(layer) for layer in grid.index], [str(expert) for expert in grid.columns]
-    heat = ratio_heatmap(
-        times,
-        experts,
-        layers,
-        ("expert", "layer"),
-        "times the layer's mean",
-        f"{column} / mean",
-        fold_of([times]),
-    )
+    label = f"{column} / mean"
+    axes = ("expert", "layer")
+    heat = ratio_heatmap(times, experts, layers, axes, "times the layer's mean", label, ratio_range([times]))
     dropped = tables["clusters"][~tables["clusters"]["kept"].astype(bool)]
-    data = [heat]
-    if len(dropped):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "dropped",
-                "x": [str(e) for e in dropped["expert"]],
-                "y": [str(layer) for layer in dropped["layer"]],
-                "hoverinfo": "skip",
-                "showlegend": False,
-                "marker": {
-                    "symbol": "x-thin",
-                    "size": 8 if len(experts) <= 32 else 4,
-                    "line": {"width": 1.5 if len(experts) <= 32 else 1, "color": "#1a1d21"},
-                },
-            }
-        )
-    idle = np.array([int(layer) for layer in grid.index])[(values == 0).any(axis=1)]
-    title = (
-        f"Scores run from {number(float(np.nanmin(times)))} to {number(float(np.nanmax(times)))} "
-        "times their layer's mean"
-    )
-    title += f"; experts without a token in {named_layers(idle)}" if len(idle) else "; every expert was used"
+    few = len(experts) <= 32
+    crosses: Trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "dropped",
+        "x": [str(expert) for expert in dropped["expert"]],
+        "y": [str(layer) for layer in dropped["layer"]],
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "marker": {
+            "symbol": "x-thin",
+            "size": 8 if few else 4,
+            "line": {"width": 1.5 if few else 1, "color": "#1a1d21"},
+        },
+    }
+    unused = np.array([int(layer) for layer in grid.index])[(values == 0).any(axis=1)]
     return Figure(
         "saliency_heatmap",
-        title,
-        (
-            f"{capital(column.replace('_', ' '))}: the {SCORE_WORDS[column]}, on the calibration "
-            "text. White is the layer's mean, what every expert would have if none mattered "
-            "more than another."
-        )
-        + (" Crosses are the experts that go." if len(dropped) else ""),
-        (column if column == "reap" or column == "ean" else f"saliency.{column}", "kept"),
-        data,
+        f"{SCORE_NAMES[column]} per layer and expert",
+        f"{number(float(np.nanmin(times)))} to {number(float(np.nanmax(times)))} times the layer's mean "
+        "(equal experts: 1)."
+        + (f" Unused experts in {named_layers(unused)}." if len(unused) else " Every expert was used.")
+        + (" Crosses: dropped." if len(dropped) else ""),
+        (column if column in ("reap", "ean") else f"saliency.{column}", "kept"),
+        [heat, *([crosses] if len(dropped) else [])],
         base_layout(
             "expert",
             "layer",
@@ -344,113 +307,111 @@ def saliency_heatmap(tables: Tables) -> Figure:
 
 
 def rank_intervals(tables: Tables) -> Figure:
-    """Every layer's experts in order of rank, with the interval of each.
-
-    Those that could be on either side of the cut are counted.
-    """
+    """Rank of every expert of a layer with its 95 % interval, and the cut."""
     kept = tables["clusters"].set_index(["layer", "expert"])["kept"].astype(bool)
     layers = sorted(int(layer) for layer in tables["saliency"]["layer"].unique())
     data: list[Trace] = []
-    titles = []
+    captions = []
     for layer in layers:
         rows = tables["saliency"][tables["saliency"]["layer"] == layer].copy()
         rows["rank"] = rows[score_column(tables)].rank(ascending=False)
         rows["kept"] = [bool(kept.get((layer, expert), True)) for expert in rows["expert"]]
         rows = rows.sort_values(["rank", "expert"])
-        cut = int(rows["kept"].sum())
+        cut = int(rows["kept"].sum()) + 0.5
         pruned = cut < len(rows)
         has_cut = pruned and cut_by_score(tables)
-        unsure = (
-            rows[(rows["rank_low"] < cut + 0.5) & (rows["rank_high"] > cut + 0.5)]
-            if has_cut
-            else rows.iloc[:0]
-        )
         names = [str(expert) for expert in rows["expert"]]
-        # first, so that experts stand in order of rank whatever becomes of them
-        cut_line = grey_line(names, [cut + 0.5 if has_cut else np.nan] * len(names), "the cut")
+        # first, so that experts are in order of rank
+        cut_line = grey_line(names, [cut if has_cut else np.nan] * len(names), "the cut")
         data.append({**cut_line, "showlegend": has_cut})
         for stays, color, word in ((True, CATEGORICAL[0], "kept"), (False, CATEGORICAL[1], "dropped")):
-            mine = rows[rows["kept"] == stays]
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": word,
-                    "x": [str(e) for e in mine["expert"]],
-                    "y": mine["rank"].to_numpy(float),
-                    "error_y": {
-                        "type": "data",
-                        "symmetric": False,
-                        "array": (mine["rank_high"] - mine["rank"]).clip(lower=0).to_numpy(float),
-                        "arrayminus": (mine["rank"] - mine["rank_low"]).clip(lower=0).to_numpy(float),
-                        "thickness": 1.5,
-                        "width": 3,
-                    },
-                    "marker": {"size": 7, "color": color},
-                    "showlegend": bool(pruned),
-                    "customdata": np.stack([mine["rank_low"], mine["rank_high"]], -1),
-                    "hovertemplate": (
-                        "expert %{x}<br>rank %{y}, %{customdata[0]:.3g} to "
-                        "%{customdata[1]:.3g}<extra></extra>"
-                    ),
-                }
-            )
+            data.append(rank_trace(rows[rows["kept"] == stays], color, word, pruned))
         if has_cut:
-            titles.append(
-                f"Layer {layer}: "
-                f"{counted(len(unsure), 'expert') if len(unsure) else 'no expert'} of "
-                f"{len(rows)} could be on either side of the cut with other documents"
+            unsure = int(((rows["rank_low"] < cut) & (rows["rank_high"] > cut)).sum())
+            captions.append(
+                f"Layer {layer}: {unsure} of {counted(len(rows), 'expert')} could be on either side of the "
+                f"cut with other documents (uninformative score: {len(rows)})."
             )
         else:
-            wide = float((rows["rank_high"] - rows["rank_low"]).mean())
-            titles.append(
-                f"Layer {layer}: ranks are known to within {number(wide)} places of {len(rows)} on average"
+            width = float((rows["rank_high"] - rows["rank_low"]).mean())
+            captions.append(
+                f"Layer {layer}: intervals span {number(width)} of {len(rows)} ranks on average "
+                f"(uninformative score: 1 to {len(rows)})."
             )
     return Figure(
         "rank_intervals",
-        titles[0],
-        (
-            f"Rank by {score_column(tables).replace('_', ' ')} (1: the most salient) with its 95 % "
-            "interval: groups of documents drawn anew 1,000 times. Where nothing sets experts "
-            "apart, intervals "
-            "reach from 1 to the number of experts."
-        ),
+        "Saliency rank with 95 % interval",
+        captions[0],
         ("rank_low", "rank_high", "kept"),
         data,
         base_layout(
             "expert, by rank",
-            "rank",
+            f"rank by {score_column(tables).replace('_', ' ')}",
             xaxis={"type": "category", "nticks": 20, "tickangle": 0},
             yaxis={"autorange": "reversed", "tick0": 1, "dtick": max(1, len(kept.loc[layers[0]]) // 8)},
         ),
-        Slider("layer", [str(layer) for layer in layers], 0, 3, titles),
+        Slider("layer", [str(layer) for layer in layers], 0, 3, captions=captions),
+        details="Rank 1 is the most salient expert. Intervals: groups of documents resampled 1,000 times.",
     )
 
 
-COST = [
-    FigureSpec("perplexities", ("damage", "clusters"), perplexities),
-    FigureSpec("divergences", ("damage", "clusters"), divergences),
-    FigureSpec("errors_by_layer", ("damage", "clusters"), errors_by_layer),
-    FigureSpec("router_kl_by_layer", ("damage", "clusters"), router_kl_by_layer),
+def rank_trace(rows: pd.DataFrame, color: str, name: str, legend: bool) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [str(expert) for expert in rows["expert"]],
+        "y": rows["rank"].to_numpy(float),
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": (rows["rank_high"] - rows["rank"]).clip(lower=0).to_numpy(float),
+            "arrayminus": (rows["rank"] - rows["rank_low"]).clip(lower=0).to_numpy(float),
+            "thickness": 1.5,
+            "width": 3,
+        },
+        "marker": {"size": 7, "color": color},
+        "showlegend": bool(legend),
+        "customdata": np.stack([rows["rank_low"], rows["rank_high"]], -1),
+        "hovertemplate": (
+            "expert %{x}<br>rank %{y}, %{customdata[0]:.3g} to %{customdata[1]:.3g}<extra></extra>"
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class ConditionalFigure(FigureSpec):
+    """A figure that is drawn only where its condition holds."""
+
+    condition: Callable[[Tables], bool] = lambda tables: True
+
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and self.condition(tables)
+
+
+def of_numbers(draw: Callable[[Tables], Figure], table: str, *columns: str) -> ConditionalFigure:
+    """A figure of columns of which the plan must have one."""
+
+    def condition(tables: Tables) -> bool:
+        rows = tables[table]
+        rows = of_plan(tables, rows) if "method" in rows else rows
+        return bool(rows[list(columns)].notna().any(axis=None))
+
+    return ConditionalFigure(draw.__name__, (table, "clusters"), draw, condition=condition)
+
+
+DAMAGE = [
+    of_numbers(perplexities, "damage", "perplexity"),
+    of_numbers(divergences, "damage", "js_divergence"),
+    of_numbers(errors_by_layer, "damage", "predicted_error", "measured_error"),
+    of_numbers(router_kl_by_layer, "damage", "router_kl"),
 ]
 SALIENCY = [
-    FigureSpec("saliency_heatmap", ("saliency", "clusters"), saliency_heatmap),
-    FigureSpec("rank_intervals", ("saliency", "clusters"), rank_intervals),
+    of_numbers(saliency_heatmap, "saliency", "reap"),
+    of_numbers(rank_intervals, "saliency", "rank_low"),
 ]
-NEEDED = {
-    "perplexities": ("damage", "perplexity"),
-    "divergences": ("damage", "js_divergence"),
-    "errors_by_layer": ("damage", "predicted_error", "measured_error"),
-    "router_kl_by_layer": ("damage", "router_kl"),
-    "saliency_heatmap": ("saliency", "reap"),
-    "rank_intervals": ("saliency", "rank_low"),
-}  # table, and columns of which one must hold a number of the plan's own
-
-
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    table, *columns = NEEDED[spec.name]
-    if table not in tables:
-        return False
-    rows = tables[table]
-    rows = rows[rows["method"] == method_of(tables)] if "method" in rows else rows
-    return bool(rows[columns].notna().any(axis=None))
+GROUPS = [
+    ConditionalFigure("dendrogram", ("merges", "clusters"), dendrogram, wide=True, condition=has_groups),
+    ConditionalFigure("group_sizes", ("clusters",), group_sizes, condition=has_groups),
+]
+FIGURES: list[FigureSpec] = [*DAMAGE, *SALIENCY, *GROUPS, *EXPERT_DISTANCE]

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moescope.compression.rerouting import Gating
-from moescope.compression.row_fitting import fit_rows, mean_kl
-from moescope.compression.states import LayerStates
+from moescope.compression.calibration import Gating, LayerStates
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 
-READS_OTHERWISE = 0.02  # relative error up to which logits count as weight times state
-BALANCE_STEPS = 300
+SAME_LOGITS = 0.02  # relative error up to which logits count as rows times states
 STATES_AT_ONCE = 512
-BALANCE_RATE = 0.5  # first step of the bias, in units of score a share of all tokens; falls to nothing
+BALANCE_STEPS = 300
+BALANCE_RATE = 0.5  # first step of the correction bias, per share of all tokens; decays to 0
+RIDGES = (1.0, 0.1, 0.01, 1e-3, 0.0)  # tried from stiff to free, each from where the one before ended
+WORSE = 2  # ridges in a row with a larger held-out KL end the search
+HELD_OUT = 4  # every fourth state judges the ridge
+STEPS = 200
+GRADIENT = 1e-7  # largest entry of the gradient at which a fit has converged
+ROUGH_GRADIENT = 1e-5  # the same while ridges are compared
+
+Groups = Sequence[Sequence[int]]
+Weights = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -28,152 +35,132 @@ class RouterParts:
     router_bias_E: Tensor | None = None
     correction_bias_E: Tensor | None = None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> RouterParts:
+        parts = (self.router_ED, self.router_bias_E, self.correction_bias_E)
+        rows, bias, correction = (None if part is None else change(part) for part in parts)
+        assert rows is not None
+        return RouterParts(rows, bias, correction)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        product = x_TD @ self.router_ED.T
+        return product if self.router_bias_E is None else product + self.router_bias_E
+
 
 @dataclass(frozen=True)
 class FoldedRouter:
-    """A router of one row a group, in float32, and what folding cost on the calibration states."""
+    """A router of one row per group, in float32, and the cost of folding on the calibration states."""
 
     router_KD: Tensor
     router_bias_K: Tensor | None
     correction_bias_K: Tensor | None
-    kl_start: float  # of the usage-weighted rows
-    kl: float  # of the rows taken
+    kl_start: float  # of the usage-weighted mean rows
+    kl: float  # of the fitted rows
     kl_held_out: (
         float | None
-    )  # of rows fitted without the quarter they are judged on; None where nothing was fitted
+    )  # of rows fitted on three quarters, on the fourth; None where nothing was fitted
     ridge: float | None  # how strongly rows were held to their start, chosen on that quarter
-    gate_scale: float  # mean sum of a token's gates, after / before; 1 where they are renormalised
-    load_error: (
-        float | None
-    )  # half the sum of |share - wanted share| of slots, after balancing; None without a bias for choosing
+    gate_scale: float  # mean gate sum of a token, after / before; 1 where gates are renormalised
+    load_error: float | None  # half the sum of |share - wanted share| of slots; None without correction bias
 
 
 def fold_router(
     router: RouterParts,
-    groups: Sequence[Sequence[int]],
-    weights: Sequence[Sequence[float]],
+    groups: Groups,
+    weights: Weights,
     states: LayerStates,
     gating: Gating,
     top_k: int,
     layer: int = 0,
     device: str = "cpu",
 ) -> FoldedRouter:
-    """A row a group. Softmax: minimises the mean KL from the groups' probabilities, sums of their members',
-    to softmax(R x).
+    """Fit one row per group; softmax: minimise the mean KL from the groups' probabilities to softmax(R x).
 
-    Sigmoid scores do not add up over members: the row and the bias for choosing are the members' weighted
-    means, and that bias is then
-    balanced so that every group is chosen for as many tokens as chose one of its members. `weights` are those
-    of the start (tokens chosen),
-    `top_k` is that after merging. Experts in no group are dropped, and the rest is measured against
-    probabilities without them.
+    A group's probability is the sum of its members'. Sigmoid scores do not add up: there the row and the
+    correction bias are the members' weighted means, and that bias is balanced so that every group is chosen
+    by as many tokens as chose one of its members. `weights` define the start (by usage), `top_k` is that
+    after merging. Experts in no group are dropped, and the rest is measured against probabilities without
+    them.
 
-    The fit is no better than the states it was made on; `kl_held_out` tells how far it carries to others.
+    The fit is specific to its states; `kl_held_out` says how well it transfers to others.
     """
     scoring = gating.scoring
     assert states.logits_TE is not None
     x_TD, logits_TE = states.x_TD.to(device, torch.float64), states.logits_TE.to(device, torch.float64)
-    whole = parts_in_fp64(router, device)
-    check_reads_states(whole, x_TD, logits_TE, layer)
-    share_KE = share_matrix(groups, weights, len(whole.router_ED), device)
-    member_KE = membership(groups, len(whole.router_ED), device)
-    start = weighted_rows(whole, share_KE)
+    stored = in_fp64(router, device)
+    check_reads_states(stored, x_TD, logits_TE, layer)
+    share_KE = share_matrix(groups, weights, len(stored.router_ED), device)
+    member_KE = membership(groups, len(stored.router_ED), device)
+    start = stored.map(lambda part: share_KE @ part)
     target_TK = scoring.scores(logits_TE) @ member_KE.double().T
     target_TK = target_TK / target_TK.sum(-1, keepdim=True).clamp(min=1e-300)
-    kl_start = mean_kl(target_TK, log_scores(logits(start, x_TD), scoring))
+    kl_start = mean_kl(target_TK, log_scores(start.logits(x_TD), scoring))
     held_out = ridge = load_error = None
     folded = start
     if scoring.function == "sigmoid":
         if start.correction_bias_E is not None:
-            folded, load_error = balanced(start, x_TD, states.chosen_TK.to(device), member_KE, gating, top_k)
+            folded, load_error = balance(start, x_TD, states.chosen_TK.to(device), member_KE, gating, top_k)
     else:
         fit = fit_rows(x_TD, target_TK, start.router_ED, start.router_bias_E)
         folded = RouterParts(fit.rows_KD, fit.bias_K, start.correction_bias_E)
         held_out, ridge = fit.kl_held_out, fit.ridge
-    after_TK = logits(folded, x_TD)
+    after_TK = folded.logits(x_TD)
     kl = mean_kl(target_TK, log_scores(after_TK, scoring))
     scale = gate_scale(states.gates_TK, after_TK.float(), folded.correction_bias_E, gating, top_k)
-    rows, bias, correction = in_fp32(folded)
-    return FoldedRouter(rows, bias, correction, kl_start, kl, held_out, ridge, scale, load_error)
-
-
-def mean_router(
-    router: RouterParts, groups: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]
-) -> RouterParts:
-    """The members' weighted mean rows and biases, in float32.
-
-    All that can be done without a text to fit on.
-    """
-    rows, bias, correction = in_fp32(
-        weighted_rows(
-            parts_in_fp64(router, "cpu"), share_matrix(groups, weights, len(router.router_ED), "cpu")
-        )
-    )
-    return RouterParts(rows, bias, correction)
-
-
-def weighted_rows(router: RouterParts, share_KE: Tensor) -> RouterParts:
-    return RouterParts(
-        share_KE @ router.router_ED,
-        None if router.router_bias_E is None else share_KE @ router.router_bias_E,
-        None if router.correction_bias_E is None else share_KE @ router.correction_bias_E,
+    new = in_fp32(folded)
+    return FoldedRouter(
+        new.router_ED,
+        new.router_bias_E,
+        new.correction_bias_E,
+        kl_start,
+        kl,
+        held_out,
+        ridge,
+        scale,
+        load_error,
     )
 
 
-def in_fp32(router: RouterParts) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    bias, correction = (
-        None if part is None else part.float().cpu()
-        for part in (router.router_bias_E, router.correction_bias_E)
+def mean_router(router: RouterParts, groups: Groups, weights: Weights) -> RouterParts:
+    """The members' weighted mean rows and biases, in float32: the router without text to fit on."""
+    share_KE = share_matrix(groups, weights, len(router.router_ED), "cpu")
+    return in_fp32(in_fp64(router, "cpu").map(lambda part: share_KE @ part))
+
+
+def in_fp32(router: RouterParts) -> RouterParts:
+    return router.map(lambda part: part.float().cpu())
+
+
+def in_fp64(router: RouterParts, device: str) -> RouterParts:
+    """The router in float64 on the device, its biases flattened."""
+    return router.map(
+        lambda part: (part if part is router.router_ED else part.flatten()).detach().to(device, torch.float64)
     )
-    return router.router_ED.float().cpu(), bias, correction
-
-
-def parts_in_fp64(router: RouterParts, device: str) -> RouterParts:
-    given = (router.router_ED, router.router_bias_E, router.correction_bias_E)
-    rows, bias, correction = (
-        None if part is None else part.detach().to(device, torch.float64) for part in given
-    )
-    assert rows is not None
-    return RouterParts(
-        rows, None if bias is None else bias.flatten(), None if correction is None else correction.flatten()
-    )
-
-
-def logits(router: RouterParts, x_TD: Tensor) -> Tensor:
-    product = x_TD @ router.router_ED.T
-    return product if router.router_bias_E is None else product + router.router_bias_E
 
 
 def check_reads_states(router: RouterParts, x_TD: Tensor, logits_TE: Tensor, layer: int) -> None:
-    """Refuse a router whose logits are not its rows times what the experts are given.
-
-    Rows fitted to that would mean nothing.
-    """
-    error = (logits(router, x_TD) - logits_TE).norm() / logits_TE.norm().clamp(min=1e-300)
-    if not float(error) <= READS_OTHERWISE:
+    """Raise where the logits are not the rows times the experts' input: fitted rows would be meaningless."""
+    error = (router.logits(x_TD) - logits_TE).norm() / logits_TE.norm().clamp(min=1e-300)
+    if not float(error) <= SAME_LOGITS:
         raise BadInput(
-            f"layer {layer}: the router's logits are not its rows times what the experts are "
-            f"given (off by {float(error):.0%}), "
-            "so no row can be fitted for merged experts; use a method that prunes"
+            f"layer {layer}: the router's logits differ from its rows times the experts' input by "
+            f"{float(error):.0%}, so no row can be fitted for merged experts; use a pruning method"
         )
 
 
-def share_matrix(
-    groups: Sequence[Sequence[int]], weights: Sequence[Sequence[float]], n_experts: int, device: str
-) -> Tensor:
-    """[K, E]: how much of each expert is in each group."""
-    found = torch.zeros(len(groups), n_experts, dtype=torch.float64, device=device)
-    for place, (group, shares) in enumerate(zip(groups, weights, strict=True)):
-        found[place, list(group)] = torch.tensor(list(shares), dtype=torch.float64, device=device)
-    return found
+def share_matrix(groups: Groups, weights: Weights, n_experts: int, device: str) -> Tensor:
+    """[K, E]: the weight of each expert in each group."""
+    share_KE = torch.zeros(len(groups), n_experts, dtype=torch.float64, device=device)
+    for row, (group, shares) in enumerate(zip(groups, weights, strict=True)):
+        share_KE[row, list(group)] = torch.tensor(list(shares), dtype=torch.float64, device=device)
+    return share_KE
 
 
-def membership(groups: Sequence[Sequence[int]], n_experts: int, device: str) -> Tensor:
-    """[K, E]: who is in which group, members of no weight too."""
-    found = torch.zeros(len(groups), n_experts, dtype=torch.bool, device=device)
-    for place, group in enumerate(groups):
-        found[place, list(group)] = True
-    return found
+def membership(groups: Groups, n_experts: int, device: str) -> Tensor:
+    """[K, E]: which expert is in which group, members of no weight too."""
+    member_KE = torch.zeros(len(groups), n_experts, dtype=torch.bool, device=device)
+    for row, group in enumerate(groups):
+        member_KE[row, list(group)] = True
+    return member_KE
 
 
 def log_scores(logits_TK: Tensor, scoring: Scoring) -> Tensor:
@@ -183,27 +170,40 @@ def log_scores(logits_TK: Tensor, scoring: Scoring) -> Tensor:
     return raw - raw.logsumexp(-1, keepdim=True)
 
 
-# --- the bias for choosing
+def gate_scale(
+    gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating: Gating, top_k: int
+) -> float:
+    """Mean gate sum of a token with new logits and correction bias over that before; 1 if renormalised.
+
+    Where gates are not renormalised, a group's probability is the sum of its members', so the block's output
+    mostly becomes larger.
+    """
+    if gating.normalised:
+        return 1.0
+    _, after = gating.with_bias(bias_K).route(after_TK, top_k)
+    return float(after.double().sum(-1).mean() / gates_TK.double().sum(-1).mean())
 
 
-def balanced(
+# --- the correction bias, and thresholds
+
+
+def balance(
     start: RouterParts, x_TD: Tensor, chosen_TK: Tensor, member_KE: Tensor, gating: Gating, top_k: int
 ) -> tuple[RouterParts, float]:
-    """The router with its bias for choosing moved until each group's load is near what its members had, and
-    the error left.
+    """Adjust the correction bias until each group's load is near its members', and return the error left.
 
-    b += rate (wanted - load) / T over falling rates, the rule by which such biases are trained (Wang et al.
-    2024, auxiliary-loss-free
-    balancing); the best of all steps is kept. Wanted is the number of tokens that chose any member, scaled to
-    top_k slots a token.
+    b += rate (wanted - load) / T with decaying rates, the rule by which such biases are trained (Wang et al.
+    2024, auxiliary-loss-free balancing); the best step is returned. Wanted is the number of tokens that chose
+    any member, scaled to top_k slots per token.
     """
     assert start.correction_bias_E is not None
-    logits_TK = logits(start, x_TD)
+    logits_TK = start.logits(x_TD)
     wanted_K = wanted_load(chosen_TK, member_KE, top_k)
     bias = start.correction_bias_E.clone()
     best, best_error = bias, float("inf")
     for step in range(BALANCE_STEPS):
-        load_K = load_of(logits_TK, bias, gating, top_k)
+        chosen = gating.with_bias(bias).route(logits_TK, top_k)[0]
+        load_K = torch.bincount(chosen.flatten(), minlength=logits_TK.shape[1]).double()
         error = float((load_K - wanted_K).abs().sum() / (2 * wanted_K.sum()))
         if error < best_error:
             best, best_error = bias.clone(), error
@@ -213,13 +213,10 @@ def balanced(
 
 
 def wanted_load(chosen_TK: Tensor, member_KE: Tensor, top_k: int) -> Tensor:
-    """Tokens for each group, top_k a token in all and no more than one of each token's slots."""
-    n_tokens, n_experts = len(chosen_TK), member_KE.shape[1]
-    chosen_TE = torch.zeros(n_tokens, n_experts + 1, dtype=torch.float64, device=chosen_TK.device)
-    chosen_TE.scatter_(1, torch.where(chosen_TK >= 0, chosen_TK, n_experts).long(), 1.0)
-    any_TK = (chosen_TE[:, :n_experts] @ member_KE.double().T > 0).double()
-    wanted = any_TK.sum(0).clamp(min=1e-9)
-    for _ in range(len(wanted)):  # what is cut off at one slot a token goes to the others in their proportion
+    """Tokens per group: top_k per token in total, and at most one of each token's slots."""
+    n_tokens = len(chosen_TK)
+    wanted = groups_chosen(chosen_TK, member_KE, torch.float64).double().sum(0).clamp(min=1e-9)
+    for _ in range(len(wanted)):  # the excess over one slot per token goes to the others proportionally
         full = wanted >= n_tokens
         rest = top_k * n_tokens - n_tokens * int(full.sum())
         scaled = torch.where(full, float(n_tokens), wanted * rest / wanted[~full].sum().clamp(min=1e-300))
@@ -229,59 +226,160 @@ def wanted_load(chosen_TK: Tensor, member_KE: Tensor, top_k: int) -> Tensor:
     return wanted
 
 
-def load_of(logits_TK: Tensor, bias_K: Tensor, gating: Gating, top_k: int) -> Tensor:
-    chosen = gating.with_bias(bias_K).route(logits_TK, top_k)[0]
-    return torch.bincount(chosen.flatten(), minlength=logits_TK.shape[1]).double()
+def groups_chosen(chosen_TK: Tensor, member_KE: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, K]: whether a token chose any member of a group; -1 is an empty slot."""
+    n_experts = member_KE.shape[1]
+    slots_TK = torch.where(chosen_TK >= 0, chosen_TK, n_experts).long()
+    chosen_TE = torch.zeros(len(chosen_TK), n_experts + 1, dtype=dtype, device=chosen_TK.device)
+    return chosen_TE.scatter_(1, slots_TK, 1.0)[:, :n_experts] @ member_KE.to(dtype).T > 0
 
 
-def gate_scale(
-    gates_TK: Tensor, after_TK: Tensor, bias_K: Tensor | None, gating: Gating, top_k: int
-) -> float:
-    """Mean sum of a token's gates with new logits and a new bias for choosing over that before; 1 where gates
-    are divided by their sum anyway.
+def load_thresholds(rows_KD: Tensor, groups: Groups, states: LayerStates) -> tuple[Tensor, float]:
+    """A threshold per group by which it takes as many states as its members did, and the gate scale.
 
-    Where they are not, a group's probability is its members' together, so the block's output mostly becomes
-    larger.
+    With c states it is between the c-th and the next largest probability, as in training; below all where
+    every state is taken.
     """
-    if gating.normalised:
-        return 1.0
-    _, after = gating.with_bias(bias_K).route(after_TK, top_k)
-    return float(after.double().sum(-1).mean() / gates_TK.double().sum(-1).mean())
-
-
-# --- routers that go by something else than x, or by thresholds
+    assert states.logits_TE is not None
+    p_TK = (states.x_TD.float() @ rows_KD.T).softmax(-1)
+    member_KE = membership(groups, states.logits_TE.shape[1], "cpu")
+    wanted_K = groups_chosen(states.chosen_TK, member_KE, torch.float32).sum(0)
+    ranked = torch.nn.functional.pad(p_TK.sort(0, descending=True).values.T, (1, 1))
+    ranked[:, 0] = 1.0
+    both = ranked.gather(1, wanted_K[:, None]) + ranked.gather(1, wanted_K[:, None] + 1)
+    threshold_K = both.flatten() / 2
+    after = (p_TK * (p_TK >= threshold_K)).double().sum()
+    return threshold_K, float(after / states.gates_TK.double().sum().clamp(min=1e-30))
 
 
 @torch.no_grad()
-def through(reads: Callable[[Tensor], Tensor], x_TD: Tensor, device: torch.device) -> Tensor:
-    """What a router makes of states, on the CPU, some at a time."""
+def apply_in_chunks(reads: Callable[[Tensor], Tensor], x_TD: Tensor, device: torch.device) -> Tensor:
+    """What a router makes of states, on the CPU."""
     return torch.cat(
         [reads(part.to(device, torch.float32)).cpu() for part in torch.split(x_TD, STATES_AT_ONCE)]
     )
 
 
-def load_thresholds(
-    rows_KD: Tensor, groups: Sequence[Sequence[int]], states: LayerStates
-) -> tuple[Tensor, float]:
-    """A threshold a group, and the gates' sum after over before: each takes as many of the states as took any
-    of its members.
+# --- rows fitted to probabilities: a convex problem, solved in float64
 
-    With c of them it lies between the c-th and the next largest probability, as in training; below all where
-    everybody is taken.
+
+@dataclass(frozen=True)
+class FittedRows:
+    rows_KD: Tensor
+    bias_K: Tensor | None
+    kl: float
+    kl_held_out: float  # of the fit on three quarters, on the fourth
+    ridge: float
+
+
+def fit_rows(
+    x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None = None
+) -> FittedRows:
+    """Rows R (and a bias, if there is one) that minimise mean KL(target || softmax(R x + b)) plus a ridge.
+
+    The ridge is s l/2 ||R - start||^2 with s the mean square of a state's entry: where states are fewer than
+    the rows' entries, rows that fit them exactly fit nothing else. l is the one of `RIDGES` under which rows
+    fitted on three quarters of the states have the smallest KL on the fourth; if none beats the start, the
+    start is returned. The final rows are fitted on all states.
     """
-    assert states.logits_TE is not None
-    p_TK = (states.x_TD.float() @ rows_KD.T).softmax(-1)
-    n_experts = states.logits_TE.shape[1]
-    member_KE = membership(groups, n_experts, "cpu")
-    slots_TK = torch.where(states.chosen_TK >= 0, states.chosen_TK, n_experts).long()
-    chosen_TE = torch.zeros(len(p_TK), n_experts + 1).scatter_(1, slots_TK, 1.0)[:, :n_experts]
-    wanted_K = (chosen_TE @ member_KE.float().T > 0).sum(0)
-    ranked = torch.nn.functional.pad(
-        p_TK.sort(0, descending=True).values.T, (1, 1)
-    )  # nobody comes first, nobody last
-    ranked[:, 0] = 1.0
-    threshold_K = (
-        ranked.gather(1, wanted_K[:, None]) + ranked.gather(1, wanted_K[:, None] + 1)
-    ).flatten() / 2
-    after = (p_TK * (p_TK >= threshold_K)).double().sum()
-    return threshold_K, float(after / states.gates_TK.double().sum().clamp(min=1e-30))
+    judged = torch.arange(len(x_TD), device=x_TD.device) % HELD_OUT == HELD_OUT - 1
+    if int(judged.sum()) == 0:
+        judged = torch.ones_like(judged)
+    fitted = judged if bool(judged.all()) else ~judged
+    part = Problem(x_TD[fitted], target_TK[fitted], start_KD, start_bias_K)
+    start_kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], start_KD, start_bias_K))
+    best_ridge, best_kl = float("inf"), start_kl
+    change, worse = part.zero(), 0
+    for ridge in RIDGES:
+        change = part.solve(ridge, change, ROUGH_GRADIENT)
+        kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], *part.rows(change)))
+        worse = 0 if kl < best_kl else worse + 1
+        if kl < best_kl:
+            best_ridge, best_kl = ridge, kl
+        elif worse == WORSE:
+            break
+    rows, bias = start_KD, start_bias_K
+    if best_ridge != float("inf"):
+        full = Problem(x_TD, target_TK, start_KD, start_bias_K)
+        rows, bias = full.rows(full.solve(best_ridge, full.zero()))
+    kl = mean_kl(target_TK, log_probabilities(x_TD, rows, bias))
+    return FittedRows(rows, bias, kl, best_kl, best_ridge)
+
+
+def log_probabilities(x_TD: Tensor, rows_KD: Tensor, bias_K: Tensor | None) -> Tensor:
+    return RouterParts(rows_KD, bias_K).logits(x_TD).log_softmax(-1)
+
+
+def mean_kl(target_TK: Tensor, log_q_TK: Tensor) -> float:
+    """Mean over tokens of sum p log(p / q), in nats."""
+    terms = torch.xlogy(target_TK, target_TK) - target_TK * log_q_TK
+    return float(terms.sum(-1).mean().clamp(min=0))
+
+
+def principal_axes(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Right singular vectors and squared singular values above 1e-6 of the largest, from the smaller Gram."""
+    wide = x_TD.shape[0] < x_TD.shape[1]
+    squares, vectors = torch.linalg.eigh(x_TD @ x_TD.T if wide else x_TD.T @ x_TD)
+    large = squares > 1e-12 * squares[-1].clamp(min=1e-300)
+    squares, vectors = squares[large], vectors[:, large]
+    return (squares.rsqrt()[:, None] * (vectors.T @ x_TD) if wide else vectors.T), squares
+
+
+class Problem:
+    """The fit in the states' scaled principal axes: well conditioned, so that few steps suffice.
+
+    Rows change within the span of the states only; outside of it they stay at the start.
+    """
+
+    def __init__(self, x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None):
+        self.start_KD, self.start_bias_K, self.target_TK = start_KD, start_bias_K, target_TK
+        self.axes_RD, squares_R = principal_axes(x_TD)
+        self.variance_R = squares_R / len(x_TD)
+        self.scale = float(x_TD.square().mean())
+        self.states_TR = x_TD @ self.axes_RD.T
+        self.base_TK = RouterParts(start_KD, start_bias_K).logits(x_TD)
+
+    def zero(self) -> Tensor:
+        rows, axes = self.start_KD.shape[0], len(self.variance_R)
+        return self.base_TK.new_zeros(rows, axes + (self.start_bias_K is not None))
+
+    def rows(self, change_KR: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows and bias of a change along the axes; the last column is the bias's where there is one."""
+        axes = len(self.variance_R)
+        bias = None if self.start_bias_K is None else self.start_bias_K + change_KR[:, axes]
+        return self.start_KD + change_KR[:, :axes] @ self.axes_RD, bias
+
+    def solve(self, ridge: float, change_KR: Tensor, gradient: float = GRADIENT) -> Tensor:
+        """Minimise mean KL + ridge scale / 2 ||change||^2 over changes along the axes, by L-BFGS."""
+        axes = len(self.variance_R)
+        shrink_R = (self.variance_R + ridge * self.scale).rsqrt()
+        if self.start_bias_K is not None:
+            shrink_R = torch.cat([shrink_R, shrink_R.new_ones(1)])
+        states_TR = self.states_TR * shrink_R[:axes]
+        free = (change_KR / shrink_R).clone()
+        search = torch.optim.LBFGS(
+            [free],
+            max_iter=STEPS,
+            tolerance_grad=gradient,
+            tolerance_change=1e-12,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+        )
+
+        def closure() -> Tensor:
+            logits_TK = self.base_TK + states_TR @ free[:, :axes].T
+            if self.start_bias_K is not None:
+                logits_TK = logits_TK + free[:, axes]
+            log_q_TK = logits_TK.log_softmax(-1)
+            change = free[:, :axes] * shrink_R[:axes]
+            penalty = ridge * self.scale / 2 * change.square().sum()
+            loss = -(self.target_TK * log_q_TK).sum(-1).mean() + penalty
+            off_TK = (log_q_TK.exp() - self.target_TK) / len(self.target_TK)  # targets sum to 1 per token
+            slope = off_TK.T @ states_TR + ridge * self.scale * change * shrink_R[:axes]
+            bias_slope = [] if self.start_bias_K is None else [off_TK.sum(0)[:, None]]
+            free.grad = torch.cat([slope, *bias_slope], dim=1)
+            return loss
+
+        with torch.no_grad():
+            search.step(closure)  # type: ignore[no-untyped-call]
+        return free * shrink_R

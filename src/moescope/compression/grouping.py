@@ -1,62 +1,50 @@
-"""Experts in groups.
-
-Average linkage cut to a number of groups, groups drawn at random, and the merges a dendrogram shows.
-"""
+"""Groups of experts: average linkage, dominant members, and the members' weights in a merged expert."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 
-from moescope.errors import BadInput
+from moescope.compression.plan import MergeWeights
+from moescope.errors import BadInput, unknown_name
+from moescope.types import Array
 
-Array = npt.NDArray[np.float64]
+ChooseDominant = Callable[[tuple[int, ...]], int]
+MERGE_WEIGHTS = get_args(MergeWeights)
+DOMINANT_SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Two nodes joined.
-
-    A node below the number of experts is that expert; n + i is what the layer's i-th merge made.
-    """
+    """Two nodes joined. A node below n experts is that expert; n + i is the result of the layer's merge i."""
 
     left: int
     right: int
     height: float  # their distance, in the method's own measure
-    size: int  # experts in what results
+    size: int  # experts in the result
     done: bool  # False above the cut: drawn, not carried out
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """One layer's experts in groups, ordered by their first member; each group names its dominant one."""
+    """One layer's experts in groups, ordered by first member, each with its dominant member."""
 
     n_experts: int
     groups: tuple[tuple[int, ...], ...]
     dominants: tuple[int, ...]
     merges: tuple[Merge, ...] = ()
-    unrelated: float | None = (
-        None  # the height at which experts that have nothing to do with each other would merge
-    )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(len(group) for group in self.groups)
-
-    @property
-    def singletons(self) -> int:
-        return self.sizes.count(1)
+    unrelated: float | None = None  # chance level: the height at which unrelated experts would merge
 
 
-def sections(n_experts: int, n_groups: int) -> list[list[int]]:
+def routing_sections(n_experts: int, n_groups: int) -> list[list[int]]:
     """The experts of each routing group (DeepSeek's n_group), in order.
 
-    Experts are merged within one only: a token chooses groups first.
+    Experts are merged within a routing group only, because a token chooses routing groups first.
     """
     size, rest = divmod(n_experts, n_groups)
     if rest:
@@ -66,93 +54,118 @@ def sections(n_experts: int, n_groups: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, n_experts, size)]
 
 
-def share_of_each(keep: int, parts: Sequence[Sequence[int]]) -> int:
-    """How many groups of experts each routing group is left with."""
-    if keep < 1 or keep > sum(map(len, parts)) or keep % len(parts):
-        step, most = len(parts), sum(map(len, parts))
-        nearest = min(max(round(keep / step), 1) * step, most)
+def keep_per_section(keep: int, sections: Sequence[Sequence[int]]) -> int:
+    """How many groups of experts each routing group keeps."""
+    n_experts, step = sum(map(len, sections)), len(sections)
+    if keep < 1 or keep > n_experts or keep % step:
+        nearest = min(max(round(keep / step), 1) * step, n_experts)
         raise BadInput(
-            f"{keep} of {most} experts cannot be kept in {step} routing groups; nearest possible: {nearest}"
+            f"keep {keep} of {n_experts} experts: not possible in {step} routing groups; "
+            f"nearest possible: {nearest}"
         )
-    return keep // len(parts)
+    return keep // step
 
 
-def average_linkage(
-    distance_EE: Array, keep: int, choose: Callable[[tuple[int, ...]], int], n_groups: int = 1
-) -> Grouping:
-    """The groups left when average linkage (UPGMA, Sokal and Michener 1958) stops at `keep` of them.
+def average_linkage(distance_EE: Array, keep: int, choose: ChooseDominant, n_groups: int = 1) -> Grouping:
+    """Cluster by average linkage (UPGMA, Sokal and Michener 1958) until `keep` groups are left.
 
-    The distance of two groups is the mean distance of their members. `choose` names a group's dominant
-    member. The first n - keep merges
-    are carried out, which is scipy's `fcluster(..., "maxclust")` except for ties, where that may leave fewer
-    groups than asked for.
+    The distance of two groups is the mean distance of their members. The first n - keep merges are carried
+    out, which is scipy's `fcluster(..., "maxclust")` except for ties, where that may leave fewer groups.
     """
     n_experts = len(distance_EE)
-    parts = sections(n_experts, n_groups)
-    left_in_each = share_of_each(keep, parts)
+    sections = routing_sections(n_experts, n_groups)
+    groups_each = keep_per_section(keep, sections)
     groups: list[tuple[int, ...]] = []
     merges: list[Merge] = []
-    for part in parts:
-        own = np.asarray(distance_EE)[np.ix_(part, part)]
-        tree = linkage(squareform(own, checks=False), "average") if len(part) > 1 else np.zeros((0, 4))
-        nodes = list(part)
+    for section in sections:
+        within = np.asarray(distance_EE)[np.ix_(section, section)]
+        tree = linkage(squareform(within, checks=False), "average") if len(section) > 1 else np.zeros((0, 4))
+        nodes = list(section)
         members: dict[int, tuple[int, ...]] = {node: (node,) for node in nodes}
         for index, (left, right, height, size) in enumerate(tree):
-            done = index < len(part) - left_in_each
-            a, b, made = nodes[int(left)], nodes[int(right)], n_experts + len(merges)
+            done = index < len(section) - groups_each
+            a, b, node = nodes[int(left)], nodes[int(right)], n_experts + len(merges)
             merges.append(Merge(a, b, float(height), int(size), done))
-            nodes.append(made)
+            nodes.append(node)
             if done:
-                members[made] = (*members.pop(a), *members.pop(b))
+                members[node] = (*members.pop(a), *members.pop(b))
         groups += members.values()
-    return grouped(n_experts, groups, choose, merges)
+    return ordered_grouping(n_experts, groups, choose, merges)
 
 
-def grouped(
-    n_experts: int,
-    groups: Sequence[Sequence[int]],
-    choose: Callable[[tuple[int, ...]], int],
-    merges: Sequence[Merge] = (),
+def ordered_grouping(
+    n_experts: int, groups: Sequence[Sequence[int]], choose: ChooseDominant, merges: Sequence[Merge] = ()
 ) -> Grouping:
-    """Groups in their standing order: members ascending, groups by first member."""
+    """A `Grouping` with members ascending and groups ordered by first member."""
     ordered = sorted(tuple(sorted(group)) for group in groups)
     if sorted(expert for group in ordered for expert in group) != list(range(n_experts)):
         raise ValueError(f"groups {ordered} do not hold each of {n_experts} experts once")
     return Grouping(n_experts, tuple(ordered), tuple(choose(group) for group in ordered), tuple(merges))
 
 
-def most_used(usage_E: Array) -> Callable[[tuple[int, ...]], int]:
-    """The member that most tokens chose; of equals the first."""
+def most_used(usage_E: Array) -> ChooseDominant:
+    """Choose the member with the most tokens; of equals the first."""
     return lambda group: max(group, key=lambda expert: (usage_E[expert], -expert))
 
 
-def most_central(distance_EE: Array) -> Callable[[tuple[int, ...]], int]:
-    """The member nearest the others on average (the medoid); of equals the first."""
+def most_central(distance_EE: Array) -> ChooseDominant:
+    """Choose the member nearest to the others on average (the medoid); of equals the first."""
     return lambda group: min(group, key=lambda expert: (distance_EE[expert, list(group)].sum(), expert))
 
 
-def random_groups(
-    n_experts: int,
-    sizes: Sequence[int],
-    generator: np.random.Generator,
-    choose: Callable[[tuple[int, ...]], int],
-    n_groups: int = 1,
-) -> Grouping:
-    """Experts dealt at random into groups of those sizes: what merging costs when nothing is known about the
-    experts.
+def adaptive_dominants(usage_LE: Sequence[Array], keep: int) -> list[list[int]]:
+    """Dominant experts of every layer, layers x keep in total, under one budget (Li et al. 2024, M-SMoE).
 
-    With routing groups, `sizes` are those of each routing group in turn.
+    Each layer's most used expert, then the experts with the largest share of their layer's tokens. Widths
+    then differ by layer, which transformers' configs cannot express: for plans and charts only.
     """
-    groups: list[list[int]] = []
-    waiting = list(sizes)
-    for part in sections(n_experts, n_groups):
-        dealt = [int(expert) for expert in generator.permutation(part)]
-        while dealt:
-            if not waiting or waiting[0] > len(dealt):
-                raise ValueError(
-                    f"sizes {list(sizes)} do not fill {n_groups} routing groups of {len(part)} experts"
-                )
-            size = waiting.pop(0)
-            groups.append(dealt[:size])
-            dealt = dealt[size:]
-    return grouped(n_experts, groups, choose)
+    fewest = min(len(usage) for usage in usage_LE)
+    if not 1 <= keep <= fewest:
+        raise BadInput(f"keep {keep}: give a number of experts per layer from 1 to {fewest}")
+    shares = [usage / max(float(usage.sum()), 1.0) for usage in usage_LE]
+    dominants = [[int(np.argmax(share))] for share in shares]
+    rest = sorted(
+        (-float(share), layer, expert)
+        for layer, row in enumerate(shares)
+        for expert, share in enumerate(row)
+        if expert != dominants[layer][0]
+    )
+    for _, layer, expert in rest[: len(shares) * (keep - 1)]:
+        dominants[layer].append(expert)
+    return [sorted(experts) for experts in dominants]
+
+
+# --- weights of members
+
+
+def merge_weights(
+    grouping: Grouping, kind: str, usage_E: Array | None = None, saliency_E: Array | None = None
+) -> tuple[tuple[float, ...], ...]:
+    """A weight per member, in the shape of `grouping.groups`; each group's weights sum to 1.
+
+    usage: proportional to the tokens routed to each member (Li et al. 2024, M-SMoE); uniform: equal;
+    dominant: three quarters for the dominant member, the rest equal; saliency: proportional to REAP. Members
+    of a group whose numbers are all zero get equal weights.
+    """
+    if kind not in MERGE_WEIGHTS:
+        raise unknown_name("merge weights", kind, list(MERGE_WEIGHTS))
+    numbers = {"usage": usage_E, "saliency": saliency_E}.get(kind, np.ones(grouping.n_experts))
+    if numbers is None:
+        raise BadInput(f"merge weights {kind} need text; give --text, or --merge-weights uniform")
+    return tuple(
+        dominant_heavy(group, dominant) if kind == "dominant" else proportional(numbers[list(group)])
+        for group, dominant in zip(grouping.groups, grouping.dominants, strict=True)
+    )
+
+
+def proportional(values: Array) -> tuple[float, ...]:
+    total = values.sum()
+    shares = values / total if total > 0 else np.full(len(values), 1 / len(values))
+    return tuple(float(share) for share in shares)
+
+
+def dominant_heavy(group: Sequence[int], dominant: int) -> tuple[float, ...]:
+    others = len(group) - 1
+    if not others:
+        return (1.0,)
+    return tuple(DOMINANT_SHARE if expert == dominant else (1 - DOMINANT_SHARE) / others for expert in group)

@@ -1,6 +1,5 @@
-"""M-SMoE.
-
-The most used experts stay, and each other one joins the one that the router likes at the same tokens.
+"""M-SMoE: keep the most used experts and merge each other one into the dominant with the most similar router
+logits (Li et al. 2024, "Merge, then compress").
 """
 
 from __future__ import annotations
@@ -9,20 +8,46 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
-from moescope.compression.grouping import Grouping, Merge, grouped, sections, share_of_each
-from moescope.errors import BadInput
+from moescope.compression.calibration import Sums, add_to_layer, named_sums, real_tokens
+from moescope.compression.grouping import (
+    Grouping,
+    Merge,
+    keep_per_section,
+    ordered_grouping,
+    routing_sections,
+)
+from moescope.compression.merging import LayerEvidence, adaptive_layer_dominants, merge_by
+from moescope.compression.method import Evidence
+from moescope.execution.adapters import Block
+from moescope.types import Array, Routing
 
-Array = npt.NDArray[np.float64]
+
+class LogitProfiles:
+    """Collector of inner products of the experts' logit profiles over all tokens: [E, E].
+
+    Each token's mean logit is subtracted first: softmax ignores it, and with it all profiles look alike.
+    """
+
+    def __init__(self) -> None:
+        self.gram: dict[int, Tensor] = {}
+
+    def consume(self, routing: Routing, block: Block) -> None:
+        assert routing.logits_TE is not None
+        logits_TE = routing.logits_TE[real_tokens(routing)].double()
+        centred_TE = logits_TE - logits_TE.mean(-1, keepdim=True)
+        add_to_layer(self.gram, routing.layer, centred_TE.T @ centred_TE)
+
+    def sums(self) -> Sums:
+        return named_sums("logit_gram_EE", self.gram)
 
 
 def profile_cosines(gram_EE: Array) -> Array:
     """Cosines of the experts' router-logit profiles over all tokens, from their inner products.
 
-    An expert's profile is its logit at every token less that token's mean logit, which a softmax ignores;
-    subtracting it makes unrelated
-    profiles of n experts lie at -1/(n - 1), not 0. An expert whose profile is zero has cosine 0 with all.
+    A profile is an expert's logit at every token minus that token's mean logit, so unrelated profiles of n
+    experts have cosine -1/(n - 1), not 0. An expert whose profile is zero has cosine 0 with all.
     """
     norms = np.sqrt(np.diag(gram_EE))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -30,66 +55,70 @@ def profile_cosines(gram_EE: Array) -> Array:
     return np.where(np.isfinite(cosine_EE), cosine_EE, 0.0)
 
 
-def dominants(usage_E: Array, keep: int, n_groups: int = 1) -> list[int]:
-    """The most used experts, as many of each routing group; of equals the first."""
-    parts = sections(len(usage_E), n_groups)
-    each = share_of_each(keep, parts)
-    found = [sorted(part, key=lambda expert: (-usage_E[expert], expert))[:each] for part in parts]
-    return sorted(expert for part in found for expert in part)
-
-
-def adaptive_dominants(usage_LE: Sequence[Array], keep: int) -> list[list[int]]:
-    """Dominant experts of every layer, layers x keep in all: each layer's most used, then whichever is most
-    used in its layer.
-
-    Usage is each layer's share of its own tokens, so layers can be compared. Widths then differ from layer to
-    layer (Li et al. 2024), which
-    transformers' configs cannot say: for plans and charts.
-    """
-    layers = len(usage_LE)
-    if not 1 <= keep <= min(len(usage) for usage in usage_LE):
-        raise BadInput(
-            f"{keep} experts a layer cannot be kept; keep 1 to {min(len(usage) for usage in usage_LE)}"
-        )
-    shares = [usage / max(float(usage.sum()), 1.0) for usage in usage_LE]
-    chosen = [[int(np.argmax(share))] for share in shares]
-    rest = sorted(
-        (-float(share), layer, expert)
-        for layer, row in enumerate(shares)
-        for expert, share in enumerate(row)
-        if expert != chosen[layer][0]
+def choose_dominants(usage_E: Array, keep: int, n_groups: int = 1) -> list[int]:
+    """The most used experts, equally many per routing group; of equals the first."""
+    sections = routing_sections(len(usage_E), n_groups)
+    each = keep_per_section(keep, sections)
+    return sorted(
+        expert
+        for section in sections
+        for expert in sorted(section, key=lambda expert: (-usage_E[expert], expert))[:each]
     )
-    for _, layer, expert in rest[: layers * keep - layers]:
-        chosen[layer].append(expert)
-    return [sorted(experts) for experts in chosen]
 
 
-def joined(cosine_EE: Array, leaders: Sequence[int], n_groups: int = 1) -> Grouping:
-    """Each other expert with the dominant one of its routing group whose logit profile is nearest; of equals
-    the first.
+def join_dominants(cosine_EE: Array, dominants: Sequence[int], n_groups: int = 1) -> Grouping:
+    """Join each other expert to the dominant of its routing group with the nearest profile.
 
     The height of such a merge is 1 - cosine.
     """
     n_experts = len(cosine_EE)
-    groups: dict[int, list[int]] = {leader: [leader] for leader in leaders}
+    groups: dict[int, list[int]] = {dominant: [dominant] for dominant in dominants}
     steps: list[tuple[float, int, int]] = []
-    for part in sections(n_experts, n_groups):
-        own = [leader for leader in leaders if leader in part]
-        for expert in part:
+    for section in routing_sections(n_experts, n_groups):
+        candidates = [dominant for dominant in dominants if dominant in section]
+        for expert in section:
             if expert not in groups:
-                leader = max(own, key=lambda candidate: (cosine_EE[expert, candidate], -candidate))
-                steps.append((1 - float(cosine_EE[expert, leader]), expert, leader))
+                nearest = max(candidates, key=lambda candidate: (cosine_EE[expert, candidate], -candidate))
+                steps.append((1 - float(cosine_EE[expert, nearest]), expert, nearest))
     merges: list[Merge] = []
-    node = {leader: leader for leader in leaders}  # what the leader's group is called so far
-    for height, expert, leader in sorted(steps):
-        groups[leader].append(expert)
-        merges.append(Merge(node[leader], expert, height, len(groups[leader]), True))
-        node[leader] = n_experts + len(merges) - 1
-    by_member = {expert: leader for leader, group in groups.items() for expert in group}
-    grouping = grouped(n_experts, list(groups.values()), lambda group: by_member[group[0]], merges)
+    node = {dominant: dominant for dominant in dominants}  # the current node of the dominant's group
+    for height, expert, dominant in sorted(steps):
+        groups[dominant].append(expert)
+        merges.append(Merge(node[dominant], expert, height, len(groups[dominant]), True))
+        node[dominant] = n_experts + len(merges) - 1
+    dominant_of = {expert: dominant for dominant, group in groups.items() for expert in group}
+    grouping = ordered_grouping(n_experts, list(groups.values()), lambda group: dominant_of[group[0]], merges)
     return replace(grouping, unrelated=1 + 1 / max(n_experts - 1, 1))
 
 
 def m_smoe(gram_EE: Array, usage_E: Array, keep: int, n_groups: int = 1) -> Grouping:
-    """One layer's groups by router logits (Li et al. 2024, "Merge, then compress")."""
-    return joined(profile_cosines(gram_EE), dominants(usage_E, keep, n_groups), n_groups)
+    """Group one layer's experts by router logits."""
+    return join_dominants(profile_cosines(gram_EE), choose_dominants(usage_E, keep, n_groups), n_groups)
+
+
+def group_by_logits(evidence: Evidence, layer: LayerEvidence) -> Grouping:
+    gram_EE = layer.sums["logit_gram_EE"].double().numpy()
+    assert layer.usage_E is not None
+    if layer.settings.adaptive:
+        return join_dominants(profile_cosines(gram_EE), adaptive_layer_dominants(evidence)[layer.number])
+    return m_smoe(gram_EE, layer.usage_E, layer.keep, layer.n_groups)
+
+
+METHOD = merge_by(
+    group_by_logits,
+    "m_smoe",
+    "merges each rarely used expert into the one with the most similar router logits",
+    matched=False,
+    collectors=(LogitProfiles,),
+    needs_logits=True,
+    adapts=True,
+)
+PERMUTED = merge_by(
+    group_by_logits,
+    "m_smoe_permuted",
+    "m_smoe with the members' neurons matched first",
+    matched=True,
+    collectors=(LogitProfiles,),
+    needs_logits=True,
+    adapts=True,
+)

@@ -1,88 +1,96 @@
-"""Plans that merge.
-
-Experts grouped by one of several likenesses, each group made one expert, and the router folded onto them.
-"""
+"""Merging: experts grouped by a method, each group made one expert, and the router fitted to the groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
-from moescope.compression import hc_smoe, m_smoe, weights_clustering
-from moescope.compression.grouping import Grouping, grouped, most_used, random_groups, sections, share_of_each
-from moescope.compression.merge_weights import merge_weights
-from moescope.compression.method import Decided, Evidence, Method, PlanSettings, rescaling_words
+from moescope.compression.applying import RunningExperts, merged_expert
+from moescope.compression.calibration import (
+    Gating,
+    LayerStates,
+    StateSample,
+    SumCollector,
+    Sums,
+    find_gating,
+)
+from moescope.compression.folding import (
+    FoldedRouter,
+    RouterParts,
+    apply_in_chunks,
+    fold_router,
+    load_thresholds,
+    mean_router,
+)
+from moescope.compression.grouping import (
+    Grouping,
+    adaptive_dominants,
+    merge_weights,
+    ordered_grouping,
+)
+from moescope.compression.method import Evidence, Method, PlanSettings, Proposal, rescaling_warnings
 from moescope.compression.plan import LayerFit
+from moescope.compression.reap import reap
+from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
+from moescope.execution.adapters import CONTRACT, Block, adapter_of, find_blocks
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import GROUPS
 from moescope.families.reading import config_value, text_config
 from moescope.geometry.matching import can_flip, match_neurons
-from moescope.types import LayerPlan, LayerWeights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from moescope.compression.calibration import SumCollector
-    from moescope.compression.folding import FoldedRouter, RouterParts
-    from moescope.compression.rerouting import Gating
-    from moescope.compression.states import LayerStates
-    from moescope.types import LinearView
-
-Array = npt.NDArray[np.float64]
+from moescope.types import Array, LayerPlan, LayerWeights, LinearView, Routing
 
 
 @dataclass(frozen=True)
 class LayerEvidence:
-    """One layer's part of what a method decides from; without a text, weights alone."""
+    """One layer's part of the evidence; without text, weights only."""
 
     weights: LayerWeights
     keep: int
     n_groups: int  # routing groups, within which experts are merged
     settings: PlanSettings
-    top_k: int | None  # after merging, alike in every layer
+    top_k: int | None  # after merging, the same in every layer
     sums: Mapping[str, Tensor]  # by their names in the layer
     states: LayerStates | None
     gating: Gating | None
-    like: LayerPlan | None
+    control_of: LayerPlan | None
     device: str = "cpu"  # where routers are fitted and neurons matched
-    linear: LinearView | None = (
-        None  # of a router that keeps more than rows, where rows for it can be fitted all the same
-    )
+    linear: LinearView | None = None  # of a router with more state than rows, whose rows can still be fitted
 
     @property
-    def layer(self) -> int:
+    def number(self) -> int:
         return self.weights.layer
 
     @property
     def joins(self) -> bool:
-        """Whether a group takes over its dominant's part of the router.
-
-        One that keeps more than rows, with nothing to fit them on.
-        """
+        """Whether a group takes its dominant's part of a router that has more state than rows to fit."""
         return self.linear is None and (self.weights.router_ED is None or bool(self.weights.router_state))
 
     @property
     def usage_E(self) -> Array | None:
-        """Tokens that chose each expert."""
+        """Tokens routed to each expert."""
         tokens = self.sums.get("tokens_BE")
         return None if tokens is None else tokens.sum(0).double().numpy()
 
     @property
     def reap_E(self) -> Array | None:
-        from moescope.compression.saliency import scores
+        if self.usage_E is None:
+            return None
+        return reap({name: self.sums[name].numpy().sum(0) for name in ("tokens_BE", "gated_norm_BE")})
 
-        named = {f"layer.0.{name}": tensor for name, tensor in self.sums.items()}
-        return None if self.usage_E is None else scores(named, 0, "reap")
+    def measure(self, measures: tuple[str, ...]) -> str:
+        return measures[0] if self.settings.distance == "default" else self.settings.distance
 
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """What becomes of one layer, and what its router's folding cost."""
+    """One merged layer, and the cost of fitting its router."""
 
     plan: LayerPlan
     fit: LayerFit
@@ -93,261 +101,69 @@ class MergedLayer:
 Group = Callable[[Evidence, LayerEvidence], Grouping]
 
 
-def layer_evidence(given: Evidence, layer: int) -> LayerEvidence:
-    start = f"layer.{layer}."
-    own = {name.removeprefix(start): tensor for name, tensor in given.sums.items() if name.startswith(start)}
-    return LayerEvidence(
-        given.moe.layers[layer],
-        given.keep[layer],
-        routing_groups(given.moe, layer),
-        given.settings,
-        top_k_after(given),
-        own,
-        given.states.get(layer),
-        given.gating.get(layer),
-        given.like.get(layer),
-        given.traced().device if given.traced is not None and given.states else "cpu",
-        linear_view(given, layer),
-    )
+def merge_by(
+    group: Group,
+    name: str,
+    summary: str,
+    *,
+    matched: bool,
+    needs_text: bool = True,
+    collectors: tuple[Callable[[], SumCollector], ...] = (),
+    distances: tuple[str, ...] = (),
+    needs_logits: bool = False,
+    adapts: bool = False,
+    caveats: Callable[[int], list[str]] = lambda n_experts: [],
+) -> Method:
+    """The method that merges the groups found by `group`, after matching neurons where `matched`."""
 
-
-def linear_view(given: Evidence, layer: int) -> LinearView | None:
-    if given.traced is None or layer not in given.states or not given.moe.layers[layer].router_state:
-        return None
-    from moescope.execution.adapters import find_blocks
-
-    return next(block.linear for block in find_blocks(given.traced().model) if block.layer == layer)
-
-
-def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
-    """DeepSeek's n_group, 1 where there are none."""
-    found = config_value(text_config(moe.checkpoint.config), GROUPS, layer)
-    return found if isinstance(found, int) and found > 1 else 1
-
-
-def check_adaptive(moe: MoeCheckpoint) -> None:
-    """Refuse one budget for all layers where tokens choose groups of experts first.
-
-    Each group must be left as many.
-    """
-    for layer in moe.layers:
-        if (groups := routing_groups(moe, layer)) > 1:
-            raise BadInput(
-                f"an adaptive budget cannot leave each of the {groups} routing groups of layer "
-                f"{layer} as many experts; leave out --adaptive"
-            )
-
-
-def top_k_after(given: Evidence) -> int | None:
-    """min(top_k, K), K of the narrowest layer: a config holds one number for all."""
-    before = [weights.top_k for weights in given.moe.layers.values() if weights.top_k is not None]
-    widths = [len(leaders) for leaders in adaptive_leaders(given).values()] if given.settings.adaptive else []
-    return min(max(before), min(widths or given.keep.values())) if before else None
-
-
-def adaptive_leaders(given: Evidence) -> dict[int, list[int]]:
-    """Layer -> its dominant experts under one budget for all layers.
-
-    A control has as many as the plan it is a control of.
-    """
-    if given.like:
-        return {layer: list(plan.dominants) for layer, plan in given.like.items()}
-    usage = [given.sums[f"layer.{layer}.tokens_BE"].sum(0).double().numpy() for layer in given.keep]
-    found = m_smoe.adaptive_dominants(usage, max(given.keep.values()))
-    return dict(zip(given.keep, found, strict=True))
-
-
-# --- ways of grouping
-
-
-def by_outputs(given: Evidence, own: LayerEvidence) -> Grouping:
-    mean_ED = (own.sums["output_sum_ED"] / own.sums["output_tokens"].clamp(min=1)).double().numpy()
-    measure = hc_smoe.MEASURES[0] if own.settings.distance == "default" else own.settings.distance
-    assert own.usage_E is not None
-    return hc_smoe.hc_smoe(mean_ED, own.usage_E, own.keep, measure, own.n_groups)
-
-
-def by_router_logits(given: Evidence, own: LayerEvidence) -> Grouping:
-    gram_EE = own.sums["logit_gram_EE"].double().numpy()
-    assert own.usage_E is not None
-    if not own.settings.adaptive:
-        return m_smoe.m_smoe(gram_EE, own.usage_E, own.keep, own.n_groups)
-    leaders = adaptive_leaders(given)[own.layer]
-    return m_smoe.joined(m_smoe.profile_cosines(gram_EE), leaders)
-
-
-def by_weights(given: Evidence, own: LayerEvidence) -> Grouping:
-    experts = [own.weights.expert(number) for number in range(own.weights.n_experts)]
-    measure = weights_clustering.MEASURES[0] if own.settings.distance == "default" else own.settings.distance
-    grouping, _ = weights_clustering.weights_clusters(
-        experts, own.keep, measure, own.n_groups, device=own.device
-    )
-    return grouping
-
-
-def at_random(given: Evidence, own: LayerEvidence) -> Grouping:
-    """Groups of the sizes of the plan it is a control of, or of random sizes."""
-    n_experts = own.weights.n_experts
-    generator = np.random.default_rng((own.settings.seed, own.layer, 7))
-    choose = most_used(np.zeros(n_experts) if own.usage_E is None else own.usage_E)
-    if own.like is not None:
-        sizes = [len(group) for group in own.like.groups]
-        if len(own.like.dropped) == 0:
-            return random_groups(n_experts, sizes, generator, choose, own.n_groups)
-    sizes = []
-    for part in sections(n_experts, own.n_groups):
-        count = share_of_each(own.keep, sections(n_experts, own.n_groups))
-        sizes += [
-            1 + int(more) for more in generator.multinomial(len(part) - count, np.full(count, 1 / count))
-        ]
-    return random_groups(n_experts, sizes, generator, choose, own.n_groups)
-
-
-# --- one layer
-
-
-def merge_layer(given: Evidence, own: LayerEvidence, group: Group, matched: bool) -> MergedLayer:
-    """The layer's groups, weights, neuron orders and router."""
-    n_experts = own.weights.n_experts
-    if own.keep >= n_experts and not own.settings.adaptive:  # nothing to do, and nothing that could go wrong
-        grouping = grouped(n_experts, [(expert,) for expert in range(n_experts)], lambda alone: alone[0])
-    else:
-        grouping = group(given, own)
-    kind = own.settings.merge_weights
-    if own.usage_E is None and kind == "usage":
-        kind = "uniform"  # the default, where no text says who is used; `decide` tells
-    shares = merge_weights(grouping, kind, own.usage_E, own.reap_E)
-    plan = LayerPlan(own.layer, n_experts, grouping.groups, grouping.dominants, shares)
-    orders, signs = (
-        neuron_orders(own.weights, grouping, own.settings.signed, own.device) if matched else ({}, {})
-    )
-    if own.settings.router == "tie" or own.joins:
-        return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
-    if own.linear is not None and len(plan.groups) < n_experts:
-        fitted, cost = folded_view(own, plan, own.linear)
-        return MergedLayer(plan, replace(fitted, orders=orders, signs=signs), grouping, cost)
-    rows, folded = folded_router(own, plan)
-    fit = LayerFit(rows.router_ED, rows.router_bias_E, rows.correction_bias_E, orders, signs)
-    return MergedLayer(plan, fit, grouping, folded)
-
-
-def neuron_orders(
-    weights: LayerWeights, grouping: Grouping, signed: bool, device: str = "cpu"
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Member -> where its neurons go and their signs, for all that are not dominant.
-
-    Two experts are in memory at a time.
-    """
-    import torch
-
-    orders, signs = {}, {}
-    for group, dominant in zip(grouping.groups, grouping.dominants, strict=True):
-        others = [expert for expert in group if expert != dominant]
-        leader = weights.expert(dominant) if others else None
-        for member in others:
-            assert leader is not None
-            matching = match_neurons(leader, weights.expert(member), signed=signed, device=device)
-            orders[member] = torch.from_numpy(matching.order_F)
-            if signed and can_flip(leader):
-                signs[member] = torch.from_numpy(matching.sign_F)
-    return orders, signs
-
-
-def folded_router(own: LayerEvidence, plan: LayerPlan) -> tuple[RouterParts, FoldedRouter | None]:
-    """Rows fitted on the layer's calibration states.
-
-    Without any, or where the way of choosing is not known, weighted means.
-    """
-    from moescope.compression.folding import RouterParts, fold_router, mean_router
-
-    lazies = (own.weights.router_ED, own.weights.router_bias_E, own.weights.correction_bias_E)
-    rows, *biases = (None if lazy is None else lazy.read().float() for lazy in lazies)
-    if rows is None:
-        raise BadInput(
-            f"{own.weights.layer_name}: its router has no row for each expert, so none can be "
-            "fitted to a group; prune instead: --method frequency"
-        )
-    router = RouterParts(rows, *biases)
-    start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
-    if len(plan.groups) == plan.n_experts:
-        return router, None
-    if own.states is None or own.gating is None or not own.gating.explains:
-        return mean_router(router, plan.groups, start), None
-    top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
-    folded = fold_router(router, plan.groups, start, own.states, own.gating, top_k, own.layer, own.device)
-    return RouterParts(folded.router_KD, folded.router_bias_K, folded.correction_bias_K), folded
-
-
-def folded_view(own: LayerEvidence, plan: LayerPlan, view: LinearView) -> tuple[LayerFit, FoldedRouter]:
-    """Rows fitted where a router meets them with something else than x, or goes by thresholds.
-
-    Which then keep each group's load.
-    """
-    from moescope.compression.folding import RouterParts, fold_router, load_thresholds, through
-
-    assert own.states is not None
-    assert own.gating is not None
-    states = replace(own.states, x_TD=through(view.reads, own.states.x_TD, view.rows_ED.device))
-    start = plan.weights if own.usage_E is None else merge_weights(as_grouping(plan), "usage", own.usage_E)
-    top_k = min(own.top_k or own.gating.top_k, len(plan.groups))
-    gating = replace(
-        own.gating, normalised=own.gating.normalised or view.thresholds
-    )  # whose gates are looked at below
-    folded = fold_router(
-        RouterParts(view.rows_ED), plan.groups, start, states, gating, top_k, own.layer, own.device
-    )
-    threshold_K = None
-    if view.thresholds:
-        threshold_K, scale = load_thresholds(folded.router_KD, plan.groups, states)
-        folded = replace(folded, gate_scale=scale)
-    stored = view.stored(folded.router_KD, threshold_K)
-    rows_KD = stored.pop(view.rows_name)
-    return LayerFit(rows_KD, state=stored), folded
-
-
-def as_grouping(plan: LayerPlan) -> Grouping:
-    return Grouping(plan.n_experts, plan.groups, plan.dominants)
-
-
-# --- the whole plan
-
-
-def merged(group: Group, matched: bool) -> Callable[[Evidence], Decided]:
-    def decide(given: Evidence) -> Decided:
-        how = matched if given.like_matching is None else given.like_matching != "none"
-        if given.settings.sequential and given.reread is not None:
-            from moescope.compression.sequential import merge_in_sequence
-
-            layers = merge_in_sequence(
-                given, lambda own: merge_layer(given, own, group, how), collectors_of(group)
-            )
+    def propose(evidence: Evidence) -> Proposal:
+        control_of = evidence.control_of
+        match = matched if control_of is None else control_of.matching != "none"
+        if evidence.settings.sequential and evidence.recalibrate is not None:
+            layers = merge_in_sequence(evidence, group, match, collectors)
         else:
-            layers = [merge_layer(given, layer_evidence(given, layer), group, how) for layer in given.keep]
-        return decided(given, layers, how, group is by_weights)
+            layers = [
+                merge_layer(evidence, layer_evidence(evidence, layer), group, match)
+                for layer in evidence.keep
+            ]
+        return merging_proposal(evidence, layers, match, caveats)
 
-    return decide
+    return Method(
+        name,
+        summary,
+        propose,
+        needs_text,
+        merges=True,
+        control="random_merge",
+        collectors=collectors,
+        distances=distances,
+        needs_logits=needs_logits,
+        adapts=adapts,
+    )
 
 
-def decided(given: Evidence, layers: list[MergedLayer], matched: bool, by_sketch: bool) -> Decided:
-    settings, top_k = given.settings, top_k_after(given)
-    before = {weights.top_k for weights in given.moe.layers.values()}
+def merging_proposal(
+    evidence: Evidence, layers: list[MergedLayer], matched: bool, caveats: Callable[[int], list[str]]
+) -> Proposal:
+    settings, top_k = evidence.settings, top_k_after(evidence)
+    before = {weights.top_k for weights in evidence.moe.layers.values()}
     tied = settings.router == "tie"
-    joined = any(layer_evidence(given, layer).joins for layer in given.keep)
+    joined = any(layer_evidence(evidence, layer).joins for layer in evidence.keep)
     matching = ("signed" if settings.signed else "unsigned") if matched else "none"
-    return Decided(
+    return Proposal(
         tuple(layer.plan for layer in layers),
         {layer.plan.layer: layer.fit for layer in layers},
         matching,
         "tie" if tied else "join" if joined else "fold",
         None if tied or {top_k} == before else top_k,
-        notes(layers),
-        tuple(said(given, layers, by_sketch)),
+        fitting_facts(layers),
+        tuple(merging_warnings(evidence, layers, caveats)),
         {layer.plan.layer: layer.grouping for layer in layers},
     )
 
 
-def notes(layers: list[MergedLayer]) -> dict[str, str | int | float | bool | None]:
-    """What folding cost over all layers, for plan.json."""
+def fitting_facts(layers: list[MergedLayer]) -> dict[str, str | int | float | bool | None]:
+    """The mean cost of fitting routers over layers, for plan.json."""
     folded = [layer.folded for layer in layers if layer.folded is not None]
     if not folded:
         return {}
@@ -360,94 +176,318 @@ def notes(layers: list[MergedLayer]) -> dict[str, str | int | float | bool | Non
     }
 
 
-def said(given: Evidence, layers: list[MergedLayer], by_sketch: bool) -> list[str]:
-    """What a reader of the plan must know."""
-    found = []
-    usage = any(name.endswith("tokens_BE") for name in given.sums)
-    if not usage and given.settings.merge_weights == "usage":
-        found.append(
-            "members count alike in a merged expert: without a text nobody knows how often each is used"
-        )
-    most = max(layer.plan.n_experts for layer in layers)
-    if by_sketch and most * (most - 1) // 2 > weights_clustering.MOST_PAIRS:
-        found.append(
-            f"neurons were matched for {weights_clustering.MOST_PAIRS} pairs of experts a layer, "
-            "the likeliest by a sketch of their weights; "
-            "all others count as far apart as the farthest of these"
-        )
-    merges = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
-    unfitted = [layer.plan.layer for layer in merges if layer.folded is None]
-    if unfitted and given.settings.router == "fold" and not layer_evidence(given, unfitted[0]).joins:
-        why = "no text was given to fit them on" if not usage else "the way of choosing was not recognised"
-        listed = ", ".join(map(str, unfitted)) if len(unfitted) < len(merges) else "all layers"
-        found.append(f"router rows of merged experts are their members' means in {listed}: {why}")
+def merging_warnings(
+    evidence: Evidence, layers: list[MergedLayer], caveats: Callable[[int], list[str]]
+) -> list[str]:
+    warnings = []
+    usage = any(name.endswith("tokens_BE") for name in evidence.sums)
+    if not usage and evidence.settings.merge_weights == "usage":
+        warnings.append("merge weights are uniform: without text the usage of experts is unknown")
+    warnings += caveats(max(layer.plan.n_experts for layer in layers))
+    merged = [layer for layer in layers if len(layer.plan.groups) < layer.plan.n_experts]
+    unfitted = [layer.plan.layer for layer in merged if layer.folded is None]
+    if unfitted and evidence.settings.router == "fold" and not layer_evidence(evidence, unfitted[0]).joins:
+        why = "gating was not recognised" if usage else "no text was given to fit them on"
+        where = f"layers {', '.join(map(str, unfitted))}" if len(unfitted) < len(merged) else "all layers"
+        warnings.append(f"router rows of merged experts are their members' means in {where}: {why}")
     scales = [layer.folded.gate_scale for layer in layers if layer.folded is not None]
-    return found + rescaling_words("merging", scales)
+    return warnings + rescaling_warnings("merging", scales)
 
 
-def collectors_of(group: Group) -> Callable[[PlanSettings], list[SumCollector]]:
-    def collectors(settings: PlanSettings) -> list[SumCollector]:
-        from moescope.compression.profiles import ExpertMeans, LogitProfiles
-
-        if group is by_outputs:
-            return [ExpertMeans()]
-        return [LogitProfiles()] if group is by_router_logits else []
-
-    return collectors
+# --- evidence per layer
 
 
-def merging(
-    name: str,
-    words: str,
-    group: Group,
-    matched: bool,
-    needs_text: bool = True,
-    distances: tuple[str, ...] = (),
-) -> Method:
-    return Method(
-        name,
-        words,
-        merged(group, matched),
-        needs_text,
-        True,
-        "random_merge",
-        collectors_of(group),
-        distances=distances,
-        adapts=group is by_router_logits,
+def layer_evidence(evidence: Evidence, layer: int) -> LayerEvidence:
+    prefix = f"layer.{layer}."
+    control_of = evidence.control_of.layers if evidence.control_of else ()
+    return LayerEvidence(
+        evidence.moe.layers[layer],
+        evidence.keep[layer],
+        routing_groups(evidence.moe, layer),
+        evidence.settings,
+        top_k_after(evidence),
+        {name.removeprefix(prefix): part for name, part in evidence.sums.items() if name.startswith(prefix)},
+        evidence.states.get(layer),
+        evidence.gating.get(layer),
+        next((plan for plan in control_of if plan.layer == layer), None),
+        evidence.traced().device if evidence.traced is not None and evidence.states else "cpu",
+        linear_view(evidence, layer),
     )
 
 
-MERGING = [
-    merging(
-        "hc_smoe", "merges experts whose mean outputs are near", by_outputs, False, distances=hc_smoe.MEASURES
-    ),
-    merging(
-        "hc_smoe_permuted",
-        "the same, members' neurons first put into one order",
-        by_outputs,
-        True,
-        distances=hc_smoe.MEASURES,
-    ),
-    merging(
-        "m_smoe",
-        "merges each rarely used expert into the one routers like at the same tokens",
-        by_router_logits,
-        False,
-    ),
-    merging("m_smoe_permuted", "the same, members' neurons first put into one order", by_router_logits, True),
-    merging(
-        "weights",
-        "merges experts whose matched weights are near; needs no text",
-        by_weights,
-        True,
-        needs_text=False,
-        distances=weights_clustering.MEASURES,
-    ),
-    merging(
-        "random_merge",
-        "merges experts at random, neurons matched: the control",
-        at_random,
-        True,
-        needs_text=False,
-    ),
-]
+def linear_view(evidence: Evidence, layer: int) -> LinearView | None:
+    if evidence.traced is None or layer not in evidence.states or not evidence.moe.layers[layer].router_state:
+        return None
+    return next(block.linear for block in find_blocks(evidence.traced().model) if block.layer == layer)
+
+
+def routing_groups(moe: MoeCheckpoint, layer: int) -> int:
+    """DeepSeek's n_group, 1 where there are none."""
+    groups = config_value(text_config(moe.checkpoint.config), GROUPS, layer)
+    return groups if isinstance(groups, int) and groups > 1 else 1
+
+
+def check_adaptive(moe: MoeCheckpoint) -> None:
+    """Raise where tokens choose routing groups first, each of which must keep as many experts."""
+    for layer in moe.layers:
+        if (groups := routing_groups(moe, layer)) > 1:
+            raise BadInput(
+                f"an adaptive budget cannot keep the same number of experts in each of the {groups} routing "
+                f"groups of layer {layer}; omit --adaptive"
+            )
+
+
+def top_k_after(evidence: Evidence) -> int | None:
+    """min(top_k, K), K of the narrowest layer: a config holds one number for all layers."""
+    before = [weights.top_k for weights in evidence.moe.layers.values() if weights.top_k is not None]
+    if not before:
+        return None
+    widths = list(evidence.keep.values())
+    if evidence.settings.adaptive:
+        widths = [len(dominants) for dominants in adaptive_layer_dominants(evidence).values()]
+    return min(max(before), min(widths))
+
+
+def adaptive_layer_dominants(evidence: Evidence) -> dict[int, list[int]]:
+    """Layer -> its dominants under one budget for all layers; a control copies its plan's."""
+    if evidence.control_of:
+        return {plan.layer: list(plan.dominants) for plan in evidence.control_of.layers}
+    usage = [evidence.sums[f"layer.{layer}.tokens_BE"].sum(0).double().numpy() for layer in evidence.keep]
+    return dict(zip(evidence.keep, adaptive_dominants(usage, max(evidence.keep.values())), strict=True))
+
+
+# --- one layer
+
+
+def merge_layer(evidence: Evidence, layer: LayerEvidence, group: Group, matched: bool) -> MergedLayer:
+    """The layer's groups, weights, neuron orders and router."""
+    n_experts = layer.weights.n_experts
+    if layer.keep >= n_experts and not layer.settings.adaptive:
+        grouping = ordered_grouping(n_experts, [(expert,) for expert in range(n_experts)], lambda one: one[0])
+    else:
+        grouping = group(evidence, layer)
+    kind = layer.settings.merge_weights
+    if layer.usage_E is None and kind == "usage":
+        kind = "uniform"  # without text; `merging_warnings` reports it
+    weights = merge_weights(grouping, kind, layer.usage_E, layer.reap_E)
+    plan = LayerPlan(layer.number, n_experts, grouping.groups, grouping.dominants, weights)
+    orders: dict[int, Tensor] = {}
+    signs: dict[int, Tensor] = {}
+    if matched:
+        orders, signs = neuron_orders(layer.weights, grouping, layer.settings.signed, layer.device)
+    if layer.settings.router == "tie" or layer.joins:
+        return MergedLayer(plan, LayerFit(orders=orders, signs=signs), grouping, None)
+    if layer.linear is not None and len(plan.groups) < n_experts:
+        fit, folded = fold_linear_view(layer, plan, grouping, layer.linear)
+        return MergedLayer(plan, replace(fit, orders=orders, signs=signs), grouping, folded)
+    rows, cost = fold_rows(layer, plan, grouping)
+    fit = LayerFit(rows.router_ED, rows.router_bias_E, rows.correction_bias_E, orders, signs)
+    return MergedLayer(plan, fit, grouping, cost)
+
+
+def neuron_orders(
+    weights: LayerWeights, grouping: Grouping, signed: bool, device: str = "cpu"
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Order and signs of members' neurons; two experts are in memory at a time."""
+    orders: dict[int, Tensor] = {}
+    signs: dict[int, Tensor] = {}
+    for members, dominant in zip(grouping.groups, grouping.dominants, strict=True):
+        if len(members) == 1:
+            continue
+        target = weights.expert(dominant)
+        for member in members:
+            if member == dominant:
+                continue
+            matching = match_neurons(target, weights.expert(member), signed=signed, device=device)
+            orders[member] = torch.from_numpy(matching.order_F)
+            if signed and can_flip(target):
+                signs[member] = torch.from_numpy(matching.sign_F)
+    return orders, signs
+
+
+def fold_rows(
+    layer: LayerEvidence, plan: LayerPlan, grouping: Grouping
+) -> tuple[RouterParts, FoldedRouter | None]:
+    """Rows fitted on the layer's calibration states; weighted means without states or known gating."""
+    stored = (layer.weights.router_ED, layer.weights.router_bias_E, layer.weights.correction_bias_E)
+    rows, *biases = (None if lazy is None else lazy.read().float() for lazy in stored)
+    if rows is None:
+        raise BadInput(
+            f"{layer.weights.layer_name}: its router has no row per expert to fit to a group; "
+            "prune instead: --method frequency"
+        )
+    router = RouterParts(rows, *biases)
+    if len(plan.groups) == plan.n_experts:
+        return router, None
+    start = fold_start(layer, plan, grouping)
+    if layer.states is None or layer.gating is None or not layer.gating.explains:
+        return mean_router(router, plan.groups, start), None
+    top_k = min(layer.top_k or layer.gating.top_k, len(plan.groups))
+    folded = fold_router(
+        router, plan.groups, start, layer.states, layer.gating, top_k, layer.number, layer.device
+    )
+    return RouterParts(folded.router_KD, folded.router_bias_K, folded.correction_bias_K), folded
+
+
+def fold_linear_view(
+    layer: LayerEvidence, plan: LayerPlan, grouping: Grouping, view: LinearView
+) -> tuple[LayerFit, FoldedRouter]:
+    """Rows fitted to what the router makes of x; where it uses thresholds, they keep each group's load."""
+    assert layer.states is not None
+    assert layer.gating is not None
+    states = replace(layer.states, x_TD=apply_in_chunks(view.reads, layer.states.x_TD, view.rows_ED.device))
+    start = fold_start(layer, plan, grouping)
+    top_k = min(layer.top_k or layer.gating.top_k, len(plan.groups))
+    # `load_thresholds` measures the gates of a router with thresholds
+    gating = replace(layer.gating, normalised=layer.gating.normalised or view.thresholds)
+    router = RouterParts(view.rows_ED)
+    folded = fold_router(router, plan.groups, start, states, gating, top_k, layer.number, layer.device)
+    threshold_K = None
+    if view.thresholds:
+        threshold_K, scale = load_thresholds(folded.router_KD, plan.groups, states)
+        folded = replace(folded, gate_scale=scale)
+    stored = view.stored(folded.router_KD, threshold_K)
+    rows_KD = stored.pop(view.rows_name)
+    return LayerFit(rows_KD, state=stored), folded
+
+
+def fold_start(layer: LayerEvidence, plan: LayerPlan, grouping: Grouping) -> tuple[tuple[float, ...], ...]:
+    """The members' weights in the rows that a fit starts from."""
+    return plan.weights if layer.usage_E is None else merge_weights(grouping, "usage", layer.usage_E)
+
+
+# --- one layer after the other
+
+
+class OneLayer:
+    """SumCollector that shows another collector one layer only."""
+
+    def __init__(self, layer: int, collector: SumCollector):
+        self.layer, self.collector = layer, collector
+
+    def consume(self, routing: Routing, block: Block) -> None:
+        if routing.layer == self.layer:
+            self.collector.consume(routing, block)
+
+    def sums(self) -> Sums:
+        return self.collector.sums()
+
+
+def merge_in_sequence(
+    evidence: Evidence, group: Group, matched: bool, collectors: tuple[Callable[[], SumCollector], ...]
+) -> list[MergedLayer]:
+    """Merge layer by layer, each on states recomputed through the merged layers before it (as in REAM).
+
+    Reads the calibration text once per layer after the first. The running model is restored at the end.
+    """
+    assert evidence.traced is not None
+    model = evidence.traced().model
+    running = RunningExperts(model)
+    blocks = {block.layer: block for block in find_blocks(model)}
+    merged: list[MergedLayer] = []
+    with ExitStack() as installed:
+        for number in evidence.keep:
+            layer = layer_evidence(evidence, number)
+            if merged:
+                layer = recalibrate_layer(evidence, layer, [collector() for collector in collectors])
+            merged.append(merge_layer(evidence, layer, group, matched))
+            plan, fit = merged[-1].plan, merged[-1].fit
+            installed.enter_context(
+                merged_in_place(running, blocks[number], plan, fit, layer.gating, layer.top_k)
+            )
+    return merged
+
+
+def recalibrate_layer(
+    evidence: Evidence, layer: LayerEvidence, collectors: list[SumCollector]
+) -> LayerEvidence:
+    """The layer's evidence from another pass over the text through the model as merged so far."""
+    assert evidence.recalibrate is not None
+    sample = StateSample(evidence.settings.seed, layers=len(evidence.keep))
+    summed = [RoutedSums(), *collectors]
+    blocks = evidence.recalibrate(
+        [OneLayer(layer.number, collector) for collector in (*summed, sample)]
+    ).blocks
+    prefix = f"layer.{layer.number}."
+    sums = {name.removeprefix(prefix): part.cpu() for one in summed for name, part in one.sums().items()}
+    states = sample.states[layer.number]
+    scoring = blocks[layer.number].scoring
+    gating = layer.gating if scoring is None else find_gating(states, scoring)
+    return replace(layer, sums=sums, states=states, gating=gating)
+
+
+@contextmanager
+def merged_in_place(
+    running: RunningExperts,
+    block: Block,
+    plan: LayerPlan,
+    fit: LayerFit,
+    gating: Gating | None,
+    top_k: int | None,
+) -> Iterator[None]:
+    """Run the model with one layer merged: every member has the merged weights, so n rows point at K experts.
+
+    That is `tie`. Where the plan has fitted rows, they choose instead, with the model's own scoring; blocks
+    whose experts are not called with the router's choice (Llama 4, Switch) keep their rows, which the fitted
+    ones approximate.
+    """
+    merged = {}
+    for group, weights in zip(plan.groups, plan.weights, strict=True):
+        if len(group) > 1:
+            new = merged_expert(running.layers[plan.layer], group, weights, fit)
+            merged.update(dict.fromkeys(group, new))
+    hooks: list[Any] = []
+    with running.replaced(plan.layer, merged):
+        folds = fit.router_KD is not None and len(plan.groups) < plan.n_experts
+        if folds and gating is not None and gating.explains and adapter_of(block) is CONTRACT:
+            calls = BlockCalls()
+            choose = choose_by_fit(plan, fit, gating, top_k, calls)
+            hooks.append(block.module.register_forward_pre_hook(calls.begin))
+            hooks.append(block.experts.register_forward_pre_hook(choose, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class BlockCalls:
+    """Tells a call of the experts by their block from one that asks for given experts' outputs."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.pending = True
+
+    def take(self) -> bool:
+        """True once per call of the block."""
+        pending, self.pending = self.pending, False
+        return pending
+
+
+def choose_by_fit(
+    plan: LayerPlan, fit: LayerFit, gating: Gating, top_k: int | None, calls: BlockCalls
+) -> Callable[..., Any]:
+    """A hook before the experts that replaces the router's choice by the fitted rows'.
+
+    A group's expert is at the position of its dominant.
+    """
+    assert fit.router_KD is not None
+    rows, bias, correction = fit.router_KD.float(), fit.router_bias_K, fit.correction_bias_K
+    positions = torch.tensor(plan.dominants)
+    fewer_k = min(top_k or gating.top_k, len(plan.groups))
+    fitted = gating.with_bias(None if correction is None else correction.float())
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+        if not calls.take():
+            return None
+        x, index_TK, gates_TK = (*args, *kwargs.values())[:3]  # lab experts take a bound on filled slots too
+        logits_TK = x.reshape(-1, x.shape[-1]).float().cpu() @ rows.T
+        logits_TK = logits_TK if bias is None else logits_TK + bias.float()
+        chosen_TK, new_gates_TK = fitted.route(logits_TK, fewer_k)
+        return (x, positions[chosen_TK].to(index_TK), new_gates_TK.to(gates_TK)), {}
+
+    return hook

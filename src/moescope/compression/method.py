@@ -1,4 +1,4 @@
-"""What a way of compressing is: what it may be told, what it decides from, and what it decides."""
+"""The contract of a compression method: its settings, the evidence it decides from, and its proposal."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from typing import TYPE_CHECKING
 from moescope.compression.grouping import Grouping
 from moescope.compression.plan import Fits
 from moescope.families import MoeCheckpoint
-from moescope.types import LayerPlan
+from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
-    from moescope.compression.calibration import SumCollector, Sums
-    from moescope.compression.rerouting import Gating
-    from moescope.compression.states import LayerStates
+    from moescope.compression.calibration import Gating, LayerStates, SumCollector, Sums
+    from moescope.compression.saliency import Score
     from moescope.execution.collect import Collected
     from moescope.execution.models import TracedModel
 
-
-RESCALED = 0.05  # change of the gates' sum from which on it is worth a warning
+RESCALED = 0.05  # relative change of the gate sum that is worth a warning
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a user may choose about a plan, besides the method and how many experts to keep.
-
-    Merging reads most of it.
-    """
+    """What a user may choose about a plan besides the method and the number of experts to keep."""
 
     seed: int = 0
     merge_weights: str = "usage"
@@ -40,66 +35,56 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a method decides from. Without a text there are weights alone: the rest is empty."""
+    """What a method decides from. Without text there are weights only: the other fields are empty."""
 
     moe: MoeCheckpoint
-    keep: Mapping[int, int]  # experts that are to be left, by layer
+    keep: Mapping[int, int]  # layer -> number of experts to keep
     settings: PlanSettings
-    sums: Sums = field(default_factory=dict)  # of the method's own collectors and of `RoutedSums`
+    sums: Sums = field(default_factory=dict)  # of `RoutedSums` and of the method's own collectors
     states: Mapping[int, LayerStates] = field(default_factory=dict)
-    gating: Mapping[int, Gating] = field(default_factory=dict)  # how each layer's router was seen to choose
-    traced: Callable[[], TracedModel] | None = None  # gives the running model; None without a text
-    reread: Callable[[Sequence[SumCollector]], Collected] | None = None  # reads the calibration text again
-    like: Mapping[int, LayerPlan] = field(
-        default_factory=dict
-    )  # the plan whose group sizes a control is to have
-    like_matching: str | None = None  # how that plan's neurons were matched; None where this is no control
+    gating: Mapping[int, Gating] = field(default_factory=dict)  # layer -> how its router was seen to choose
+    traced: Callable[[], TracedModel] | None = None  # returns the running model; None without text
+    recalibrate: Callable[[Sequence[SumCollector]], Collected] | None = None  # another pass over the text
+    control_of: Plan | None = None  # the plan whose group sizes and matching a random control copies
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What a method decided.
-
-    The layers of a `Plan`, the arrays beside them, and what becomes of router and neurons.
-    """
+class Proposal:
+    """The layers of a `Plan`, the arrays beside them, and what becomes of router and neurons."""
 
     layers: tuple[LayerPlan, ...]
     fits: Fits = field(default_factory=dict)
     matching: str = "none"
     router: str = "slice"
-    top_k: int | None = None  # None: as it was
-    notes: Mapping[str, str | int | float | bool | None] = field(
-        default_factory=dict
-    )  # kept in the plan's settings
+    top_k: int | None = None  # None: unchanged
+    facts: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)  # for plan.settings
     warnings: tuple[str, ...] = ()
-    groupings: Mapping[int, Grouping] = field(default_factory=dict)  # by layer: what a dendrogram shows
+    groupings: Mapping[int, Grouping] = field(default_factory=dict)  # layer -> what a dendrogram shows
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of compressing. `control` is the method that does as much at random."""
+    """One compression method; one module per method ends in such a record, listed in `methods.METHODS`."""
 
     name: str
-    words: str
-    decide: Callable[[Evidence], Decided]
+    summary: str
+    propose: Callable[[Evidence], Proposal]
     needs_text: bool = True
     merges: bool = False
-    control: str = "random"
-    collectors: Callable[[PlanSettings], list[SumCollector]] = lambda settings: []  # besides `RoutedSums`
-    ranked_by: str = "reap"  # the score whose rank intervals the saliency table gives
-    distances: tuple[str, ...] = ()  # by which experts may be compared; the first is the default
-    adapts: bool = False  # whether layers may be given different numbers of experts
+    control: str = "random"  # the method that does as much at random
+    collectors: tuple[Callable[[], SumCollector], ...] = ()  # besides `RoutedSums`
+    score: Score | None = None  # the saliency it prunes by; rank intervals use REAP where there is none
+    distances: tuple[str, ...] = ()  # what `distance` may be; the first is the default
+    needs_logits: bool = False
+    adapts: bool = False  # whether layers may keep different numbers of experts
 
 
-def rescaling_words(doing: str, scales: Sequence[float]) -> list[str]:
-    """What to say of gates whose sum changes, from each layer's sum after over before.
-
-    Nothing where it hardly does.
-    """
+def rescaling_warnings(action: str, scales: Sequence[float]) -> list[str]:
+    """A warning where the gate sum changes, from each layer's sum after over before."""
     mean = sum(scales) / len(scales) if scales else 1.0
     if abs(mean - 1) <= RESCALED:
         return []
     return [
-        f"this family does not renormalise gates: {doing} multiplies their sum by {mean:.3g} on average "
+        f"this family does not renormalise gates: {action} multiplies their sum by {mean:.3g} on average "
         f"({min(scales):.3g} to {max(scales):.3g} over layers)"
     ]

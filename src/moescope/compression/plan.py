@@ -1,7 +1,4 @@
-"""A plan of compression as files: plan.json for people, plan.safetensors beside it for arrays.
-
-Checked when it is read.
-"""
+"""A compression plan as files: plan.json, and plan.safetensors beside it for arrays; checked when loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
@@ -22,20 +19,21 @@ from moescope.types import LayerPlan, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
+MergeWeights = Literal["usage", "uniform", "dominant", "saliency"]
+RouterAfter = Literal["fold", "tie"]
 PLAN_VERSION = 1
 MATCHINGS = ("signed", "unsigned", "none")
 ROUTERS = ("slice", "fold", "tie", "join")
 PLAN_FILE, ARRAYS_FILE = "plan.json", "plan.safetensors"
-WEIGHTS_SUM = 1e-6  # how far a group's weights may be from 1
+WEIGHTS_SUM = 1e-6  # tolerance of the sum of a group's weights
 ROUTER_ARRAYS = ("router_KD", "router_bias_K", "correction_bias_K")
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The arrays that belong to one layer's plan: a fitted router, and how members' neurons are put into the
-    dominant's order.
+    """The arrays of one layer's plan: a fitted router, and the order of members' neurons.
 
-    Neuron p of the dominant is neuron `orders[member][p]` of the member, its up and down times
+    Neuron p of the dominant is neuron `orders[member][p]` of the member, with up and down times
     `signs[member][p]`.
     """
 
@@ -44,14 +42,14 @@ class LayerFit:
     correction_bias_K: Tensor | None = None
     orders: Mapping[int, Tensor] = field(default_factory=dict)
     signs: Mapping[int, Tensor] = field(default_factory=dict)
-    state: Mapping[str, Tensor] = field(default_factory=dict)  # what else the router keeps, by name within it
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # other tensors, by name within the router
 
 
 Fits = dict[int, LayerFit]
 
 
 def checkpoint_mark(checkpoint: Checkpoint) -> dict[str, str | None]:
-    """What a plan keeps of the checkpoint it was made for."""
+    """Address, revision and header hash: what identifies the checkpoint of a plan."""
     return {
         "path": checkpoint.address,
         "revision": checkpoint.revision,
@@ -60,23 +58,28 @@ def checkpoint_mark(checkpoint: Checkpoint) -> dict[str, str | None]:
 
 
 def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Refuse another checkpoint than the plan's, from headers alone."""
+    """Raise for another checkpoint than the plan's, from headers only."""
     if plan.checkpoint.get("header_hash") != checkpoint.header_hash():
         raise BadInput(
-            f"{checkpoint.shown}: the plan was made for another checkpoint "
-            f"({plan.checkpoint.get('path')}), or its files were "
-            "changed since; give that one, or plan anew"
+            f"{checkpoint.shown}: the plan was made for another checkpoint ({plan.checkpoint.get('path')}), "
+            "or its files changed since; give that checkpoint, or plan again"
         )
+
+
+def plan_identity(location: str | Path | None) -> list[Any] | None:
+    """Path, size and time of a plan file, for resuming."""
+    if location is None:
+        return None
+    path = Path(location)
+    path = path / PLAN_FILE if path.is_dir() else path
+    return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
 # --- writing
 
 
 def write_plan(folder: Path, plan: Plan, fits: Fits) -> Path:
-    """plan.json, and plan.safetensors where there are arrays.
-
-    The JSON, which names the other's hash, comes last.
-    """
+    """Write plan.safetensors where there are arrays, then plan.json, which holds its hash."""
     check_plan(plan, fits, "the plan")
     arrays = arrays_of(fits)
     digest = None
@@ -86,15 +89,15 @@ def write_plan(folder: Path, plan: Plan, fits: Fits) -> Path:
         content = save(arrays)
         digest = hashlib.sha256(content).hexdigest()
         write_synced(folder / ARRAYS_FILE, content)
-    said = {"moescope_plan": PLAN_VERSION, **asdict(plan), "arrays_sha256": digest}
-    write_synced(folder / PLAN_FILE, (laid_out(said) + "\n").encode())
+    content_json = {"moescope_plan": PLAN_VERSION, **asdict(plan), "arrays_sha256": digest}
+    write_synced(folder / PLAN_FILE, (to_json(content_json) + "\n").encode())
     return folder / PLAN_FILE
 
 
-def laid_out(said: dict[str, Any]) -> str:
-    """JSON with one line a layer: indented all the way, 128 experts would be 400 lines a layer."""
-    layers = said.pop("layers")
-    head = json.dumps({**said, "layers": 0}, indent=2, ensure_ascii=False)
+def to_json(content: dict[str, Any]) -> str:
+    """JSON with one line per layer: fully indented, 128 experts would be 400 lines per layer."""
+    layers = content.pop("layers")
+    head = json.dumps({**content, "layers": 0}, indent=2, ensure_ascii=False)
     lines = ",\n".join("    " + json.dumps(layer) for layer in layers)
     return head.replace('"layers": 0', f'"layers": [\n{lines}\n  ]')
 
@@ -112,56 +115,51 @@ def write_synced(path: Path, content: bytes) -> None:
 def arrays_of(fits: Fits) -> dict[str, Tensor]:
     import torch
 
-    found: dict[str, Tensor] = {}
+    arrays: dict[str, Tensor] = {}
+
+    def add(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        arrays[name] = tensor.detach().to("cpu", dtype).contiguous()
+
     for layer, fit in fits.items():
         for name in ROUTER_ARRAYS:
             if (tensor := getattr(fit, name)) is not None:
-                found[f"layer.{layer}.{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
+                add(f"layer.{layer}.{name}", tensor)
         for name, tensor in fit.state.items():
-            found[f"layer.{layer}.state.{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
+            add(f"layer.{layer}.state.{name}", tensor)
         for member, order_F in fit.orders.items():
-            found[f"layer.{layer}.expert.{member}.order_F"] = (
-                order_F.detach().to("cpu", torch.int32).contiguous()
-            )
+            add(f"layer.{layer}.expert.{member}.order_F", order_F, torch.int32)
         for member, sign_F in fit.signs.items():
-            found[f"layer.{layer}.expert.{member}.sign_F"] = (
-                sign_F.detach().to("cpu", torch.int8).contiguous()
-            )
-    return found
+            add(f"layer.{layer}.expert.{member}.sign_F", sign_F, torch.int8)
+    return arrays
 
 
 # --- reading
 
 
-def read_plan(place: str | Path) -> tuple[Plan, Fits]:
-    """The plan of a plan.json, or of the run folder it lies in; refuses one that is damaged or not whole."""
-    path = Path(place)
+def read_plan(location: str | Path) -> tuple[Plan, Fits]:
+    """Load a plan.json, or that of a run folder; raises where it is damaged or incomplete."""
+    path = Path(location)
     path = path / PLAN_FILE if path.is_dir() else path
     if not path.is_file():
-        raise BadInput(
-            f"{path}: no such plan; give a plan.json, or the run folder that `moescope compress` wrote"
-        )
+        raise BadInput(f"{path}: no such plan; give a plan.json, or the run folder of `moescope compress`")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):
-        raise BadInput(f"{path}: not valid JSON; make the plan anew with `moescope compress`") from None
-    if not isinstance(said, dict) or "moescope_plan" not in said:
+        raise BadInput(f"{path}: not valid JSON; plan again with `moescope compress`") from None
+    if not isinstance(content, dict) or "moescope_plan" not in content:
         raise BadInput(f"{path}: not a plan of moescope; give one that `moescope compress` wrote")
-    if said["moescope_plan"] != PLAN_VERSION:
-        raise BadInput(
-            f"{path}: a plan of version {said['moescope_plan']}, this moescope reads "
-            f"{PLAN_VERSION}; plan anew"
-        )
+    if (version := content["moescope_plan"]) != PLAN_VERSION:
+        raise BadInput(f"{path}: plan version {version} is not supported, only {PLAN_VERSION}; plan again")
     try:
-        plan = plan_from(said)
+        plan = plan_from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{path}: {str(error)[:80]} is missing or malformed; make the plan anew") from None
-    fits = read_arrays(path.with_name(ARRAYS_FILE), said.get("arrays_sha256"))
+        raise BadInput(f"{path}: {str(error)[:80]} is missing or malformed; plan again") from None
+    fits = read_arrays(path.with_name(ARRAYS_FILE), content.get("arrays_sha256"))
     check_plan(plan, fits, str(path))
     return plan, fits
 
 
-def plan_from(said: dict[str, Any]) -> Plan:
+def plan_from_json(content: dict[str, Any]) -> Plan:
     layers = [
         LayerPlan(
             int(layer["layer"]),
@@ -170,17 +168,17 @@ def plan_from(said: dict[str, Any]) -> Plan:
             tuple(int(e) for e in layer["dominants"]),
             tuple(tuple(float(w) for w in group) for group in layer["weights"]),
         )
-        for layer in said["layers"]
+        for layer in content["layers"]
     ]
-    top_k = said["top_k"]
+    top_k = content["top_k"]
     return Plan(
-        str(said["method"]),
-        dict(said["checkpoint"]),
+        str(content["method"]),
+        dict(content["checkpoint"]),
         tuple(layers),
-        str(said["matching"]),
-        str(said["router"]),
+        str(content["matching"]),
+        str(content["router"]),
         None if top_k is None else int(top_k),
-        dict(said["settings"]),
+        dict(content["settings"]),
     )
 
 
@@ -188,43 +186,39 @@ def read_arrays(path: Path, digest: str | None) -> Fits:
     if digest is None:
         return {}
     if not path.is_file():
-        raise BadInput(f"{path}: the plan's arrays are not beside it; copy both files, or plan anew")
+        raise BadInput(f"{path}: the arrays of the plan are missing; copy both files, or plan again")
     from safetensors.torch import load
 
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != digest:
-        raise BadInput(f"{path}: not the arrays that belong to this plan.json; copy both files, or plan anew")
-    found: dict[int, dict[str, Any]] = {}
+        raise BadInput(f"{path}: not the arrays of this plan.json; copy both files, or plan again")
+    layers: dict[int, dict[str, Any]] = {}
     for name, tensor in load(content).items():
         _, layer, *rest = name.split(".")
-        own = found.setdefault(int(layer), {"state": {}, "orders": {}, "signs": {}})
+        parts = layers.setdefault(int(layer), {"state": {}, "orders": {}, "signs": {}})
         if rest[0] == "state":
-            own["state"][".".join(rest[1:])] = tensor
+            parts["state"][".".join(rest[1:])] = tensor
         elif rest[0] == "expert":
-            own["orders" if rest[2] == "order_F" else "signs"][int(rest[1])] = tensor
+            parts["orders" if rest[2] == "order_F" else "signs"][int(rest[1])] = tensor
         else:
-            own[rest[0]] = tensor
-    return {layer: LayerFit(**own) for layer, own in found.items()}
+            parts[rest[0]] = tensor
+    return {layer: LayerFit(**parts) for layer, parts in layers.items()}
 
 
 # --- checks
 
 
 def check_plan(plan: Plan, fits: Fits, where: str) -> None:
-    """Refuse a plan that cannot be meant: experts twice, dominants outside their group, weights that do not
-    sum to 1, arrays that
-    do not fit."""
+    """Raise for invalid plans: repeated experts, wrong dominants, weights or array shapes."""
     for word, value, known in (("matching", plan.matching, MATCHINGS), ("router", plan.router, ROUTERS)):
         if value not in known:
-            raise BadInput(f"{where}: {word} {value!r} is none of {', '.join(known)}; make the plan anew")
+            raise BadInput(f"{where}: {word} {value!r} is none of {', '.join(known)}; plan again")
     numbers = [layer.layer for layer in plan.layers]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise BadInput(
-            f"{where}: {'a layer stands in it twice' if numbers else 'no layer in it'}; make the plan anew"
-        )
+        raise BadInput(f"{where}: {'a layer is repeated' if numbers else 'it has no layer'}; plan again")
     for layer in plan.layers:
-        if said := layer_fault(plan, layer, fits.get(layer.layer, LayerFit())):
-            raise BadInput(f"{where}: layer {layer.layer}: {said}; make the plan anew")
+        if fault := layer_fault(plan, layer, fits.get(layer.layer, LayerFit())):
+            raise BadInput(f"{where}: layer {layer.layer}: {fault}; plan again")
 
 
 def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
@@ -232,23 +226,23 @@ def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
     if not layer.groups or not all(layer.groups):
         return "a group without experts"
     if len(set(members)) < len(members):
-        return f"expert {next(e for e in members if members.count(e) > 1)} stands in it twice"
+        return f"expert {next(e for e in members if members.count(e) > 1)} is repeated"
     if outside := [expert for expert in members if not 0 <= expert < layer.n_experts]:
         return f"expert {outside[0]} of {layer.n_experts}"
     if not len(layer.groups) == len(layer.dominants) == len(layer.weights):
-        return (
-            f"{len(layer.groups)} groups, {len(layer.dominants)} dominants and {len(layer.weights)} "
-            "lists of weights"
-        )
+        counts = (len(layer.groups), len(layer.dominants), len(layer.weights))
+        return "{} groups, {} dominants and {} lists of weights".format(*counts)
     for group, dominant, weights in zip(layer.groups, layer.dominants, layer.weights, strict=True):
         if dominant not in group:
-            return f"dominant {dominant} is no member of its group {list(group)}"
+            return f"dominant {dominant} is not in its group {list(group)}"
         if len(weights) != len(group) or not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            return f"weights {list(weights)} of group {list(group)} are not one number from 0 up a member"
+            return (
+                f"weights {list(weights)} of group {list(group)} are not one non-negative number per member"
+            )
         if abs(sum(weights) - 1) > WEIGHTS_SUM:
             return f"weights of group {list(group)} sum to {sum(weights):.6g}, not to 1"
         if plan.router == "slice" and len(group) > 1:
-            return f"group {list(group)} is merged, which a sliced router has no row for"
+            return f"group {list(group)} is merged, but a sliced router has no row for it"
     for name in ROUTER_ARRAYS:
         tensor = getattr(fit, name)
         rows = layer.n_experts if plan.router == "tie" else len(layer.groups)
@@ -256,7 +250,7 @@ def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
             return f"{name} has {tensor.shape[0]} rows for {rows} experts"
     for name, tensor in fit.state.items():
         if tensor.shape[0] != len(layer.groups):
-            return f"{name} is of {tensor.shape[0]} experts for {len(layer.groups)}"
+            return f"{name} has {tensor.shape[0]} entries for {len(layer.groups)} experts"
     if plan.router == "fold" and fit.router_KD is None and len(layer.groups) < layer.n_experts:
         return "no fitted router rows in the arrays"
     for member, order_F in fit.orders.items():

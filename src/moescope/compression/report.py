@@ -1,342 +1,272 @@
-"""The report's part on a compression.
-
-What it costs, beside the original and random controls, and which experts it takes.
-"""
+"""The report of a compression: damage next to the original and random controls, and the experts removed."""
 
 from __future__ import annotations
 
 import math
-import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from moescope.comparison.report import chart_section
+from moescope.comparison.figures import EXPERT_DISTANCE
+from moescope.comparison.tables import TABLES as DISTANCE_TABLES
 from moescope.compression.figures import (
-    COST,
+    DAMAGE,
+    GROUPS,
     SALIENCY,
-    can_draw,
     cut_by_score,
+    error_column,
     layer_rows,
+    model_rows,
     of_controls,
     of_plan,
     score_column,
-    whole_rows,
+    worst_layer,
 )
-from moescope.compression.figures_dendrogram import GROUPS
-from moescope.plotting.style import Tables, byte_size, counted, number
+from moescope.compression.tables import TABLES
+from moescope.plotting.style import byte_size, counted, number, span
 from moescope.reporting.pack import table_payload
-from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
-from moescope.routing.report import paths_of
 from moescope.run import Run
-from moescope.tables import COMPRESSION_TABLES, GEOMETRY_TABLES
 from moescope.types import Coverage
+from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables, all_rows
 
-ALL_TABLES = (*COMPRESSION_TABLES, *GEOMETRY_TABLES)
-LAYER_COLUMNS = ["method", "layer", "predicted_error", "measured_error", "router_kl"]
-MERGE_COLUMNS = ["layer", "merge", "left", "right", "height", "chance_height", "size", "done"]
-WHOLE_COLUMNS = ["method", "perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
-USUAL_CONTROLS = 3  # of small models
-VIEW = (
-    "A compression is read between two marks: the original, and random controls that drop or "
-    "merge as many experts without looking. What a method saves over the "
-    "controls is what its choice is worth. Perplexity and divergence are of text that took no "
-    "part in choosing."
-)
+ERRORS = {"measured_error": "Measured", "predicted_error": "Predicted"}
+ROUTER_CHANGES = {  # what the plan does to the router -> a sentence
+    "slice": "The router's parameters of dropped experts are removed.",
+    "fold": "Router rows are fitted again, one per merged expert.",
+    "join": "A merged expert keeps its dominant member's part of the router.",
+    "tie": "Every old router row is kept and points at the merged expert, which no file format can hold.",
+}
 
 
-def tables_of(run: Run) -> Tables:
-    return {name: run.table(name) for name in ALL_TABLES if name in run.tables}
+def summary(run: Run) -> Summary:
+    """Coverage, key numbers and findings, each with the original's value and the random controls'."""
+    tables = all_rows(run, Selection())
+    return Summary(coverage(run), findings(run, tables), key_numbers(tables))
 
 
-# --- findings
-
-
-def compression_findings(run: Run) -> list[str]:
-    """What was done and what it costs; each number with what the original and chance give."""
-    tables = tables_of(run)
-    found = [done_words(run, tables)]
-    whole = whole_rows(tables)
-    own, others = of_plan(tables, whole).iloc[0], of_controls(tables, whole)
-    if pd.notna(own["bytes"]):
-        saved = 1 - own["bytes"] / own["bytes_original"]
-        word = "is" if run.info.get("applied") else "would be"
-        found.append(
-            f"The checkpoint {word} {byte_size(own['bytes'])}, {number(100 * saved)} % less than "
-            f"the original's {byte_size(own['bytes_original'])}"
-        )
-    if pd.notna(own["perplexity"]):
-        at_random = spread(others["perplexity"])
-        found.append(
-            (
-                f"Perplexity on held-out text {number(own['perplexity'])}, original "
-                f"{number(own['perplexity_original'])}"
-            )
-            + (f", random controls {at_random}" if at_random else "")
-            + (
-                "; no better than choosing at random"
-                if own["perplexity"] >= others["perplexity"].min()
-                else ""
-            )
-        )
-        at_random = spread(others["js_divergence"])
-        found.append(
-            (
-                "Next-token distributions diverge from the original's by "
-                f"{number(own['js_divergence'])} nats (at most {number(math.log(2))})"
-            )
-            + (f", random controls {at_random}" if at_random else "")
-        )
-    for column, word in (("measured_error", "Measured"), ("predicted_error", "Predicted")):
-        layers = of_plan(tables, layer_rows(tables))
-        if layers[column].notna().any():
-            worst = layers.loc[layers[column].idxmax()]
-            random = of_controls(tables, layer_rows(tables))
-            at_random = spread(random[random["layer"] == worst["layer"]][column])
-            found.append(
-                (
-                    f"{word} error of a layer's routed output: largest in layer {worst['layer']}, "
-                    f"{number(worst[column])}"
-                )
-                + (f", random controls {at_random} there" if at_random else "")
-            )
-            break
-    if sure := rank_finding(tables):
-        found.append(sure)
-    return found
-
-
-def done_words(run: Run, tables: Tables) -> str:
-    clusters = tables["clusters"]
-    method = clusters["method"].iloc[0]
-    after = clusters[clusters["kept"].astype(bool)].groupby("layer")["cluster"].nunique()
-    before = clusters.groupby("layer")["expert"].nunique()
-    sizes = clusters[clusters["cluster"].notna()].groupby(["layer", "cluster"]).size()
-    merged, dropped = int((sizes > 1).sum()), int((~clusters["kept"].astype(bool)).sum())
-    what = [f"{counted(dropped, 'expert')} dropped"] if dropped else []
-    what += [f"{counted(int(sizes[sizes > 1].sum()), 'expert')} merged into {merged}"] if merged else []
-    return (
-        f"{method}: {one_or_span(before)} experts a layer become {one_or_span(after)}, in "
-        f"{counted(len(before), 'layer')}"
-        f" ({', '.join(what) or 'nothing changes'})"
-    )
-
-
-def one_or_span(counts: pd.Series) -> str:
-    low, high = int(counts.min()), int(counts.max())
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def spread(values: pd.Series) -> str:
-    """The controls' numbers: one, or from the least to the most."""
-    known = values.dropna()
-    if known.empty:
-        return ""
-    low, high = number(known.min()), number(known.max())
-    return low if low == high else f"{low} to {high}"
-
-
-def rank_finding(tables: Tables) -> str | None:
-    """How many experts might be on the other side of the cut with another sample of documents."""
-    if not cut_by_score(tables) or "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
-        return None
-    both = tables["saliency"].merge(tables["clusters"], on=["layer", "expert"])
-    kept = both.groupby("layer")["kept"].transform("sum")
-    if (kept == both.groupby("layer")["kept"].transform("size")).all():
-        return None
-    unsure = (both["rank_low"] < kept + 0.5) & (both["rank_high"] > kept + 0.5)
-    return (
-        f"{int(unsure.sum())} of {len(both)} experts could be on either side of the cut with "
-        "other documents of the kind "
-        f"(95 % intervals of their rank by {score_column(tables).replace('_', ' ')}); all of "
-        "them, were the score chance"
-    )
-
-
-# --- sections
-
-
-def compression_sections(run: Run) -> list[Section]:
-    tables = tables_of(run)
-    facts = run.info["setup"]
-    sections = [cost_section(tables, facts)]
-    if "saliency" in tables:
-        sections.append(saliency_section(tables, facts))
-    sections.append(cluster_section(tables, facts))
-    if "geometry_layers" in tables:
-        sections.append(chart_section(tables))
-    return sections
-
-
-def cost_section(tables: Tables, facts: dict[str, Any]) -> Section:
-    whole, layers = whole_rows(tables), layer_rows(tables)
-    payloads = []
-    if whole["bytes"].notna().any() or whole["perplexity"].notna().any():
-        payloads.append(table_payload("damage", whole, WHOLE_COLUMNS, "The whole model, and every control"))
-    if layers[LAYER_COLUMNS[2:]].notna().any(axis=None):
-        payloads.append(table_payload("damage", layers, LAYER_COLUMNS, "Every layer, and every control"))
-    words = []
-    if facts.get("judged_tokens"):
-        words.append(
-            f"Judged on {counted(facts['judged_tokens'], 'token')} of "
-            f"{counted(facts['judged_documents'], 'document')} that took no part in choosing; "
-            f"whole distributions compared at {counted(facts['compared_tokens'], 'position')}."
-        )
-    else:
-        words.append(
-            "Nothing was judged: what is shown is foretold from the calibration text, or from headers alone."
-        )
-    ways = sorted(set(facts.get("gating", {}).values()))
-    if ways:
-        words.append(f"How the routers choose, found from what they did: {plot_words('; '.join(ways))}.")
-    figures = [(spec, tables) for spec in COST if can_draw(spec, tables)]
-    return Section("cost", "What compressing costs", " ".join(words), figures, payloads)
-
-
-def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
-    rows = tables["saliency"]
-    columns = ["layer", "expert", "tokens", "gate_weight", "ean", "reap", "rank_low", "rank_high"]
-    words = (
-        f"What each expert did on {counted(facts['calibration_tokens'], 'token')} of "
-        f"{counted(facts['calibration_documents'], 'document')}: its tokens, gates and output "
-        "norms, as the model's own call gave them."
-    )
-    figures = [(spec, tables) for spec in SALIENCY if can_draw(spec, tables)]
-    return Section(
-        "saliency",
-        "Which experts matter",
-        words,
-        figures,
-        [table_payload("saliency", rows, columns, "Every expert's scores")],
-    )
-
-
-def cluster_section(tables: Tables, facts: dict[str, Any]) -> Section:
-    rows = tables["clusters"]
-    columns = ["layer", "expert", "kept", "cluster", "dominant", "weight"]
-    router = {
-        "slice": "What the router holds of the experts that go is taken out of it.",
-        "fold": "Router rows are fitted anew, one for each merged expert.",
-        "join": "A merged expert takes over its dominant member's part of the router, unchanged.",
-        "tie": (
-            "Every old router row is kept and points at the merged expert: a plan to measure, which "
-            "no file format holds."
-        ),
-    }[facts["router"]]
-    special = facts.get("router_effects", {}).get(facts["router"])  # of a lab checkpoint's router
-    if special is not None:
-        router = special if facts["router"] == "join" else f"{router} {special}"
-    router += fold_words(facts.get("plan_settings", {}))
-    before, after = facts.get("top_k_before"), facts.get("top_k")
-    chosen = (
-        f" A token goes to {after} experts, {before} before." if after is not None and after != before else ""
-    )
-    sizes = rows[rows["cluster"].notna()].groupby(["layer", "cluster"]).size()
-    merged = sizes[sizes > 1]
-    said = (
-        (
-            f" {counted(len(merged), 'group')} of {one_or_span(merged)} members, "
-            f"{counted(int((sizes == 1).sum()), 'expert')} alone."
-        )
-        if len(merged)
-        else ""
-    )
-    return Section(
-        "experts-after",
-        "What becomes of every expert",
-        router + chosen + said,
-        [(spec, tables) for spec in GROUPS if len(merged) and all(name in tables for name in spec.needs)],
-        [
-            table_payload("clusters", rows, columns, "Every expert"),
-            *(
-                [table_payload("merges", tables["merges"], MERGE_COLUMNS, "Every step")]
-                if "merges" in tables
-                else []
-            ),
-        ],
-    )
-
-
-def fold_words(settings: dict[str, Any]) -> str:
-    """What fitting the router's rows brought, beside the rows it started from."""
-    if settings.get("router_kl_of_mean_rows") is None:
-        return ""
-    said = (
-        " Mean divergence from the groups' joint probabilities, over layers: "
-        f"{number(settings['router_kl_of_mean_rows'])} nats for the members' mean rows, "
-    )
-    said += f"{number(settings['router_kl'])} for those taken"
-    held_out = settings.get("router_kl_held_out")
-    return said + (
-        f", {number(held_out)} on states that the fit did not see." if held_out is not None else "."
-    )
-
-
-# --- the rest of the page
-
-
-def compression_command(run: Run) -> str:
-    """The command that does it again; texts are named by their files."""
-    arguments = run.info["arguments"]
-    words = ["moescope", "compress", run.info["checkpoints"][0]["path"]]
-    if arguments["plan"]:
-        words += ["--plan", arguments["plan"][0]]
-    else:
-        words += ["--method", arguments["method"], "--keep", arguments["keep"]]
-    many = len(arguments["text"]) > 1 or any(domain != "text" for domain, _ in arguments["text"])
-    plain = "--token-ids" if arguments.get("token_ids") else "--text"
-    for domain, files in arguments["text"]:
-        for path in paths_of(files):
-            words += ["--domain", f"{domain}={path}"] if many else [plain, path]
-    words += [word for mark in arguments["add"] for word in ("--add", mark[0])]
-    defaults = {
-        "max_tokens": None,
-        "dtype": "auto",
-        "batch_size": 8,
-        "seed": 0,
-        "merge_weights": "usage",
-        "distance": "default",
-        "router": "fold",
-    }
-    for name, default in defaults.items():
-        if arguments[name] != default:
-            words += [f"--{name.replace('_', '-')}", str(arguments[name])]
-    switches = {"chat_template": "--chat-template", "adaptive": "--adaptive", "sequential": "--sequential"}
-    words += [flag for name, flag in switches.items() if arguments[name]]
-    words += [] if arguments["signed"] else ["--unsigned"]
-    words += [] if arguments["judge"] else ["--no-judge"]
-    words += [] if arguments["controls"] == USUAL_CONTROLS else ["--controls", str(arguments["controls"])]
-    return shlex.join([*words, *(["--apply", arguments["apply"]] if arguments["apply"] else [])])
-
-
-def compression_coverage(run: Run) -> list[str]:
-    item = run.info["coverage"][0]
+def coverage(run: Run) -> list[str]:
+    item, facts = run.info["coverage"][0], run.info["setup"]
     lines = [Coverage(**{**item, "experts_per_layer": tuple(item["experts_per_layer"])}).line()]
-    facts = run.info["setup"]
     if facts.get("calibration_tokens"):
+        judged = facts.get("judged_tokens")
         lines.append(
-            (
-                f"calibrated on {counted(facts['calibration_tokens'], 'token')} of "
-                f"{counted(facts['calibration_documents'], 'document')}"
-            )
-            + (
-                f", judged on {counted(facts['judged_tokens'], 'token')} held out"
-                if facts.get("judged_tokens")
-                else ""
-            )
+            f"calibrated on {counted(facts['calibration_tokens'], 'token')} of "
+            f"{counted(facts['calibration_documents'], 'document')}"
+            + (f", judged on {counted(judged, 'held-out token')}" if judged else "")
         )
     if run.info.get("applied"):
         lines.append(f"written: {run.info['applied']}")
     return lines
 
 
-COMPRESSION = RunKind(
-    "compress",
-    ALL_TABLES,
-    compression_findings,
-    compression_sections,
-    compression_command,
-    compression_coverage,
-    VIEW,
-)
+def key_numbers(tables: Tables) -> list[KeyNumber]:
+    model = model_rows(tables)
+    plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
+    numbers = [
+        ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), ""),
+        ("Perplexity of the original", plan["perplexity_original"], None, ""),
+        ("JS divergence", plan["js_divergence"], controls["js_divergence"].mean(), "nats"),
+        ("Share of the original's bytes", plan["bytes"] / plan["bytes_original"], None, ""),
+    ]
+    if column := error_column(tables):
+        layer, value, random = worst_layer(tables, column)
+        numbers.append((f"{ERRORS[column]} error, layer {layer}", value, random.mean(), ""))
+    return [
+        KeyNumber(name, float(value), None if chance is None or pd.isna(chance) else float(chance), unit)
+        for name, value, chance, unit in numbers
+        if pd.notna(value)
+    ]
+
+
+# --- findings
+
+
+def findings(run: Run, tables: Tables) -> list[str]:
+    """What was done, and the damage."""
+    model = model_rows(tables)
+    plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
+    sentences = [compression_finding(tables)]
+    if pd.notna(plan["bytes"]):
+        saved = 100 * (1 - plan["bytes"] / plan["bytes_original"])
+        sentences.append(
+            f"Checkpoint size{'' if run.info.get('applied') else ' as planned'}: {byte_size(plan['bytes'])}, "
+            f"{number(saved)} % less than the original's {byte_size(plan['bytes_original'])}."
+        )
+    if pd.notna(plan["perplexity"]):
+        worse = plan["perplexity"] >= controls["perplexity"].min()
+        sentences.append(
+            f"Perplexity on held-out text: {number(plan['perplexity'])}, original "
+            f"{number(plan['perplexity_original'])}{control_range(controls['perplexity'])}"
+            + ("; not better than random." if worse else ".")
+        )
+        sentences.append(
+            f"Next-token JS divergence from the original: {number(plan['js_divergence'])} of at most "
+            f"{number(math.log(2))} nats{control_range(controls['js_divergence'])}."
+        )
+    if column := error_column(tables):
+        layer, value, random = worst_layer(tables, column)
+        sentences.append(
+            f"{ERRORS[column]} error of the routed output: largest in layer {layer}, {number(value)}"
+            f"{control_range(random)}."
+        )
+    if ranks := rank_finding(tables):
+        sentences.append(ranks)
+    return sentences
+
+
+def compression_finding(tables: Tables) -> str:
+    clusters = tables["clusters"]
+    kept = clusters["kept"].astype(bool)
+    after = clusters[kept].groupby("layer")["cluster"].nunique()
+    before = clusters.groupby("layer")["expert"].nunique()
+    sizes = group_sizes(clusters)
+    merged = sizes[sizes > 1]
+    parts = [f"{counted(int((~kept).sum()), 'expert')} dropped"] if not kept.all() else []
+    if len(merged):
+        parts.append(f"{counted(int(merged.sum()), 'expert')} merged into {len(merged)}")
+    return (
+        f"Compression by {clusters['method'].iloc[0]}: {span(before)} experts per layer become "
+        f"{span(after)} in {counted(len(before), 'layer')} ({', '.join(parts) or 'nothing changes'})."
+    )
+
+
+def group_sizes(clusters: pd.DataFrame) -> pd.Series:
+    return clusters[clusters["cluster"].notna()].groupby(["layer", "cluster"]).size()
+
+
+def control_range(controls: pd.Series) -> str:
+    """The range of the random controls in parentheses; "" without them."""
+    known = controls.dropna()
+    return "" if known.empty else f" (random controls: {span(known)})"
+
+
+def rank_finding(tables: Tables) -> str | None:
+    """How many experts could be on the other side of the cut with other documents."""
+    if not cut_by_score(tables) or "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
+        return None
+    rows = tables["saliency"].merge(tables["clusters"], on=["layer", "expert"])
+    kept = rows.groupby("layer")["kept"].transform("sum")
+    if (kept == rows.groupby("layer")["kept"].transform("size")).all():
+        return None
+    unsure = (rows["rank_low"] < kept + 0.5) & (rows["rank_high"] > kept + 0.5)
+    score = score_column(tables).replace("_", " ")
+    return (
+        f"Pruning cut: {int(unsure.sum())} of {len(rows)} experts could be on either side with other "
+        f"documents, by the 95 % interval of their {score} rank (uninformative score: all)."
+    )
+
+
+# --- sections
+
+
+def sections(run: Run, selection: Selection) -> list[Section]:
+    tables, facts = all_rows(run, selection), run.info["setup"]
+    parts = [damage_section(tables, facts)]
+    if "saliency" in tables:
+        parts.append(saliency_section(tables, facts))
+    parts.append(experts_section(tables, facts))
+    if "geometry_layers" in tables:
+        parts.append(distance_section(tables))
+    return parts
+
+
+def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
+    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
+
+
+def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
+    damage, model, layers = TABLES["damage"], model_rows(tables), layer_rows(tables)
+    errors = ["predicted_error", "measured_error", "router_kl"]
+    of_model = ["perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
+    payloads = []
+    if model[["bytes", "perplexity"]].notna().any(axis=None):
+        payloads.append(table_payload(damage, model, ["method", *of_model], "Whole model, with controls"))
+    if layers[errors].notna().any(axis=None):
+        columns = ["method", "layer", *errors]
+        payloads.append(table_payload(damage, layers, columns, "Every layer, with controls"))
+    if facts.get("judged_tokens"):
+        text = (
+            f"Judged on {counted(facts['judged_tokens'], 'token')} of "
+            f"{counted(facts['judged_documents'], 'held-out document')}; distributions compared at "
+            f"{counted(facts['compared_tokens'], 'position')}."
+        )
+    else:
+        text = "Not judged: errors are predicted on the calibration text, the size is computed from headers."
+    if gating := sorted(set(facts.get("gating", {}).values())):
+        text += f" Recognised gating: {plot_words('; '.join(gating))}."
+    return Section("damage", "Damage", text, drawable(DAMAGE, tables), payloads)
+
+
+def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
+    tokens = counted(facts["calibration_tokens"], "token")
+    documents = counted(facts["calibration_documents"], "document")
+    columns = [name for name in TABLES["saliency"].columns if name != "layer_name"]
+    return Section(
+        "saliency",
+        "Expert saliency",
+        f"Tokens, gate weights and output norms of each expert on {tokens} of {documents}.",
+        drawable(SALIENCY, tables),
+        [table_payload(TABLES["saliency"], tables["saliency"], columns, "Scores of every expert")],
+    )
+
+
+def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
+    """What becomes of experts and router."""
+    clusters, router = tables["clusters"], facts["router"]
+    text = ROUTER_CHANGES[router]
+    special = facts.get("router_effects", {}).get(router)  # of a lab router
+    if special is not None:
+        text = special if router == "join" else f"{text} {special}"
+    text += fitting_text(facts.get("plan_settings", {}))
+    before, after = facts.get("top_k_before"), facts.get("top_k")
+    if after is not None and after != before:
+        text += f" A token is routed to {after} experts instead of {before}."
+    sizes = group_sizes(clusters)
+    if len(merged := sizes[sizes > 1]):
+        alone = counted(int((sizes == 1).sum()), "expert")
+        text += f" {counted(len(merged), 'group')} of {span(merged)} members, {alone} alone."
+    payloads = [
+        table_payload(TABLES[name], tables[name], columns, title)
+        for name, title, columns in (
+            ("clusters", "Every expert", ["layer", "expert", *TABLES["clusters"].values]),
+            ("merges", "Every merge", ["layer", "merge", *TABLES["merges"].values]),
+        )
+        if name in tables
+    ]
+    return Section("experts", "Merged and dropped experts", text, drawable(GROUPS, tables), payloads)
+
+
+def distance_section(tables: Tables) -> Section:
+    table = DISTANCE_TABLES["geometry_layers"]
+    columns = [name for name in table.columns if name != "layer_name"]
+    return Section(
+        "distances",
+        "Distances within merged groups",
+        "Dominant member against each other member, in stored order and with neurons matched. Grey: "
+        "unrelated experts, and random ones after matching.",
+        drawable(EXPERT_DISTANCE, tables),
+        [table_payload(table, tables[table.name], columns, "Every layer")],
+    )
+
+
+def fitting_text(settings: dict[str, Any]) -> str:
+    """The divergence of the fitted router rows, next to that of the members' mean rows."""
+    if settings.get("router_kl_of_mean_rows") is None:
+        return ""
+    mean, fitted = number(settings["router_kl_of_mean_rows"]), number(settings["router_kl"])
+    held_out = settings.get("router_kl_held_out")
+    extra = "" if held_out is None else f", {number(held_out)} on held-out states"
+    return (
+        f" Mean KL from the groups' probabilities over layers: {mean} nats for the members' mean rows, "
+        f"{fitted} for the fitted rows{extra}."
+    )
+
+
+def guide(run: Run) -> list[str]:
+    return [
+        "Compare a compression with two references: the original, and random controls that drop or merge as "
+        "many experts. The difference to the controls is the value of the method. Perplexity and divergence "
+        "are measured on held-out text."
+    ]

@@ -1,175 +1,188 @@
-"""What a compression leaves behind: its tables, and the sums that calibrating made."""
+"""The rows of compression's tables."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from moescope.compression.loading import lab_router
-from moescope.run import Run, RunWriter
-from moescope.tables import GEOMETRY_TABLES
+import numpy as np
+import pandas as pd
+from scipy import stats
 
-if TYPE_CHECKING:
-    import pandas as pd
+from moescope.compression.calibration import Sums
+from moescope.compression.ean import ean
+from moescope.compression.frequency import frequency
+from moescope.compression.gate_weight import gate_weight
+from moescope.compression.grouping import Grouping
+from moescope.compression.reap import reap
+from moescope.compression.saliency import Score, layer_sums, score_experts
+from moescope.families import MoeCheckpoint
+from moescope.geometry.pairs import layer_geometry
+from moescope.statistics import FEWEST_DOCUMENTS
+from moescope.types import Array, Plan
 
-    from moescope.compression.calibration_text import Calibration
-    from moescope.compression.verb import Work
-    from moescope.types import Plan
-
-
-def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration | None) -> Run:
-    """Make the tables from the plan, the sums and the pieces' records, and close the run."""
-    from moescope.compression.calibration import save_sums
-    from moescope.compression.calibration_text import all_sums
-    from moescope.compression.saliency import saliency_rows
-    from moescope.compression.verb import CALIBRATION_FILE
-
-    setup: dict[str, Any] = {}
-    documents, tokens = (
-        sum(getattr(part, name) for part in (*([calibration] if calibration else []), *work.earlier))
-        for name in ("documents", "tokens")
-    )
-    warnings: list[str] = [] if calibration is None else calibration.warnings(documents)
-    for record in writer.setups():
-        warnings += record.pop("warnings", [])
-        setup |= record
-    frames = {"clusters": cluster_rows(plan, work.layer_names), "damage": damage_rows(work, plan, setup)}
-    merged = [
-        name
-        for name in ("merges", *GEOMETRY_TABLES)
-        if (writer.path / "parts" / "plan" / f"{name}.parquet").exists()
-    ]
-    frames |= {name: writer.joined(name) for name in merged}
-    router = lab_router(work.moe)
-    facts: dict[str, Any] = {
-        "gating": {},
-        "plan_settings": plan.settings,
-        "router": plan.router,
-        "lab_router": None if router is None else router.name,
-        "router_effects": {} if router is None else router.compression_effects,
-        "matching": plan.matching,
-    }
-    facts |= {
-        "top_k": plan.top_k,
-        "top_k_before": next(iter(work.moe.layers.values())).top_k,
-        **setup.get("facts", {}),
-    }
-    if calibration is not None:
-        own = {**calibration.facts(), "header_hash": plan.checkpoint["header_hash"]}
-        save_sums(
-            writer.path / CALIBRATION_FILE, calibration.sums, own
-        )  # this text's alone, or adding would count one twice
-        facts |= {
-            "gating": ways_of_choosing(calibration, None if router is None else router.name),
-            **calibration.facts(),
-        }
-    if sums := all_sums(calibration, work.earlier):
-        frames["saliency"] = saliency_rows(
-            sums, work.layer_names, work.method.ranked_by, documents, work.settings.seed
-        )
-        facts |= {
-            "calibration_documents": documents,
-            "calibration_tokens": tokens,
-            "ranked_by": work.method.ranked_by,
-        }
-    if work.judge and any(run.held_out != "documents" for run in work.earlier):
-        warnings.append("earlier sums are of all of their text: what is judged here may be in them")
-    if work.apply is None:
-        warnings.append("not written: give --apply DIR for a checkpoint, and for what it measures")
-    elif not work.judge:
-        warnings.append("not judged: " + ("no text was given" if calibration is None else "--no-judge"))
-    if work.given is not None and work.given[0].settings.get("held_out") == "none":
-        warnings.append(
-            "the plan was calibrated on all of its text: what it is judged on here may have been seen then"
-        )
-    writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)), applied=setup.get("folder"))
-    return writer.finish(frames)
+MOST_PAIRS = 32  # compared per layer: matching and decomposing more would take longer than planning
+RESAMPLED = 1000
+CONFIDENCE = 0.95
 
 
-def ways_of_choosing(calibration: Calibration, router: str | None) -> dict[int, str]:
-    """Layer -> how its router was seen to choose.
-
-    Where nothing general explains that, the name of the lab's router that did.
-    """
-    found = {layer: gating.words() for layer, gating in calibration.gating.items()}
-    strange = [
-        layer
-        for layer in calibration.asked
-        if layer not in calibration.gating or not calibration.gating[layer].explains
-    ]
-    return found | dict.fromkeys(strange, f"as the lab's {router} router does")
-
-
-def cluster_rows(plan: Plan, layer_names: dict[int, str]) -> pd.DataFrame:
+def cluster_rows(plan: Plan, layer_names: Mapping[int, str]) -> pd.DataFrame:
     """The table `clusters`: what becomes of every expert."""
-    import pandas as pd
-
     rows = []
     for layer in plan.layers:
-        place = {expert: number for number, group in enumerate(layer.groups) for expert in group}
-        share = {
-            expert: weight
-            for group, weights in zip(layer.groups, layer.weights, strict=True)
-            for expert, weight in zip(group, weights, strict=True)
+        cluster = {expert: number for number, group in enumerate(layer.groups) for expert in group}
+        weight = {
+            expert: share
+            for group, shares in zip(layer.groups, layer.weights, strict=True)
+            for expert, share in zip(group, shares, strict=True)
         }
-        for expert in range(layer.n_experts):
-            rows.append(
-                {
-                    "method": plan.method,
-                    "layer": layer.layer,
-                    "layer_name": layer_names[layer.layer],
-                    "expert": expert,
-                    "cluster": place.get(expert),
-                    "dominant": expert in layer.dominants,
-                    "weight": share.get(expert),
-                    "kept": expert in place,
-                }
-            )
+        rows += [
+            {
+                "method": plan.method,
+                "layer": layer.layer,
+                "layer_name": layer_names[layer.layer],
+                "expert": expert,
+                "cluster": cluster.get(expert),
+                "dominant": expert in layer.dominants,
+                "weight": weight.get(expert),
+                "kept": expert in cluster,
+            }
+            for expert in range(layer.n_experts)
+        ]
     return pd.DataFrame(rows).astype({"cluster": "Int64"})
 
 
-def damage_rows(work: Work, plan: Plan, setup: dict[str, Any]) -> pd.DataFrame:
-    """The table `damage`: a row a layer, and one for the whole model, of the plan and of every control."""
-    import pandas as pd
+def merge_rows(
+    method: str, groupings: Mapping[int, Grouping], layer_names: Mapping[int, str]
+) -> pd.DataFrame | None:
+    """The table `merges`; None where no merges led to the groups."""
+    rows = [
+        {
+            "method": method,
+            "layer": layer,
+            "layer_name": layer_names[layer],
+            "merge": number,
+            "left": merge.left,
+            "right": merge.right,
+            "height": merge.height,
+            "chance_height": grouping.unrelated,
+            "size": merge.size,
+            "done": merge.done,
+        }
+        for layer, grouping in groupings.items()
+        for number, merge in enumerate(grouping.merges)
+    ]
+    return pd.DataFrame(rows) if rows else None
 
-    predicted, judged = setup.get("predicted", {}), setup.get("models", {})
-    after, before = setup["bytes"]
+
+def damage_rows(
+    plan: Plan,
+    layer_names: Mapping[int, str],
+    predicted: Mapping[str, Mapping[str, Any]],
+    judged: Mapping[str, Mapping[str, Any]],
+    perplexity_original: float | None,
+    bytes_after_before: tuple[int | None, int | None],
+) -> pd.DataFrame:
+    """The table `damage`: one row per layer and one for the whole model, of the plan and of every control."""
+    after, before = bytes_after_before
     rows: list[dict[str, Any]] = []
     for method in dict.fromkeys([plan.method, *predicted, *judged]):
-        own = judged.get(method, {})
-        for layer, name in work.layer_names.items():
+        measured = judged.get(method, {})
+        for layer, name in layer_names.items():
             error, kl = predicted.get(method, {}).get(str(layer), (None, None))
-            measured = own.get("errors", {}).get(str(layer))
             rows.append(
                 {
                     "method": method,
                     "layer": layer,
                     "layer_name": name,
                     "predicted_error": error,
-                    "measured_error": measured,
+                    "measured_error": measured.get("errors", {}).get(str(layer)),
                     "router_kl": kl,
                 }
             )
-        # a control leaves as many experts, so it is as large as the plan
         rows.append(
             {
                 "method": method,
                 "layer": None,
                 "layer_name": None,
-                "perplexity": own.get("perplexity"),
-                "perplexity_original": setup.get("perplexity_original"),
-                "js_divergence": own.get("js_divergence"),
-                "bytes": after,
+                "perplexity": measured.get("perplexity"),
+                "perplexity_original": perplexity_original,
+                "js_divergence": measured.get("js_divergence"),
+                "bytes": after,  # a control keeps as many experts, so it is as large as the plan
                 "bytes_original": before,
             }
         )
-    whole = ["layer", "bytes", "bytes_original"]
-    floats = [
-        "predicted_error",
-        "measured_error",
-        "router_kl",
-        "perplexity",
-        "perplexity_original",
-        "js_divergence",
-    ]
-    frame = pd.DataFrame(rows)
-    return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(floats, "float64"))
+    integers = ("layer", "bytes", "bytes_original")
+    floats = ("predicted_error", "measured_error", "router_kl", "perplexity", "perplexity_original")
+    dtypes = dict.fromkeys(integers, "Int64") | dict.fromkeys((*floats, "js_divergence"), "float64")
+    return pd.DataFrame(rows).astype(dtypes)
+
+
+def saliency_rows(
+    sums: Sums, layer_names: Mapping[int, str], ranked_by: Score, documents: int, seed: int
+) -> pd.DataFrame:
+    """The table `saliency`: every expert's scores, and the interval of its rank by the score that decides."""
+    frames = []
+    for layer, layer_name in layer_names.items():
+        low, high = rank_intervals(sums, layer, ranked_by, documents, seed)
+        tokens = score_experts(sums, layer, frequency).astype(np.int64)
+        columns: dict[str, Any] = {
+            "layer": layer,
+            "layer_name": layer_name,
+            "expert": range(len(tokens)),
+            "tokens": tokens,
+            "gate_weight": score_experts(sums, layer, gate_weight),
+            "ean": score_experts(sums, layer, ean),
+            "reap": score_experts(sums, layer, reap),
+            "rank_low": low,
+            "rank_high": high,
+        }
+        frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True)
+
+
+def rank_intervals(sums: Sums, layer: int, score: Score, documents: int, seed: int) -> tuple[Array, Array]:
+    """95 % intervals of each expert's rank (1: the most salient): percentile bootstrap over document buckets.
+
+    Tied experts share the mean of their ranks. NaN under 20 documents.
+    """
+    totals = layer_sums(sums, layer)
+    used = totals["tokens_BE"].any(1)
+    n, n_experts = int(used.sum()), totals["tokens_BE"].shape[1]
+    if documents < FEWEST_DOCUMENTS or n < 2:
+        return np.full(n_experts, np.nan), np.full(n_experts, np.nan)
+    drawn_NB = np.random.default_rng((seed, layer)).multinomial(n, np.full(n, 1 / n), size=RESAMPLED)
+    resampled = {name: drawn_NB @ value[used] for name, value in totals.items()}
+    ranks_NE = stats.rankdata(-score(resampled), axis=1)
+    low, high = np.quantile(ranks_NE, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], axis=0)
+    return low, high
+
+
+def cluster_pairs(plan: Plan, seed: int) -> dict[int, list[tuple[int, int]]]:
+    """Layer -> (dominant, other member) of every group of two or more; at most 32, drawn at random."""
+    layers = {}
+    for layer in plan.layers:
+        pairs = [
+            (dominant, member)
+            for group, dominant in zip(layer.groups, layer.dominants, strict=True)
+            for member in group
+            if member != dominant
+        ]
+        if len(pairs) > MOST_PAIRS:
+            drawn = np.random.default_rng((seed, layer.layer)).choice(len(pairs), MOST_PAIRS, replace=False)
+            pairs = [pairs[index] for index in sorted(drawn)]
+        if pairs:
+            layers[layer.layer] = pairs
+    return layers
+
+
+def cluster_geometry(moe: MoeCheckpoint, plan: Plan, device: str, seed: int) -> dict[str, pd.DataFrame]:
+    """The tables of the expert-distance chart of a plan's groups, without and with matching."""
+    base = plan.method.removesuffix("_permuted")
+    series = {base: "none", f"{base}_permuted": "unsigned" if plan.matching == "unsigned" else "signed"}
+    parts: dict[str, list[pd.DataFrame]] = {"geometry": [], "geometry_layers": []}
+    for layer, pairs in cluster_pairs(plan, seed).items():
+        weights = moe.layers[layer]
+        for name, frame in layer_geometry(weights, weights, pairs, series, device=device, seed=seed).items():
+            parts[name].append(frame)
+    return {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items() if frames}

@@ -1,7 +1,4 @@
-"""Clusters from weights alone, for when there is no text.
-
-Experts that are alike once their neurons are put into one order.
-"""
+"""Weights clustering: merge experts with similar weights after neuron matching; needs no text."""
 
 from __future__ import annotations
 
@@ -14,30 +11,24 @@ import torch
 from torch import Tensor
 
 from moescope.compression.grouping import Grouping, average_linkage, most_central
+from moescope.compression.merging import LayerEvidence, merge_by
+from moescope.compression.method import Evidence
 from moescope.errors import unknown_name
 from moescope.geometry.distances import PolarFactor, polar_factor, sv_alignment
 from moescope.geometry.matching import Matching, can_flip, match_neurons, matched_chance
-from moescope.types import ExpertWeights
+from moescope.types import Array, ExpertWeights
 
-Array = npt.NDArray[np.float64]
 MEASURES = ("l2", "sv")
-MOST_PAIRS = 256  # matched a layer; matching takes the neurons' number cubed
-SKETCH = 64  # random directions in which experts' Gram matrices are compared beforehand
+MOST_PAIRS = 256  # matched per layer; the cost of a match is cubic in the number of neurons
+SKETCH = 64  # random directions in which experts' Gram matrices are compared before matching
 
 
 @dataclass(frozen=True)
 class WeightDistances:
-    """Distances of a layer's experts after matching.
-
-    Pairs that were not matched stand at the largest distance found.
-    """
+    """Distances of a layer's experts after matching; pairs that were not matched have the largest of them."""
 
     distance_EE: Array
     matched_EE: npt.NDArray[np.bool_]
-
-    @property
-    def approximate(self) -> bool:
-        return not bool(self.matched_EE.all())
 
 
 def weights_clusters(
@@ -48,11 +39,9 @@ def weights_clusters(
     most_pairs: int = MOST_PAIRS,
     device: str = "cpu",
 ) -> tuple[Grouping, WeightDistances]:
-    """Average linkage of distances after signed neuron matching; the dominant of a group is its most central
-    member.
+    """Average linkage of distances after signed neuron matching; the dominant is the most central member.
 
-    Read the heights beside what random experts of the same shape reach: matching finds some likeness in any
-    two (`matched_chance`).
+    Compare the heights with `random_distance`: matching finds some similarity in any two experts.
     """
     distances = matched_distances(experts, measure, most_pairs, device)
     grouping = average_linkage(distances.distance_EE, keep, most_central(distances.distance_EE), n_groups)
@@ -60,26 +49,25 @@ def weights_clusters(
 
 
 def random_distance(expert: ExpertWeights, measure: str) -> float:
-    """The distance that matching leaves between random experts of this one's shape."""
+    """The distance after matching of random experts of this one's shape."""
     d_ff, d_model = expert.gate_FD.shape
-    drawn = matched_chance(d_ff, d_model, can_flip(expert), expert.up_FD is not None).values()
+    chances = matched_chance(d_ff, d_model, can_flip(expert), expert.up_FD is not None).values()
     if measure == "sv":
-        return 1 - float(np.mean([chance.sv_alignment for chance in drawn]))
-    return float(np.sqrt(np.mean([chance.relative_l2**2 for chance in drawn])))
+        return 1 - float(np.mean([chance.sv_alignment for chance in chances]))
+    return float(np.sqrt(np.mean([chance.relative_l2**2 for chance in chances])))
 
 
 def matched_distances(
     experts: Sequence[ExpertWeights], measure: str = "l2", most_pairs: int = MOST_PAIRS, device: str = "cpu"
 ) -> WeightDistances:
-    """l2: sqrt(2 - 2 c), c the mean over projections of the matched matrices' cosine, so that unrelated
-    experts lie near sqrt 2.
-    sv: 1 - R, R the mean over projections of the matched polar factors' alignment.
+    """Distances after matching, of at most `most_pairs` pairs.
 
-    Up to `most_pairs` pairs are matched. Where a layer has more, those are chosen by a likeness that no order
-    of neurons changes
-    (`fingerprint_likeness`): every expert's nearest ones first. The rest are taken to lie as far apart as the
-    farthest pair matched, so
-    that average linkage joins them last; groups of more than a few experts then rest on that guess.
+    l2: sqrt(2 - 2 c), c the mean over projections of the matched matrices' cosine, so that unrelated experts
+    are near sqrt 2. sv: 1 - R, R the mean over projections of the matched polar factors' alignment.
+
+    Where a layer has more pairs, the most similar by `fingerprint_similarity`, which ignores the order of
+    neurons, are matched. The others get the largest distance matched, so that average linkage joins them
+    last; groups of more than a few experts then depend on that guess.
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, list(MEASURES))
@@ -97,7 +85,7 @@ def matched_distances(
 
 
 def l2_after_matching(experts: Sequence[ExpertWeights], a: int, b: int, matching: Matching) -> float:
-    """From the matching's own score, which is the sum over projections of the cosines."""
+    """From the matching's score, which is the sum over projections of the cosines."""
     projections = 2 if experts[a].up_FD is None else 3
     return float(np.sqrt(max(2 - 2 * matching.score / projections, 0.0)))
 
@@ -105,74 +93,64 @@ def l2_after_matching(experts: Sequence[ExpertWeights], a: int, b: int, matching
 def sv_after_matching(
     experts: Sequence[ExpertWeights], device: str
 ) -> Callable[[Sequence[ExpertWeights], int, int, Matching], float]:
-    """1 - mean R.
-
-    A permuted polar factor is the polar factor of the permuted matrix, so each expert is decomposed once.
-    """
+    """1 - mean R. polar(P W) = P polar(W), so each expert is decomposed once."""
     factors: dict[tuple[int, str], PolarFactor] = {}
 
     def factor(expert: int, name: str) -> PolarFactor:
         if (expert, name) not in factors:
-            matrix = projections_of(experts[expert])[name]
-            factors[expert, name] = polar_factor(matrix, device)
+            factors[expert, name] = polar_factor(projections_of(experts[expert])[name], device)
         return factors[expert, name]
 
     def between(experts: Sequence[ExpertWeights], a: int, b: int, matching: Matching) -> float:
-        alike = []
+        alignments = []
         for name in projections_of(experts[a]):
             other = factor(b, name)
-            moved = PolarFactor(matching.projection(name, other.matrix), other.rank)
-            alike.append(sv_alignment(factor(a, name), moved))
-        return 1 - float(np.mean(alike))
+            permuted = PolarFactor(matching.projection(name, other.matrix), other.rank)
+            alignments.append(sv_alignment(factor(a, name), permuted))
+        return 1 - float(np.mean(alignments))
 
     return between
 
 
 def projections_of(expert: ExpertWeights) -> dict[str, Tensor]:
-    found = {"gate": expert.gate_FD, "up": expert.up_FD, "down": expert.down_DF}
-    return {name: matrix for name, matrix in found.items() if matrix is not None}
+    projections = {"gate": expert.gate_FD, "up": expert.up_FD, "down": expert.down_DF}
+    return {name: matrix for name, matrix in projections.items() if matrix is not None}
 
 
 def candidate_pairs(
     experts: Sequence[ExpertWeights], most_pairs: int, device: str = "cpu"
 ) -> list[tuple[int, int]]:
-    """All pairs where they are few enough.
-
-    Else each expert's nearest by fingerprint, in turn, until `most_pairs` are found.
-    """
+    """All pairs if they are at most `most_pairs`; else each expert's nearest by fingerprint, in turn."""
     n_experts = len(experts)
-    everything = [(a, b) for a in range(n_experts) for b in range(a + 1, n_experts)]
-    if len(everything) <= most_pairs:
-        return everything
-    likeness_EE = fingerprint_likeness(experts, device)
-    np.fill_diagonal(likeness_EE, -np.inf)
-    nearest = np.argsort(-likeness_EE, axis=1)
-    found: dict[tuple[int, int], None] = {}
-    for place in range(n_experts - 1):
-        by_likeness = sorted(
-            range(n_experts), key=lambda expert: -likeness_EE[expert, nearest[expert, place]]
-        )
-        for expert in by_likeness:
-            other = int(nearest[expert, place])
-            if len(found) < most_pairs:
-                found[min(expert, other), max(expert, other)] = None
-    return sorted(found)
+    all_pairs = [(a, b) for a in range(n_experts) for b in range(a + 1, n_experts)]
+    if len(all_pairs) <= most_pairs:
+        return all_pairs
+    similarity_EE = fingerprint_similarity(experts, device)
+    np.fill_diagonal(similarity_EE, -np.inf)
+    nearest = np.argsort(-similarity_EE, axis=1)
+    pairs: set[tuple[int, int]] = set()
+    for rank in range(n_experts - 1):
+        for expert in sorted(
+            range(n_experts), key=lambda expert: -similarity_EE[expert, nearest[expert, rank]]
+        ):
+            other = int(nearest[expert, rank])
+            if len(pairs) < most_pairs:
+                pairs.add((min(expert, other), max(expert, other)))
+    return sorted(pairs)
 
 
-def fingerprint_likeness(experts: Sequence[ExpertWeights], device: str = "cpu") -> Array:
-    """[E, E] mean over projections of the cosine of G - mean G, where G = W'W (down: WW') has no order of
-    neurons and no signs in it.
+def fingerprint_similarity(experts: Sequence[ExpertWeights], device: str = "cpu") -> Array:
+    """[E, E] mean over projections of the cosine of G - mean G, with G = W'W (down: WW').
 
-    <G_a, G_b> is estimated from G S, S a fixed random matrix of 64 columns: E tr(S' G_a G_b S) = 64 <G_a,
-    G_b>. What all experts of the
-    layer share is subtracted, so that their common directions do not make all look alike.
+    G ignores the order and signs of neurons. <G_a, G_b> is estimated from G S, S a fixed random matrix of 64
+    columns: E tr(S' G_a G_b S) = 64 <G_a, G_b>. The layer's mean is subtracted so that common directions do
+    not make all experts look alike.
     """
     total = np.zeros((len(experts), len(experts)))
     names = list(projections_of(experts[0]))
     d_model = experts[0].gate_FD.shape[1]
-    sketch_DS = torch.randn(d_model, min(SKETCH, d_model), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    generator = torch.Generator().manual_seed(0)
+    sketch_DS = torch.randn(d_model, min(SKETCH, d_model), generator=generator).to(device)
     for name in names:
         prints = []
         for expert in experts:
@@ -186,3 +164,29 @@ def fingerprint_likeness(experts: Sequence[ExpertWeights], device: str = "cpu") 
         flat = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
         total += (flat @ flat.T).cpu().numpy()
     return np.asarray(total / len(names))
+
+
+def group_by_weights(evidence: Evidence, layer: LayerEvidence) -> Grouping:
+    experts = [layer.weights.expert(number) for number in range(layer.weights.n_experts)]
+    measure = layer.measure(MEASURES)
+    return weights_clusters(experts, layer.keep, measure, layer.n_groups, device=layer.device)[0]
+
+
+def sketch_warnings(n_experts: int) -> list[str]:
+    if n_experts * (n_experts - 1) // 2 <= MOST_PAIRS:
+        return []
+    return [
+        f"neurons were matched for the {MOST_PAIRS} most similar pairs of experts per layer, by a sketch of "
+        "their weights; all other pairs get the largest distance of these"
+    ]
+
+
+METHOD = merge_by(
+    group_by_weights,
+    "weights",
+    "merges experts with similar weights after neuron matching; needs no text",
+    matched=True,
+    needs_text=False,
+    distances=MEASURES,
+    caveats=sketch_warnings,
+)

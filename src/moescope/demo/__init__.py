@@ -1,1 +1,17 @@
 """demo: the shipped model, its recipe, and a planted checkpoint of known structure."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class CallablePackage(ModuleType):
+    """`moescope.demo` is a package and a verb: calling it runs the verb, in any order of imports."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from moescope.demo.verb import demo
+
+        return demo(*args, **options)
+
+
+sys.modules[__name__].__class__ = CallablePackage

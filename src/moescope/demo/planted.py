@@ -23,7 +23,7 @@ class PlantedLayer:
 
 LAYERS = (
     PlantedLayer("random", "router rows are unrelated to their experts"),
-    PlantedLayer("aligned", "every router row lies among its expert's leading directions"),
+    PlantedLayer("aligned", "every router row is in the span of its expert's leading directions"),
     PlantedLayer(
         "small_k", "every router row holds its expert's top direction, the rest at the end of the spectrum"
     ),

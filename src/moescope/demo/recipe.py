@@ -12,7 +12,12 @@ from moescope.lab.train import train
 from moescope.run import Run, write_json, write_table
 
 STORED = "bfloat16"  # half the size
-EXCLUDED = ("checkpoints", "process", "tasks_resumed")  # specific to this machine, or set by each demo
+EXCLUDED = (
+    "checkpoints",
+    "process",
+    "tasks_resumed",
+    "asked",
+)  # of one machine, or set by each demo
 
 
 def make_demo_model(work: str | Path = "runs/demo-model", shipped: Path = SHIPPED) -> Run:
@@ -29,10 +34,10 @@ def store_training(run: Run, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in run.tables:
-        write_table(name, run.table(name), folder / f"{name}.parquet")
+        write_table(run.verb.tables[name], run.table(name), folder / f"{name}.parquet")
     info = {key: value for key, value in run.info.items() if key not in EXCLUDED}
-    asked = {"config": "src/moescope/demo/shipped/recipe.toml"}
-    write_json(folder / "run.json", {**info, "git_commit": None, "asked": asked})
+    command = "moescope train src/moescope/demo/shipped/recipe.toml --device cpu"
+    write_json(folder / "run.json", {**info, "git_commit": None, "command": command})
 
 
 def store_model(checkpoint: Path, folder: Path) -> None:

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from moescope.lab.train import VERB as TRAIN
 from moescope.lab.train import clear_training, saved_checkpoints
 from moescope.reporting.verb import report
 from moescope.routing.trace import trace
 from moescope.run import Run, check_folder, clear_run, write_json
 from moescope.storage import only_writer, whole_folder
+from moescope.verb import Verb
 from moescope.weights.verb import scan
 
 SHIPPED = Path(__file__).parent / "shipped"  # recipe.toml, model/, training/: written by recipe.py
@@ -20,16 +22,37 @@ CHARACTERS = 2_000  # per document: a single long file would use up its domain's
 
 
 def demo(
+    *,
     out: str | Path | None = None,
     planted: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan and trace the shipped model, report on it together with its training, and return the run.
+    """Scan, trace and report on the model that comes with moescope, together with its training.
 
-    The run folder is that of `train`, whose steps were computed before. `planted` shows a checkpoint of known
-    structure instead.
+    Returns the run: that of `train`, whose steps were computed before.
+
+    Parameters
+    ----------
+    out : DIR, default runs/demo
+        Run folder.
+    planted : bool
+        Scan a checkpoint of known structure instead, and print what was planted.
+
+    Other Parameters
+    ----------------
+    seed : SEED
+        Seed of the null distributions and of the planted weights.
+    overwrite : bool
+        Replace the run in --out.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.demo()  # doctest: +SKIP
+    >>> run.parts["scan"].figures()  # doctest: +SKIP
     """
     if planted:
         return planted_demo(Path(out or "runs/demo-planted"), seed, overwrite, quiet)
@@ -55,7 +78,7 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
         check_folder(folder, identity, overwrite)
         if overwrite:
             clear_training(folder)
-            clear_run(folder)
+            clear_run(folder, TRAIN)
         write_json(folder / "run.json", info)  # first: it marks the folder as this run's
         for table in (SHIPPED / "training").glob("*.parquet"):
             shutil.copyfile(table, folder / table.name)
@@ -110,44 +133,32 @@ def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
     return run
 
 
-def demo_summary(run: Run) -> dict[str, Any]:
-    """Return the summaries of the demo's parts."""
-    from moescope.lab.report_training import TRAINING
-    from moescope.reporting.run_kind import kind_summary
-    from moescope.routing.report_summary import trace_summary
-    from moescope.weights.report import summary
-
-    where = {"run": str(run.path), "report": str(run.path / "report.html")}
-    if run.info["verb"] == "scan":
-        from moescope.demo.planted import LAYERS
-
-        planted = [f"layer {layer}, {planted.kind}: {planted.truth}" for layer, planted in enumerate(LAYERS)]
-        return {**where, "planted": planted, "weights": summary(run)}
-    return {
-        **where,
-        "training": kind_summary(run, TRAINING),
-        "weights": summary(Run.load(run.path / "scan")),
-        "text": trace_summary(Run.load(run.path / "trace")),
-    }
-
-
 TITLES = {
-    "training": "Training (reproduce it with `make demo-model`)",
-    "weights": "Weights",
-    "text": "Routing of held-out text",
+    "train": "Training (reproduce it with `make demo-model`)",
+    "scan": "Weights",
+    "trace": "Routing of held-out text",
 }
 
 
-def demo_lines(facts: dict[str, Any]) -> list[str]:
-    """Format the summary for the terminal."""
+def demo_lines(run: Run) -> list[str]:
+    """Return the findings of the demo's runs for the terminal; of the planted one, first its structure."""
     lines: list[str] = []
-    if "planted" in facts:
-        lines += ["Planted structure", *(f"  {line}" for line in facts["planted"]), ""]
-    for part, title in TITLES.items():
-        if part in facts:
-            lines.append("Findings" if "planted" in facts else title)
-            lines += [f"  {line}" for line in dict.fromkeys(facts[part]["coverage"])]
-            lines += [f"  - {finding}" for finding in facts[part]["findings"]]
-            lines += [f"  warning: {warning}" for warning in facts[part]["warnings"]]
-            lines.append("")
-    return [*lines, f"run: {facts['run']}", f"report: {facts['report']}"]
+    runs = [run, *(run.parts[name] for name in ("scan", "trace") if name in run.parts)]
+    planted = run.verb.name == "scan"
+    if planted:
+        from moescope.demo.planted import LAYERS
+
+        truths = [f"  layer {layer}, {planted.kind}: {planted.truth}" for layer, planted in enumerate(LAYERS)]
+        lines += ["Planted structure", *truths, ""]
+    for part in runs:
+        assert part.verb.summary is not None
+        summary = part.verb.summary(part)
+        lines.append("Findings" if planted else TITLES[part.verb.name])
+        lines += [f"  {line}" for line in dict.fromkeys(summary.coverage)]
+        lines += [f"  - {finding}" for finding in summary.findings]
+        lines += [f"  warning: {warning}" for warning in part.info.get("warnings", [])]
+        lines.append("")
+    return [*lines, f"run: {run.path}", f"report: {run.path / 'report.html'}"]
+
+
+VERB = Verb("demo", demo, lines=demo_lines)

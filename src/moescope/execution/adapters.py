@@ -1,10 +1,8 @@
-"""How MoE blocks of transformers differ: where they are, what their experts are handed, and what that says
-was chosen.
+"""How MoE blocks of transformers differ: where they are, and how their experts receive the decision.
 
 Since transformers 5 most experts modules are called with (hidden_states, top_k_index, top_k_weights): the
-router's decision as it is
-carried out. `ADAPTERS` lists the classes that are called otherwise; a class that fits neither is refused by
-name.
+router's decision as it is carried out. `ADAPTERS` lists the classes that are called otherwise; a class that
+fits neither is rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ from moescope.execution.scoring import Scoring
 from moescope.families import MODELS
 from moescope.types import LinearView
 
-SAME_LOGITS = (
-    0.02  # relative error up to which a router's output counts as its logits: half precision stays well below
-)
+SAME_LOGITS = 0.02  # relative error up to which an output counts as the logits; half precision stays below
 ORDINAL = re.compile(r"\.(?:layers|layer|blocks|block|h)\.(\d+)\.")
 
 
 class Decision(NamedTuple):
-    """What a block did with T tokens: its input, the experts chosen (-1: none), their gates."""
+    """A block's decision about T tokens: its input, the chosen experts (-1: none), their gates."""
 
     x_TD: Tensor
     chosen_TK: Tensor
@@ -39,10 +35,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterReads:
-    """What a router decides from, of T tokens.
-
-    Their states and, where it looks at more, token ids and what the layer before handed on.
-    """
+    """A router's inputs for T tokens: states, token ids and the output of the layer before where used."""
 
     x_TD: Tensor
     ids_T: Tensor | None = None
@@ -50,7 +43,7 @@ class RouterReads:
 
 
 class Asked(NamedTuple):
-    """A router's answer about tokens of no particular text: its decision, and its logits where it has any."""
+    """A router's answer about single tokens: its decision, and its logits where it has any."""
 
     decision: Decision
     logits_TE: Tensor | None
@@ -70,7 +63,7 @@ class Apart(NamedTuple):
 
 @dataclass
 class Block:
-    """One MoE block of a running model, and what was found out about it on the first batch."""
+    """One MoE block of a running model, and what the first batch revealed about it."""
 
     layer: int
     name: str
@@ -79,31 +72,21 @@ class Block:
     router: nn.Module  # the module that owns the router's weight
     n_experts: int
     model_type: str
-    expected_scoring: str | None  # what is known of the model type; None for one that nobody described
-    groups: tuple[
-        int, int
-    ]  # groups of experts, and how many of them a token may choose from; (1, 1) where there are none
-    logits_at: int | None = (
-        None  # which of the router's outputs are its logits; -1: none, they are recomputed
-    )
+    expected_scoring: str | None  # of the model type; None where unknown
+    groups: tuple[int, int]  # expert groups, and how many of them a token may use; (1, 1) without groups
+    logits_at: int | None = None  # index of the router's output that holds logits; -1: none, recompute
     scoring: Scoring | None = None
     checked: bool = False
     calls: int = 0
     router_input: Tensor | None = None
     router_outputs: tuple[Tensor, ...] = ()
-    hands_out: bool = (
-        False  # whether the model hands out this block's Routing itself, so that nothing need be found out
-    )
-    decide_alone: Ask | None = (
-        None  # the router of a block that hands out its routing; None where it cannot be asked
-    )
-    # The same router with other tensors, by their names within it, for so many experts and so many a token
-    # (None: as before).
+    hands_out: bool = False  # whether the model hands out this block's Routing itself
+    decide_alone: Ask | None = None  # the router of such a block; None where it cannot be called alone
+    # The same router with other tensors (by name), number of experts and experts per token (None: unchanged).
     with_router: Callable[[Mapping[str, Tensor], int, int | None], Ask] | None = None
     linear: LinearView | None = None
-    beside: dict[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  # what the block's other parts were given and gave: shared experts, their gate, a norm at the end
+    # Input and output of the block's other parts: shared experts, their gate, a final norm.
+    other_parts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def weight_ED(self) -> Tensor:
@@ -119,20 +102,20 @@ class Block:
 
     @property
     def rows_ED(self) -> Tensor | None:
-        """The router's weight where it has one row an expert; other routers have no such thing."""
+        """The router's weight where it has one row per expert, else None."""
         weight = getattr(self.router, "weight", None)
         fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == self.n_experts
         return weight if fits else None
 
     @property
     def trained(self) -> list[Tensor]:
-        """What of the router gradients go into."""
-        found = list(self.router.parameters()) if self.hands_out else [self.weight_ED]
-        return [weight for weight in found if weight.requires_grad]
+        """The router's tensors that receive gradients."""
+        weights = list(self.router.parameters()) if self.hands_out else [self.weight_ED]
+        return [weight for weight in weights if weight.requires_grad]
 
     @property
     def correction_bias_E(self) -> Tensor | None:
-        """The bias that is added to scores for choosing only, whatever the model calls it."""
+        """The bias added to scores for selection only, whatever the model calls it."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             for_choosing = name.endswith("bias") and ("correction" in name or "expert_bias" in name)
             for_choosing = for_choosing or (self.hands_out and name == "bias_E")
@@ -145,14 +128,14 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """Every MoE block in the order of layers; decoder layers are numbered after the encoder's."""
+    """Return every MoE block by layer; decoder layers are numbered after the encoder's."""
     if hands_out_routing(model):
         return handing_blocks(model)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = str(getattr(config, "model_type", type(model).__name__))
     modules = dict(model.named_modules())
-    found = []
+    blocks = []
     for path, module in modules.items():
         n_experts = getattr(module, "num_experts", None)
         if not type(module).__name__.endswith("Experts") or not isinstance(n_experts, int):
@@ -162,42 +145,41 @@ def find_blocks(model: nn.Module) -> list[Block]:
         router = find_router(block, module, n_experts)
         if router is None:
             raise BadInput(
-                f"model type {model_type!r}: no router of {n_experts} rows beside {path}; "
-                "moescope cannot trace this model"
+                f"model type {model_type!r}: no router with {n_experts} rows next to {path}; moescope cannot "
+                "trace this model"
             )
         groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
         scoring = known_scoring(model_type, text)
-        found.append(
+        blocks.append(
             Block(
                 number, path.rpartition(".")[0], block, module, router, n_experts, model_type, scoring, groups
             )
         )
-    if not found:
+    if not blocks:
         raise BadInput(
-            f"model type {model_type!r}: no experts module in it; trace needs a "
-            "Mixture-of-Experts model that transformers "
-            "runs through one"
+            f"model type {model_type!r}: no experts module in it; give a Mixture-of-Experts model that "
+            "transformers runs through one"
         )
-    if len({block.layer for block in found}) < len(found):
+    if len({block.layer for block in blocks}) < len(blocks):
         raise BadInput(
             f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model"
         )
-    return sorted(found, key=lambda block: block.layer)
+    return sorted(blocks, key=lambda block: block.layer)
 
 
 def hands_out_routing(model: nn.Module) -> bool:
-    """Whether the model hands out every layer's Routing itself: `routing_blocks()` says which blocks, and its
-    forward pass takes
-    `consume`, which is called with each Routing as it happens. One whose parts can be run apart says so by
-    `expert_blocks()`:
-    layer -> the parts."""
+    """Whether the model hands out every layer's Routing itself.
+
+    Then `routing_blocks()` lists its blocks, and its forward pass takes `consume`, which is called with each
+    Routing as it happens. `expert_blocks()`, if any, returns layer -> parts that can be run alone.
+    """
     return callable(getattr(model, "routing_blocks", None))
 
 
 def handing_blocks(model: Any) -> list[Block]:
     kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     apart = model.expert_blocks() if callable(getattr(model, "expert_blocks", None)) else {}
-    found = []
+    blocks = []
     for layer, name, router, n_experts in model.routing_blocks():
         parts: Apart | None = apart.get(layer)
         experts = router if parts is None else parts.experts
@@ -206,15 +188,12 @@ def handing_blocks(model: Any) -> list[Block]:
         )
         if parts is not None:
             block.decide_alone, block.with_router, block.linear = parts.ask, parts.with_router, parts.linear
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:
-    """How the model turns logits into scores, as its layout says.
-
-    Sparsemixer's probabilities are a softmax's.
-    """
+    """Return how the model turns logits into scores, from its layout; sparsemixer counts as softmax."""
     for kind in (model_type, getattr(text, "model_type", None)):
         if kind in MODELS:
             return "sigmoid" if MODELS[kind].scoring == "sigmoid" else "softmax"
@@ -230,52 +209,46 @@ def layer_number(path: str, config: Any) -> int:
 
 
 def find_router(block: nn.Module, experts: nn.Module, n_experts: int) -> nn.Module | None:
-    """The block's module with a weight of one row an expert, outside its experts."""
+    """Return the block's module, outside its experts, whose weight has one row per expert."""
     inside = set(experts.modules())
-    found = [
+    routers = (
         module
         for name, module in block.named_modules()
         if module not in inside and "shared" not in name
         if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 2
         if weight.shape[0] == n_experts
-    ]
-    return found[0] if found else None
+    )
+    return next(routers, None)
 
 
-# --- what the experts were handed
+# --- decisions, from the inputs of the experts module
 
 
-def contract(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """transformers 5: (hidden_states, top_k_index, top_k_weights).
-
-    An index of n_experts is an expert on another rank.
-    """
+def contract(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
+    """transformers 5: (hidden_states, top_k_index, top_k_weights); an index of n_experts: on another rank."""
     fits = (
-        len(given) == 3
-        and given[1].dim() == 2
-        and not given[1].is_floating_point()
-        and given[1].dtype != torch.bool
-        and given[2].shape == given[1].shape
-        and given[0].numel() == given[1].shape[0] * given[0].shape[-1]
+        len(inputs) == 3
+        and inputs[1].dim() == 2
+        and not inputs[1].is_floating_point()
+        and inputs[1].dtype != torch.bool
+        and inputs[2].shape == inputs[1].shape
+        and inputs[0].numel() == inputs[1].shape[0] * inputs[0].shape[-1]
     )
     if not fits:
         raise BadInput(
             f"model type {block.model_type!r}: {type(block.experts).__name__} of {block.where()} "
-            "is not called with "
-            "(hidden_states, top_k_index, top_k_weights), and moescope has no adapter for it"
+            "is not called with (hidden_states, top_k_index, top_k_weights), and moescope has no adapter for "
+            "it"
         )
-    x, index_TK, gates_TK = given
+    x, index_TK, gates_TK = inputs
     present = (index_TK >= 0) & (index_TK < block.n_experts)
     return Decision(
         x.reshape(-1, x.shape[-1]), torch.where(present, index_TK, -1), torch.where(present, gates_TK, 0)
     )
 
 
-def llama4(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """Llama 4.
-
-    Every expert is handed every token, multiplied by its score, which is 0 for all but the chosen.
-    """
+def llama4(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
+    """Llama 4: every expert gets every token times its score, which is 0 for all but the chosen."""
     assert block.router_input is not None
     scores_TE = block.router_outputs[0]
     top_k = int(getattr(block.module, "top_k", 1))
@@ -283,31 +256,28 @@ def llama4(block: Block, given: tuple[Tensor, ...]) -> Decision:
     return Decision(block.router_input.reshape(scores_TE.shape[0], -1), chosen_TK, gates_TK)
 
 
-def switch(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """Switch: a one-hot mask [T, 1, E], empty where the expert's capacity was spent."""
-    x_TD, mask_TKE, gates_TK = given
-    kept_TK = mask_TKE.sum(-1) > 0
-    return Decision(x_TD, torch.where(kept_TK, mask_TKE.argmax(-1), -1), torch.where(kept_TK, gates_TK, 0))
+def switch(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
+    """Switch: a one-hot mask [T, 1, E], empty where the expert's capacity was exhausted."""
+    x_TD, mask_TKE, gates_TK = inputs
+    taken_TK = mask_TKE.sum(-1) > 0
+    return Decision(x_TD, torch.where(taken_TK, mask_TKE.argmax(-1), -1), torch.where(taken_TK, gates_TK, 0))
 
 
-def nllb(block: Block, given: tuple[Tensor, ...]) -> Decision:
-    """NLLB.
-
-    Gates [T, E], 0 for all but the first and second choice, and for those when capacity was spent.
-    """
-    x_TD, _, gates_TE = given
+def nllb(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
+    """NLLB: gates [T, E], 0 for all but the two choices, and for those when capacity was exhausted."""
+    x_TD, _, gates_TE = inputs
     gates_TK, chosen_TK = gates_TE.topk(2, dim=-1)
     return Decision(x_TD, torch.where(gates_TK > 0, chosen_TK, -1), gates_TK)
 
 
-# --- what the experts make of it, one slot at a time, through the experts' own code
+# --- expert outputs, one slot at a time, by the experts' own code
 
 
 def contract_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
-    shaped = (
-        x_TD[None] if type(block.experts).__name__.startswith("Dbrx") else x_TD
-    )  # which wants [batch, T, D]
-    return block.experts(shaped, chosen_T[:, None], x_TD.new_ones(len(x_TD), 1)).reshape(x_TD.shape)
+    wants_batch = type(block.experts).__name__.startswith("Dbrx")  # [batch, T, D]
+    return block.experts(
+        x_TD[None] if wants_batch else x_TD, chosen_T[:, None], x_TD.new_ones(len(x_TD), 1)
+    ).reshape(x_TD.shape)
 
 
 def switch_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
@@ -321,11 +291,11 @@ def nllb_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
     for expert in set(chosen_T.tolist()):
         mine = chosen_T == expert
         out_TD[mine] = experts[f"expert_{expert}"](x_TD[mine]).to(out_TD.dtype)
-    return out_TD * (1 - experts.moe_token_dropout)  # its stand-in for dropout when not training
+    return out_TD * (1 - experts.moe_token_dropout)  # its replacement for dropout outside training
 
 
 def gated(output: Callable[[Block, Tensor, Tensor], Tensor]) -> Callable[[Block, Decision], Tensor]:
-    """Sum over slots of gate x expert output."""
+    """Return a function: sum over slots of gate x expert output."""
 
     def mix(block: Block, decision: Decision) -> Tensor:
         out_TD = torch.zeros_like(decision.x_TD, dtype=torch.float32)
@@ -340,24 +310,21 @@ def gated(output: Callable[[Block, Tensor, Tensor], Tensor]) -> Callable[[Block,
 
 
 def llama4_mix(block: Block, decision: Decision) -> Tensor:
-    """Sum over experts of expert(gate x input): the gate stands before the expert, not behind."""
+    """Sum over experts of expert(gate x input): the gate multiplies the input, not the output."""
     gates_TE = decision.x_TD.new_zeros(len(decision.x_TD), block.n_experts)
     gates_TE.scatter_(1, decision.chosen_TK, decision.gates_TK.to(gates_TE.dtype))
-    handed_ETD = decision.x_TD[None] * gates_TE.T[..., None]
-    out = block.experts(handed_ETD.reshape(-1, handed_ETD.shape[-1]))
-    return out.reshape(handed_ETD.shape).float().sum(0)
+    x_ETD = decision.x_TD[None] * gates_TE.T[..., None]
+    out = block.experts(x_ETD.reshape(-1, x_ETD.shape[-1]))
+    return out.reshape(x_ETD.shape).float().sum(0)
 
 
 def llama4_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
-    """The module's own code with one expert's weights at a time.
-
-    It takes as many experts as its weights have rows.
-    """
+    """The module's own code with one expert's weights at a time."""
     out_TD = torch.empty_like(x_TD)
     for expert in sorted(set(chosen_T.tolist())):
-        own = {name: weight[expert : expert + 1] for name, weight in block.experts.named_parameters()}
+        weights = {name: weight[expert : expert + 1] for name, weight in block.experts.named_parameters()}
         mine = chosen_T == expert
-        out_TD[mine] = functional_call(block.experts, own, (x_TD[mine],))
+        out_TD[mine] = functional_call(block.experts, weights, (x_TD[mine],))
     return out_TD
 
 
@@ -380,16 +347,15 @@ def adapter_of(block: Block) -> Adapter:
 
 
 def ungated_output(block: Block, x_TD: Tensor, expert: int) -> Tensor:
-    """What one expert makes of those tokens, by the experts' own code and with a gate of 1."""
+    """Return one expert's output for those tokens with a gate of 1, by the experts' own code."""
     return adapter_of(block).output(block, x_TD, torch.full((len(x_TD),), expert, device=x_TD.device))
 
 
 def router_logits(block: Block) -> Tensor:
-    """The logits of the pass under way, as the router gave them, or recomputed where it gives none.
+    """Return the logits of the current pass: the router's output, or recomputed where it has none.
 
-    Which of a router's outputs are the logits differs by class, and was probabilities before transformers
-    5.6; so the first
-    batch is compared with weight times input, and the output that agrees is taken from then on.
+    Which output holds the logits differs by class; the one that agrees with weight times input on the first
+    batch is used from then on.
     """
     if block.logits_at is not None and block.logits_at >= 0:
         return block.router_outputs[block.logits_at].reshape(-1, block.n_experts).float()
@@ -414,7 +380,7 @@ def recomputed_logits(block: Block) -> Tensor:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """||ours - theirs|| / ||theirs||, NaN counted as far off."""
+    """Return ||ours - theirs|| / ||theirs||; infinite for NaN."""
     size = theirs.float().norm().item()
     error = (ours.float() - theirs.float()).norm().item()
     return error / size if size > 0 and error == error else (0.0 if error == 0 else float("inf"))

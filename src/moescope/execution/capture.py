@@ -1,4 +1,4 @@
-"""Hooks that see each MoE layer's decision as it is carried out, and hand it on as a `Routing`."""
+"""Hooks that capture each MoE layer's decision as it is carried out, as a `Routing`."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from moescope.types import Routing, Tokens
 
 OLDEST_TRANSFORMERS = (5, 6)
 CHECKED_TOKENS = 256  # of the first batch; each costs one more pass through its experts
-TOLERANCE = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-3,
-}  # relative error of a block's output; half precision gets the default
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative error of a block's output
 HALF_TOLERANCE = 0.05
+ADVICE = "moescope has no adapter for this kind of block"
+KNOWN_FAULTS = {
+    "nllb-moe": (
+        "this version of transformers takes the router's mask for expert numbers and runs experts 0 and 1 "
+        "only; use one that runs the chosen experts"
+    ),
+}
 
 
 def check_transformers() -> None:
-    """Refuse versions before 5.6, where what was called router logits were probabilities."""
-    try:
-        from importlib.metadata import version
+    """Reject versions before 5.6, whose router_logits were probabilities."""
+    from importlib.metadata import version
 
-        found = version("transformers")
+    try:
+        installed = version("transformers")
     except ImportError:
         raise BadInput(
             "transformers is not installed; install moescope with its extra: pip install 'moescope[hf]'"
         ) from None
-    check_version(found)
+    check_version(installed)
 
 
-def check_version(found: str) -> None:
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if numbers < OLDEST_TRANSFORMERS:
+def check_version(installed: str) -> None:
+    if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST_TRANSFORMERS:
         raise BadInput(
-            f"transformers {found}: its router_logits are probabilities; moescope needs "
+            f"transformers {installed}: its router_logits are probabilities; moescope needs "
             "transformers 5.6 or newer"
         )
 
 
 class Capture:
-    """Hooks on every MoE block of a model while it is open; `consume` is called with each layer's routing as
-    it happens.
+    """Hooks on every MoE block of a model; `consume` is called with each layer's routing as it happens.
 
         with Capture(model, consume) as capture:
-            capture.tokens = tokens   # what the next forward pass is about; None: every token counts
+            capture.tokens = tokens   # of the next forward pass; None: every token counts
             model(input_ids=...)
 
     The first pass is checked: every layer must fire, and gates times expert outputs, plus shared experts,
-    must give the
-    block's output. Passes that autograd makes to recompute activations are not seen. A model that hands out
-    its routing itself
-    (`hands_out_routing`) is asked for it instead, and there is nothing to check.
+    must give the block's output. Passes in which autograd recomputes activations are ignored. A model that
+    hands out its routing itself (`hands_out_routing`) needs no hooks and no check.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Capture:
         model: nn.Module,
         consume: Callable[[Routing], None],
         check: bool = True,
-        runner: nn.Module | None = None,  # the part that will be called, where that is not the model itself
+        runner: nn.Module | None = None,  # the part that is called, where it is not the model
     ):
         self.hands_out = hands_out_routing(model)
         if not self.hands_out:
@@ -84,10 +84,10 @@ class Capture:
         self.blocks = find_blocks(model)
         self.tokens: Tokens | None = None
         self.check = check
-        self.busy = False  # the check itself runs experts, which must not be counted
+        self.busy = False  # the check and collectors run experts, which must not be counted
         self.hooks: list[Any] = []
-        self.check_hooks: list[Any] = []  # taken off when there is nothing left to check
-        self.pending: Decision | None = None  # what the block under way decided, until its output is checked
+        self.check_hooks: list[Any] = []  # removed when all is checked
+        self.pending: Decision | None = None  # the current block's decision, until its output is checked
 
     def __enter__(self) -> Capture:
         if self.hands_out:
@@ -121,10 +121,7 @@ class Capture:
         hooks.clear()
 
     def unseen(self) -> bool:
-        """Whether this call is not the model's own forward pass.
-
-        The check's, or autograd recomputing activations.
-        """
+        """Whether this call is the check's or recomputes activations, not the model's own forward pass."""
         return self.busy or torch._C._current_graph_task_id() != -1
 
     def ask(
@@ -153,17 +150,12 @@ class Capture:
             if self.unseen():
                 return
             with torch.no_grad():
-                given = tuple(part.detach() for part in tensors_in((*args, *kwargs.values())))
-                decision = adapter_of(block).decide(block, given)
+                inputs = tuple(part.detach() for part in tensors_in((*args, *kwargs.values())))
+                decision = adapter_of(block).decide(block, inputs)
                 logits_TE = router_logits(block)
                 if block.scoring is None:
-                    block.scoring = find_scoring(
-                        logits_TE,
-                        *decision[1:],
-                        block.correction_bias_E,
-                        block.groups,
-                        block.expected_scoring,
-                    )
+                    bias_E, groups, expected = block.correction_bias_E, block.groups, block.expected_scoring
+                    block.scoring = find_scoring(logits_TE, *decision[1:], bias_E, groups, expected)
                 if self.check and not block.checked:
                     self.pending = decision
                 block.calls += 1
@@ -190,10 +182,8 @@ class Capture:
     def part_ran(self, block: Block, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not block.checked and not self.unseen() and isinstance(output, Tensor) and args:
-                block.beside[name] = (
-                    args[0].detach(),
-                    output.detach().clone(),
-                )  # Llama 4 adds to it in place
+                # cloned, since Llama 4 adds to it in place
+                block.other_parts[name] = (args[0].detach(), output.detach().clone())
 
         return hook
 
@@ -202,7 +192,7 @@ class Capture:
             if block.checked or self.unseen() or self.pending is None:
                 return
             decision = self.pending
-            whole_TD = before_last_norm(block, tensors_in(output)[0].detach()).reshape(decision.x_TD.shape)
+            output_TD = before_last_norm(block, tensors_in(output)[0].detach()).reshape(decision.x_TD.shape)
             few = slice(0, CHECKED_TOKENS)
             self.busy = True
             try:
@@ -211,22 +201,20 @@ class Capture:
             finally:
                 self.busy = False
             errors = [
-                relative_error(mixed_TD + rest_TD, whole_TD[few])
-                for rest_TD in shared_parts(block.beside, mixed_TD, few)
+                relative_error(mixed_TD + rest_TD, output_TD[few])
+                for rest_TD in shared_parts(block.other_parts, mixed_TD, few)
             ]
-            mixed_precision = torch.is_autocast_enabled(
-                whole_TD.device.type
-            )  # the output is then wider than what it was made in
-            tolerance = HALF_TOLERANCE if mixed_precision else TOLERANCE.get(whole_TD.dtype, HALF_TOLERANCE)
+            tolerance = TOLERANCE.get(output_TD.dtype, HALF_TOLERANCE)
+            if torch.is_autocast_enabled(output_TD.device.type):  # the output is wider than its computation
+                tolerance = HALF_TOLERANCE
             if not min(errors) <= tolerance:
                 raise BadInput(
-                    f"model type {block.model_type!r}: gates times expert outputs do not give "
-                    f"the output of {block.where()} "
-                    f"(off by {min(errors):.1%}), so its routing cannot be read; "
+                    f"model type {block.model_type!r}: gates times expert outputs do not give the output of "
+                    f"{block.where()} (off by {min(errors):.1%}), so its routing cannot be captured; "
                     f"{KNOWN_FAULTS.get(block.model_type, ADVICE)}"
                 )
             block.checked = True
-            block.beside.clear()
+            block.other_parts.clear()
             self.pending = None
 
         return hook
@@ -244,34 +232,21 @@ class Capture:
             self.take_off(self.check_hooks)
 
 
-ADVICE = "moescope has no adapter for this kind of block"
-KNOWN_FAULTS = {
-    "nllb-moe": (
-        "this version of transformers takes the router's mask for expert numbers and runs experts 0 "
-        "and 1 only; "
-        "use one that runs the experts chosen"
-    ),
-}
-
-
 def before_last_norm(block: Block, output: Tensor) -> Tensor:
-    """The block's output, or what its last part was given where that part's output is the block's.
-
-    A norm at the end.
-    """
-    for name, (given, gave) in block.beside.items():
-        if gave.shape == output.shape == given.shape and torch.equal(gave, output):
-            del block.beside[name]
-            return given
+    """Return the block's output; where a norm ends the block, the norm's input."""
+    for name, (part_input, part_output) in block.other_parts.items():
+        if part_output.shape == output.shape == part_input.shape and torch.equal(part_output, output):
+            del block.other_parts[name]
+            return part_input
     return output
 
 
-def shared_parts(beside: dict[str, tuple[Tensor, Tensor]], mixed_TD: Tensor, few: slice) -> list[Tensor]:
-    """What may have been added to the routed experts: nothing, a shared expert, or one behind its gate."""
-    rows = [gave.reshape(-1, gave.shape[-1])[few].float() for _, gave in beside.values()]
+def shared_parts(parts: dict[str, tuple[Tensor, Tensor]], mixed_TD: Tensor, few: slice) -> list[Tensor]:
+    """Return what may be added to the routed experts: nothing, a shared expert, or a gated one."""
+    rows = [output.reshape(-1, output.shape[-1])[few].float() for _, output in parts.values()]
     wide = [part for part in rows if part.shape == mixed_TD.shape]
-    fronts = [part for part in rows if part.shape[-1] == 1]
-    return [torch.zeros_like(mixed_TD), *wide, *(front.sigmoid() * part for part in wide for front in fronts)]
+    gates = [part for part in rows if part.shape[-1] == 1]
+    return [torch.zeros_like(mixed_TD), *wide, *(gate.sigmoid() * part for part in wide for gate in gates)]
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:

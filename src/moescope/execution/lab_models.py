@@ -1,7 +1,4 @@
-"""A lab model in the form that tracing expects of one.
-
-Called with input_ids and attention_mask, a cache handed back and forth.
-"""
+"""A lab model in the form of transformers' models: input_ids, attention_mask, cache in and out."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 
 from moescope.decoder.model import Consume, LabModel, MoE
 from moescope.decoder.routers import Router, RouterInput
-from moescope.decoder.saving import config_json, layout_of, load_model
+from moescope.decoder.saving import config_json, is_lab_checkpoint, is_own_layout, layout_of, load_model
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.execution.models import TracedModel
@@ -27,14 +24,14 @@ from moescope.types import Routing
 
 @dataclass(frozen=True)
 class TraceableConfig:
-    """The few facts that tracing asks of a config."""
+    """The parts of a config that tracing uses."""
 
     model_type: str
     vocab_size: int
     max_position_embeddings: int
     pad_token_id: int
     is_encoder_decoder: bool = False
-    stored: dict[str, Any] = field(default_factory=dict)  # what config.json says
+    stored: dict[str, Any] = field(default_factory=dict)  # config.json
 
     def to_dict(self) -> dict[str, Any]:
         return self.stored
@@ -44,7 +41,7 @@ class TraceableConfig:
 
 
 class Traceable(nn.Module):
-    """The model behind another way of calling it; what it hands out stays the same."""
+    """The model behind the call signature of transformers; its Routing stays the same."""
 
     def __init__(self, model: LabModel, vocabulary: Vocabulary):
         super().__init__()
@@ -58,17 +55,13 @@ class Traceable(nn.Module):
         return self.model.routing_blocks()
 
     def expert_blocks(self) -> dict[int, Apart]:
-        """Every layer's experts, its router to be asked about single tokens.
-
-        And a router like it with other tensors.
-        """
-        found = {}
+        """Return layer -> its experts, its router for single tokens, and one with other tensors."""
+        parts = {}
         for layer, block in enumerate(self.model.blocks):
             router = block.mlp.router
-            found[layer] = Apart(
-                block.mlp.experts, partial(ask, router), partial(with_router, router), router.linear_view()
-            )
-        return found
+            calls = partial(ask, router), partial(with_router, router)
+            parts[layer] = Apart(block.mlp.experts, *calls, router.linear_view())
+        return parts
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.lm_head
@@ -86,41 +79,38 @@ class Traceable(nn.Module):
         if consume is None:
             output = self.model(input_ids, mask_BL=mask_BL, cache=cache)
         else:
-            with experts_inputs(self.model) as given:
-                handed = partial(with_inputs, consume, given)
-                output = self.model(input_ids, mask_BL=mask_BL, consume=handed, cache=cache)
+            with experts_inputs(self.model) as inputs:
+                consume_with_inputs = partial(with_inputs, consume, inputs)
+                output = self.model(input_ids, mask_BL=mask_BL, consume=consume_with_inputs, cache=cache)
         return SimpleNamespace(logits=output.logits_BLV, past_key_values=cache)
 
 
 @contextmanager
 def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
-    """Layer -> what its experts were given in the pass under way, and what its router was handed on.
+    """Yield layer -> inputs of its experts in the current pass, and what the router got from above."""
+    inputs: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    Until it is taken.
-    """
-    given: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-    def seen(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def store_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, MoE)
         x_TD, _, _, carried_TR = args
-        given[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
+        inputs[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
 
-    hooks = [block.mlp.register_forward_pre_hook(seen) for block in model.blocks]
+    hooks = [block.mlp.register_forward_pre_hook(store_inputs) for block in model.blocks]
     try:
-        yield given
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def with_inputs(consume: Consume, given: dict[int, tuple[Tensor, Tensor | None]], routing: Routing) -> None:
-    x_TD, carried_TR = given.pop(routing.layer)
+def with_inputs(consume: Consume, inputs: dict[int, tuple[Tensor, Tensor | None]], routing: Routing) -> None:
+    x_TD, carried_TR = inputs.pop(routing.layer)
     consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
 
 
 @torch.no_grad()
 def ask(router: Router, reads: RouterReads) -> Asked:
-    """The router's answer for tokens of no text: all are real, and have the id 0 where none is known."""
+    """Return the router's answer about single tokens: all are real, with id 0 where none is known."""
     x_TD = reads.x_TD
     ids_T = (
         torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device) if reads.ids_T is None else reads.ids_T
@@ -131,12 +121,9 @@ def ask(router: Router, reads: RouterReads) -> Asked:
 
 
 def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:
-    """A router of the same kind and options with these tensors, for so many experts.
-
-    What all layers share it shares too.
-    """
+    """Return a router of the same class and options with these tensors, for `n_experts` experts."""
     config = replace(router.config, experts=n_experts, top_k=top_k or router.config.top_k)
-    with torch.random.fork_rng(devices=[]):  # what it draws for its first weights is thrown away
+    with torch.random.fork_rng(devices=[]):  # its initial weights are discarded
         changed = type(router)(config, router.layer, router.shared)
     changed.load_state_dict(dict(tensors))
     device = next((tensor.device for tensor in router.state_dict().values()), None)
@@ -145,7 +132,7 @@ def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, t
 
 @dataclass(frozen=True)
 class TraceableVocabulary:
-    """The vocabulary as tracing calls a tokenizer."""
+    """The vocabulary with a tokenizer's call signature."""
 
     vocabulary: Vocabulary
     chat_template: None = None
@@ -165,9 +152,20 @@ class TraceableVocabulary:
 
 
 def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
-    """A lab checkpoint ready to be traced by the lab's own model; transformers is not needed."""
+    """Load a lab checkpoint ready to be run by the lab's own model, without transformers."""
     model, vocabulary = load_model(name, device)
     if dtype not in ("auto", "float32"):
         model.cast(getattr(torch, dtype))
-    whole = Traceable(model, vocabulary).eval()
-    return TracedModel(str(name), whole, whole, TraceableVocabulary(vocabulary), device)
+    traceable = Traceable(model, vocabulary).eval()
+    return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)
+
+
+def load_any_model(name: str, dtype: str, device: str, prefer_transformers: bool = False) -> TracedModel:
+    """Load a lab checkpoint with the lab's decoder, any other model with transformers.
+
+    With `prefer_transformers`, lab checkpoints in a layout that transformers supports are loaded with it too.
+    """
+    from moescope.execution.models import load_model as load_transformers_model
+
+    by_lab = is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name)
+    return (load_traced if by_lab else load_transformers_model)(name, dtype, device)

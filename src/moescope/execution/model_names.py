@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.errors import BadInput
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> list[str]:

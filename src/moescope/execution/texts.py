@@ -244,7 +244,7 @@ def read_ids(file: Path) -> Iterator[Content]:
 class HubText:
     """One column of one split of a dataset, at one commit."""
 
-    given: str  # as the user wrote it
+    name: str  # as the user wrote it
     repository: str
     commit: str
     config: str
@@ -258,7 +258,7 @@ class HubText:
 
     def read(self) -> Iterator[Content]:
         """Yield every row's text or messages; empty rows are skipped."""
-        with one_line_errors(self.given):
+        with one_line_errors(self.name):
             for row in stream(self.repository, self.config, self.commit)[self.split]:
                 content = row[self.column]
                 if isinstance(content, str | list) and content:
@@ -269,31 +269,31 @@ def is_hub_text(path: str) -> bool:
     return path.startswith("hf://")
 
 
-def find_hub_text(given: str) -> HubText:
+def find_hub_text(address: str) -> HubText:
     """Resolve an address; an error names what is missing: dataset, revision, config, split or column."""
-    match = HUB_ADDRESS.fullmatch(given.rstrip("/"))
+    match = HUB_ADDRESS.fullmatch(address.rstrip("/"))
     if match is None:
-        raise BadInput(f"{given}: not a dataset of the hub; write {HUB_SPELLING}")
+        raise BadInput(f"{address}: not a dataset of the hub; write {HUB_SPELLING}")
     try:
         import datasets  # noqa: F401
     except ImportError:
         raise BadInput(
-            f"{given}: the package datasets is not installed; install moescope with its extra: "
+            f"{address}: the package datasets is not installed; install moescope with its extra: "
             "pip install 'moescope[hf]'"
         ) from None
     repository = f"{match['owner']}/{match['name']}"
-    commit = dataset_commit(given, repository, match["revision"])
-    with one_line_errors(given):
-        config = choose_config(given, repository, commit, match["config"])
+    commit = dataset_commit(address, repository, match["revision"])
+    with one_line_errors(address):
+        config = choose_config(address, repository, commit, match["config"])
         splits = stream(repository, config, commit)
-        split = choose_split(given, list(splits), match["split"])
+        split = choose_split(address, list(splits), match["split"])
         first = next(iter(splits[split].take(1)), None)
     if first is None:
-        raise BadInput(f"{given}: split {split} has no row; name another one with :SPLIT")
-    return HubText(given, repository, commit, config, split, choose_column(given, first, match["column"]))
+        raise BadInput(f"{address}: split {split} has no row; name another one with :SPLIT")
+    return HubText(address, repository, commit, config, split, choose_column(address, first, match["column"]))
 
 
-def dataset_commit(given: str, repository: str, revision: str | None) -> str:
+def dataset_commit(address: str, repository: str, revision: str | None) -> str:
     """Return the commit that the revision names now; the run stores it."""
     from huggingface_hub import HfApi
     from huggingface_hub import errors as hub
@@ -301,21 +301,21 @@ def dataset_commit(given: str, repository: str, revision: str | None) -> str:
     try:
         return str(HfApi().dataset_info(repository, revision=revision).sha)
     except hub.RevisionNotFoundError:
-        raise BadInput(f"{given}: the hub has no revision {revision} of it; check its name") from None
+        raise BadInput(f"{address}: the hub has no revision {revision} of it; check its name") from None
     except hub.GatedRepoError:
-        raise BadInput(f"{given}: request access on the hub first; then `hf auth login`") from None
+        raise BadInput(f"{address}: request access on the hub first; then `hf auth login`") from None
     except (hub.RepositoryNotFoundError, hub.HFValidationError):
         raise BadInput(
-            f"{given}: the hub has no such dataset, or it is private; check the name, or `hf auth login`"
+            f"{address}: the hub has no such dataset, or it is private; check the name, or `hf auth login`"
         ) from None
     except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
         raise BadInput(
-            f"{given}: the hub cannot be reached ({first_line(error)[:120]}); download the text "
+            f"{address}: the hub cannot be reached ({first_line(error)[:120]}); download the text "
             "elsewhere and give its file"
         ) from None
 
 
-def choose_config(given: str, repository: str, commit: str, wanted: str | None) -> str:
+def choose_config(address: str, repository: str, commit: str, wanted: str | None) -> str:
     import datasets
 
     with without_bars():
@@ -323,35 +323,35 @@ def choose_config(given: str, repository: str, commit: str, wanted: str | None) 
         default = datasets.get_dataset_default_config_name(repository, revision=commit)
     config = wanted or default
     if config is None:
-        raise BadInput(f"{given}: has several configs; name one as /CONFIG: {listed(known)}")
+        raise BadInput(f"{address}: has several configs; name one as /CONFIG: {listed(known)}")
     if config not in known:
-        raise BadInput(f"{given}: no config {config!r} in it; known: {listed(known)}")
+        raise BadInput(f"{address}: no config {config!r} in it; known: {listed(known)}")
     return str(config)
 
 
-def choose_split(given: str, known: list[str], wanted: str | None) -> str:
+def choose_split(address: str, known: list[str], wanted: str | None) -> str:
     """Return the requested split; by default the training split, or the only one."""
     split = wanted or ("train" if "train" in known else known[0] if len(known) == 1 else None)
     if split is None:
-        raise BadInput(f"{given}: has several splits; name one as :SPLIT: {listed(known)}")
+        raise BadInput(f"{address}: has several splits; name one as :SPLIT: {listed(known)}")
     if split not in known:
-        raise BadInput(f"{given}: no split {split!r} in it; known: {listed(known)}")
+        raise BadInput(f"{address}: no split {split!r} in it; known: {listed(known)}")
     return split
 
 
-def choose_column(given: str, row: dict[str, Any], wanted: str | None) -> str:
+def choose_column(address: str, row: dict[str, Any], wanted: str | None) -> str:
     """Return the requested column; by default text, content or messages. It must hold text or a chat."""
     column = wanted or next((name for name in TEXT_FIELDS if name in row and holds_text(row[name])), None)
     if column is None:
         raise BadInput(
-            f"{given}: no column text, content or messages in it; name one as #COLUMN: {listed(row)}"
+            f"{address}: no column text, content or messages in it; name one as #COLUMN: {listed(row)}"
         )
     if column not in row:
-        raise BadInput(f"{given}: no column {column!r} in it; known: {listed(row)}")
+        raise BadInput(f"{address}: no column {column!r} in it; known: {listed(row)}")
     if not holds_text(row[column]):
         kind = type(row[column]).__name__
         raise BadInput(
-            f"{given}: column {column!r} holds no text ({kind}); name another one as #COLUMN: {listed(row)}"
+            f"{address}: column {column!r} holds no text ({kind}); name another one as #COLUMN: {listed(row)}"
         )
     return column
 
@@ -390,7 +390,7 @@ def without_bars() -> Iterator[None]:
 
 
 @contextmanager
-def one_line_errors(given: str) -> Iterator[None]:
+def one_line_errors(address: str) -> Iterator[None]:
     """Turn whatever the library raises (its own, HTTP and file format errors) into one line."""
     try:
         yield
@@ -398,5 +398,5 @@ def one_line_errors(given: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise BadInput(
-            f"{given}: cannot be read ({first_line(error)[:200]}); check the dataset, or give a file"
+            f"{address}: cannot be read ({first_line(error)[:200]}); check the dataset, or give a file"
         ) from None

@@ -47,8 +47,8 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
 
     An unknown model_type works if its tensors fit a layout; the coverage line then names the layout.
     """
-    found = [family for family in FAMILIES if find_layers(family, checkpoint)]
-    if not found:
+    matching = [family for family in FAMILIES if find_layers(family, checkpoint)]
+    if not matching:
         if checkpoint.one_file and re.search(r"-of-\d+", checkpoint.name):
             raise BadInput(
                 f"{checkpoint.shown}: no router of an MoE layer in this shard; give the checkpoint's folder"
@@ -59,7 +59,7 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
             f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model, or "
             f"its layout is not supported. Looked for: {looked_for}"
         )
-    fitting = [family for family in found if fits(family, checkpoint)] or found
+    fitting = [family for family in matching if fits(family, checkpoint)] or matching
     kind = known_kind(MODELS, checkpoint.config)
     named = [family for family in fitting if kind in family.models]
     return read_layout((named or fitting)[0], MODELS[kind] if kind else None, checkpoint)

@@ -1,7 +1,4 @@
-"""DBRX's layout: w1, v1 and w2 of all experts one below the other, [E * F, D] each.
-
-W1 is the gate, v1 is up, w2 is down transposed.
-"""
+"""DBRX: w1 (gate), v1 (up) and w2 (down, transposed) of all experts stacked, [E * F, D] each."""
 
 from moescope.errors import BadInput
 from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape, every_block
@@ -16,8 +13,8 @@ def stacked(tensors: LayerTensors) -> Stacks:
     rows = info.shape[0]
     if rows % experts:
         raise BadInput(
-            f"{info.file}: tensor {info.name} has {rows} rows, which {experts} experts cannot share; check "
-            "how it was saved"
+            f"{info.file}: tensor {info.name} has {rows} rows, not a multiple of {experts} experts; "
+            "check how it was saved"
         )
     for template in (UP, DOWN):
         check_shape(tensors.info(template), (rows, width))

@@ -1,4 +1,4 @@
-"""`feed_forward.router` routes: Llama 4, fused and transposed, and Jamba, one tensor an expert or fused."""
+"""Router `feed_forward.router`: Llama 4 (fused and transposed) and Jamba (separate or fused)."""
 
 from moescope.families.layout import (
     Family,

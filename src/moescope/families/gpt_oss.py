@@ -1,6 +1,6 @@
 """GPT-OSS's layout: fused, gate and up interleaved, a bias everywhere; transposed in bf16, not in MXFP4.
 
-Its experts are square (F = D), so only the layout can say which way round they lie.
+Experts are square (F = D), so only the layout determines their orientation.
 """
 
 from moescope.families.layout import Family, LayerTensors, Model, check_shape, every_layer, fused_gate_up
@@ -10,7 +10,7 @@ FUSED, DOWN = "{L}.mlp.experts.gate_up_proj", "{L}.mlp.experts.down_proj"
 
 
 def biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
-    """Gate at the even places, up at the odd ones, as in the weights."""
+    """Gate at even indices, up at odd ones, as in the weights."""
     info = tensors.info(f"{FUSED}_bias")
     check_shape(info, (tensors.n_experts, "2 * d_ff"))
     both = info.shape[-1]

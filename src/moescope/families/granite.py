@@ -1,7 +1,4 @@
-"""Granite's two layouts.
-
-Input_linear and output_linear as it is published, gate_up_proj and down_proj as transformers holds it.
-"""
+"""Granite: input_linear and output_linear as published, gate_up_proj and down_proj as in transformers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Hunyuan 1's layout: `mlp.gate.wg` routes; counts may be lists, one entry a layer."""
+"""Hunyuan 1: router `mlp.gate.wg`; counts may be lists with one entry per layer."""
 
 from moescope.families.layout import PROJECTIONS, Family, Model, every_layer, projections, shared_expert
 

@@ -11,6 +11,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.source import Checkpoint
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.types import LayerWeights
+from moescope.verb import Verb
 
 FP64_FLOPS = 40e9  # two modest processor cores: an order of magnitude
 # Bytes per stored number with its share of a scale: MXFP4 has one byte per 32, INT4 usually two.
@@ -21,8 +22,21 @@ BYTES = {
 READ_BYTES = 500e6  # per second, from a disk
 
 
-def inspect(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Describe a checkpoint: family, shape, parameters, bytes, coverage, and the cost of a gate scan."""
+def inspect(model: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """Show what a checkpoint is, from its headers alone: family, shape, parameters, coverage, cost of a scan.
+
+    Parameters
+    ----------
+    model : MODEL
+        Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL.
+    revision : REVISION, default main
+        Branch, tag or commit of a hub id.
+
+    Examples
+    --------
+    >>> moescope.inspect("mistralai/Mixtral-8x7B-v0.1")["family"]  # doctest: +SKIP
+    'mixtral'
+    """
     moe = read_moe(open_checkpoint(model, revision))
     checkpoint, layers = moe.checkpoint, list(moe.layers.values())
     first = layers[0]
@@ -159,3 +173,6 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+VERB = Verb("inspect", inspect, lines=lines)

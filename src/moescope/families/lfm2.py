@@ -1,4 +1,4 @@
-"""LFM2's layout: `feed_forward.gate` routes, w1 is the gate, w3 is up, w2 is down."""
+"""LFM2: router `feed_forward.gate`; w1 gate, w3 up, w2 down."""
 
 from moescope.families.layout import Family, Model, after_dense, either, fused_gate_up, per_expert
 

@@ -1,4 +1,4 @@
-"""Mixtral's layout: w1 is the gate, w3 is up, w2 is down, under `block_sparse_moe`."""
+"""Mixtral: w1 gate, w3 up, w2 down, under `block_sparse_moe`."""
 
 from moescope.families.layout import (
     Family,

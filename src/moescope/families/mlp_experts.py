@@ -1,7 +1,4 @@
-"""The layout most families share.
-
-`mlp.gate` routes, `mlp.experts` holds gate_proj, up_proj and down_proj, one by one or fused.
-"""
+"""The most common layout: router `mlp.gate`; gate_proj, up_proj, down_proj in `mlp.experts`."""
 
 from moescope.families.layout import (
     PROJECTIONS,
@@ -21,7 +18,7 @@ ROUTED = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def like_deepseek(dense: int) -> Model:
-    """Sigmoid scores, and that many dense layers first where the config does not say."""
+    """Sigmoid scores; `dense` dense layers first unless the config says otherwise."""
     return Model(ROUTED, TOP_K, after_dense(dense), scoring="sigmoid")
 
 
@@ -36,7 +33,7 @@ MLP_EXPERTS = Family(
         "qwen3_vl_moe": Model(COUNT, TOP_K, by_step),
         "qwen3_vl_moe_text": Model(COUNT, TOP_K, by_step),
         "olmoe": Model(COUNT, TOP_K, every_layer),
-        "flex_olmo": Model(COUNT, TOP_K, every_layer, norm=None),  # its norms stand behind the blocks
+        "flex_olmo": Model(COUNT, TOP_K, every_layer, norm=None),  # its norms follow the blocks
         "mellum": Model(COUNT, TOP_K, after_dense(0)),
         "deepseek_v2": Model(ROUTED, TOP_K, after_dense(0)),
         "mistral4": Model(ROUTED, TOP_K, after_dense(0)),
@@ -71,7 +68,7 @@ MLP_EXPERTS = Family(
         "{L}.mlp.moe_statics.e_score_correction_bias",
         "{L}.mlp.gate.moe_statics.e_score_correction_bias",
     ),
-    shared=first_shared(  # Qwen has one with a gate in front, DeepSeek several in one without
+    shared=first_shared(  # Qwen: one with a gate; DeepSeek: several in one, without
         shared_expert("{L}.mlp.shared_expert.{p}_proj.weight", gate="{L}.mlp.shared_expert_gate.weight"),
         shared_expert("{L}.mlp.shared_experts.{p}_proj.weight"),
     ),

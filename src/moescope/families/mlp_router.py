@@ -1,7 +1,4 @@
-"""`mlp.router` over fused experts without biases.
-
-How Phi-3.5-MoE lies in transformers' memory, and where that is saved as it is.
-"""
+"""Router `mlp.router` over fused experts without biases: Phi-3.5-MoE as transformers holds it in memory."""
 
 from moescope.families.layout import Family, fused_gate_up
 

@@ -1,7 +1,4 @@
-"""NLLB's layout.
-
-Two stacks of layers, experts of two matrices with biases and nothing between them but a ReLU.
-"""
+"""NLLB: encoder and decoder stacks, experts of two matrices with biases and a ReLU."""
 
 from moescope.families.layout import Family, LayerTensors, Model, nllb, per_expert
 from moescope.types import ExpertStack

@@ -27,7 +27,7 @@ class MoeCheckpoint:
 
 
 @dataclass(frozen=True)
-class FoundLayer:
+class LayerAnchor:
     """The tensor that identifies a layer (its router in most layouts), and the parts of its name."""
 
     prefix: str
@@ -43,7 +43,7 @@ def pattern(template: str) -> re.Pattern[str]:
     return re.compile(rf"(?P<P>.*?)\.?{escaped}")
 
 
-def find_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
+def find_layers(family: Family, checkpoint: Checkpoint) -> list[LayerAnchor]:
     """Return every layer of that layout, without multi-token-prediction layers.
 
     Experts alone do not identify a layout without router rows, since rows may be missing; the config must say
@@ -65,7 +65,7 @@ def find_layers(family: Family, checkpoint: Checkpoint) -> list[FoundLayer]:
                     f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(groups['L'])} "
                     "digits; download the file again"
                 )
-            layers.append(FoundLayer(groups["P"], int(groups["L"]), groups.get("S") or "", info))
+            layers.append(LayerAnchor(groups["P"], int(groups["L"]), groups.get("S") or "", info))
     return layers
 
 
@@ -76,8 +76,8 @@ def is_mtp(name: str) -> bool:
 
 def fits(family: Family, checkpoint: Checkpoint) -> bool:
     """Whether some layer has both a router and experts of the layout."""
-    for found in find_layers(family, checkpoint):
-        tensors = LayerTensors(checkpoint, found.prefix, found.number, found.sublayer, 0, 0)
+    for anchor in find_layers(family, checkpoint):
+        tensors = LayerTensors(checkpoint, anchor.prefix, anchor.number, anchor.sublayer, 0, 0)
         if any(tensors.has(marker, 0) for marker in family.markers):
             return True
     return False
@@ -125,25 +125,25 @@ def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> 
     config = text_config(checkpoint.config)
     expected = expected_layers(family, model, checkpoint)
     depth = config.get("num_hidden_layers")
-    found: dict[int, FoundLayer] = {}
+    anchors: dict[int, LayerAnchor] = {}
     beyond: set[str] = set()
-    for one in find_layers(family, checkpoint):
-        layer = one.number + layers_before(one.prefix, config, checkpoint)
-        in_stack = not isinstance(depth, int) or one.number < depth or layer != one.number
+    for anchor in find_layers(family, checkpoint):
+        layer = anchor.number + layers_before(anchor.prefix, config, checkpoint)
+        in_stack = not isinstance(depth, int) or anchor.number < depth or layer != anchor.number
         if expected is not None and layer not in expected and not in_stack:
-            beyond.add(f"{one.prefix}.{one.number}.")  # DeepSeek and GLM store their MTP head as a layer
+            beyond.add(f"{anchor.prefix}.{anchor.number}.")  # DeepSeek's and GLM's MTP head
             continue
-        if layer in found:
+        if layer in anchors:
             raise BadInput(
-                f"{one.info.file}: two routers for layer {layer}: {found[layer].info.name} and "
-                f"{one.info.name}; give a checkpoint with one stack of layers"
+                f"{anchor.info.file}: two routers for layer {layer}: {anchors[layer].info.name} and "
+                f"{anchor.info.name}; give a checkpoint with one stack of layers"
             )
-        found[layer] = one
-    check_expected(family, checkpoint, expected, set(found))
+        anchors[layer] = anchor
+    check_expected(family, checkpoint, expected, set(anchors))
     used: set[str] = set()
     layers = {
-        layer: one_layer(family, model, checkpoint, config, layer, found[layer], used)
-        for layer in sorted(found)
+        layer: one_layer(family, model, checkpoint, config, layer, anchors[layer], used)
+        for layer in sorted(anchors)
     }
     extra = (
         frozenset(name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond)))
@@ -183,11 +183,11 @@ def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint)
 
 
 def check_expected(
-    family: Family, checkpoint: Checkpoint, expected: set[int] | None, found: set[int]
+    family: Family, checkpoint: Checkpoint, expected: set[int] | None, present: set[int]
 ) -> None:
     if checkpoint.one_file:
         return  # a single shard is allowed; coverage says how much of the model it is
-    if absent := sorted((expected or set()) - found):
+    if absent := sorted((expected or set()) - present):
         raise BadInput(
             f"{checkpoint.shown}: config.json says layers {absent} are MoE, but they have no tensor "
             f"{family.anchor}; download the missing shards"
@@ -200,10 +200,10 @@ def one_layer(
     checkpoint: Checkpoint,
     config: Config,
     layer: int,
-    found: FoundLayer,
+    anchor: LayerAnchor,
     used: set[str],
 ) -> LayerWeights:
-    info = found.info
+    info = anchor.info
     sides = ("experts", "d_model") if family.router else ("experts", "d_ff", "d_model")
     check_shape(info, sides)
     n_experts, d_model = info.shape[0], info.shape[-1]
@@ -219,7 +219,7 @@ def one_layer(
                 f"{info.file}: {content}, but config.json says {count!r} experts; check both files"
             )
     tensors = LayerTensors(
-        checkpoint, found.prefix, found.number, found.sublayer, n_experts, d_model, info.name, used
+        checkpoint, anchor.prefix, anchor.number, anchor.sublayer, n_experts, d_model, info.name, used
     )
     gate, up, down = family.experts(tensors)
     correction = next((name for name in family.correction_bias if tensors.has(name)), None)

@@ -1,4 +1,4 @@
-"""`mlp.router.gate` routes: Hunyuan 3 and AFMoE."""
+"""Router `mlp.router.gate`: Hunyuan 3 and AFMoE."""
 
 from moescope.families.layout import (
     PROJECTIONS,

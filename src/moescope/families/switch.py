@@ -1,7 +1,4 @@
-"""Switch Transformers' layout.
-
-Two stacks of blocks, the MoE a sublayer of its block, experts of two matrices without a gate.
-"""
+"""Switch Transformers: encoder and decoder stacks, the MoE a sublayer, experts of two matrices, no gate."""
 
 from moescope.families.layout import Family, Model, per_expert, switch
 

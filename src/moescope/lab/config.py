@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moescope.arguments import run_to_resume
 from moescope.decoder.config import DTYPES, ModelConfig, check_numbers, override, unknown_key
 from moescope.errors import BadInput, unknown_name
+from moescope.run import run_to_resume
 
 LAYOUTS = ("packed", "documents")
 PARALLEL = ("ddp", "fsdp")

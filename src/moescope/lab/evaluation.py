@@ -153,10 +153,11 @@ def mean_loss(documents: pd.DataFrame) -> float:
     return float((documents["tokens"] * documents["loss"]).sum() / documents["tokens"].sum())
 
 
-def evaluation_noise(documents: pd.DataFrame, seed: int = 0) -> tuple[float, float] | None:
-    """Return the middle 95 % of that mean under resampling of documents with replacement within domains.
+def evaluation_noise(documents: pd.DataFrame, seed: int = 0) -> tuple[float, float, float] | None:
+    """Return the 95 % interval and standard deviation of that mean under resampling within domains.
 
-    None below 20 documents. It covers the choice of text for this one model, not other seeds.
+    Documents are drawn with replacement; None below 20 of them. It covers the choice of text for this one
+    model, not other seeds.
     """
     if len(documents) < FEWEST:
         return None
@@ -167,8 +168,9 @@ def evaluation_noise(documents: pd.DataFrame, seed: int = 0) -> tuple[float, flo
         times = draw.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), RESAMPLES)
         tokens += times @ size
         losses += times @ (size * rows["loss"].to_numpy(float))
-    low, high = np.quantile(losses / tokens, [0.025, 0.975])
-    return float(low), float(high)
+    means = losses / tokens
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high), float(means.std())
 
 
 # --- stability over checkpoints

@@ -6,7 +6,8 @@ Tables hold the arms of one question and its reference. Arms are listed from bes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,6 @@ import pandas as pd
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Tables,
-    Trace,
     base_layout,
     category_style,
     counted,
@@ -27,6 +24,7 @@ from moescope.plotting.style import (
     listed,
     number,
 )
+from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 VERDICTS = {  # colour and shape: readable without colour
     "better": (CATEGORICAL[2], "circle"),
@@ -39,6 +37,16 @@ JUDGED = ("better", "worse", "not distinguishable")
 TARGET_CV = 0.1
 NAMED_PARTS, OTHER_PARTS = 6, "other parts"  # the most expensive parts have names, all are in the table
 LOG_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
+
+
+@dataclass(frozen=True)
+class StudyFigure(FigureSpec):
+    """A figure with a further condition on its tables."""
+
+    possible: Callable[[Tables], bool] = lambda tables: True
+
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and self.possible(tables)
 
 
 def format_loss(value: float) -> str:
@@ -132,9 +140,13 @@ def differences(tables: Tables) -> Figure:
     layout = base_layout("difference (nats per token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
     title, height = "Difference from the reference per arm", arm_height(len(arms))
-    return Figure(
-        "differences", title, describe_differences(comparisons), columns, data, layout, height=height
+    details = (
+        "Validation loss minus that of the reference under the same seed; left of 0 is better. Dots: seeds; "
+        "bars: 95 % intervals of the mean over seeds, per arm. Better and worse: p ≤ 0.05 after Holm's "
+        "correction for all arms, from five seeds on."
     )
+    caption = describe_differences(comparisons)
+    return Figure("differences", title, caption, columns, data, layout, height=height, details=details)
 
 
 def with_interval(rows: pd.DataFrame, name: str, color: str, symbol: str) -> Trace:
@@ -227,18 +239,22 @@ def losses(tables: Tables) -> Figure:
         caption = f"Lowest mean: {best}, {format_loss(means.loc[best, 'mean'])} nats per token"
         if reference in means.index and best != reference:
             caption += f" (reference {reference}: {format_loss(means.loc[reference, 'mean'])})"
-        caption += ". Parallel lines: seeds shift all arms together."
+        caption += "."
     columns = ("study_runs.validation_loss", "study_comparisons.mean", "study_comparisons.low")
     layout = base_layout("validation loss (nats per token)", "", yaxis=arm_axis(arms))
     title, height = "Validation loss per arm and seed", arm_height(len(arms))
-    return Figure("losses", title, caption, columns, data, layout, height=height)
+    details = (
+        "Validation loss at the end of training. Parallel lines mean that seeds shift all arms together: "
+        "differences are more precise than the t intervals of the means suggest. An arm without dots has no "
+        "result."
+    )
+    return Figure("losses", title, caption, columns, data, layout, height=height, details=details)
 
 
 def noise_and_spread(tables: Tables) -> Figure:
     """Standard deviation of the loss over seeds and over validation documents, per arm."""
     comparisons, done = tables["study_comparisons"], finished_runs(tables)
-    values = done.groupby("arm").agg(spread=("validation_loss", "std"))
-    values["noise"] = ((done["noise_high"] - done["noise_low"]) / (2 * 1.96)).groupby(done["arm"]).mean()
+    values = done.groupby("arm").agg(spread=("validation_loss", "std"), noise=("noise_std", "mean"))
     arms = [arm for arm in ordered_arms(comparisons) if arm in values.index]
     values = values.reindex(arms)
     wide = done.pivot(index="arm", columns="seed", values="validation_loss").dropna(axis=1)
@@ -259,8 +275,14 @@ def noise_and_spread(tables: Tables) -> Figure:
     layout = base_layout(
         "standard deviation (nats per token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)
     )
-    title, columns = "Spread over seeds and evaluation noise", ("study_runs.validation_loss", "noise_low")
-    return Figure("noise_and_spread", title, caption, columns, data, layout, height=arm_height(len(arms)))
+    title, columns = "Spread over seeds and evaluation noise", ("study_runs.validation_loss", "noise_std")
+    details = (
+        "Over seeds: of an arm's trainings. Over documents: of one model's loss under resampled validation "
+        "documents, the same for all arms and used in no test. Dashed: the residual after removing arm and "
+        "seed effects, which the tests use."
+    )
+    height = arm_height(len(arms))
+    return Figure("noise_and_spread", title, caption, columns, data, layout, height=height, details=details)
 
 
 def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
@@ -306,15 +328,29 @@ def difference_by_domain(tables: Tables) -> Figure:
     )
 
 
-def can_show(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether an arm has two seeds (noise), or there are two domains and an arm besides the reference."""
-    if spec is NOISE:
-        return bool((finished_runs(tables).groupby("arm")["seed"].nunique() > 1).any())
-    rows = tables.get("study_documents", pd.DataFrame({"domain": []}))
-    return rows["domain"].nunique() > 1 and not by_domain(tables).empty
+def has_result(tables: Tables) -> bool:
+    return bool(tables["study_comparisons"]["mean"].notna().any())
 
 
-# --- along an axis of the study: `study_axes` has arm, axis, value, and line (position on the other axes)
+def has_spread(tables: Tables) -> bool:
+    return bool((finished_runs(tables).groupby("arm")["seed"].nunique() > 1).any())
+
+
+def has_domains(tables: Tables) -> bool:
+    return tables["study_documents"]["domain"].nunique() > 1 and not by_domain(tables).empty
+
+
+def has_values(column: str) -> Callable[[Tables], bool]:
+    """Return whether at least two values of the axis have that number."""
+
+    def possible(tables: Tables) -> bool:
+        rows = finished_runs(tables).merge(tables["study_axes"], on="arm")
+        return bool(rows[rows[column].notna()]["value"].nunique() > 1)
+
+    return possible
+
+
+# --- along one axis: `study_axes` has arm, axis, value, and line (the arm's position on the other axes)
 
 
 def axis_name(tables: Tables) -> str:
@@ -466,16 +502,25 @@ def overhead_shares(tables: Tables) -> Figure:
     )
 
 
+RUNS = ("study_runs", "study_comparisons")
 ARMS = [
-    FigureSpec("differences", ("study_runs", "study_comparisons"), differences, wide=True),
-    FigureSpec("losses", ("study_runs", "study_comparisons"), losses, wide=True),
+    StudyFigure("differences", RUNS, differences, wide=True, possible=has_result),
+    StudyFigure("losses", RUNS, losses, wide=True, possible=has_result),
 ]
-NOISE = FigureSpec("noise_and_spread", ("study_runs", "study_comparisons"), noise_and_spread, wide=True)
-BY_DOMAIN = FigureSpec(
-    "difference_by_domain", ("study_documents", "study_comparisons"), difference_by_domain, wide=True
-)
+OVERALL = [
+    StudyFigure("noise_and_spread", RUNS, noise_and_spread, wide=True, possible=has_spread),
+    StudyFigure(
+        "difference_by_domain",
+        ("study_documents", "study_comparisons"),
+        difference_by_domain,
+        wide=True,
+        possible=has_domains,
+    ),
+]
+AXES = (*RUNS, "study_axes")
 ALONG = [
-    FigureSpec("loss_by_value", ("study_runs", "study_comparisons", "study_axes"), loss_by_value, wide=True),
-    FigureSpec("load_by_value", ("study_runs", "study_comparisons", "study_axes"), load_by_value, wide=True),
+    StudyFigure("loss_by_value", AXES, loss_by_value, wide=True, possible=has_values("validation_loss")),
+    StudyFigure("load_by_value", AXES, load_by_value, wide=True, possible=has_values("load_cv")),
 ]
-OVERHEAD = FigureSpec("overhead_shares", ("overhead", "study_comparisons"), overhead_shares, wide=True)
+OVERHEAD = StudyFigure("overhead_shares", ("overhead", "study_comparisons"), overhead_shares, wide=True)
+FIGURES: list[FigureSpec] = [*ARMS, *OVERALL, *ALONG, OVERHEAD]

@@ -8,23 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from moescope.lab.figures_study import format_loss, ordered_arms, reference_of
-from moescope.plotting.style import (
-    CATEGORICAL,
-    GREY,
-    Figure,
-    FigureSpec,
-    Tables,
-    Trace,
-    base_layout,
-    category_style,
-    grey_line,
-    number,
-)
+from moescope.lab.figures_study import StudyFigure, format_loss, ordered_arms, reference_of
+from moescope.plotting.style import CATEGORICAL, GREY, base_layout, category_style, grey_line, number
+from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 MAX_BANDS = 5  # arms; more bands hide each other
 MAX_NAMED = 10  # arms; of more, only the best and worst have names and colours
 BEST, WORST = 4, 2
+NEEDS = ("study_curves", "study_runs", "study_comparisons")
 CURVES = {  # column -> axis title, name of the chance level, figure title
     "validation_loss": ("validation loss (nats per token)", "", "Validation loss by step"),
     "routing_entropy": ("routing entropy (nats)", "uniform router", "Routing entropy by step"),
@@ -33,13 +24,17 @@ CURVES = {  # column -> axis title, name of the chance level, figure title
 }
 
 
-def curves_of(column: str) -> FigureSpec:
+def curves_of(column: str) -> StudyFigure:
     """Return the figure of a column over the steps."""
 
     def draw(tables: Tables) -> Figure:
         return curves(tables, column)
 
-    return FigureSpec(f"{column}_by_step", ("study_curves", "study_comparisons"), draw, wide=True)
+    def possible(tables: Tables) -> bool:
+        return bool(finished(tables, column)["step"].nunique() > 1)
+
+    name, line = f"arms_{column}_by_step", f"{CURVES[column][2]}: means over seeds, one line per arm."
+    return StudyFigure(name, NEEDS, draw, wide=True, description=line, possible=possible)
 
 
 def finished(tables: Tables, column: str) -> pd.DataFrame:
@@ -117,7 +112,7 @@ def curves(tables: Tables, column: str) -> Figure:
     columns = (column if column in ("load_cv", "unused_share") else f"study_curves.{column}",)
     yaxis = {} if is_loss else {"rangemode": "tozero"}
     layout = base_layout("step", axis, legend={"traceorder": "normal"}, yaxis=yaxis)
-    return Figure(f"{column}_by_step", title, f"{caption}.", columns, data, layout, height=height(arms))
+    return Figure(f"arms_{column}_by_step", title, f"{caption}.", columns, data, layout, height=height(arms))
 
 
 def difference_by_step(tables: Tables) -> Figure:
@@ -136,15 +131,9 @@ def difference_by_step(tables: Tables) -> Figure:
     return Figure("difference_by_step", title, caption, ("difference",), data, layout, height=height(arms))
 
 
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether there are at least two steps; for differences, with both the reference and another arm."""
-    if not {"study_curves", "study_runs"} <= set(tables):
-        return False
-    column = spec.name.removesuffix("_by_step")
-    rows = finished(tables, column if column in CURVES else "validation_loss")
-    if column in CURVES:
-        return rows["step"].nunique() > 1
-    reference = reference_of(tables["study_comparisons"])
+def shares_steps(tables: Tables) -> bool:
+    """Return whether the reference and another arm share at least two steps of a seed."""
+    rows, reference = finished(tables, "validation_loss"), reference_of(tables["study_comparisons"])
     references, others = rows[rows["arm"] == reference], rows[rows["arm"] != reference]
     return len(references.merge(others, on=["seed", "step"])["step"].unique()) > 1
 
@@ -175,12 +164,13 @@ def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series
 
     CV: √((n − k)/(N k)), N the tokens since the row before. Unused: (1 − k/n)^N. Entropy: log n.
     """
-    if column == "validation_loss" or "study_arms" not in tables:
+    if column == "validation_loss":
         return {}
     rows = finished(tables, column)
-    arms = tables["study_arms"][tables["study_arms"]["arm"].isin(rows["arm"])]
+    runs = tables["study_runs"]
+    arms = runs[runs["n_experts"].notna() & runs["arm"].isin(rows["arm"])].drop_duplicates("arm")
     levels = {}
-    for (experts, chosen, tokens), group in arms.groupby(["experts", "top_k", "tokens_per_step"]):
+    for (experts, chosen, tokens), group in arms.groupby(["n_experts", "top_k", "tokens_per_step"]):
         steps = pd.Series(sorted(rows.loc[rows["arm"].isin(group["arm"]), "step"].unique()))
         n, k = float(experts), float(chosen)
         seen = steps.diff().fillna(steps.iloc[0]).clip(lower=1) * tokens
@@ -197,8 +187,8 @@ def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series
     return {"": next(iter(lines.values()))} if len(lines) == 1 else levels
 
 
-COURSE = [
+FIGURES: list[FigureSpec] = [
     curves_of("validation_loss"),
-    FigureSpec("difference_by_step", ("study_curves", "study_comparisons"), difference_by_step, wide=True),
+    StudyFigure("difference_by_step", NEEDS, difference_by_step, wide=True, possible=shares_steps),
     *(curves_of(column) for column in CURVES if column != "validation_loss"),
 ]

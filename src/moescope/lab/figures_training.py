@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import pandas as pd
 
 from moescope.plotting.log_axis import plain_log
@@ -10,16 +11,13 @@ from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
     HEAT,
-    Figure,
-    FigureSpec,
-    Tables,
-    Trace,
     base_layout,
     capital,
     category_style,
     grey_line,
     number,
 )
+from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 UNIFORM, UNIGRAM = "uniform baseline", "unigram baseline"
 
@@ -42,16 +40,21 @@ def line(
 # --- losses
 
 
+def all_domains(evaluations: pd.DataFrame) -> pd.DataFrame:
+    """Return the evaluations of all domains together, in order of steps."""
+    return evaluations[evaluations["domain"] == ""].sort_values("step")
+
+
 def loss_by_step(tables: Tables) -> Figure:
     """Draw training and validation loss with the uniform and the unigram baseline."""
-    steps, references = tables["steps"], tables["references"].set_index("name")["value"]
-    trained, evaluated = steps[steps["lm_loss"].notna()], steps[steps["validation_loss"].notna()]
+    steps, evaluated = tables["steps"], all_domains(tables["evaluations"])
+    trained, baselines = steps[steps["lm_loss"].notna()], evaluated.iloc[-1]
     ends = [int(steps["step"].min()), int(steps["step"].max())]
     data = [
         line(trained["step"], trained["lm_loss"], "training", CATEGORICAL[5]),
-        line(evaluated["step"], evaluated["validation_loss"], "validation", CATEGORICAL[0], "lines+markers"),
-        grey_line(ends, [references["uniform"]] * 2, UNIFORM, "dot"),
-        grey_line(ends, [references["unigram"]] * 2, UNIGRAM),
+        line(evaluated["step"], evaluated["loss"], "validation", CATEGORICAL[0], "lines+markers"),
+        grey_line(ends, [baselines["uniform_loss"]] * 2, UNIFORM, "dot"),
+        grey_line(ends, [baselines["unigram_loss"]] * 2, UNIGRAM),
     ]
     published = steps[steps["validation_loss_published"].notna()]
     if len(published):
@@ -59,28 +62,33 @@ def loss_by_step(tables: Tables) -> Figure:
         data.append(
             line(published["step"], losses, "validation, padding counted", CATEGORICAL[3], dash="dash")
         )
-    first, last = evaluated["validation_loss"].iloc[[0, -1]]
+    first, last = evaluated["loss"].iloc[[0, -1]]
     caption = (
-        f"Validation loss falls from {number(first)} to {number(last)} nats per token"
-        if last < first
-        else f"Validation loss goes from {number(first)} to {number(last)} nats per token"
-    ) + f" (unigram baseline {number(references['unigram'])}, uniform {number(references['uniform'])})."
+        f"Validation loss: {number(first)} before training, {number(last)} nats per token at the end "
+        f"(unigram baseline: {number(baselines['unigram_loss'])}, "
+        f"uniform: {number(baselines['uniform_loss'])})."
+    )
+    details = "Loss of the text without auxiliary losses; training: mean since the previous point."
+    if len(published):
+        details += " Padding counted: as in SoME's published comparison; it lowers the loss."
     layout = base_layout("step", "loss (nats per token)")
-    columns = ("lm_loss", "validation_loss")
-    return Figure("loss_by_step", "Training and validation loss", caption, columns, data, layout, height=400)
+    columns = ("lm_loss", "evaluations.loss", "unigram_loss", "uniform_loss")
+    title = "Training and validation loss"
+    return Figure("loss_by_step", title, caption, columns, data, layout, height=400, details=details)
 
 
 def gain_by_domain(tables: Tables) -> Figure:
     """Draw the unigram baseline's loss minus the validation loss of each domain."""
-    rows = tables["domain_losses"]
+    rows = tables["evaluations"]
+    rows = rows[rows["domain"] != ""]
     data: list[Trace] = []
     for index, (domain, group) in enumerate(rows.groupby("domain", sort=False)):
         ordered, style = group.sort_values("step"), category_style(index)
-        gain = ordered["unigram"] - ordered["loss"]
+        gain = ordered["unigram_loss"] - ordered["loss"]
         data.append(line(ordered["step"], gain, str(domain), style["color"], "lines+markers", style["dash"]))
     steps = sorted(rows["step"].unique())
     data.append(grey_line([steps[0], steps[-1]], [0, 0], UNIGRAM))
-    last = rows[rows["step"] == steps[-1]].assign(gain=lambda frame: frame["unigram"] - frame["loss"])
+    last = rows[rows["step"] == steps[-1]].assign(gain=lambda frame: frame["unigram_loss"] - frame["loss"])
     last = last.sort_values("gain")
     worst, best = last.iloc[0], last.iloc[-1]
     caption = f"{capital(str(best['domain']))} gains most: {number(best['gain'])} nats per token"
@@ -89,7 +97,9 @@ def gain_by_domain(tables: Tables) -> Figure:
     caption += " (0: the unigram baseline; below 0 nothing is learned yet)."
     layout = base_layout("step", "gain over the unigram baseline (nats per token)")
     title = "Gain over the unigram baseline by domain"
-    return Figure("gain_by_domain", title, caption, ("validation_loss",), data, layout, height=400)
+    return Figure(
+        "gain_by_domain", title, caption, ("evaluations.loss", "unigram_loss"), data, layout, height=400
+    )
 
 
 # --- gradients and speed
@@ -98,17 +108,18 @@ def gain_by_domain(tables: Tables) -> Figure:
 def gradient_by_step(tables: Tables) -> Figure:
     """Draw the norm of the full gradient and the norm at which it is clipped."""
     rows = tables["steps"][tables["steps"]["gradient_norm"].notna()]
-    clip = float(tables["references"].set_index("name")["value"].get("clip", np.nan))
-    norms = rows["gradient_norm"]
+    norms, clip = rows["gradient_norm"], float(rows["gradient_clip"].iloc[-1])  # NaN without clipping
     data = [line(rows["step"], norms, "gradient", CATEGORICAL[1])]
     caption = f"Before clipping: from {number(norms.iloc[0])} to {number(norms.iloc[-1])}"
-    if clip > 0:
+    if not math.isnan(clip):
         data.append(grey_line([rows["step"].iloc[0], rows["step"].iloc[-1]], [clip, clip], "clipped above"))
         caption += (
             f"; {number(100 * float((norms > clip).mean()))} % of the points exceed the limit {number(clip)}"
         )
     layout = base_layout("step", "gradient norm", yaxis=plain_log(data) or {})
-    return Figure("gradient_by_step", "Gradient norm", f"{caption}.", ("gradient_norm",), data, layout)
+    return Figure(
+        "gradient_by_step", "Gradient norm", f"{caption}.", ("gradient_norm", "gradient_clip"), data, layout
+    )
 
 
 def speed_by_step(tables: Tables) -> Figure:
@@ -133,10 +144,11 @@ def speed_by_step(tables: Tables) -> Figure:
 def expert_usage_histogram(tables: Tables) -> Figure:
     """Draw how many experts have how many tokens, with random balanced routing in grey."""
     rows = tables["key_histogram"]
-    seen = (rows["experts"] + rows["expected"]).to_numpy(float)
+    seen = (rows["experts"] + rows["expected_experts"]).to_numpy(float)
     rows = rows[(rows.index == 0) | (seen.cumsum() - seen[0] > 0)]  # no empty bins between 0 and the first
     bins = [
-        f"{number(left)} to {number(right)}" for left, right in zip(rows["left"], rows["right"], strict=True)
+        f"{number(left)} to {number(right)}"
+        for left, right in zip(rows["bin_left"], rows["bin_right"], strict=True)
     ]
     data = [
         {
@@ -149,22 +161,25 @@ def expert_usage_histogram(tables: Tables) -> Figure:
         }
         for column, name, color in (
             ("experts", "experts", CATEGORICAL[0]),
-            ("expected", "random routing", GREY),
+            ("expected_experts", "random routing", GREY),
         )
     ]
-    busiest, expected = (int(rows[column].to_numpy().argmax()) for column in ("experts", "expected"))
+    busiest, expected = (int(rows[column].to_numpy().argmax()) for column in ("experts", "expected_experts"))
     caption = (
         f"{int(rows['experts'].iloc[busiest])} of {int(rows['experts'].sum())} experts have {bins[busiest]} "
         f"tokens in the last window (random routing: mostly {bins[expected]})."
     )
     layout = base_layout("tokens", "experts", xaxis={"type": "category"}, barmode="group")
     title = "Tokens per expert in the middle layer"
-    return Figure("expert_usage_histogram", title, caption, ("tokens",), data, layout)
+    return Figure(
+        "expert_usage_histogram", title, caption, ("key_histogram.experts", "expected_experts"), data, layout
+    )
 
 
 def key_map(tables: Tables) -> Figure:
     """Draw the keys on their first two principal axes, coloured by tokens."""
-    rows, shares = tables["key_map"], tables["key_shares"].iloc[0]
+    rows = tables["key_map"]
+    shown, by_chance = (100 * rows[name].iloc[0] for name in ("variance_share", "variance_share_chance"))
     color_bar = {"title": {"text": "tokens", "side": "right"}, "thickness": 12, "outlinewidth": 0}
     data = [
         {
@@ -185,22 +200,25 @@ def key_map(tables: Tables) -> Figure:
         }
     ]
     caption = (
-        f"Principal components of the middle layer's keys: they show {number(100 * shares['shown'])} % of "
-        f"the variance (random keys: {number(100 * shares['by_chance'])} %)."
+        f"Two principal components of the middle layer's keys show {number(shown)} % of the variance "
+        f"(random keys: {number(by_chance)} %)."
     )
     layout = base_layout("first component", "second component", yaxis={"scaleanchor": "x"})
-    return Figure("key_map", "Map of the keys", caption, ("tokens",), data, layout, height=420)
+    return Figure(
+        "key_map", "Map of the keys", caption, ("key_map.tokens", "variance_share"), data, layout, height=420
+    )
 
 
 LOSSES = [
-    FigureSpec("loss_by_step", ("steps",), loss_by_step, wide=True),
-    FigureSpec("gain_by_domain", (), gain_by_domain, wide=True),
+    FigureSpec("loss_by_step", ("steps", "evaluations"), loss_by_step, wide=True),
+    FigureSpec("gain_by_domain", ("evaluations",), gain_by_domain, wide=True),
 ]
 SPEED = {  # required column of steps -> figure
     "gradient_norm": FigureSpec("gradient_by_step", ("steps",), gradient_by_step),
     "tokens_per_second": FigureSpec("speed_by_step", ("steps",), speed_by_step),
 }
 KEYS = [
-    FigureSpec("expert_usage_histogram", (), expert_usage_histogram),
-    FigureSpec("key_map", (), key_map),
+    FigureSpec("expert_usage_histogram", ("key_histogram",), expert_usage_histogram),
+    FigureSpec("key_map", ("key_map",), key_map),
 ]
+FIGURES = [*LOSSES, *SPEED.values(), *KEYS]

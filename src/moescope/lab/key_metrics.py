@@ -8,7 +8,7 @@ import numpy as np
 
 from moescope.routing.load_balance import Setting
 from moescope.routing.metrics import METRICS
-from moescope.run import Run, jsonable
+from moescope.run import Run
 from moescope.types import Array
 
 if TYPE_CHECKING:
@@ -20,8 +20,10 @@ BINS_PER_DECADE = 4
 DRAWS = 20  # random key sets, for the chance level of the map's share of variance
 
 
-def key_facts(run: Run, model: ModelConfig, checkpoint: str) -> dict[str, Any]:
-    """Return usage in the last window of training and the final keys of the middle layer, fit for JSON."""
+def key_tables(run: Run, model: ModelConfig, checkpoint: str, step: int) -> dict[str, pd.DataFrame]:
+    """Return the key tables of the middle layer: usage in the last window of training, and the final keys."""
+    import pandas as pd
+
     from moescope.decoder.saving import load_model
 
     layer, k = middle_layer(model.layers), model.top_k
@@ -29,20 +31,17 @@ def key_facts(run: Run, model: ModelConfig, checkpoint: str) -> dict[str, Any]:
     rows = load[(load["step"] == load["step"].max()) & (load["layer"] == layer)].sort_values("expert")
     counts_E = rows["tokens"].to_numpy(float)
     tokens = round(counts_E.sum() / k)
-    router = cast(Any, load_model(checkpoint)[0].routers[layer])
-    keys_ED = router.keys_ED.double().numpy()
+    keys_ED = cast(Any, load_model(checkpoint)[0].routers[layer]).keys_ED.double().numpy()
     places, shown, by_chance = key_map(keys_ED, counts_E)
     cosine, spread = key_cosine(keys_ED)
-    return jsonable(
-        {
-            "layer": layer,
-            "metrics": usage_metrics(counts_E, tokens, k).to_dict("records"),
-            "histogram": usage_histogram(counts_E, tokens, k).to_dict("records"),
-            "map": places.to_dict("records"),
-            "shares": {"shown": shown, "by_chance": by_chance},
-            "cosine": {"mean": cosine, "random_spread": spread},
-        }
-    )
+    of_keys = {"metric": "cosine", "value": cosine, "chance": 0.0, "collapse": 1.0, "chance_spread": spread}
+    tables = {
+        "key_metrics": pd.DataFrame([*usage_metrics(counts_E, tokens, k).to_dict("records"), of_keys]),
+        "key_histogram": usage_histogram(counts_E, tokens, k),
+        "key_map": places.assign(variance_share=shown, variance_share_chance=by_chance),
+    }
+    place = {"step": step, "layer": layer, "layer_name": rows["layer_name"].iloc[0]}
+    return {name: frame.assign(**place) for name, frame in tables.items()}
 
 
 def middle_layer(layers: int) -> int:
@@ -61,7 +60,7 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
     rows = [
         {
             "metric": name,
-            "value": float(METRICS[name].function(counts_E)),
+            "value": float(cast(Any, METRICS[name].function)(counts_E)),
             "chance": METRICS[name].chance(setting),
             "collapse": METRICS[name].collapse(setting),
         }
@@ -73,10 +72,10 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
 
 
 def usage_histogram(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
-    """Return the histogram of tokens per expert in four bins per decade: left, right, experts, expected.
+    """Return the histogram of tokens per expert in four bins per decade.
 
-    `expected` is the mean over 200 random balanced routings. The first row, 0 to 1, has experts without a
-    token, since a count of 0 has no logarithm.
+    `expected_experts` is the mean over 200 random balanced routings. The first row, 0 to 1, counts experts
+    without a token.
     """
     import pandas as pd
 
@@ -87,7 +86,12 @@ def usage_histogram(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
     experts, _ = np.histogram(counts_E, edges)
     expected, _ = np.histogram(draws, edges)
     return pd.DataFrame(
-        {"left": edges[:-1], "right": edges[1:], "experts": experts, "expected": expected / len(draws)}
+        {
+            "bin_left": edges[:-1],
+            "bin_right": edges[1:],
+            "experts": experts,
+            "expected_experts": expected / len(draws),
+        }
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from typing import Any
 
 import pandas as pd
@@ -12,24 +11,22 @@ from moescope.errors import BadInput
 from moescope.lab.figures_study import (
     ALONG,
     ARMS,
-    BY_DOMAIN,
-    NOISE,
+    OVERALL,
     OVERHEAD,
     TARGET_CV,
-    can_show,
     compared,
     detectable_text,
     reference_of,
 )
-from moescope.lab.figures_study_curves import COURSE, can_draw
-from moescope.plotting.style import FigureSpec, Tables, capital, counted, listed, number
-from moescope.reporting.pack import plain, table_payload
-from moescope.reporting.run_kind import RunKind, Section
+from moescope.lab.figures_study_curves import FIGURES as CURVES
+from moescope.lab.tables import TABLES
+from moescope.plotting.style import capital, counted, listed, number
+from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.tables import LAB_TABLES, STUDY_TABLES
+from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
 
-VIEW = (
+GUIDE = (
     "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint: "
     "validation loss. Better and worse are stated from five seeds on, where p ≤ 0.05 after Holm's correction "
     "for all arms of the question; else the page states the detectable difference. Noise over validation "
@@ -61,21 +58,31 @@ MAX_CLAIMS, MAX_OTHER_CLAIMS = 8, 3  # sentences about single arms, of the main 
 Heads = list[tuple[str, str, str]]  # glossary entry or name, what stands in the head, kind
 
 
-def tables_of(run: Run) -> Tables:
-    """Return the study's tables with names safe for figures, and `study_arms` from run.json."""
+def study_tables(run: Run) -> Tables:
+    """Return the study's tables with names safe for figures, the rows of the study's reference first."""
     if "study_comparisons" not in run.tables:
         raise BadInput(f"{run.path}: no comparison in this study yet; repeat its command to finish it")
-    tables = {name: run.table(name) for name in (*STUDY_TABLES, *LAB_TABLES) if name in run.tables}
+    tables = {name: run.table(name) for name in run.tables}
     for frame in tables.values():
-        for column in ("arm", "reference", "router", "domain"):
+        for column in ("arm", "reference", "router", "domain", "axis", "label"):
             if column in frame:
                 frame[column] = frame[column].map(plot_words, na_action="ignore")
-    tables["study_arms"] = arms_frame(run)
     comparisons = tables["study_comparisons"]
     first = comparisons["reference"] == plot_words(run.info["reference"])
-    # the study's reference first: figures of no single question are relative to it
     tables["study_comparisons"] = pd.concat([comparisons[first], comparisons[~first]])
     return tables
+
+
+def select(run: Run, selection: Selection) -> Tables:
+    """Return the tables of one question and axis, by default the first ones."""
+    tables = study_tables(run)
+    question = selection.values.get("question", next(iter(compared_questions(tables)), "main"))
+    selected = of_question(tables, question)
+    frames = {str(frame["axis"].iloc[0]): frame for frame in axis_frames(selected, question)}
+    axis = selection.values.get("axis", next(iter(frames), ""))
+    selected.pop("study_axes", None)
+    others = {"study_axes": frames[axis]} if axis in frames else {}
+    return {**selected, **others, **{name: tables[name] for name in ("overhead",) if name in tables}}
 
 
 def questions_of(tables: Tables) -> list[str]:
@@ -92,62 +99,51 @@ def of_question(tables: Tables, question: str) -> Tables:
     return {**others, "study_comparisons": rows}
 
 
-def sections(run: Run) -> list[Section]:
-    """Return the page's sections: each question, curves, balance and stability, cost."""
-    tables = tables_of(run)
+def compared_questions(tables: Tables) -> dict[str, Tables]:
+    """Return the tables of each question with at least two arms."""
     by_question = {name: of_question(tables, name) for name in questions_of(tables)}
-    by_question = {name: own for name, own in by_question.items() if len(own["study_comparisons"]) > 1}
+    return {name: part for name, part in by_question.items() if len(part["study_comparisons"]) > 1}
+
+
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """Return the page's sections: each question, curves, balance and stability, cost."""
+    tables = study_tables(run)
+    by_question = compared_questions(tables)
     if not by_question:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
     first = next(iter(by_question))
-    parts = [question_section(run, own, name, name == first) for name, own in by_question.items()]
-    figures = [(spec, by_question[first]) for spec in COURSE if can_draw(spec, by_question[first])]
+    parts = [question_section(part, name, name == first) for name, part in by_question.items()]
+    figures = [(spec, by_question[first]) for spec in CURVES if spec.can_draw(by_question[first])]
     if figures:
-        words = "Loss on held-out text, and routing in training, by step."
-        parts.append(Section("course", "Training curves", words, figures))
-    words = "Means over seeds at the end of training, with balanced random routing for comparison."
-    trainings = table_payload("study_runs", tables["study_runs"], TRAINED, "All trainings")
+        text = "Loss on held-out text, and routing in training, by step."
+        parts.append(Section("curves", "Training curves", text, figures))
+    text = "Means over seeds at the end of training, with balanced random routing for comparison."
+    trainings = table_payload(TABLES["study_runs"], tables["study_runs"], TRAINED, "All trainings")
     payloads = [balance_table(tables), stability_table(tables), trainings]
-    parts.append(Section("balance", "Load balance and stability", words, [], payloads))
+    parts.append(Section("balance", "Load balance and stability", text, [], payloads))
     figures, payloads = [], [cost_table(tables)]
-    if "overhead" in tables and len(tables["overhead"]):
+    if OVERHEAD.can_draw(tables):
         figures = [(OVERHEAD, tables)]
         columns = ["router", "component", "milliseconds", "flops", "share"]
-        payloads.append(table_payload("overhead", tables["overhead"], columns, "All components"))
-    words = "Cost of a training, and time of one block. Parallel trainings slow each other down."
-    parts.append(Section("cost", "Cost", words, figures, payloads))
+        payloads.append(table_payload(TABLES["overhead"], tables["overhead"], columns, "All components"))
+    text = "Cost of a training, and time of one block. Parallel trainings slow each other down."
+    parts.append(Section("cost", "Cost", text, figures, payloads))
     return parts
 
 
-def question_section(run: Run, tables: Tables, question: str, first: bool) -> Section:
-    title, words = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
+def question_section(tables: Tables, question: str, first: bool) -> Section:
+    title, text = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
     comparisons = tables["study_comparisons"]
-    known = compared(comparisons)
     figures: list[tuple[FigureSpec, Tables]] = []
-    if len(known) or comparisons["mean"].notna().any():
-        figures = [(spec, tables) for spec in ARMS]
-        figures += [(spec, tables) for spec in (NOISE, BY_DOMAIN) if first and can_show(spec, tables)]
-        for places in axes_frames(run, tables, question):
-            along = {**tables, "study_axes": places}
-            figures += [
-                (spec, along)
-                for spec, column in zip(ALONG, ("validation_loss", "load_cv"), strict=True)
-                if measured(along, column)
-            ]
-    return Section(
-        f"question-{question}",
-        title,
-        f"{words.format(reference=reference_of(comparisons))} {how_tested(comparisons)}".strip(),
-        figures,
-        [table_payload("study_comparisons", comparisons, COMPARED, "All arms against the reference")],
+    figures += [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
+    for places in axis_frames(tables, question):
+        along = {**tables, "study_axes": places}
+        figures += [(spec, along) for spec in ALONG if spec.can_draw(along)]
+    text = f"{text.format(reference=reference_of(comparisons))} {how_tested(comparisons)}".strip()
+    table = table_payload(
+        TABLES["study_comparisons"], comparisons, COMPARED, "All arms against the reference"
     )
-
-
-def measured(tables: Tables, column: str) -> bool:
-    """Whether at least two values of the axis have that number."""
-    runs = tables["study_runs"]
-    done = runs[(runs["status"] == "done") & runs[column].notna()]
-    return tables["study_axes"].merge(done, on="arm")["value"].nunique() > 1
+    return Section(f"question-{question}", title, text, figures, [table])
 
 
 def how_tested(comparisons: pd.DataFrame) -> str:
@@ -168,9 +164,9 @@ def how_tested(comparisons: pd.DataFrame) -> str:
     return "With two arms the test is a paired t."
 
 
-def findings(run: Run) -> list[str]:
-    """State what the comparisons support, per question, and what is missing."""
-    tables = tables_of(run)
+def summary(run: Run) -> Summary:
+    """Return coverage, key numbers, and what the comparisons support per question."""
+    tables = study_tables(run)
     sentences = []
     if run.info["status"] != "done":
         sentences.append(
@@ -178,12 +174,39 @@ def findings(run: Run) -> list[str]:
             "looks best makes false claims."
         )
     for question in questions_of(tables):
-        own = of_question(tables, question)
-        if len(own["study_comparisons"]) > 1:
-            sentences += question_findings(own["study_comparisons"], question)
+        part = of_question(tables, question)
+        if len(part["study_comparisons"]) > 1:
+            sentences += question_findings(part["study_comparisons"], question)
         if question == "sweep":
-            sentences += target_findings(own["study_runs"])
-    return [*sentences, *unfinished_findings(tables["study_runs"])]
+            sentences += target_findings(part["study_runs"])
+    sentences += unfinished_findings(tables["study_runs"])
+    return Summary(coverage(run), sentences, key_numbers(tables))
+
+
+def key_numbers(tables: Tables) -> list[KeyNumber]:
+    """Return the first question's best difference and its load CV, the detectable difference, progress."""
+    runs, questions = tables["study_runs"], compared_questions(tables)
+    comparisons = next(iter(questions.values()), tables)["study_comparisons"]
+    reference, known = reference_of(comparisons), compared(comparisons)
+    done = KeyNumber("Trainings done", int((runs["status"] == "done").sum()), unit=f"of {len(runs)}")
+    if known.empty:
+        return [done]
+    best = known.loc[known["difference"].idxmin()]
+    numbers = [
+        KeyNumber(f"{best['arm']} minus {reference}", best["difference"], 0.0, "nats/token", best["verdict"])
+    ]
+    detectable = known["detectable_difference"].astype(float).median()
+    if math.isfinite(detectable):
+        numbers.append(KeyNumber("Detectable difference", detectable, None, "nats/token", "80 % power"))
+    means = arm_means(tables).loc[best["arm"]]
+    if math.isfinite(means["load_cv"]):
+        chance = means["chance_cv"] if math.isfinite(means["chance_cv"]) else None
+        numbers.append(KeyNumber(f"Load CV of {best['arm']}", means["load_cv"], chance))
+    return [*numbers, done]
+
+
+def guide(run: Run) -> list[str]:
+    return [GUIDE]
 
 
 def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
@@ -298,95 +321,51 @@ def coverage(run: Run) -> list[str]:
     return lines
 
 
-def command(run: Run) -> str:
-    """Return the command that reproduces the study; without a file, it resumes from the run folder."""
-    config = (run.info.get("asked") or {}).get("config")
-    return shlex.join(
-        ["moescope", "study", config] if config else ["moescope", "study", "--resume", "--out", str(run.path)]
-    )
-
-
-def title(run: Run) -> str:
+def page_title(run: Run) -> str:
     return f"{run.name}: a study of {counted(len(run.info['arms']), 'arm')} against {run.info['reference']}"
 
 
 # --- tables of arms
 
 
-def arms_frame(run: Run) -> pd.DataFrame:
-    """Return arm, router, experts, top_k and tokens_per_step from run.json, of arms that route."""
-    base = run.info.get("base") or {}
-    rows = []
-    for arm in run.info.get("arms", []):
-        model = {**base.get("model", {}), **arm["overrides"].get("model", {})}
-        train = {**base.get("train", {}), **arm["overrides"].get("train", {})}
-        router, facts = model.get("router"), arm.get("router_facts", {})
-        if router is None or not facts.get("routes", True):
-            continue
-        rows.append(
-            {
-                "arm": plot_words(arm["name"]),
-                "router": router,
-                "experts": model["experts"],
-                "top_k": facts.get("fixed_top_k") or model["top_k"],
-                "tokens_per_step": train["batch_size"] * train["sequence_length"],
-            }
-        )
-    return pd.DataFrame(rows, columns=["arm", "router", "experts", "top_k", "tokens_per_step"])
-
-
-def axes_frames(run: Run, tables: Tables, question: str) -> list[pd.DataFrame]:
+def axis_frames(tables: Tables, question: str) -> list[pd.DataFrame]:
     """Return one frame (arm, axis, value, line) per numeric axis; `line` is the position on the other axes.
 
     Named sizes are placed at their active parameters.
     """
-    comparisons = tables["study_comparisons"]
-    on_axes = [
-        arm
-        for arm in run.info.get("arms", [])
-        if plot_words(arm["name"]) in set(comparisons["arm"]) and arm.get("axes")
-    ]
-    active = tables["study_runs"].groupby("arm")["parameters_active"].first()
+    rows = tables.get("study_axes")
+    if rows is None or rows.empty:
+        return []
+    active = tables["study_runs"].groupby("arm")["parameters_active"].first().astype(float)
     frames = []
-    for axis in dict.fromkeys(name for arm in on_axes for name in arm["axes"]):
-        on_it = [arm for arm in on_axes if axis in arm["axes"]]
-        named = not all(is_number(arm["axes"][axis]) for arm in on_it)
+    for axis, on_axis in rows.groupby("axis", sort=False):
+        named = on_axis["value"].isna().any()
         if named and (question != "scaling" or axis == "router"):
             continue
+        others = rows[rows["axis"] != axis]
+        labels = others["label"].where(others["axis"] == "router", others["axis"] + " " + others["label"])
+        lines = labels.groupby(others["arm"]).agg(", ".join)
         frame = pd.DataFrame(
-            [
-                {
-                    "arm": plot_words(arm["name"]),
-                    "axis": f"active parameters ({plot_words(axis)})" if named else plot_words(axis),
-                    "value": float(active[plot_words(arm["name"])] if named else arm["axes"][axis]),
-                    "line": ", ".join(
-                        axis_label(name, value) for name, value in arm["axes"].items() if name != axis
-                    ),
-                }
-                for arm in on_it
-            ]
+            {
+                "arm": on_axis["arm"],
+                "axis": f"active parameters ({axis})" if named else axis,
+                "value": on_axis["arm"].map(active) if named else on_axis["value"].astype(float),
+                "line": on_axis["arm"].map(lines).fillna(""),
+            }
         )
-        if len(frame) and frame["value"].nunique() > 1:
-            frames.append(frame.dropna())
+        if frame["value"].nunique() > 1:
+            frames.append(frame.dropna().reset_index(drop=True))
     return frames
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def axis_label(name: str, value: Any) -> str:
-    return plot_words(str(value) if name == "router" else f"{name} {value}")
 
 
 def balance_table(tables: Tables) -> dict[str, Any]:
     """Load at the end of training, with the level of balanced random routing over as many tokens."""
     heads: Heads = [
         ("load_cv", "load CV", "load_cv"),
-        ("", "balanced random routing", "chance_cv"),
+        ("chance_cv", "balanced random routing", "chance_cv"),
         ("study_runs.max_over_mean", "max/mean", "max_over_mean"),
         ("study_runs.routing_entropy", "routing entropy", "routing_entropy"),
-        ("", "log n", "log_n"),
+        ("log_n", "log n", "log_n"),
         ("unused_share", "unused experts", "unused_share"),
         ("dropped_share", "dropped", "dropped_share"),
     ]
@@ -396,7 +375,7 @@ def balance_table(tables: Tables) -> dict[str, Any]:
 def stability_table(tables: Tables) -> dict[str, Any]:
     heads: Heads = [
         ("consistency", "consistency", "consistency"),
-        ("", "chance level k/n", "k_of_n"),
+        ("k_of_n", "chance level k/n", "k_of_n"),
         ("study_runs.usage_sigma", "usage σ", "usage_sigma"),
         ("study_runs.kendall_tau", "Kendall τ (chance level 0)", "kendall_tau"),
     ]
@@ -410,13 +389,14 @@ def cost_table(tables: Tables) -> dict[str, Any]:
         ("parameters_active", "active", "parameters_active"),
         ("flops_per_token", "FLOPs per token", "flops_per_token"),
         ("study_runs.tokens_per_second", "tokens/s", "tokens_per_second"),
-        ("", "times the reference", "relative_speed"),
+        ("relative_speed", "times the reference", "relative_speed"),
         ("study_runs.peak_memory_bytes", "peak memory, GB", "peak_gb"),
         ("seconds", "seconds", "seconds"),
     ]
     return arm_table("cost_of_arms", "Size, speed and memory", tables, heads)
 
 
+SIZES = ("n_experts", "top_k", "tokens_per_step")
 KNOWN_BEFORE = (
     "parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "log_n", "k_of_n",
 )  # fmt: skip
@@ -436,12 +416,9 @@ def arm_table(name: str, title: str, tables: Tables, heads: Heads) -> dict[str, 
             for _, _, column in heads
         ]
         rows.append([arm, f"{done} of {len(trainings)}", *cells])
-    columns = [
-        {"name": "arm", "title": "arm", "kind": "text"},
-        {"name": "status", "title": "seeds done", "kind": "text", "entry": "study_runs.status"},
-        *({"name": column, "title": head, "kind": "float", "entry": entry} for entry, head, column in heads),
-    ]
-    return {"name": name, "title": title, "columns": columns, "rows": plain(rows)}
+    columns = [("arm", "arm", "text"), ("study_runs.status", "seeds done", "text")]
+    columns += [(entry, head, "float") for entry, head, _ in heads]
+    return plain_table(name, title, columns, rows)
 
 
 def arm_means(tables: Tables) -> pd.DataFrame:
@@ -454,12 +431,9 @@ def arm_means(tables: Tables) -> pd.DataFrame:
     means = runs[runs["status"] == "done"].groupby("arm")[numbers].mean().reindex(runs["arm"].unique())
     before = [column for column in KNOWN_BEFORE if column in numbers]
     means[before] = runs.groupby("arm")[before].first()
-    arms = tables["study_arms"].set_index("arm").reindex(means.index)
-    n, k = arms["experts"].astype(float), arms["top_k"].astype(float)
+    n, k, tokens = (runs.groupby("arm")[name].first().reindex(means.index) for name in SIZES)
     means["log_n"], means["k_of_n"] = n.map(math.log, na_action="ignore"), k / n
-    means["chance_cv"] = (
-        (n - k) / (k * last_stretch(tables).reindex(means.index) * arms["tokens_per_step"].astype(float))
-    ) ** 0.5
+    means["chance_cv"] = ((n - k) / (k * last_stretch(tables).reindex(means.index) * tokens)) ** 0.5
     means["peak_gb"] = means["peak_memory_bytes"] / 1e9
     reference = str(tables["study_comparisons"]["reference"].iloc[0])
     means["relative_speed"] = means["tokens_per_second"] / means["tokens_per_second"].get(reference, math.nan)
@@ -474,6 +448,3 @@ def last_stretch(tables: Tables) -> pd.Series:
     rows = rows[rows["load_cv"].notna()]
     steps = rows.groupby("arm")["step"].unique().map(sorted)
     return steps.map(lambda at: float(at[-1] - at[-2] if len(at) > 1 else at[-1]))
-
-
-STUDY = RunKind("study", (*STUDY_TABLES, *LAB_TABLES), findings, sections, command, coverage, VIEW, title)

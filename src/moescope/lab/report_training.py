@@ -2,163 +2,104 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_training import KEYS, LOSSES, SPEED
-from moescope.plotting.style import Tables, byte_size, counted, listed, number
+from moescope.lab.figures_training import KEYS, LOSSES, SPEED, all_domains
+from moescope.lab.tables import TRAIN_TABLES
+from moescope.plotting.style import byte_size, counted, listed, number
 from moescope.reporting.pack import table_payload
-from moescope.reporting.run_kind import RunKind, Section
 from moescope.reporting.untrusted import plot_words
 from moescope.routing.report_monitor import (
     STEP_COLUMNS,
-    TABLES,
+    alert_findings,
     diagnostic_sections,
     gradient_sections,
+    key_numbers,
     load_findings,
     load_section,
 )
 from moescope.run import Run
-
-VIEW = (
-    "The validation loss is compared with two baselines: uniform (every token equally likely) and unigram "
-    "(token frequencies). Load balance and routing decisions come from the training passes, one point per "
-    "window of steps; the chance level is random routing."
-)
-
-
-def sections(run: Run) -> list[Section]:
-    """Return the sections: losses, load balance, diagnostics, router gradients, keys, speed."""
-    if "steps" not in run.tables or not run.info.get("evaluations"):
-        raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
-    steps = run.table("steps")
-    tables: Tables = {"steps": steps, "references": references(run), "domain_losses": domain_losses(run)}
-    found = [
-        Section(
-            "losses",
-            "Training curves",
-            "Loss on held-out text, by step and by domain.",
-            [(spec, tables) for spec in LOSSES],
-            [table_payload("steps", steps, STEP_COLUMNS, "All steps")],
-        )
-    ]
-    if {"load", "routing_layers"} <= set(run.tables) and len(run.table("load")) and is_routed(run):
-        found += [load_section(run, []), *diagnostic_sections(run)]
-    found += gradient_sections(run)
-    if "keys" in run.info:
-        found.append(key_section(run))
-    speed = [(spec, tables) for column, spec in SPEED.items() if steps[column].notna().any()]
-    if speed:
-        found.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
-    return found
-
-
-def key_section(run: Run) -> Section:
-    """Return SoME's section: usage of the middle layer's experts and a map of its keys."""
-    keys = run.info["keys"]
-    tables = {
-        "key_histogram": pd.DataFrame(keys["histogram"]),
-        "key_map": pd.DataFrame(keys["map"]),
-        "key_shares": pd.DataFrame([keys["shares"]]),
-    }
-    metrics = [
-        f"{METRIC_WORDS[row['metric']]} {number(row['value'])} (random routing: {number(row['chance'])}, "
-        f"collapse: {number(row['collapse'])})"
-        for row in keys["metrics"]
-    ]
-    cosine = keys["cosine"]
-    words = (
-        f"Layer {keys['layer']}, the middle one: {listed(metrics)}. Mean cosine of two keys: "
-        f"{number(cosine['mean'])} (random keys: 0 ± {number(cosine['random_spread'])}; 1: all equal)."
-    )
-    return Section("keys", "Keys", words, [(spec, tables) for spec in KEYS])
-
+from moescope.verb import KeyNumber, Section, Selection, Summary, Tables, all_rows
 
 METRIC_WORDS = {
-    "gini": "Gini",
+    "gini": "Gini of the load",
     "load_entropy_bits": "entropy of the load in bits",
     "used": "share of experts used",
+    "cosine": "mean cosine of two keys",
 }
 
 
-def references(run: Run) -> pd.DataFrame:
-    losses = run.info["references"]
-    values = {
-        "uniform": losses["uniform"],
-        "unigram": losses["unigram"][""],
-        "clip": run.info["arguments"]["train"]["clip"],
-    }
-    return pd.DataFrame({"name": list(values), "value": list(values.values())})
-
-
-def domain_losses(run: Run) -> pd.DataFrame:
-    """Return loss and unigram baseline of every domain at every evaluation."""
-    unigram = run.info["references"]["unigram"]
-    return pd.DataFrame(
-        [
-            {"step": one["step"], "domain": plot_words(domain), "loss": loss, "unigram": unigram[domain]}
-            for one in run.info["evaluations"]
-            for domain, loss in one["domains"].items()
-        ]
-    )
-
-
-def findings(run: Run) -> list[str]:
-    """Return the training's results in sentences."""
-    if not run.info.get("evaluations"):
-        return ["No evaluation yet."]
-    baselines = run.info["references"]
-    first, last = run.info["evaluations"][0], run.info["evaluations"][-1]
-    found = [
-        f"Validation loss: {number(last['loss'])} nats per token after {last['step']:,} steps, "
-        f"{number(first['loss'])} before training (unigram baseline: {number(baselines['unigram'][''])}, "
-        f"uniform: {number(baselines['uniform'])})."
+def guide(run: Run) -> list[str]:
+    return [
+        "The validation loss is compared with two baselines: uniform (every token equally likely) and "
+        "unigram (token frequencies). Load balance and routing decisions are counted in the training "
+        "passes, one point per window of steps; their chance level is random routing."
     ]
-    behind = [domain for domain, loss in last["domains"].items() if loss >= baselines["unigram"][domain]]
-    if behind:
-        found.append(f"No better than the unigram baseline: {listed(behind)}.")
-    if run.info["status"] != "done":
-        stopped = f": {run.info['error']}" if run.info.get("error") else ""
-        found.append(f"This training is {run.info['status']}{stopped}.")
+
+
+def select(run: Run, selection: Selection) -> Tables:
+    """Return the tables with names of domains that are safe in figures."""
+    tables = all_rows(run, selection)
+    for frame in tables.values():
+        if "domain" in frame:
+            frame["domain"] = frame["domain"].map(plot_words)
+    return tables
+
+
+def summary(run: Run) -> Summary:
+    """Return validation loss against its baselines, load balance and alerts."""
+    if "evaluations" not in run.tables or not len(run.table("evaluations")):
+        return Summary(coverage(run), ["No evaluation yet.", *status(run)])
+    rows = run.table("evaluations")
+    total = all_domains(rows)
+    first, last = total.iloc[0], total.iloc[-1]
+    findings = [
+        f"Validation loss: {number(last['loss'])} nats per token after {int(last['step']):,} steps, "
+        f"{number(first['loss'])} before training (unigram baseline: {number(last['unigram_loss'])}, "
+        f"uniform: {number(last['uniform_loss'])})."
+    ]
+    final = rows[(rows["step"] == last["step"]) & (rows["domain"] != "")]
+    behind = final.loc[final["loss"] >= final["unigram_loss"], "domain"]
+    if len(behind):
+        findings.append(f"No better than the unigram baseline: {listed(list(behind))}.")
+    findings += status(run)
     if is_routed(run):
-        equal = ", by construction: experts choose tokens" if router_facts(run).get("experts_choose") else ""
-        found += load_findings(run, equal)
-    alerts = run.table("alerts") if "alerts" in run.tables else pd.DataFrame()
-    if len(alerts):
-        first_alert = alerts.sort_values("step").iloc[0]
-        found.append(f"{counted(len(alerts), 'alert')} in training; the first: {first_alert['message']}.")
-    return found
+        chosen = run.info["router_facts"]["experts_choose"]
+        findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
+    word = "below the unigram baseline" if last["loss"] < last["unigram_loss"] else "not below it"
+    numbers = [
+        KeyNumber("Validation loss", float(last["loss"]), float(last["unigram_loss"]), "nats per token", word)
+    ]
+    if is_routed(run):
+        numbers += key_numbers(run)
+    return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)
 
 
-def is_routed(run: Run) -> bool:
-    """Return whether tokens have a choice. The Monitor's own runs, without a config, always do."""
-    model = run.info["arguments"].get("model")
-    return not model or (router_facts(run)["routes"] and int(model["experts"]) > 1)
-
-
-def router_facts(run: Run) -> dict[str, Any]:
-    """Return the facts about the lab's router; none for a training outside the lab, which has no config."""
-    facts: dict[str, Any] | None = run.info.get("router_facts")
-    if facts is None and (model := run.info["arguments"].get("model")):  # a run of an earlier version
-        from moescope.decoder.routers import facts_of_model
-
-        facts = facts_of_model(model)
-    return facts or {}
+def status(run: Run) -> list[str]:
+    if run.info["status"] == "done":
+        return []
+    error = f": {run.info['error']}" if run.info.get("error") else ""
+    return [f"This training is {run.info['status']}{error}."]
 
 
 def coverage(run: Run) -> list[str]:
     info, model = run.info, run.info["arguments"]["model"]
+    if "domains" not in info:  # stopped before its first step
+        return [f"{model['router']} router"]
     sizes = info["domains"]
     read = sum(size["train_bytes"] for size in sizes.values())
     entries = f"{info['vocabulary_size']:,} tokens in the vocabulary"
     if info["vocabulary_size"] < model["vocabulary"]:
         entries += f", {model['vocabulary']:,} entries in the model's head"
+    experts = counted(model["experts"], "expert")
+    if not info["router_facts"]["routes"]:
+        experts = f"one block as wide as {counted(model['top_k'], 'expert')}"
     starts = f"starts from {info['arguments']['from']} with its model and vocabulary"
     return [
-        f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts_in_words(run)}; "
+        f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts}; "
         f"{info['parameters_total']:,} parameters, {info['parameters_trainable']:,} trained",
         *([starts] if info["arguments"].get("from") else []),
         *([info["frozen"]] if info.get("frozen") else []),
@@ -166,37 +107,50 @@ def coverage(run: Run) -> list[str]:
     ]
 
 
-def experts_in_words(run: Run) -> str:
-    model = run.info["arguments"]["model"]
-    if router_facts(run)["routes"]:
-        return counted(model["experts"], "expert")
-    return f"one block as wide as {counted(model['top_k'], 'expert')}"
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """Return the sections: losses, load balance, diagnostics, router gradients, keys, speed."""
+    if not {"steps", "evaluations"} <= set(run.tables):
+        raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
+    tables = select(run, selection)
+    steps = tables["steps"]
+    parts = [
+        Section(
+            "losses",
+            "Training curves",
+            "Loss on held-out text, by step and by domain.",
+            [(spec, tables) for spec in LOSSES if spec.can_draw(tables)],
+            [table_payload(TRAIN_TABLES["steps"], steps, STEP_COLUMNS, "All steps")],
+        )
+    ]
+    if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
+        parts += [load_section(run, []), *diagnostic_sections(run)]
+    parts += gradient_sections(run)
+    if "key_map" in tables:
+        parts.append(key_section(tables))
+    speed = [(spec, tables) for column, spec in SPEED.items() if steps[column].notna().any()]
+    if speed:
+        parts.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
+    return parts
 
 
-def command(run: Run) -> str:
-    asked = run.info.get("asked", {})
-    if "study" in asked:
-        return shlex.join(["moescope", "study", "--resume", "--out", asked["study"]])
-    words = ["moescope", "train", *([asked["config"]] if asked.get("config") else [])]
-    for name in ("preset", "router", "from"):
-        words += [f"--{name}", str(asked[name])] if asked.get(name) else []
-    seed = run.info["arguments"]["train"]["seed"]
-    return shlex.join([*words, *(["--seed", str(seed)] if seed else [])])
+def is_routed(run: Run) -> bool:
+    """Return whether tokens have a choice of experts."""
+    facts: dict[str, Any] = run.info.get("router_facts", {})
+    return bool(facts.get("routes")) and int(run.info["arguments"]["model"]["experts"]) > 1
 
 
-def title(run: Run) -> str:
+def key_section(tables: Tables) -> Section:
+    """Return SoME's section: usage of the middle layer's experts and a map of its keys."""
+    rows: pd.DataFrame = tables["key_metrics"]
+    metrics = [
+        f"{METRIC_WORDS[str(row.metric)]} {number(row.value)} (random: {number(row.chance)}"
+        + (f" ± {number(row.chance_spread)}" if row.chance_spread == row.chance_spread else "")
+        + f", collapse: {number(row.collapse)})"
+        for row in rows.itertuples()
+    ]
+    text = f"Layer {rows['layer'].iloc[0]}, the middle one: {listed(metrics)}."
+    return Section("keys", "Keys", text, [(spec, tables) for spec in KEYS])
+
+
+def page_title(run: Run) -> str:
     return f"{run.name}: training with {run.info['arguments']['model']['router']}"
-
-
-def parts(run: Run) -> list[Run]:
-    """Return the scan and the trace of the trained model, as far as they exist."""
-    found = []
-    for name in ("scan", "trace"):
-        try:
-            found.append(Run.load(run.path / name))
-        except BadInput:
-            continue
-    return found
-
-
-TRAINING = RunKind("train", TABLES, findings, sections, command, coverage, VIEW, title, parts)

@@ -6,12 +6,15 @@ import functools
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from moescope.arguments import choose_device, run_to_resume
+from moescope.arguments import choose_device
 from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.corpus import read_corpus, training_vocabulary
+from moescope.lab.figures_study import FIGURES as ARM_FIGURES
+from moescope.lab.figures_study_curves import FIGURES as CURVE_FIGURES
+from moescope.lab.report_study import guide, page_title, sections, select, summary
 from moescope.lab.study_task import (
     NOT_RUN,
     TEXT_FOLDER,
@@ -19,24 +22,26 @@ from moescope.lab.study_task import (
     TrainingTask,
     costs,
     prune,
+    routing_size,
     run_task,
     save_text,
 )
+from moescope.lab.tables import TABLES
 from moescope.lab.train import bytes_on_disk
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,
     Run,
     RunWriter,
-    default_folder,
     jsonable,
     open_run,
+    place_run,
     read_run_json,
+    run_to_resume,
     write_table,
 )
 from moescope.storage import check_disk
-from moescope.tables import TABLES
-from moescope.weights.verb import finished_run
+from moescope.verb import Verb
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +55,8 @@ TIMED_TOKENS, TIMED_TOKENS_ON_CPU = 16_384, 2_048  # at most, when the parts of 
 
 def study(
     config: str | Path | dict[str, Any] | None = None,
-    engine: str = "local",
+    *,
+    engine: Literal["local", "ray"] = "local",
     resume: bool = False,
     out: str | Path | None = None,
     jobs: int = 1,
@@ -59,27 +65,58 @@ def study(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Train every arm of a study under every seed, and return the run with its tables.
+    """Train many small MoEs with paired seeds and compare them.
 
-    `config` is a TOML file or its content; `jobs` trainings run at a time, each in its own process if there
-    are several.
+    Give the same command again to resume: finished trainings are skipped.
+    Returns the run, whose tables can be read while it grows.
+
+    Parameters
+    ----------
+    config : STUDY.TOML
+        Arms, seeds and what they have in common (docs/lab.md); in Python also a dictionary.
+    engine : ENGINE
+        local: on this machine; ray: on a cluster (needs the extra `ray`).
+    resume : bool
+        Continue the unfinished study in --out, or the newest one in runs/.
+    out : DIR, default runs/study-NAME-1
+        Run folder.
+    jobs : N
+        Trainings at a time, each in its own process; on a GPU they share it.
+    device : DEVICE
+        auto, cpu, cuda or cuda:0.
+
+    Other Parameters
+    ----------------
+    address : ADDRESS
+        Ray cluster to join: auto, or HOST:PORT. Without it one is started here.
+    overwrite : bool
+        Replace the run in --out.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.study("routers.toml", jobs=2)  # doctest: +SKIP
+    >>> run.table("study_comparisons")  # doctest: +SKIP
     """
+    given = dict(locals())
     check_options(engine, address, device, jobs)
     folder, plan = read_config(config, resume, out, overwrite)
     target_device = choose_device(device) if engine == "local" else device
     corpus = read_corpus(plan.base)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference
-    folder = folder or default_folder("study", name, identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(VERB, folder, name, identity, overwrite)
+    if done:
         return done
     vocabulary = training_vocabulary(plan.base, corpus)
     replaces = overwrite and holds_study(folder)
-    with open_run(folder, "study", identity, overwrite) as writer:
+    command = VERB.command(given if isinstance(config, str | Path) else {"resume": True, "out": folder})
+    with open_run(folder, VERB, identity, overwrite, command) as writer:
         if replaces:  # under the lock: another process may still write it
             clear_study(folder)
         check_space(folder, plan, jobs)
-        describe(writer, plan, None if resume else config)
+        describe(writer, plan)
         save_text(folder, corpus, vocabulary)
         train_all(writer, plan, corpus.identity, open_workers(engine, address, target_device, jobs), quiet)
         with writer.timed("overhead"):
@@ -181,25 +218,20 @@ def check_space(folder: Path, plan: Study, jobs: int) -> None:
     check_disk(folder, needed, 'free some space, or set keep = "none" or a larger checkpoint_every')
 
 
-def describe(writer: RunWriter, plan: Study, config: Any) -> None:
+def describe(writer: RunWriter, plan: Study) -> None:
     """Write the study's description to run.json, and a first task, so that an interruption leaves a trace."""
-    from moescope.decoder.routers import router_class
-
     arms = [
         {
             "name": arm.name,
             "question": arm.question,
             "overrides": arm.overrides,
             "axes": arm.axes,
-            "router_facts": router_class(arm.config.model.router).facts(arm.config.model),
             "trainings": {str(seed): f"{TRAININGS}/{arm.training_name(seed)}" for seed in plan.seeds},
         }
         for arm in plan.arms
     ]
     info: dict[str, Any] = {"reference": plan.reference, "references": plan.references}
     info |= {"seeds": list(plan.seeds), "base": plan.as_dict()["base"], "claims_significance": plan.claims}
-    if config is not None:
-        info["asked"] = {"config": str(config) if isinstance(config, str | Path) else None}
     resumed = [task for task in writer.done_tasks() if task != "study"]
     writer.save_info(**info, arms=arms, checkpoints=[], tasks_resumed=len(resumed))
     if "study" not in writer.done_tasks():
@@ -261,7 +293,7 @@ def write_current_tables(writer: RunWriter, plan: Study) -> None:
     """Write all tables as they are now: an unfinished study can be read and reported on."""
     frames = current_tables(writer, plan)
     for name, frame in frames.items():
-        write_table(name, frame, writer.path / f"{name}.parquet")
+        write_table(TABLES[name], frame, writer.path / f"{name}.parquet")
     writer.save_info(warnings=warnings_of(plan, frames["study_runs"]))
 
 
@@ -271,7 +303,23 @@ def current_tables(writer: RunWriter, plan: Study) -> dict[str, pd.DataFrame]:
     frames = {table: joined(writer, table) for table in TASK_TABLES}
     frames["study_runs"] = with_not_run(frames["study_runs"], plan)
     frames["study_comparisons"] = compare(frames["study_runs"], plan.reference, plan.references)
-    return frames
+    axes = axis_rows(plan)
+    return {**frames, "study_axes": axes} if len(axes) else frames
+
+
+def axis_rows(plan: Study) -> pd.DataFrame:
+    import pandas as pd
+
+    rows = [
+        {"arm": arm.name, "axis": axis, "value": as_number(value), "label": str(value)}
+        for arm in plan.arms
+        for axis, value in arm.axes.items()
+    ]
+    return pd.DataFrame(rows, columns=list(TABLES["study_axes"].columns))
+
+
+def as_number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def joined(writer: RunWriter, table: str) -> pd.DataFrame:
@@ -289,7 +337,11 @@ def with_not_run(runs: pd.DataFrame, plan: Study) -> pd.DataFrame:
 
     present = set(zip(runs["arm"], runs["seed"], strict=True))
     rest = [
-        {"arm": arm.name, "seed": seed, "question": arm.question, "status": NOT_RUN, **costs(arm.config)}
+        {
+            **{"arm": arm.name, "seed": seed, "question": arm.question, "status": NOT_RUN},
+            **costs(arm.config),
+            **routing_size(arm.config),
+        }
         for arm, seed in plan.trainings
         if (arm.name, seed) not in present
     ]
@@ -334,3 +386,19 @@ def warnings_of(plan: Study, runs: pd.DataFrame) -> list[str]:
     if runs.loc[runs["status"] == "done", "noise_low"].isna().any():
         warnings.append("no evaluation noise: fewer than 20 validation documents; give more text")
     return warnings
+
+
+VERB = Verb(
+    "study",
+    study,
+    tables=TABLES,
+    figures=[*ARM_FIGURES, *CURVE_FIGURES],
+    summary=summary,
+    sections=sections,
+    select=select,
+    guide=guide,
+    title=page_title,
+    grows=True,
+    dry_run=plan_study,
+    dry_run_lines=plan_lines,
+)

@@ -107,47 +107,48 @@ class Draft:
 def read_study(path: str | Path) -> Study:
     """Read a study from a TOML file."""
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(
             f"cannot read {path}: {error.strerror or error}; give the path of a TOML file"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid TOML: {error}") from None
-    return study_from(given, str(path))
+    return study_from(content, str(path))
 
 
-def study_from(given: dict[str, Any], where: str = "study") -> Study:
+def study_from(content: dict[str, Any], where: str = "study") -> Study:
     """Return the checked study of a dictionary as in a TOML file: all arms can be built and are different."""
-    for key in given:
+    for key in content:
         if key not in KEYS:
             raise unknown_key(f"{where}: unknown key", key, list(KEYS))
-    base = base_config(given, where)
+    base = base_config(content, where)
     drafts = [
-        *listed_arms(given.get("arms", {}), where),
-        *grid_arms(given.get("axes", {}), base, where),
-        *ablation_arms(given.get("ablations"), where),
+        *listed_arms(content.get("arms", {}), where),
+        *grid_arms(content.get("axes", {}), base, where),
+        *ablation_arms(content.get("ablations"), where),
     ]
     arms = distinct([build_arm(draft, base, where) for draft in drafts], where)
     if len(arms) < 2:
         raise BadInput(
             f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations"
         )
-    reference = check_reference(given.get("reference"), arms, where)
-    references = question_references(given, arms, where)
+    reference = check_reference(content.get("reference"), arms, where)
+    references = question_references(content, arms, where)
     arms = share_attention(arms, drafts, base, reference, where)
     check_shared(arms, where)
-    keep = given.get("keep", "last")
+    keep = content.get("keep", "last")
     if keep not in KEEP:
         raise unknown_name("keep", str(keep), list(KEEP))
-    return Study(tuple(arms), reference, read_seeds(given.get("seeds", SEEDS), where), base, references, keep)
+    seeds = read_seeds(content.get("seeds", SEEDS), where)
+    return Study(tuple(arms), reference, seeds, base, references, keep)
 
 
-def base_config(given: dict[str, Any], where: str) -> LabConfig:
-    name = given.get("preset", "nano")
+def base_config(content: dict[str, Any], where: str) -> LabConfig:
+    name = content.get("preset", "nano")
     if not isinstance(name, str):
         raise BadInput(f"{where}: preset must be text, not {name!r}")
-    base = given.get("base", {})
+    base = content.get("base", {})
     if not isinstance(base, dict):
         raise BadInput(f"{where}: [base] must be a table, not {base!r}")
     train = base["train"] if isinstance(base.get("train"), dict) else {}
@@ -164,25 +165,25 @@ def base_config(given: dict[str, Any], where: str) -> LabConfig:
     return replace(config, train=replace(config.train, seed=0, paired_weights=True))
 
 
-def read_seeds(given: Any, where: str) -> tuple[int, ...]:
-    number = isinstance(given, int) and not isinstance(given, bool)
-    seeds = list(range(max(given, 0))) if number else given
+def read_seeds(value: Any, where: str) -> tuple[int, ...]:
+    number = isinstance(value, int) and not isinstance(value, bool)
+    seeds = list(range(max(value, 0))) if number else value
     valid = isinstance(seeds, list) and all(
         isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 2**63 for s in seeds
     )
     if not valid or len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise BadInput(
             f"{where}: seeds must be a number from 2 or a list of at least two different whole "
-            f"numbers, not {given!r}"
+            f"numbers, not {value!r}"
         )
     return tuple(seeds)
 
 
-def listed_arms(given: Any, where: str) -> Iterator[Draft]:
+def listed_arms(tables: Any, where: str) -> Iterator[Draft]:
     """Yield the arms of [arms], each with its changes to the base."""
-    if not isinstance(given, dict):
-        raise BadInput(f"{where}: [arms] must be a table of arms, not {given!r}")
-    for name, changes in given.items():
+    if not isinstance(tables, dict):
+        raise BadInput(f"{where}: [arms] must be a table of arms, not {tables!r}")
+    for name, changes in tables.items():
         if not isinstance(changes, dict):
             raise BadInput(f"{where}: [arms.{name}] must be a table, not {changes!r}")
         for key in changes:
@@ -198,19 +199,19 @@ def listed_arms(given: Any, where: str) -> Iterator[Draft]:
         yield Draft(name, overrides, question or "main", axes)
 
 
-def grid_arms(given: Any, base: LabConfig, where: str) -> Iterator[Draft]:
+def grid_arms(lists: Any, base: LabConfig, where: str) -> Iterator[Draft]:
     """Yield an arm for every combination of the axes' values.
 
     An axis is a dotted key with a list of values, or a name with a table of named changes:
     [axes.size] S = {model = {...}}.
     """
-    if not isinstance(given, dict):
-        raise BadInput(f"{where}: [axes] must be a table of lists, not {given!r}")
-    if not given:
+    if not isinstance(lists, dict):
+        raise BadInput(f"{where}: [axes] must be a table of lists, not {lists!r}")
+    if not lists:
         return
-    axes = [axis(key, values, where) for key, values in given.items()]
-    ends = [key.split(".")[-1] for key in given]
-    short = {key: end if ends.count(end) == 1 else key for key, end in zip(given, ends, strict=True)}
+    axes = [axis(key, values, where) for key, values in lists.items()]
+    ends = [key.split(".")[-1] for key in lists]
+    short = {key: end if ends.count(end) == 1 else key for key, end in zip(lists, ends, strict=True)}
     for point in itertools.product(*axes):
         overrides: Overrides = {}
         for changes in sorted((change.overrides for change in point), key=names_router, reverse=True):
@@ -283,14 +284,14 @@ def question_of(point: tuple[Value, ...]) -> str:
     return "sweep" if any((table, key) != ("model", "router") for table, key in changed) else "main"
 
 
-def ablation_arms(given: Any, where: str) -> Iterator[Draft]:
+def ablation_arms(router: Any, where: str) -> Iterator[Draft]:
     """Yield the complete router, and variants with one part removed."""
-    if given is None:
+    if router is None:
         return
-    if not isinstance(given, str) or given not in ABLATED:
-        raise BadInput(f"{where}: ablations = {given!r}: give one of {', '.join(ABLATED)}")
-    for name, model in ABLATED[given].items():
-        yield Draft(f"{given}{name}", {"model": {"router": given, **model}}, "ablation")
+    if not isinstance(router, str) or router not in ABLATED:
+        raise BadInput(f"{where}: ablations = {router!r}: give one of {', '.join(ABLATED)}")
+    for name, model in ABLATED[router].items():
+        yield Draft(f"{router}{name}", {"model": {"router": router, **model}}, "ablation")
 
 
 ABLATED = {name: router.variants for name, router in ROUTERS.items() if router.variants}
@@ -338,21 +339,21 @@ def distinct(arms: list[Arm], where: str) -> list[Arm]:
     return list(unique.values())
 
 
-def check_reference(given: Any, arms: list[Arm], where: str) -> str:
+def check_reference(name: Any, arms: list[Arm], where: str) -> str:
     names = [arm.name for arm in arms]
-    if given is None:
+    if name is None:
         raise BadInput(f"{where}: no reference; name the arm to compare with: reference = {names[0]!r}")
-    if given not in names:
-        raise unknown_name("reference", str(given), names)
-    return str(given)
+    if name not in names:
+        raise unknown_name("reference", str(name), names)
+    return str(name)
 
 
-def question_references(given: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
+def question_references(content: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
     """Return the references of single questions; for ablations by default the complete router."""
-    named = given.get("references", {})
+    named = content.get("references", {})
     if not isinstance(named, dict):
         raise BadInput(f'{where}: references must be a table such as {{ablation = "spectra"}}, not {named!r}')
-    default = {"ablation": given["ablations"]} if given.get("ablations") else {}
+    default = {"ablation": content["ablations"]} if content.get("ablations") else {}
     for question, name in {**default, **named}.items():
         if question not in QUESTIONS:
             raise unknown_name("question", question, list(QUESTIONS))

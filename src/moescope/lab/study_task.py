@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -11,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from moescope.lab.train import STATE, Job, lock_training, make_data, run_training, saved_checkpoints
 from moescope.progress import unsaid_alerts
-from moescope.run import Run, jsonable, read_run_json, write_json
+from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
 from moescope.storage import check_disk, sync_file, sync_folder
-from moescope.weights.verb import finished_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +81,8 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     text = load_text(task.study, task.corpus, task.config)
     identity = {"arguments": {**jsonable(asdict(task.config)), "from": None}, "corpus": task.corpus}
     sources = (task.config, text.corpus, text.vocabulary, identity, None)
-    job = Job(task.folder, *sources, device, Ranks(), True, text.data, tick)
+    command = shlex.join(["moescope", "study", "--resume", "--out", str(task.study.resolve())])
+    job = Job(task.folder, *sources, device, Ranks(), True, command, text.data, tick)
     run = finished_run(task.folder, identity)
     if run is not None:
         for _ in range(task.config.train.steps):
@@ -89,11 +90,11 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     elif device.startswith("cuda"):
         torch.cuda.init()  # type: ignore[no-untyped-call] # a process without a GPU context has nothing to reset
         torch.cuda.reset_peak_memory_stats()
-    row = {**task.keys, "question": task.question, **costs(task.config)}
+    row = {**task.keys, "question": task.question, **costs(task.config), **routing_size(task.config)}
     try:
         # Alerts are in each training's table; printed, they would not name their training.
         with unsaid_alerts(), lock_training(task.folder):
-            run = run or run_training(job, {"study": str(task.study.resolve()), **task.keys}, overwrite=False)
+            run = run or run_training(job)
         assert run is not None
         values, documents = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
@@ -129,6 +130,19 @@ def costs(config: LabConfig) -> dict[str, int]:
     return _COSTS[key]
 
 
+def routing_size(config: LabConfig) -> dict[str, int | None]:
+    """Return experts and top-k of the arm's router, if it routes, and tokens per step."""
+    from moescope.decoder.routers import router_class
+
+    model, train = config.model, config.train
+    facts = router_class(model.router).facts(model)
+    return {
+        "n_experts": model.experts if facts["routes"] else None,
+        "top_k": (facts["fixed_top_k"] or model.top_k) if facts["routes"] else None,
+        "tokens_per_step": train.batch_size * train.sequence_length,
+    }
+
+
 def measure(
     run: Run, task: TrainingTask, text: StudyText, device: str
 ) -> tuple[dict[str, float | None], pd.DataFrame]:
@@ -146,7 +160,7 @@ def measure(
     stability = checkpoint_stability(checkpoints, text.data.validation, device)
     last = load_over_steps(run)
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
-    values |= dict(zip(("noise_low", "noise_high"), noise or (None, None), strict=True))
+    values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
     values |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
     if stability is not None:
         values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}

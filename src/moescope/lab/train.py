@@ -24,7 +24,11 @@ from moescope.lab.corpus import (
     text_warnings,
     training_vocabulary,
 )
+from moescope.lab.figures_training import FIGURES
+from moescope.lab.report_training import guide, page_title, sections, select, summary
+from moescope.lab.tables import TRAIN_TABLES
 from moescope.progress import progress, unsaid_alerts
+from moescope.routing.report_monitor import MONITOR
 from moescope.routing.trace import trace
 from moescope.run import (
     TRAIN_LOCK,
@@ -34,20 +38,24 @@ from moescope.run import (
     check_folder,
     clear_run,
     default_folder,
+    finished_run,
     jsonable,
     now,
     read_run_json,
     write_json,
+    write_table,
 )
 from moescope.storage import check_disk, only_writer
-from moescope.weights.verb import finished_run, scan
+from moescope.verb import Verb
+from moescope.verbs import load_verb
+from moescope.weights.verb import scan
 
 if TYPE_CHECKING:
     from moescope.decoder.model import LabModel
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.training import Data, Training
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
 PARTS = ("scan", "trace", "validation")  # folders of a training's run besides its checkpoints
 STATE = "training_state.pt"
@@ -62,6 +70,7 @@ NO_REPORT = "no report"
 
 def train(
     config: str | Path | dict[str, Any] | LabConfig | None = None,
+    *,
     preset: str | None = None,
     router: str | None = None,
     from_: str | Path | None = None,
@@ -72,47 +81,48 @@ def train(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Train a small MoE language model; return its run with a scan, a trace and a report.
+    """Train a small MoE language model, then scan, trace and report on it.
 
-    An interrupted training continues exactly from its last checkpoint when the same command is repeated. For
-    several processes use `torchrun -m moescope train ...`.
+    Without text in the config it trains on text from this Python installation. An interrupted training
+    continues exactly from its last checkpoint: give the same command again. Several processes:
+    torchrun -m moescope train ...
 
     Parameters
     ----------
-    config
-        TOML file with the tables [model], [data] and [train], or its content.
-    preset
-        Defaults of the config: nano, small, medium, some_a4, some_b1, some_b2 or some_b3 (default: nano).
-    router
-        Router to train: switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some or dense.
-    from_
-        Lab checkpoint to start from (default: random weights).
-    out
-        Folder of the run.
-    resume
-        Continue the unfinished training in `out`, or the newest in runs/.
-    device
+    config : CONFIG.TOML, default the preset alone
+        TOML with the tables model, data and train; in Python also a dictionary.
+    preset : PRESET, default nano
+        Defaults of the config: nano, small, medium, some_a4, some_b1, some_b2 or some_b3.
+    router : ROUTER, default the preset's
+        switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some or dense.
+    from_ : MODEL, default random weights
+        Lab checkpoint to start from.
+    out : DIR, default runs/train-NAME-1
+        Run folder.
+    resume : bool
+        Continue the unfinished training in --out, or the newest one in runs/.
+    device : DEVICE
         auto, cpu, cuda or cuda:0.
-    seed
-        Seed of weights and data order (default: the config's).
-    overwrite
-        Replace a run in `out`.
-    quiet
-        Print nothing.
+
+    Other Parameters
+    ----------------
+    seed : SEED, default the config's
+        Seed of weights and data order.
+    overwrite : bool
+        Replace the run in --out.
+    quiet : bool
+        Print nothing but errors.
 
     Examples
     --------
     >>> run = moescope.train(preset="nano", router="loss_free")  # doctest: +SKIP
+    >>> run.figure("loss_by_step")  # doctest: +SKIP
     """
+    given = dict(locals())
     from moescope.decoder.ranks import process_group
 
-    folder = Path(out) if out is not None else None
-    if resume:
-        others = overwrite or any(value is not None for value in (config, preset, router, from_))
-        folder, settled, origin = resumed_config(folder, others)
-    else:
-        settled = settle(config, preset, router, from_, seed)
-        origin = None if from_ is None else str(Path(from_).resolve())
+    folder = None if out is None else Path(out)
+    folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
     with process_group(place) as ranks:
         if place == "cuda":
@@ -124,12 +134,13 @@ def train(
         name = f"{preset or 'nano'}-{settled.model.router}" if path is None else Path(path).stem
         folder = Path(ranks.broadcast_object(folder or default_folder("train", name, identity)))
         vocabulary = training_vocabulary(settled, corpus, origin)
-        job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet)
+        # a config made in Python is in run.json alone
+        command = VERB.command(given if config is path else {"resume": True, "out": folder})
+        job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet, command)
         with lock_training(folder) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             run = None if overwrite else finished_run(folder, identity)
             if not ranks.broadcast_object(run is not None):
-                asked = {"config": path and str(path), "preset": preset, "router": router, "from": origin}
-                run = run_training(job, None if resume else asked, overwrite)
+                run = run_training(job, overwrite, resume)
             if ranks.first:
                 assert run is not None
                 analyse(run, settled, corpus.domains, place, quiet)
@@ -143,6 +154,8 @@ def count_parameters(
     router: str | None = None,
     from_: str | Path | None = None,
     seed: int | None = None,
+    resume: bool = False,
+    out: str | Path | None = None,
 ) -> dict[str, Any]:
     """Return parameters, tokens and config of a training without training it; arguments as for `train`.
 
@@ -150,9 +163,28 @@ def count_parameters(
     --------
     >>> moescope.count_parameters(preset="some_a4")["parameters_total"]  # doctest: +SKIP
     """
-    settled = settle(config, preset, router, from_, seed)
+    folder = None if out is None else Path(out)
+    _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
     check_texts(settled)
-    return {**training_size(settled), "from": None if from_ is None else str(Path(from_).resolve())}
+    return {**training_size(settled), "from": origin}
+
+
+def read_settings(
+    config: str | Path | dict[str, Any] | LabConfig | None,
+    preset: str | None,
+    router: str | None,
+    from_: str | Path | None,
+    seed: int | None,
+    resume: bool,
+    folder: Path | None,
+    overwrite: bool = False,
+) -> tuple[Path | None, LabConfig, str | None]:
+    """Return folder, config and origin of a training: of the run to resume, or as the arguments say."""
+    if resume:
+        others = overwrite or any(value is not None for value in (config, preset, router, from_))
+        return resumed_config(folder, others)
+    origin = None if from_ is None else str(Path(from_).resolve())
+    return folder, settle(config, preset, router, from_, seed), origin
 
 
 def training_size(config: LabConfig) -> dict[str, Any]:
@@ -244,18 +276,20 @@ class Job:
     device: str
     ranks: Ranks
     quiet: bool
+    command: str  # that makes the run again
     data: Data | None = None  # the corpus as rows, where they exist already
     on_step: Callable[[], None] = lambda: None  # called after every step, resumed ones included
 
 
-def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run | None:
+def run_training(job: Job, overwrite: bool = False, resume: bool = False) -> Run | None:
     """Train to the end, from the last saved state if there is one; return the run on the first rank.
 
-    `asked` are the user's arguments; None for --resume, which needs a saved state.
+    With `resume` there must be a saved state.
     """
+    from moescope.lab.batches import unigram_loss
     from moescope.lab.training import Training
     from moescope.lab.training_state import load_state
-    from moescope.routing.monitor_loop import LoopMonitor
+    from moescope.routing.monitor import LoopMonitor
 
     config, corpus, ranks = job.config, job.corpus, job.ranks
     states = job.folder / "checkpoints"
@@ -266,13 +300,15 @@ def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run
             clear_training(job.folder)
     ranks.wait()  # until the folder is checked and cleared
     state = None if overwrite else load_state(states)
-    if asked is None and state is None:
+    if resume and state is None:
         raise BadInput(
             f"{job.folder}: stopped before its first checkpoint, so there is nothing to resume; repeat the "
             "first command"
         )
     data = job.data or make_data(config, corpus, job.vocabulary)
-    training = Training(config, initial_model(config, job.origin, job.device), data, job.device, ranks)
+    unigram = unigram_loss(data.train, data.validation, job.vocabulary.size)
+    model = initial_model(config, job.origin, job.device)
+    training = Training(config, model, data, job.device, ranks, unigram=unigram)
     if state is not None:
         training.restore(state)
     # Gradient norms need a second backward pass, which compiled graphs do not allow.
@@ -280,7 +316,7 @@ def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run
     monitor = LoopMonitor(
         job.folder, window_length(config.train), gradients_every=gradients_every, overwrite=state is None
     )
-    monitor.watch(training.model, training.step, verb="train", identity=job.identity)
+    monitor.watch(training.model, training.step, verb=VERB, identity=job.identity, command=job.command)
     try:
         if monitor.run is not None:
             warnings = [
@@ -288,12 +324,8 @@ def run_training(job: Job, asked: dict[str, Any] | None, overwrite: bool) -> Run
                 *settings_warnings(config),
                 *text_warnings(config, corpus, job.vocabulary),
             ]
-            monitor.run.writer.save_info(
-                **run_facts(job, data),
-                warnings=warnings,
-                checkpoints=saved_checkpoints(states),
-                **({} if asked is None else {"asked": asked}),
-            )
+            checkpoints = saved_checkpoints(states)
+            monitor.run.writer.save_info(**run_facts(job), warnings=warnings, checkpoints=checkpoints)
             save_validation(job.folder / "validation", corpus)
         run_steps(training, monitor, states, job)
         if monitor.run is not None:
@@ -397,13 +429,9 @@ def run_steps(training: Training, monitor: LoopMonitor, states: Path, job: Job) 
         training.run(monitor, states, save, show)
 
 
-def run_facts(job: Job, data: Data) -> dict[str, Any]:
-    """Return run.json's facts about a training: size, text, router, and the losses of baselines.
-
-    The uniform baseline covers all entries of the model's head, used or not, as an untrained model does.
-    """
+def run_facts(job: Job) -> dict[str, Any]:
+    """Return run.json's facts about a training: its size, its text and its router."""
     from moescope.decoder.routers import router_class
-    from moescope.lab.batches import unigram_loss
 
     model, size = job.config.model, training_size(job.config)
     return {
@@ -413,10 +441,6 @@ def run_facts(job: Job, data: Data) -> dict[str, Any]:
         "router_facts": router_class(model.router).facts(model),
         "vocabulary_size": job.vocabulary.size,
         "domains": job.corpus.sizes(),
-        "references": {
-            "uniform": math.log(model.vocabulary),
-            "unigram": unigram_loss(data.train, data.validation, job.vocabulary.size),
-        },
     }
 
 
@@ -446,7 +470,7 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
     Failures are warnings, since the training itself is done; the same command tries again.
     """
     from moescope.decoder.routers import router_class
-    from moescope.lab.key_metrics import key_facts
+    from moescope.lab.key_metrics import key_tables
     from moescope.reporting.verb import report
 
     router = router_class(config.model.router)
@@ -461,7 +485,7 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
 
     def attempt(name: str, failure: str, make: Callable[[Path, bool], Run]) -> None:
         try:
-            make_part(run.path / name, make)
+            make_part(run.path / name, load_verb(name), make)
         except BadInput as error:
             warnings.append(f"{failure}: {error}")
 
@@ -476,23 +500,25 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
     attempt("scan", NOT_SCANNED, run_scan)
     if routed:
         attempt("trace", NOT_TRACED, run_trace)
-    keys = {"keys": key_facts(run, config.model, models[-1])} if routed and router.has_keys else {}
+    if routed and router.has_keys:
+        for name, frame in key_tables(run, config.model, models[-1], chosen[-1]["step"]).items():
+            write_table(TRAIN_TABLES[name], frame, run.path / f"{name}.parquet")
     repeated = (NOT_SCANNED, NOT_TRACED, NO_REPORT)
     before = [warning for warning in run.info.get("warnings", []) if not warning.startswith(repeated)]
-    info = {**run.info, **keys, "warnings": [*dict.fromkeys([*before, *warnings])]}
+    info = {**run.info, "warnings": [*dict.fromkeys([*before, *warnings])]}
     if info != run.info:
         write_json(run.path / "run.json", info)
     if can_report and report_is_outdated(run.path):
         report(Run.load(run.path), quiet=quiet)
 
 
-def make_part(folder: Path, make: Callable[[Path, bool], Run]) -> Run:
+def make_part(folder: Path, verb: Verb, make: Callable[[Path, bool], Run]) -> Run:
     """Return the scan or trace in a training's folder, recomputed if outdated or damaged.
 
     Files that moescope did not write stay.
     """
     if folder.is_dir() and not (folder / "run.json").exists():  # killed while clearing, run.json goes first
-        clear_run(folder)
+        clear_run(folder, verb)
     try:
         return make(folder, False)
     except (OtherRun, DamagedRun):
@@ -514,3 +540,20 @@ def traced_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dic
         return saved
     apart = (len(saved) - 1) / (MOST_TRACED - 1)
     return [saved[round(at * apart)] for at in range(MOST_TRACED)]
+
+
+VERB = Verb(
+    "train",
+    train,
+    tables=TRAIN_TABLES,
+    figures=[*FIGURES, *MONITOR.figures],
+    summary=summary,
+    sections=sections,
+    select=select,
+    guide=guide,
+    title=page_title,
+    parts=("scan", "trace"),
+    grows=True,
+    dry_run=count_parameters,
+    dry_run_lines=size_lines,
+)

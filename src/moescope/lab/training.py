@@ -35,7 +35,7 @@ from moescope.lab.training_state import (
     shard_model,
     unsharded_model,
 )
-from moescope.routing.monitor_loop import LoopMonitor
+from moescope.routing.monitor import LoopMonitor
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
 BETAS = (0.9, 0.95)
@@ -61,6 +61,7 @@ class Training:
     ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    unigram: dict[str, float] = field(default_factory=dict)  # the baseline's loss by domain; "": all
 
     def __post_init__(self) -> None:
         self.sharded = self.config.train.parallel == "fsdp" and self.ranks.world > 1
@@ -188,10 +189,23 @@ class Training:
         size = max(self.config.train.batch_size // self.config.train.micro_batches, 1)
         rows, dtype = self.data.validation, self.config.train.dtype
         self.evaluations.append(asdict(evaluate(self.model, rows, self.step, size, self.device, dtype)))
-        if monitor.run is not None:
-            monitor.run.wait()  # its thread writes run.json, too
-            monitor.run.writer.save_info(evaluations=self.evaluations)
+        monitor.keep("evaluations", self.evaluation_rows())
         monitor.since += time.perf_counter() - began
+
+    def evaluation_rows(self) -> list[dict[str, Any]]:
+        """Return the last evaluation as rows of the table, all domains together first."""
+        last, uniform = self.evaluations[-1], math.log(self.config.model.vocabulary)
+        losses = {"": last["loss"], **last["domains"]}
+        return [
+            {
+                "step": last["step"],
+                "domain": domain,
+                "loss": loss,
+                "unigram_loss": self.unigram.get(domain),
+                "uniform_loss": uniform,
+            }
+            for domain, loss in losses.items()
+        ]
 
     def log(self, monitor: LoopMonitor, evaluated: bool) -> str:
         """Write a row of the steps table over the steps since the last; return the progress bar's text."""
@@ -203,6 +217,7 @@ class Training:
             "lm_loss": lm_loss,
             "aux_loss": aux_loss,
             "gradient_norm": norm,
+            "gradient_clip": self.config.train.clip or None,
             "learning_rate": learning_rate(self.step - 1, self.config.train),
             **(validation_columns(self.evaluations) if evaluated else {}),
         }

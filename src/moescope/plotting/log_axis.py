@@ -1,4 +1,4 @@
-"""Logarithmic axes that can be read: ticks written out as numbers, whiskers that end inside."""
+"""Logarithmic axes: ticks written as plain numbers, error bars cut where the axis ends."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import numpy as np
 
 from moescope.plotting.style import Trace, number
 
-LEAST = 3  # a whisker is followed down to the smallest drawn value over this
+LEAST = 3  # error bars are cut at the smallest drawn value divided by this
 
 
 def plain_log(data: list[Trace]) -> dict[str, object] | None:
-    """A logarithmic axis over all that is drawn, whiskers included; None where something is not positive."""
+    """A logarithmic axis over all values and error bars; None if one is not positive."""
     return log_axis(np.concatenate([reach(trace) for trace in data]))
 
 
 def log_axis(values: Iterable[float]) -> dict[str, object] | None:
-    """A logarithmic axis with ticks at 1, 2 and 5 (over three decades: at 1) written out, at even steps
-    where fewer than two of those lie among the values; None where one is not positive."""
+    """A logarithmic axis with ticks at 1, 2 and 5 (over three decades: at 1); None if one is not positive.
+
+    Ticks are evenly spaced where fewer than two of those lie among the values.
+    """
     drawn = np.asarray(values, float)
     drawn = drawn[np.isfinite(drawn)]
     if not drawn.size or drawn.min() <= 0:
@@ -35,14 +37,14 @@ def log_axis(values: Iterable[float]) -> dict[str, object] | None:
 
 
 def even_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, three to eight of them from low to high."""
+    """Three to eight multiples of 1, 2 or 5 times a power of ten, from low to high."""
     power = 10.0 ** np.floor(np.log10((high - low) / 3))
     step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 3)
     return [multiple * step for multiple in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
 
 
 def reach(trace: Trace) -> np.ndarray:
-    """All heights that a trace comes to: its points, and the ends of its whiskers."""
+    """All y values of a trace: its points and the ends of its error bars."""
     y = np.asarray(trace["y"], float)
     whiskers: dict[str, Any] = trace.get("error_y") or {}
     if not whiskers:
@@ -51,32 +53,24 @@ def reach(trace: Trace) -> np.ndarray:
 
 
 def cut_whiskers(data: list[Trace]) -> tuple[list[Trace], float | None]:
-    """The traces with whiskers that end where a logarithmic axis can show it, and where those were cut that
-    go further; else None.
+    """The traces with error bars cut to fit a logarithmic axis, and the value where any was cut.
 
-    An interval that reaches 0, or hardly stops before, would run out of such an axis, or stretch it until
-    nothing else is seen.
+    An interval that reaches 0 would leave such an axis, or stretch it until nothing else is visible.
     """
     points = np.concatenate([np.asarray(trace["y"], float) for trace in data])
     points = points[np.isfinite(points) & (points > 0)]
     if not points.size:
         return data, None
-    bottom = float(points.min()) / LEAST
-    cut = False
-    made = []
+    bottom, cut, traces = float(points.min()) / LEAST, False, []
     for trace in data:
         if whiskers := trace.get("error_y"):
             y, minus = np.asarray(trace["y"], float), np.asarray(whiskers["arrayminus"], float)
             beyond = (y > 0) & (y - minus < bottom)
             cut = cut or bool(beyond.any())
             trace = {**trace, "error_y": {**whiskers, "arrayminus": np.where(beyond, y - bottom, minus)}}
-        made.append(trace)
-    return made, bottom if cut else None
+        traces.append(trace)
+    return traces, bottom if cut else None
 
 
 def cut_words(bottom: float | None) -> str:
-    return (
-        ""
-        if bottom is None
-        else f" Whiskers that end at {number(bottom)} go further down, beyond this scale."
-    )
+    return "" if bottom is None else f" Error bars are cut at {number(bottom)}."

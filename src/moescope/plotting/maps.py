@@ -1,7 +1,4 @@
-"""Vectors laid out on a plane: principal components, and t-SNE and UMAP where the extra `maps` is installed.
-
-And how true the plane is.
-"""
+"""Two-dimensional maps of vectors: PCA, and t-SNE and UMAP with the extra `maps`; how faithful they are."""
 
 from __future__ import annotations
 
@@ -19,16 +16,13 @@ import numpy as np
 SEED = 0
 PERPLEXITY = 30.0  # of t-SNE; a third of the points where they are few
 NEIGHBOURS = 15  # of UMAP; all others where they are few
-NEAREST = 5  # neighbours by which a map is judged
-FEWEST = 8  # points from which on neighbourhoods can be told apart
+NEAREST = 5  # neighbours that are compared
+FEWEST = 8  # points that t-SNE and UMAP need
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """Points known by their inner products.
-
-    Everything a layout needs, and all that a table of cosines holds.
-    """
+    """Points given by their inner products, which is all that a table of cosines holds."""
 
     gram: np.ndarray
 
@@ -45,8 +39,7 @@ class Cloud:
 
 
 def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
-    """(coordinates on the first two principal components, their shares of the variance), from inner products
-    alone.
+    """(coordinates on the first two principal components, their shares of the variance).
 
     Eigenvectors of the doubly centred Gram matrix times the roots of their eigenvalues (Gower 1966).
     """
@@ -55,7 +48,7 @@ def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
     values = np.maximum(values[::-1], 0.0)
     share = values / values.sum() if values.sum() else np.zeros_like(values)
     coordinates = vectors[:, ::-1][:, :2] * np.sqrt(values[:2])
-    for column in range(coordinates.shape[1]):  # a component's sign is arbitrary: the largest is positive
+    for column in range(coordinates.shape[1]):  # fix the arbitrary sign: the largest is positive
         if coordinates[np.abs(coordinates[:, column]).argmax(), column] < 0:
             coordinates[:, column] *= -1
     return coordinates, share[:2]
@@ -65,38 +58,33 @@ def pca(cloud: Cloud) -> np.ndarray:
     return principal_plane(cloud)[0]
 
 
-def started(cloud: Cloud, spread: float) -> np.ndarray:
-    """The principal plane, scaled.
-
-    A start that keeps what is far apart far apart, and the same each time (Kobak & Linderman 2021).
-    """
+def initial_layout(cloud: Cloud, spread: float) -> np.ndarray:
+    """The scaled principal plane, a start that preserves global structure (Kobak & Linderman 2021)."""
     at = pca(cloud)
     size = at[:, 0].std()
     return np.asarray(at / size * spread if size else at).astype(np.float32)
 
 
 def tsne(cloud: Cloud) -> np.ndarray:
-    """t-SNE (van der Maaten & Hinton 2008) by scikit-learn, from the principal plane.
-
-    Distances between groups mean little.
-    """
+    """t-SNE (van der Maaten & Hinton 2008) by scikit-learn; distances between groups mean little."""
     from sklearn.manifold import TSNE
 
     method = TSNE(
         perplexity=perplexity(len(cloud.gram)),
         metric="precomputed",
-        init=started(cloud, 1e-4),
+        init=initial_layout(cloud, 1e-4),
         random_state=SEED,
     )
     return np.asarray(method.fit_transform(cloud.distances), float)
 
 
 @contextmanager
-def threads_as_before() -> Iterator[None]:
-    """Puts torch's number of threads back: numba, by which umap-learn is compiled, sets it for the whole
-    process when it starts its own,
-    and a training after a report would round otherwise than one before it."""
-    torch: Any = sys.modules.get("torch")  # where nobody has imported it, there is nothing to put back
+def restore_torch_threads() -> Iterator[None]:
+    """Restore torch's thread count, which numba (used by umap-learn) sets for the whole process.
+
+    Without this a training after a report would round differently from one before it.
+    """
+    torch: Any = sys.modules.get("torch")
     before = None if torch is None else torch.get_num_threads()
     try:
         yield
@@ -106,20 +94,15 @@ def threads_as_before() -> Iterator[None]:
 
 
 def umap(cloud: Cloud) -> np.ndarray:
-    """UMAP (McInnes, Healy & Melville 2018) by umap-learn, from the principal plane.
-
-    Distances between groups mean little.
-    """
-    with warnings.catch_warnings(), threads_as_before():
-        warnings.simplefilter(
-            "ignore"
-        )  # on its import about TensorFlow; on distances that it cannot map back
+    """UMAP (McInnes, Healy & Melville 2018) by umap-learn; distances between groups mean little."""
+    with warnings.catch_warnings(), restore_torch_threads():
+        warnings.simplefilter("ignore")  # about TensorFlow, and about precomputed distances
         from umap import UMAP
 
         method = UMAP(
             n_neighbors=neighbours(len(cloud.gram)),
             metric="precomputed",
-            init=started(cloud, 5.0),
+            init=initial_layout(cloud, 5.0),
             random_state=SEED,
             n_jobs=1,
         )
@@ -136,7 +119,7 @@ def neighbours(n: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to lay points out: its name, how, its setting for n points in words, and the package it needs."""
+    """A mapping method: its function, its settings for n points in words, and the package it needs."""
 
     name: str
     title: str
@@ -156,18 +139,15 @@ LAYOUTS = [
 ]
 
 
-def kept_neighbours(cloud: Cloud, at: np.ndarray) -> tuple[float, float, int]:
-    """(share of each point's nearest that are among its nearest on the plane, that share by chance.
-
-    How many nearest are looked at).
-    """
+def preserved_neighbours(cloud: Cloud, at: np.ndarray) -> tuple[float, float, int]:
+    """(share of each point's m nearest that are among its m nearest on the map, the chance level, m)."""
     n = len(at)
     m = max(min(NEAREST, (n - 1) // 2), 1)
     if n < 3:
         return float("nan"), float("nan"), m
     there, here = nearest(cloud.distances, m), nearest(Cloud.of_rows(at).distances, m)
-    kept = np.mean([len(np.intersect1d(a, b)) / m for a, b in zip(there, here, strict=True)])
-    return float(kept), m / (n - 1), m
+    share = np.mean([len(np.intersect1d(a, b)) / m for a, b in zip(there, here, strict=True)])
+    return float(share), m / (n - 1), m
 
 
 def nearest(distances: np.ndarray, m: int) -> np.ndarray:
@@ -178,10 +158,7 @@ def nearest(distances: np.ndarray, m: int) -> np.ndarray:
 
 @lru_cache
 def plane_of_directions(n: int, width: int) -> float:
-    """The share of variance that two axes hold of n random directions of that width.
-
-    Mean of 10 seeded draws.
-    """
+    """Share of variance on two axes of n random directions of that width: mean of 10 seeded draws."""
     generator = np.random.default_rng(0)
     shares = []
     for _ in range(10):

@@ -1,87 +1,48 @@
-"""The house style: one palette used the same way everywhere, and what a figure is.
+"""Figure building blocks: figure records, palettes, axes, common traces and words.
 
-Layers are sequential, experts and readings categorical, chance and nulls grey. A figure is plain data for
-plotly.js, so
-drawing needs no plotting library here; text and grid colours are left to the page, which knows whether it is
-dark.
+Layers take sequential colours, experts and views categorical ones, chance levels and nulls grey. A figure is
+plain data for plotly.js; text and grid colours are left to the page, which knows whether it is dark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-Tables = dict[str, pd.DataFrame]
-Trace = dict[str, Any]
+from moescope.verb import Figure as Figure
+from moescope.verb import FigureSpec as FigureSpec
+from moescope.verb import Slider as Slider
+from moescope.verb import Tables as Tables
+from moescope.verb import Trace as Trace
 
 GREY = "#8A9099"
-CATEGORICAL = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#8C62C7",
-    "#A3A500",
-)  # Okabe-Ito, no black
+# Okabe-Ito without black
+CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500")
 SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
 HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
 DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1.0, "#B2182B"]]
 LEGEND_UP_TO = 10
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("solid", "dash", "dot", "dashdot")
+CATEGORIES: dict[str, object] = {"type": "category", "nticks": 20, "tickangle": 0}
+FOLD = 8.0  # the widest colour scale of ratios, either way
+EXACT_CELLS = 64 * 64  # larger heatmaps carry no exact values for hovering: they would double the page
+RANDOM = "random routing"
+UNIFORM = "a uniform router"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """Something to look at.
+def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
+    """Rows of `routing_layers` of one metric, one per layer, without undefined values.
 
-    Traces and layout for plotly.js, a title made from the data, and where its words are defined.
+    The empty domain is all domains together.
     """
-
-    name: str
-    title: str
-    caption: str
-    columns: tuple[str, ...]  # the glossary entries it needs
-    data: list[Trace]
-    layout: dict[str, Any]
-    slider: Slider | None = None
-    height: int = 340
-
-
-@dataclass(frozen=True)
-class Slider:
-    """A choice that a reader slides through: of its traces, `per_value` in a row belong to each value."""
-
-    label: str
-    values: list[str]
-    start: int = 0
-    per_value: int = 1
-    titles: list[str] = field(
-        default_factory=list
-    )  # the figure's title at each value; the first shown is the figure's own
-    orders: list[list[str]] = field(default_factory=list)  # another order of the categories at each value
-    captions: list[str] = field(default_factory=list)  # the figure's caption at each value, where it changes
-
-
-@dataclass(frozen=True)
-class FigureSpec:
-    """A figure that can be drawn.
-
-    Its name, the tables it reads, and the function from those tables to the figure.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    draw: Callable[[Tables], Figure]
-    wide: bool = False
-    metrics: tuple[str, ...] = ()  # routing metrics it cannot do without
+    rows = tables["routing_layers"]
+    rows = rows[(rows["metric"] == metric) & (rows["domain"] == domain) & rows["value"].notna()]
+    return rows.sort_values("layer")
 
 
 def layer_colors(layers: Sequence[int]) -> dict[int, str]:
@@ -93,22 +54,15 @@ def layer_colors(layers: Sequence[int]) -> dict[int, str]:
 def blend(anchors: Sequence[str], position: float) -> str:
     place = min(max(position, 0.0), 1.0) * (len(anchors) - 1)
     low = min(int(place), len(anchors) - 2)
-    parts = [
-        round(
-            (1 - place + low) * int(anchors[low][i : i + 2], 16)
-            + (place - low) * int(anchors[low + 1][i : i + 2], 16)
-        )
-        for i in (1, 3, 5)
-    ]
+    ends = [[int(anchors[at][i : i + 2], 16) for i in (1, 3, 5)] for at in (low, low + 1)]
+    parts = [round((1 - place + low) * a + (place - low) * b) for a, b in zip(*ends, strict=True)]
     return "#" + "".join(f"{part:02X}" for part in parts)
 
 
 def category_style(index: int) -> dict[str, Any]:
-    """Colour, and once the colours are used up the dash, of the index-th category."""
-    return {
-        "color": CATEGORICAL[index % len(CATEGORICAL)],
-        "dash": DASHES[index // len(CATEGORICAL) % len(DASHES)],
-    }
+    """Colour and dash of the index-th category; the dash changes once the colours are used up."""
+    turn, color = divmod(index, len(CATEGORICAL))
+    return {"color": CATEGORICAL[color], "dash": DASHES[turn % len(DASHES)]}
 
 
 def base_layout(x: str, y: str, **more: Any) -> dict[str, Any]:
@@ -119,11 +73,25 @@ def base_layout(x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def k_axis(ks: Iterable[int]) -> dict[str, Any]:
-    """A logarithmic axis of k with the ladder's own rungs, every other one named where they are many."""
-    rungs = sorted(set(ks))
-    powers = [k for k in rungs if k & (k - 1) == 0] or rungs
+    """A logarithmic axis with ticks at the k grid's powers of two, every other one where they are many."""
+    grid = sorted(set(ks))
+    powers = [k for k in grid if k & (k - 1) == 0] or grid
     shown = powers if len(powers) <= 8 else powers[::2]
     return {"type": "log", "tickvals": shown, "ticktext": [f"{k:,}" for k in shown]}
+
+
+def layer_axis(layers: Iterable[int]) -> dict[str, object]:
+    """An axis with ticks at integer layers, at most 16."""
+    values = [int(layer) for layer in layers]
+    values = values[:: max(1, -(-len(values) // 16))]
+    return {"tickvals": values, "ticktext": [str(value) for value in values]}
+
+
+def step_axis(steps: Iterable[int]) -> dict[str, object]:
+    """An axis with ticks at measured steps, at most 10."""
+    values = [int(step) for step in steps]
+    values = values[:: max(1, -(-len(values) // 10))]
+    return {"tickvals": values, "ticktext": [f"{value:,}" for value in values]}
 
 
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
@@ -147,10 +115,7 @@ def layer_lines(
     hover: str = "%{y:.4g}",
     mode: str = "lines+markers",
 ) -> list[Trace]:
-    """One line a layer, along `order` (x unless given).
-
-    Named in a legend up to ten layers, by a colour bar beyond.
-    """
+    """One line per layer, along `order` (default: x); a legend up to ten layers, a colour bar beyond."""
     layers = sorted(frame["layer"].unique())
     colors = layer_colors(layers)
     many = len(layers) > LEGEND_UP_TO
@@ -180,10 +145,9 @@ def layer_lines(
 
 
 def layer_colorbar(layers: Sequence[int]) -> Trace:
-    """An invisible trace whose colour bar says which colour is which layer.
+    """An invisible trace whose colour bar maps colours to layers.
 
-    The bar is half a layer longer at both ends, so that the last layer's name stays clear of the title above
-    it.
+    The bar is half a layer longer at both ends, so that the last label stays clear of the bar's title.
     """
     first, last = float(min(layers)), float(max(layers))
     end = 0.5 / (last - first + 1)
@@ -213,16 +177,13 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
 
 
 def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
-    """Layers to be named on a scale: all, or every second, third, ... from the first."""
+    """At most `most` layers to label: all, or every second, third, ... from the first."""
     ordered = sorted(int(layer) for layer in layers)
     return ordered[:: -(-len(ordered) // most)]
 
 
 def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
-    """One line an expert.
-
-    Categorical colours up to 16, beyond that one grey-free tangle with the mean drawn over it.
-    """
+    """One line per expert up to 16 experts; beyond, thin lines without names and their mean on top."""
     x = list(x)
     if len(experts) <= 16:
         return [
@@ -239,7 +200,7 @@ def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], w
             for index, (expert, row) in enumerate(zip(experts, y_EX, strict=True))
         ]
     gap = np.full((len(experts), 1), np.nan)
-    tangled = {
+    each = {
         "type": "scatter",
         "mode": "lines",
         "name": "each expert",
@@ -258,7 +219,7 @@ def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], w
         "line": {"color": CATEGORICAL[0], "width": 2.5},
         "hovertemplate": f"mean<br>{what} %{{x}}<br>%{{y:.4g}}<extra></extra>",
     }
-    return [tangled, mean]
+    return [each, mean]
 
 
 def heatmap(
@@ -274,14 +235,11 @@ def heatmap(
     axes: tuple[str, str] = ("x", "y"),
     text: bool = False,
 ) -> Trace:
-    """A heatmap; diverging ones are symmetric about zero."""
+    """A heatmap; a diverging one is symmetric about zero."""
     if diverging:
-        edge = (
-            bound
-            if bound is not None
-            else max(float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0, 1e-12)
-        )
-        low, high = -edge, edge
+        if bound is None:
+            bound = max(float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0, 1e-12)
+        low, high = -bound, bound
     trace: Trace = {
         "type": "heatmap",
         "z": np.asarray(z, float),
@@ -301,8 +259,42 @@ def heatmap(
     return {key: value for key, value in trace.items() if value is not None}
 
 
+def ratio_range(matrices: Sequence[np.ndarray]) -> float:
+    """End of a shared colour scale of ratios: 2, 4 or 8, the least that holds 98 % of the cells."""
+    ratios = np.concatenate([matrix.ravel() for matrix in matrices])
+    ratios = np.maximum(ratios, 1 / np.where(ratios > 0, ratios, np.nan))
+    reach = np.nanquantile(ratios, 0.98) if np.isfinite(ratios).any() else FOLD
+    return next((fold for fold in (2.0, 4.0) if reach <= fold), FOLD)
+
+
+def ratio_heatmap(
+    times: np.ndarray,
+    x: Iterable[Any],
+    y: Iterable[Any],
+    axes: tuple[str, str],
+    what: str,
+    label: str,
+    fold: float = FOLD,
+) -> Trace:
+    """Ratios on a diverging log2 scale from 1/fold to fold, white at 1; zeros take the low end's colour."""
+    end = int(np.log2(fold))
+    names = {-3: "⅛", -2: "¼", -1: "½", -0.5: "0.7", 0: "1", 0.5: "1.4", 1: "2", 2: "4", 3: "8"}
+    ticks = [-1, -0.5, 0, 0.5, 1] if end == 1 else list(range(-end, end + 1))
+    exact = times.size <= EXACT_CELLS
+    with np.errstate(divide="ignore", invalid="ignore"):
+        doublings = np.clip(np.log2(times), -end, end)
+    trace = heatmap(doublings, list(x), list(y), diverging=True, bound=end, label=label)
+    trace["colorbar"] |= {
+        "tickvals": ticks,
+        "ticktext": [("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks],
+    }
+    value = "%{customdata}" if exact else "2 to the power of %{z:.2f}"
+    trace["hovertemplate"] = f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{value} {what}<extra></extra>"
+    return {**trace, "customdata": np.round(times, 4)} if exact else trace
+
+
 def named_layers(layers: Iterable[int]) -> str:
-    """ "layer 3", "layers 0 and 4", "layers 9 to 30", "layers 0, 2 and 5 to 9": for sentences."""
+    """ "layer 3", "layers 0 and 4", "layers 9 to 30", "layers 0, 2 and 5 to 9"."""
     values = sorted({int(layer) for layer in layers})
     if not values:
         return "no layer"
@@ -324,6 +316,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def span(values: pd.Series) -> str:
+    """ "0.2", or "0.2 to 0.9" where values differ."""
+    low, high = number(values.min()), number(values.max())
+    return low if low == high else f"{low} to {high}"
+
+
 def from_to(low: float, low_place: str, high: float, high_place: str) -> str:
     """ "runs from 3 (layer 0) to 9 (layer 4)", or "is 3 throughout" where both print the same."""
     if number(low) == number(high):
@@ -340,7 +338,7 @@ def capital(sentence: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number as people write it: three significant digits, no exponent in between."""
+    """A number with three significant digits, without exponent from 0.001 up."""
     if value is None or not math.isfinite(value):
         return "undefined"
     if value < 0:
@@ -360,6 +358,6 @@ def byte_size(count: float) -> str:
 
 
 def reference_k(ks: Iterable[int]) -> int:
-    """k = 128 where it exists, else the median of the ladder: where experts are compared at one k."""
-    rungs = sorted(set(ks))
-    return 128 if 128 in rungs else rungs[len(rungs) // 2]
+    """The k at which experts are compared: 128 where the k grid has it, else the grid's median."""
+    grid = sorted(set(ks))
+    return 128 if 128 in grid else grid[len(grid) // 2]

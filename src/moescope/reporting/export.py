@@ -1,7 +1,8 @@
-"""Figures as pictures for papers, through kaleido (the extra `export`)."""
+"""Figures as files for papers, through kaleido (the extra `export`)."""
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -10,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
-from moescope.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER, OVER_STEPS, ROUTING
-from moescope.plotting.style import Figure
-from moescope.reporting.run_kinds import kind_of
-from moescope.routing.figures_metrics import can_draw
-from moescope.routing.report_views import load_trace, routing_views
+from moescope.reporting.page import with_parts
 from moescope.run import Run
-from moescope.weights.report_findings import run_names, views
+from moescope.verb import Figure, Section, Selection
 
 PAPER: dict[str, Any] = {
     "paper_bgcolor": "white",
@@ -29,85 +26,65 @@ AXIS = {"gridcolor": "#e4e7eb", "zerolinecolor": "#cfd4da", "linecolor": "#9aa1a
 
 
 def check_export(folder: Path) -> None:
-    """Refuse before the report is built what would fail after it."""
+    """Reject before the report is built what would fail after it."""
     if find_spec("kaleido") is None:
         raise BadInput("figures as files need kaleido; install it with: python -m pip install kaleido")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(
-            f"{folder}: cannot be written ({error.strerror}); give another folder to --figures"
+            f"{folder}: cannot be written ({error.strerror}); give another --figures folder"
         ) from None
 
 
 def export_figures(runs: list[Run], folder: Path, format: str, quiet: bool = False) -> list[Path]:
-    """Write every figure as a file, sliders at their starting value.
+    """Write every figure of the report as a file, sliders at their starting value.
 
-    Of weights `<number of the reading>-<matrix>-<router>-<figure>.<format>`, of routing `routing<number of
-    the view>-step<step>-<phase>-<figure>.<format>`.
+    Files are named `<verb><number of the run>-<section>-<view>-<figure>.<format>`.
     """
     check_export(folder)
     import kaleido
 
-    written, jobs = [], []
-    for name, figure in [*kind_figures(runs), *weight_figures(runs), *routing_figures(runs)]:
+    jobs = {}
+    for name, figure in report_figures(runs):
         path = folder / f"{name}.{format}"
         size = {"height": figure.height + 60, "width": 720, "scale": 2 if format == "png" else 1}
-        jobs.append({"fig": paper_figure(figure), "path": path, "opts": {"format": format, **size}})
-        written.append(path)
-    kaleido.write_fig_from_object_sync(jobs, cancel_on_error=True)  # else it keeps its errors to itself
+        jobs[path] = {"fig": paper_figure(figure), "path": path, "opts": {"format": format, **size}}
+    kaleido.write_fig_from_object_sync(list(jobs.values()), cancel_on_error=True)  # else errors are silent
     if not quiet:
-        print(f"{len(written)} figures in {folder}", file=sys.stderr)
-    return written
+        print(f"{len(jobs)} figures in {folder}", file=sys.stderr)
+    return list(jobs)
 
 
-def kind_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
-    """Figures of the other verbs' runs, section after section."""
-    for index, run in enumerate(runs):
-        if (kind := kind_of(run)) is not None:
-            for section in kind.sections(run):
-                for number, (spec, tables) in enumerate(section.figures):
-                    yield f"{kind.verb}{index}-{section.anchor}-{number}-{spec.name}", spec.draw(tables)
+def report_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
+    """Yield every figure of the runs' sections, with a name for its file."""
+    shown = with_parts(runs)
+    for index, run in enumerate(shown):
+        for section in run.verb.sections(run, Selection()):
+            yield from section_figures(section, f"{run.verb.name}{index}")
+    for name, verb in {run.verb.name: run.verb for run in shown}.items():
+        for section in verb.overlay([run for run in shown if run.verb.name == name]):
+            yield from section_figures(section, f"{name}-all")
 
 
-def weight_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
-    for index, reading in enumerate(views([run for run in runs if run.info["verb"] == "scan"])):
-        prefix = f"{index}-{reading.keys['matrix']}-{reading.keys['router'] or 'experts'}"
-        for spec in reading.drawable(ACROSS_LAYERS):
-            yield f"{prefix}-{spec.name}", spec.draw(reading.tables)
-        for layer, tables in reading.by_layer():
-            for spec in reading.drawable((*ONE_LAYER, *COMPLETE_VIEW)):
-                yield f"{prefix}-layer{layer}-{spec.name}", spec.draw(tables)
-
-
-def routing_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
-    """Figures of every trace: of each step and phase shown, and over the steps."""
-    traces = [load_trace(run) for run in runs if run.info["verb"] == "trace"]
-    for index, view in enumerate(routing_views(traces, run_names(runs))):
-        for spec in ROUTING:
-            if can_draw(spec, view.tables):
-                yield f"routing{index}-step{view.step}-{view.phase}-{spec.name}", spec.draw(view.tables)
-    for index, trace in enumerate(trace for trace in traces if len(trace.steps) > 1):
-        tables = trace.in_main_phase()
-        for spec in OVER_STEPS:
-            if can_draw(spec, tables):
-                yield f"routing{index}-steps-{spec.name}", spec.draw(tables)
+def section_figures(section: Section, prefix: str) -> Iterator[tuple[str, Figure]]:
+    parts = [prefix, section.anchor, re.sub(r"\W+", "_", section.view).strip("_")]
+    place = "-".join(part for part in parts if part)
+    for spec, tables in section.figures:
+        yield f"{place}-{spec.name}", spec.draw(tables)
+    for inner in section.sections:
+        yield from section_figures(inner, place)
 
 
 def paper_figure(figure: Figure) -> dict[str, Any]:
-    """The figure on white; of a slider's traces only those of its starting value."""
-    from plotly.graph_objects import Figure as PlotlyFigure
-
-    data, title = figure.data, figure.title
-    if figure.slider is not None:
-        count = len(figure.slider.values) * figure.slider.per_value
-        first = figure.slider.start * figure.slider.per_value
-        data = [*data[first : first + figure.slider.per_value], *data[count:]]
-    lines = textwrap.wrap(title, 90)
-    heading = {"text": "<br>".join(lines), "x": 0.02, "xanchor": "left", "font": {"size": 14}}
-    layout = {**PAPER, "title": heading, **figure.layout}
-    layout["margin"] = {**PAPER["margin"], "t": 30 + 20 * len(lines)}
-    for axis in ("xaxis", "yaxis"):
-        layout[axis] = {**AXIS, **layout.get(axis, {})}
-    shown: dict[str, Any] = PlotlyFigure({"data": data, "layout": layout}).to_plotly_json()
+    """Return the figure on white, with its title and caption, as plain data."""
+    lines = [
+        *textwrap.wrap(figure.title, 90),
+        *(f"<sup>{line}</sup>" for line in textwrap.wrap(figure.caption, 120)),
+    ]
+    heading = {"text": "<br>".join(lines[:5]), "x": 0.02, "xanchor": "left", "font": {"size": 14}}
+    axes = {axis: {**AXIS, **figure.layout.get(axis, {})} for axis in ("xaxis", "yaxis")}
+    margin = {**PAPER["margin"], "t": 30 + 20 * len(lines[:5])}
+    layout = {**PAPER, "title": heading, **figure.layout, **axes, "margin": margin}
+    shown: dict[str, Any] = figure.to_plotly(**layout).to_plotly_json()
     return shown

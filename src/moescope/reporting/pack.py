@@ -1,11 +1,7 @@
-"""Figures and tables as compact JSON: large matrices as uint16, long lines as float32, both in base64.
-
-The page unpacks them.
-"""
+"""Figures and tables as JSON for the page: arrays as plotly's own typed arrays, numbers to six digits."""
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Sequence
@@ -14,47 +10,25 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moescope.glossary import COLUMNS
-from moescope.plotting.style import Figure
-from moescope.tables import table as table_spec
+from moescope.tables import Table
+from moescope.verb import Figure
 
-SMALL = 64  # up to so many numbers are written out
-MISSING = 65535
+SMALL = 64  # arrays of up to so many numbers are written out
 
 
-def pack_array(array: np.ndarray) -> Any:
-    """Lists for small arrays; matrices quantised to 65,535 levels between their ends (65535 = missing).
-
-    Lines as float32.
-    """
-    if array.dtype.kind in "iub":
-        return array.tolist()
-    if array.size <= SMALL:
+def typed_array(array: np.ndarray) -> Any:
+    """Return an array as plotly.js takes it: a list if it is small, else base64 of float32 or integers."""
+    if array.dtype.kind not in "iuf" or array.size <= SMALL:
         return plain(array.tolist())
-    if array.ndim == 2:
-        finite = array[np.isfinite(array)]
-        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-        scale = (high - low) or 1.0
-        levels = np.where(
-            np.isfinite(array), np.round((np.nan_to_num(array) - low) / scale * (MISSING - 1)), MISSING
-        )
-        return {
-            "u16": encode(levels.astype("<u2")),
-            "low": low,
-            "high": low + scale,
-            "shape": list(array.shape),
-        }
-    return {"f32": encode(array.astype("<f4"))}
+    from _plotly_utils.utils import to_typed_array_spec
 
-
-def encode(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode()
+    return to_typed_array_spec(array.astype(np.float32) if array.dtype.kind == "f" else array)
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: six significant digits, null where there is no number."""
+    """Return the value as JSON can hold it: six significant digits, null where there is no number."""
     if isinstance(value, np.ndarray):
-        return pack_array(value)
+        return typed_array(value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -76,6 +50,7 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
         "name": figure.name,
         "title": figure.title,
         "caption": figure.caption,
+        "details": figure.details,
         "columns": figure.columns,
         "height": figure.height,
         "wide": wide,
@@ -88,47 +63,42 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
             "start": slider.start,
             "per": slider.per_value,
             "orders": slider.orders,
-            "titles": slider.titles,
+            "captions": slider.captions,
         },
     }
 
 
-def table_payload(name: str, frame: pd.DataFrame, columns: list[str], title: str) -> dict[str, Any]:
-    """A table to show and to download; column heads link to the glossary."""
-    spec = table_spec(name)
-    return {
-        "name": name,
-        "title": title,
-        "columns": [
-            {
-                "name": column,
-                "title": spec.column(column).title or column.replace("_", " "),
-                "kind": spec.column(column).kind,
-                **(
-                    {"entry": f"{name}.{column}"} if f"{name}.{column}" in COLUMNS else {}
-                ),  # where the glossary has it
-            }
-            for column in columns
-        ],
-        "rows": [
-            [plain(value) for value in row] for row in frame[columns].itertuples(index=False, name=None)
-        ],
-    }
+def table_payload(table: Table, frame: pd.DataFrame, columns: Sequence[str], title: str) -> dict[str, Any]:
+    """Return a table to show and to download; column heads link to the glossary."""
+    heads = [
+        {
+            "name": name,
+            "title": table.column(name).title or name.replace("_", " "),
+            "kind": table.column(name).kind,
+            "entry": table.key(name),
+        }
+        for name in columns
+    ]
+    rows = frame[list(columns)].itertuples(index=False, name=None)
+    return {"name": table.name, "title": title, "columns": heads, "rows": [plain(list(row)) for row in rows]}
 
 
-def glance_payload(heads: Sequence[tuple[str, str, str]], rows: list[list[Any]]) -> dict[str, Any]:
-    """The summary's table, a row a layer that links to it; heads are (name, title, kind)."""
-    columns = [{"name": name, "title": title, "kind": kind} for name, title, kind in heads]
-    return {
-        "name": "layers_at_a_glance",
-        "title": "Layers at a glance",
-        "columns": columns,
-        "rows": plain(rows),
-        "links": True,
-    }
+def plain_table(
+    name: str,
+    title: str,
+    heads: Sequence[tuple[str, str, str]],
+    rows: Sequence[Sequence[Any]],
+    links: str = "",
+) -> dict[str, Any]:
+    """Return a table that stands in no file; heads are (glossary entry, title, kind).
+
+    With `links`, a cell of the column `layer` links to the folded section `<links><layer>` of the same view.
+    """
+    columns = [{"name": entry, "title": head, "kind": kind} for entry, head, kind in heads]
+    return {"name": name, "title": title, "columns": columns, "rows": plain(list(rows)), "links": links}
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand inside a script element: no text in it can end the element."""
+    """Return JSON that may stand inside a script element: no text in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

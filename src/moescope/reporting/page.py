@@ -1,389 +1,239 @@
-"""The report's content, put together: summary, glossary, figures and layers, as data for the template."""
+"""The content of the page: every run's summary and sections, as its verb gives them, for the template."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from moescope.comparison.report import charts_together
 from moescope.errors import BadInput
-from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, FigureSpec
-from moescope.glossary import COLUMNS
-from moescope.plotting.style import Tables, listed, number
-from moescope.reporting.joint import joint_entries, joint_missing
-from moescope.reporting.pack import glance_payload, script_json, table_payload
-from moescope.reporting.run_kind import RunKind, Section
-from moescope.reporting.run_kinds import kind_of
-from moescope.routing.metrics import DIAGNOSTICS, METRICS
-from moescope.routing.report import (
-    SECTIONS,
-    step_sections,
-    text_notice,
-    trace_command,
-    trace_coverage,
-    view_entry,
-)
-from moescope.routing.report_summary import trace_findings, which_findings
-from moescope.routing.report_views import TraceTables, first_shown, load_trace, routing_views, steps_left_out
+from moescope.plotting.style import listed, number
+from moescope.reporting.joint import joint_sections
+from moescope.reporting.pack import figure_payload, script_json
 from moescope.run import Run
-from moescope.tables import ROUTING_TABLES, SCAN_TABLES, TABLES, VIEW
-from moescope.weights.report import coverage_lines, drawn, experts_glance, layer_entry, verdict_name
-from moescope.weights.report_findings import View, findings, headline, run_names, view_words
-from moescope.weights.report_findings import views as scan_views
-
-WHOLE_TABLES = {  # shown across layers, besides the figures
-    "alignment_tests": "Tests and verdicts of every layer",
-    "ambiguity": "Ambiguity ranking",
-    "orthogonality": "Redundancy of experts over k",
-    "alignment_layers": "Every layer and k",
-}
-KEY_COLUMNS = {"step", "layer_name", *VIEW}
+from moescope.tables import Column
+from moescope.verb import FigureSpec, Section, Selection, Tables
 
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
-    """Everything the template needs.
-
-    Payloads are strings of JSON, drawn by the page when they come into view.
-    """
-    others = [(run, kind) for run in runs if (kind := kind_of(run)) is not None]
-    given = {run.path.resolve() for run in runs}
-    parts = [part for run, kind in others for part in kind.parts(run)]
-    runs = [*runs, *(part for part in parts if part.path.resolve() not in given)]
-    scans, traced = by_verb(runs)
-    found = scan_views(scans, len(runs) > 1) if scans else []
-    traces, names = [load_trace(run) for run in traced], run_names(runs)
-    views = routing_views(traces, names)
-    payloads: dict[str, str] = {}
-
-    def keep(name: str, value: Any) -> str:
-        payloads[name] = script_json(value)
-        return name
-
-    across, layers, glance = [], [], []
-    for index, reading in enumerate(found):
-        drawable = reading.drawable(ACROSS_LAYERS)
-        figures = [
-            keep(f"r{index}-{spec.name}", drawn(spec, reading.tables, reading.label)) for spec in drawable
-        ]
-        whole = {name: title for name, title in WHOLE_TABLES.items() if name in reading.tables}
-        tables = [
-            keep(f"r{index}-t-{name}", whole_table(reading, name, title)) for name, title in whole.items()
-        ]
-        across.append({"figures": figures, "tables": tables})
-        at_a_glance = glance_table(reading) if reading.has_rows else experts_glance(reading)
-        glance.append(keep(f"r{index}-glance", at_a_glance))
-        for layer, rows in reading.by_layer():
-            entry, payload = layer_entry(reading, layer, rows)
-            layers.append({"reading": index, **entry, "payload": keep(f"r{index}-l{layer}", payload)})
-    entries = [view_entry(view, index, keep) for index, view in enumerate(views)]
-    together = joint_entries(found, views, keep)
-    told = [
-        entry for index, (run, kind) in enumerate(others) for entry in section_entries(run, kind, index, keep)
+    """Return everything the template needs. Payloads are JSON, drawn by the page when they come into view."""
+    runs = with_parts(runs)
+    page = Page(run_names(runs))
+    summaries = [page.summary(run) for run in runs]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.verb.name, []).append(run)
+    sections = [entry for group in groups.values() for entry in page.sections(group)]
+    joint = [
+        {"anchor": section.anchor, "title": section.title, "parts": [page.entry(section, "all")]}
+        for section in joint_sections(runs)
     ]
-    told += [
-        section_entry(part, "all runs", part.anchor, keep)
-        for part in charts_together([run for run, _ in others])
-    ]
+    guides = [paragraph for run in runs for paragraph in run.verb.guide(run)]
+    glossary = glossary_sections(runs)
+    entries = {entry["key"]: entry for section in glossary for entry in section["entries"]}
     return {
         "title": page_title(runs),
-        "text_notice": text_notice(traces, [entry["excerpt"] for entry in entries]),
-        "runs": [
-            *(kind_entry(run, kind) for run, kind in others),
-            *(run_entry(run) for run in scans),
-            *(trace_entry(trace) for trace in traces),
-        ],
-        "headline": [
-            *(
-                {"run": names[run.path] if len(names) > 1 else "", "findings": kind.findings(run)}
-                for run, kind in others
-            ),
-            *scan_headlines(scans, found, names),
-            *trace_headlines(traces, names),
-        ]
-        + ([{"run": "Together", "findings": together[0]["words"]}] if together else []),
-        "readings": [{"label": reading.label, "findings": findings(reading)} for reading in found],
-        "across": across,
-        "glance": glance,
-        "with_rows": any(reading.has_rows for reading in found),
-        "with_pairs": any("similarity" in reading.tables for reading in found),
-        "compare": [
-            keep(f"c-{spec.name}", drawn(spec, stacked(alike, spec), "all readings"))
-            for spec in ACROSS_VIEWS
-            if len(alike := [reading for reading in found if reading.drawable([spec])]) > 1
-        ],
-        "steps": step_figures(found, keep),
-        "layers": layers,
-        "views": entries,
-        "first_view": first_shown(views) if views else 0,
-        "routing_sections": [
-            {"name": name, "title": title, "words": words} for name, title, _, words, _ in SECTIONS
-        ],
-        "over_steps": step_sections(traces, names, keep),
-        "together": together,
-        "together_missing": "" if together else joint_missing(found, views),
-        "told": told,
-        "how_to_read": list(dict.fromkeys(kind.reading for _, kind in others if kind.reading)),
-        "glossary": glossary_sections(
-            [
-                *dict.fromkeys(name for _, kind in others for name in kind.tables),
-                *(name for name in SCAN_TABLES if any(name in reading.tables for reading in found)),
-                *(ROUTING_TABLES if traces else ()),
-            ]
-        ),
-        "glossary_json": script_json(
-            {
-                name: asdict(column)
-                for name, column in (
-                    COLUMNS | {name: metric.column for name, metric in (METRICS | DIAGNOSTICS).items()}
-                ).items()
-            }
-        ),
-        "payloads": payloads,
+        "notices": list(dict.fromkeys(line for entry in summaries for line in entry["notices"])),
+        "runs": summaries,
+        "selectors": page.selectors(groups),
+        "guide": list(dict.fromkeys(guides)),
+        "glossary": glossary,
+        "glossary_json": script_json(entries),
+        "sections": [*sections, *joint],
+        "first": page.first,
+        "payloads": page.payloads,
     }
 
 
-def by_verb(runs: list[Run]) -> tuple[list[Run], list[Run]]:
-    """(scans, traces); a run of a kind the page knows nothing of is refused."""
-    for run in runs:
-        if run.info["verb"] not in ("scan", "trace") and kind_of(run) is None:
-            raise BadInput(
-                f"{run.path}: a run of {run.info['verb']!r}, of which there is no report; give another folder"
-            )
-    return [run for run in runs if run.info["verb"] == "scan"], [
-        run for run in runs if run.info["verb"] == "trace"
-    ]
+class Page:
+    """The payloads of one page, and the views that its sections belong to."""
 
+    def __init__(self, names: dict[Path, str]) -> None:
+        self.names = names
+        self.payloads: dict[str, str] = {}
+        self.views: dict[str, dict[tuple[Path, str], int]] = {}  # verb -> (run, view) -> number
+        self.first: list[str] = []  # payloads of the summary, which the page shows at once
 
-def scan_headlines(scans: list[Run], found: list[View], names: dict[Any, str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "run": names[run.path] if len(names) > 1 else "",
-            "findings": headline([reading for reading in found if reading.run is run]),
+    def keep(self, name: str, value: Any) -> str:
+        """Keep a payload and return its name."""
+        self.payloads[name] = script_json(value)
+        return name
+
+    def view_number(self, run: Run, view: str) -> int | None:
+        """Return the number of a view among all views of its verb on this page."""
+        if not view:
+            return None
+        known = self.views.setdefault(run.verb.name, {})
+        return known.setdefault((run.path, view), len(known))
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """Return a run's part of the summary, and what its provenance shows."""
+        if run.verb.summary is None:
+            raise BadInput(f"{run.path}: a run of {run.verb.name!r} has no report; give another folder")
+        summary = run.verb.summary(run)
+        before = set(self.payloads)
+        prefix = f"summary-{len(self.first)}-{len(before)}"
+        sections = [self.entry(section, prefix, run) for section in summary.sections]
+        self.first += [name for name in self.payloads if name not in before]
+        return {
+            "name": self.names[run.path],
+            "verb": run.verb.name,
+            "info": run.info,
+            "coverage": list(dict.fromkeys(summary.coverage)),
+            "key_numbers": [asdict(key) for key in summary.key_numbers],
+            "findings": summary.findings,
+            "notices": summary.notices,
+            "sections": sections,
+            "warnings": run.info.get("warnings", []),
+            "seconds": number(sum(run.info["timings"].values())),
         }
-        for run in scans
-    ]
+
+    def sections(self, group: list[Run]) -> list[dict[str, Any]]:
+        """Return the sections of all runs of one verb; those with the same anchor share one heading."""
+        verb = group[0].verb
+        merged: dict[str, dict[str, Any]] = {}
+        for index, run in enumerate(group):
+            for section in verb.sections(run, Selection()):
+                entry = self.entry(section, f"{verb.name}{index}", run)
+                entry["run"] = self.names[run.path] if len(self.names) > 1 else ""
+                top = merged.setdefault(
+                    section.anchor,
+                    {"anchor": f"{verb.name}-{section.anchor}", "title": section.title, "parts": []},
+                )
+                top["parts"].append(entry)
+        for section in verb.overlay(group):
+            entry = self.entry(section, f"{verb.name}-overlay")
+            top = {"anchor": f"{verb.name}-{section.anchor}", "title": section.title, "parts": [entry]}
+            merged[f"overlay {section.anchor}"] = top
+        return list(merged.values())
+
+    def entry(
+        self, section: Section, prefix: str, run: Run | None = None, view: int | None = None
+    ) -> dict[str, Any]:
+        """Return a section as data for the template; a folded one is a single payload, drawn when opened."""
+        if run is not None and section.view:
+            view = self.view_number(run, section.view)
+        place = f"{prefix}-{section.anchor}" if view is None else f"{prefix}-v{view}-{section.anchor}"
+        head = {
+            "id": place if run is None or view is None else f"{run.verb.name}-v{view}-{section.anchor}",
+            "title": section.title,
+            "view": view,
+            "group": run.verb.name if run is not None else "",
+            "label": self.label(run, section.view) if run is not None and section.view else "",
+            "folded": section.folded,
+            "line": section.line,
+            "badge": section.badge,
+            "run": "",
+        }
+        if section.folded:
+            return {**head, "payload": self.keep(place, folded_payload(section, place))}
+        where = str(head["label"] or section.title)
+        return {
+            **head,
+            "text": section.text,
+            "findings": section.findings,
+            "facts": section.facts,
+            "figures": [
+                self.keep(f"{place}-{count}-{spec.name}", drawn(spec, tables, where))
+                for count, (spec, tables) in enumerate(section.figures)
+            ],
+            "tables": [
+                self.keep(f"{place}-table{count}", table) for count, table in enumerate(section.tables)
+            ],
+            "widget": section.widget
+            and {"name": section.widget[0], "payload": self.keep(f"{place}-widget", section.widget[1])},
+            "sections": [self.entry(inner, place, run, view) for inner in section.sections],
+        }
+
+    def label(self, run: Run, view: str) -> str:
+        return f"{self.names[run.path]} · {view}" if len(self.names) > 1 else view
+
+    def selectors(self, groups: dict[str, list[Run]]) -> list[dict[str, Any]]:
+        """Return one selector per verb that has several views on this page."""
+        found = []
+        for name, views in self.views.items():
+            runs = {run.path: run for run in groups[name]}
+            labels = [self.label(runs[path], view) for path, view in views]
+            verb = groups[name][0].verb
+            own = [index for (path, _), index in views.items() if path == groups[name][0].path]
+            chosen = own[-1] if verb.opens_last else own[0]
+            found.append({"group": name, "label": verb.view_label, "views": labels, "first": chosen})
+        return found
 
 
-def trace_headlines(traces: list[TraceTables], names: dict[Any, str]) -> list[dict[str, Any]]:
-    """Each trace's findings at its last step in its main phase, and what changed over its steps."""
-    found = []
-    for trace in traces:
-        where = [names[trace.run.path]] if len(names) > 1 else []
-        where += [of] if (of := which_findings(trace)) else []
-        found.append({"run": ", ".join(where), "findings": trace_findings(trace)})
-    return found
+def folded_payload(section: Section, where: str) -> dict[str, Any]:
+    """Return a folded section's content, with the sections inside it."""
+    return {
+        "title": section.title,
+        "text": section.text,
+        "findings": section.findings,
+        "facts": section.facts,
+        "figures": [drawn(spec, tables, where) for spec, tables in section.figures],
+        "tables": section.tables,
+        "widget": section.widget,
+        "sections": [folded_payload(inner, where) for inner in section.sections],
+    }
+
+
+def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
+    """Return the figure as data; one that cannot be drawn fails the report, with its name and place."""
+    try:
+        return figure_payload(spec.draw(tables), spec.wide)
+    except Exception as error:
+        raise RuntimeError(
+            f"figure {spec.name} of {where} cannot be drawn: {type(error).__name__}: {error}"
+        ) from error
+
+
+def with_parts(runs: list[Run]) -> list[Run]:
+    """Return the runs and, after them, those inside them that the same page shows; each once."""
+    shown = {run.path.resolve(): run for run in runs}
+    for run in runs:
+        parts = run.parts if run.verb.parts else {}
+        for name in run.verb.parts:
+            if name in parts:
+                shown.setdefault(parts[name].path.resolve(), parts[name])
+    return list(shown.values())
+
+
+def run_names(runs: list[Run]) -> dict[Path, str]:
+    """Return a short name per run: its folder's, with the parent's where two runs share it."""
+    plain = [run.name for run in runs]
+    if len(set(plain)) < len(plain):
+        return {run.path: f"{run.path.resolve().parent.name}/{run.name}" for run in runs}
+    return {run.path: run.name for run in runs}
 
 
 def page_title(runs: list[Run]) -> str:
-    """What the runs call it themselves, else the models' names, or how many there are."""
-    told = [kind.title(run) for run in runs if (kind := kind_of(run)) is not None and kind.title is not None]
-    if told:
-        return listed(told)
-    names = list(
-        dict.fromkeys(Path(item["path"]).name for run in runs for item in run.info.get("checkpoints", []))
-    )
-    names = names or [run.name for run in runs]  # a trace may be imported without its model
+    """Return what the runs call themselves, else the names of their models."""
+    titles = [run.verb.title(run) for run in runs if run.verb.title is not None]
+    if titles:
+        return listed(titles)
+    paths = [item["path"] for run in runs for item in run.info.get("checkpoints", [])]
+    names = list(dict.fromkeys(Path(path).name for path in paths)) or [run.name for run in runs]
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
 
 
-def stacked(found: list[View], spec: FigureSpec) -> Tables:
-    """The tables a comparison needs, all views in one frame with a `view` column."""
-    return {
-        name: pd.concat(
-            [reading.tables[name].assign(view=reading.label, run=str(reading.run.path)) for reading in found],
-            ignore_index=True,
-        )
-        for name in spec.needs
-    }
-
-
-def step_figures(found: list[View], keep: Any) -> list[dict[str, Any]]:
-    """Figures against the step, for every run and reading that has several steps."""
-    groups: dict[tuple[Any, ...], list[View]] = {}
-    for reading in found:
-        groups.setdefault((reading.run.path, *(reading.keys[key] for key in VIEW)), []).append(reading)
-    sections = []
-    for number_, group in enumerate(group for group in groups.values() if len(group) > 1):
-        label = f"{group[0].run.name} · {view_words({**group[0].keys, 'fold_norm': False})}"
-        specs = group[0].drawable(ACROSS_STEPS)
-        names = [keep(f"s{number_}-{spec.name}", drawn(spec, stacked(group, spec), label)) for spec in specs]
-        sections += [{"label": label, "figures": names}] if names else []
-    return sections
-
-
-def whole_table(reading: View, name: str, title: str) -> dict[str, Any]:
-    columns = [column for column in TABLES[name].columns if column not in KEY_COLUMNS]
-    frame = reading.tables[name]
-    if name == "ambiguity":
-        frame = frame.sort_values(["rank", "layer"])
-        columns = ["rank", "layer", *(column for column in columns if column not in ("rank", "layer"))]
-    return table_payload(name, frame, columns, title)
-
-
-def glance_table(reading: View) -> dict[str, Any]:
-    """The one table of the summary: a row a layer, every number with its chance level beside it."""
-    tables = reading.tables
-    first = tables["orthogonality"].query("k == 1").set_index("layer")
-    ambiguity = tables["ambiguity"].set_index("layer")
-    rows = []
-    for test in tables["alignment_tests"].sort_values("layer").to_dict("records"):
-        layer = test["layer"]
-        facts = reading.facts(layer)
-        rows.append(
-            [
-                layer,
-                verdict_name(reading, layer, test["verdict"]),
-                facts["other_order"]["p"] if facts["other_order"] else test["p_accuracy"],
-                test["best_k"],
-                test["best_accuracy"],
-                facts["chance_accuracy"],
-                test["p_value"],
-                test["q_value"],
-                ambiguity.loc[layer, "ambiguity_score"],
-                first.loc[layer, "mean_abs"],
-                first.loc[layer, "chance"],
-                first.loc[layer, "n_pairs_above_0_7"],
-            ]
-        )
-    heads = [
-        ("layer", "layer", "int"),
-        ("verdict", "verdict", "text"),
-        ("p_accuracy", "verdict p", "float"),
-        ("best_k", "best k", "int"),
-        ("best_accuracy", "accuracy", "float"),
-        ("chance_accuracy", "by chance", "float"),
-        ("p_value", "alignment p", "float"),
-        ("q_value", "q", "float"),
-        ("ambiguity_score", "ambiguity", "float"),
-        ("mean_abs", "mean |cos|", "float"),
-        ("chance", "by chance", "float"),
-        ("n_pairs_above_0_7", "collapsed", "int"),
-    ]
-    return glance_payload(heads, rows)
-
-
-def run_entry(run: Run) -> dict[str, Any]:
-    """A run in the head and the foot of the page: what was scanned, how to do it again."""
-    arguments = run.info["arguments"]
-    command = ["moescope", "scan", *(item["path"] for item in run.info["checkpoints"])]
-    defaults = {
-        "matrix": ["gate"],
-        "router": ["raw"],
-        "k": [],
-        "fold_norm": False,
-        "precision": "fast",
-        "null": "closed",
-        "n_shuffles": 200,
-        "seed": 0,
-        "k_star": "max_margin",
-        "allow_full_rank": False,
-        "ambiguity_weights": [0.4, 0.3, 0.3],
-    }
-    if arguments.get("layers"):
-        command += ["--layers", ",".join(map(str, arguments["layers"][0]))]
-    for word, default in defaults.items():
-        value = arguments[word]
-        if value != default:
-            flag = f"--{word.replace('_', '-')}"
-            command += (
-                [flag]
-                if value is True
-                else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-            )
-    return {
-        "name": run.name,
-        "info": run.info,
-        "coverage": coverage_lines(run),
-        "command": shlex.join([*command, *(["--keep-going"] if run.info.get("keep_going") else [])]),
-        "warnings": run.info.get("warnings", []),
-        "seconds": number(sum(run.info["timings"].values())),
-    }
-
-
-def trace_entry(trace: TraceTables) -> dict[str, Any]:
-    run = trace.run
-    return {
-        "name": run.name,
-        "info": run.info,
-        "coverage": [*trace_coverage(run), *steps_left_out(trace)],
-        "command": trace_command(trace),
-        "warnings": run.info.get("warnings", []),
-        "seconds": number(sum(run.info["timings"].values())),
-    }
-
-
-def section_entries(run: Run, kind: RunKind, index: int, keep: Any) -> list[dict[str, Any]]:
-    """A run's own sections, drawn."""
-    return [
-        section_entry(section, run.name, f"o{index}-{section.anchor}", keep) for section in kind.sections(run)
-    ]
-
-
-def section_entry(section: Section, run: str, prefix: str, keep: Any) -> dict[str, Any]:
-    figures = [
-        keep(f"{prefix}-{number_}-{spec.name}", drawn(spec, tables, section.title))
-        for number_, (spec, tables) in enumerate(section.figures)
-    ]
-    tables = [keep(f"{prefix}-t{number_}", payload) for number_, payload in enumerate(section.tables)]
-    return {
-        "anchor": prefix,
-        "run": run,
-        "title": section.title,
-        "words": section.words,
-        "figures": figures,
-        "tables": tables,
-    }
-
-
-def kind_entry(run: Run, kind: RunKind) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "info": run.info,
-        "coverage": kind.coverage(run),
-        "command": kind.command(run),
-        "warnings": run.info.get("warnings", []),
-        "seconds": number(sum(run.info["timings"].values())),
-    }
-
-
-def glossary_sections(names: list[str]) -> list[dict[str, Any]]:
-    """The glossary by table, each entry once, where it first appears.
-
-    Routing metrics after the table that holds them.
-    """
+def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
+    """Return the glossary by table, each entry once, where it first appears; terms follow their table."""
+    tables = {name: run.verb.tables[name] for run in runs for name in run.tables}
     seen: set[str] = set()
     sections = []
-    for name in dict.fromkeys(names):
-        spec = TABLES[name]
-        entries = []
-        for column in spec.columns:
-            key = f"{name}.{column}" if f"{name}.{column}" in COLUMNS else column
-            if key not in seen:
-                seen.add(key)
-                entries.append({"key": key, "name": column, **asdict(spec.column(column))})
-        sections.append({"table": name, "meaning": spec.meaning, "entries": entries})
-        if name == "routing_layers":
-            metrics = [
-                {"key": name, "name": name, **asdict(metric.column)} for name, metric in METRICS.items()
-            ]
+
+    def entries(columns: dict[str, Column]) -> list[dict[str, Any]]:
+        new = {key: column for key, column in columns.items() if key not in seen}
+        seen.update(new)
+        return [{"key": key, "name": key.rpartition(".")[2], **asdict(column)} for key, column in new.items()]
+
+    for name, table in tables.items():
+        columns = {table.key(column): table.column(column) for column in table.columns}
+        sections.append({"table": name, "meaning": table.meaning, "entries": entries(columns)})
+        if table.terms:
             sections.append(
-                {"table": "routing_layers.metric", "meaning": "Every routing metric.", "entries": metrics}
+                {
+                    "table": f"{name}: terms",
+                    "meaning": "The names in its rows.",
+                    "entries": entries(dict(table.terms)),
+                }
             )
-            if "steps" in names:  # of a training
-                diagnosed = [
-                    {"key": name, "name": name, **asdict(metric.column)}
-                    for name, metric in DIAGNOSTICS.items()
-                ]
-                meaning = "What single routers of the lab say of themselves in training."
-                sections.append(
-                    {
-                        "table": "routing_layers.metric, of one router",
-                        "meaning": meaning,
-                        "entries": diagnosed,
-                    }
-                )
     return sections

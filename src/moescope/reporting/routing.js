@@ -1,23 +1,15 @@
 // Routing: the text coloured by expert, and what each expert does. Words of the text enter the page as text nodes only.
 (() => {
-  const { make, payload, unpack, tableElement, display, fillers } = window.moescope;
+  const { make, tableElement, display, widgets } = window.moescope;
   const HUES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500"];
   const times = (value) => (value === null ? "–" : display(value, "float"));
-  const cache = {};
-  const texts = (name) => (cache[name] ??= payload(name));
   const word = (text, attributes = {}) => make("bdi", attributes, text);
 
   // ---- the text
-  function layerChoices(text, position) {
-    const layer = text.layers[position];
-    if (!layer.rows) { layer.rows = unpack(layer.experts).map((row) => row.map((e) => (e === null ? -1 : Math.round(e)))); layer.weights = unpack(layer.gates); }
-    return layer;
-  }
+  const layerChoices = (text, position) => text.layers[position];
 
-  function fillText(slot) {
-    if (slot.dataset.done || !slot.offsetParent) return;
-    slot.dataset.done = "1";
-    const text = texts(slot.dataset.payload);
+  function fillText(slot, text) {
+    slot.classList.add("text-slot");
     const documents = make("select", { "aria-label": "document" }, ...text.documents.map((d, i) => make("option", { value: i }, `document ${d.number}${d.domain === "text" ? "" : ", " + d.domain}`)));
     const range = make("input", { type: "range", min: 0, max: text.layers.length - 1, value: 0, step: 1, "aria-label": "layer" });
     const shownLayer = make("output", {});
@@ -30,7 +22,7 @@
 
     function describe(index) {
       const layer = layerChoices(text, Number(range.value));
-      const rows = layer.rows[index].map((expert, place) => [expert, layer.weights[index][place]]).filter(([expert]) => expert >= 0);
+      const rows = layer.experts[index].map((expert, place) => [expert, layer.gates[index][place]]).filter(([expert]) => expert >= 0);
       return [make("strong", {}, word(text.words[index])), ` at ${index - first}`,
         ...rows.map(([expert, gate]) => make("div", {}, `expert ${expert}`, make("span", {}, gate === null ? "" : ` gate ${times(gate)}`)))];
     }
@@ -49,11 +41,11 @@
       const layer = layerChoices(text, Number(range.value));
       const wanted = focus.value === "" ? null : Number(focus.value);
       const counts = new Map();
-      spans.forEach((_, i) => { const e = layer.rows[first + i][0]; if (e >= 0) counts.set(e, (counts.get(e) || 0) + 1); });
+      spans.forEach((_, i) => { const e = layer.experts[first + i][0]; if (e >= 0) counts.set(e, (counts.get(e) || 0) + 1); });
       const ranked = [...counts].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
       const hue = new Map(ranked.slice(0, HUES.length).map(([expert], i) => [expert, HUES[i]]));
       spans.forEach((span, i) => {
-        const row = layer.rows[first + i], gates = layer.weights[first + i];
+        const row = layer.experts[first + i], gates = layer.gates[first + i];
         const place = wanted === null ? 0 : row.indexOf(wanted);
         const color = wanted === null ? hue.get(row[0]) : place >= 0 ? HUES[0] : undefined;
         // strength says how much of the gate the expert has; without gates all are alike
@@ -69,11 +61,11 @@
         make("span", { class: "key", style: `--hue:${hue.get(expert)}` }, `expert ${expert} (${((100 * count) / tokens).toFixed(0)} %)`)) : [make("span", { class: "key", style: `--hue:${HUES[0]}` }, `expert ${wanted} among the chosen`)]),
         ...(wanted === null && ranked.length > HUES.length ? [make("span", { class: "key plain" }, `${ranked.length - HUES.length} more, uncoloured`)] : []));
       const top = ranked[0];
-      const chosen = spans.filter((_, i) => layer.rows[first + i].includes(wanted)).length;
+      const chosen = spans.filter((_, i) => layer.experts[first + i].includes(wanted)).length;
       title.textContent = wanted === null
         ? (top ? `Layer ${layer.layer}: ${ranked.length} of ${layer.n} experts come first for a token here, expert ${top[0]} most often (${((100 * top[1]) / tokens).toFixed(0)} %; an even share is ${display(100 / layer.n, "float")} %)` : `Layer ${layer.layer}: no token was routed`) +
           (layer.same === null ? "" : `; over all documents shown, ${(100 * layer.same).toFixed(0)} % of tokens share their first expert with the token before, ${display(100 / layer.n, "float")} % by chance`)
-        : `Layer ${layer.layer}: expert ${wanted} is chosen at ${chosen} of ${tokens} tokens here; an even share is ${display((tokens * layer.rows[first].length) / layer.n, "float")}`;
+        : `Layer ${layer.layer}: expert ${wanted} is chosen at ${chosen} of ${tokens} tokens here; an even share is ${display((tokens * layer.experts[first].length) / layer.n, "float")}`;
       if (at >= 0) showTip(at);
     }
     function fillExperts() {
@@ -107,7 +99,7 @@
     fillExperts();
     showDocument();
   }
-  fillers["text-slot"] = fillText;
+  widgets.text = fillText;
 
   // ---- experts, filled when a layer is opened
   const ROLES = [["input", "at"], ["next", "before"], ["predicted", "predicting"]];
@@ -128,10 +120,7 @@
     if (expert.contexts.length) lines.push(make("details", {}, make("summary", {}, `where its gates are largest (${times(expert.mean_gate)} on average)`), ...expert.contexts.map((place) => context(place, expert.mean_gate))));
     return make("div", { class: "card" }, ...lines);
   }
-  function openRouted(details) {
-    if (!details.open || details.dataset.done) return;
-    details.dataset.done = "1";
-    const content = payload(details.dataset.payload);
+  function fillExperts(slot, content) {
     const cards = content.experts.map(card);
     const search = make("input", { type: "search", placeholder: "find a token or domain", "aria-label": "find a token or domain" });
     const order = make("select", { "aria-label": "order" }, make("option", { value: "number" }, "by number"), make("option", { value: "load" }, "by load"));
@@ -144,7 +133,7 @@
       if (order.value === "load") places.sort((a, b) => content.experts[b].times - content.experts[a].times);
       box.replaceChildren(...places.map((i) => cards[i]));
     });
-    details.querySelector(".body").append(make("div", { class: "controls" }, search, make("label", {}, "experts", order)), box, tableElement(content.table, true));
+    slot.append(make("div", { class: "controls" }, search, make("label", {}, "experts", order)), box, tableElement(content.table, true));
   }
-  document.querySelectorAll("details.routed").forEach((details) => details.addEventListener("toggle", () => openRouted(details)));
+  widgets.experts = fillExperts;
 })();

@@ -1,5 +1,5 @@
 "use strict";
-// The page: unpacks payloads when they come into view, draws figures, fills tables. No network, no state but theme and reading.
+// The page: unpacks payloads when they come into view, draws figures, fills tables. No network, no state but theme and selected views.
 (() => {
   const glossary = JSON.parse(document.getElementById("glossary-data").textContent);
   const payload = (name) => JSON.parse(document.getElementById("p-" + name).textContent);
@@ -13,22 +13,6 @@
     element.append(...children);
     return element;
   };
-
-  // ---- unpacking
-  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
-  function unpack(value) {
-    if (Array.isArray(value)) return value.map(unpack);
-    if (value === null || typeof value !== "object") return value;
-    if ("u16" in value) {
-      const levels = new Uint16Array(bytes(value.u16));
-      const [rows, columns] = value.shape;
-      const step = (value.high - value.low) / 65534;
-      return Array.from({ length: rows }, (_, r) =>
-        Array.from(levels.subarray(r * columns, (r + 1) * columns), (level) => (level === 65535 ? null : value.low + level * step)));
-    }
-    if ("f32" in value) return Array.from(new Float32Array(bytes(value.f32)), (x) => (Number.isNaN(x) ? null : x));
-    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, unpack(item)]));
-  }
 
   // ---- theme
   const root = document.documentElement;
@@ -56,8 +40,8 @@
   wanted.addEventListener("change", (event) => { setTheme(event.matches); repaint(); });
 
   // ---- figures
-  function definition(columns, caption) {
-    const box = make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"), make("p", {}, caption));
+  function definition(columns, details) {
+    const box = make("details", { class: "definition" }, make("summary", {}, "Definitions"), details ? make("p", {}, details) : "");
     for (const name of columns) {
       const entry = glossary[name];
       if (!entry) continue;
@@ -77,7 +61,8 @@
   // A picture is for paper: light whatever the page is, with its title in it.
   function picture(figure, plot) {
     const light = { "font.color": "#1a1d21", paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", "xaxis.gridcolor": "#e9ecef", "yaxis.gridcolor": "#e9ecef" };
-    const title = plot.closest("figure").querySelector("h4").textContent;
+    const frame = plot.closest("figure");
+    const title = `${frame.querySelector("h4").textContent}. ${frame.querySelector(".caption").textContent}`;
     const lines = title.match(/.{1,95}(\s|$)/g) || [title];
     const layout = assign(structuredClone(plot.layout), { ...light, title: { text: lines.map((line) => line.replaceAll("<", "&lt;")).join("<br>"), x: 0.02, font: { size: 14 } },
       margin: { ...plot.layout.margin, t: 70 + 20 * lines.length }, height: figure.height + 90, width: 900, autosize: false });
@@ -86,9 +71,9 @@
 
   function draw(figure, div) {
     const narrow = div.clientWidth < 480;
-    const data = unpack(figure.data);
+    const data = figure.data;
     if (figure.slider) shown(figure, figure.slider.start).forEach((visible, index) => { data[index].visible = visible; });
-    const layout = assign(unpack(figure.layout), {
+    const layout = assign(figure.layout, {
       ...themed(), "font.family": getComputedStyle(document.body).fontFamily, "font.size": narrow ? 11 : 12.5, height: figure.height, autosize: true,
       margin: { l: 58, r: 14, t: 8, b: 48 }, hovermode: "closest", "xaxis.automargin": true, "yaxis.automargin": true,
     });
@@ -104,9 +89,10 @@
   function figureElement(figure) {
     const div = make("div", { class: "plot", style: `height:${figure.height}px` });
     const title = make("h4", {}, figure.title);
-    const element = make("figure", { "data-name": figure.name }, title);
+    const caption = make("p", { class: "caption" }, figure.caption);
+    const element = make("figure", { "data-name": figure.name }, title, caption);
     if (figure.slider) {
-      const { label, values, start, orders, titles } = figure.slider;
+      const { label, values, start, orders, captions } = figure.slider;
       let position = start;
       const output = make("output", {}, values[start]);
       const range = make("input", { type: "range", min: 0, max: values.length - 1, value: start, step: 1, "aria-label": label });
@@ -118,7 +104,7 @@
       range.addEventListener("input", () => {
         position = Number(range.value);
         output.textContent = values[position];
-        if (titles.length) title.textContent = titles[position];
+        if (captions.length) caption.textContent = captions[position];
         Plotly.update(div, { visible: shown(figure, position) }, orders.length ? reorder() : {});
       });
       similar.addEventListener("change", () => Plotly.relayout(div, reorder()));
@@ -127,7 +113,7 @@
       if (orders.length) controls.append(make("label", {}, similar, "order by similarity"));
       element.append(controls);
     }
-    element.append(div, definition(figure.columns, figure.caption));
+    element.append(div, definition(figure.columns, figure.details));
     return { element, start: () => draw(figure, div) };
   }
 
@@ -152,7 +138,7 @@
     if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(/e(.*)$/, (_, power) => " × 10" + power.replace("+", "").replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]));
     return size >= 1000 ? value.toFixed(0) : value.toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
   }
-  function tableElement(table, folded, reading) {
+  function tableElement(table, folded, view) {
     const head = make("tr", {}, ...table.columns.map((column) => {
       const entry = column.entry ?? column.name;
       return make("th", { class: column.kind === "text" ? "text" : "" }, glossary[entry] ? make("a", { href: "#g-" + entry, title: glossary[entry].meaning }, column.title) : column.title);
@@ -160,7 +146,7 @@
     const rows = table.rows.map((row) => make("tr", {}, ...row.map((value, index) => {
       const kind = table.columns[index].kind;
       const cell = make("td", { class: (kind === "text" ? "text" : "") + (value === null ? " none" : "") });
-      if (table.links && table.columns[index].name === "layer") cell.append(make("a", { href: "#" + (typeof table.links === "string" ? table.links : `r${reading}-layer-`) + value }, String(value)));
+      if (table.links && view && table.columns[index].name === "layer") cell.append(make("a", { href: `#${view}-${table.links}${value}` }, String(value)));
       else cell.append(display(value, kind));
       return cell;
     })));
@@ -180,69 +166,73 @@
   function fillTable(slot) {
     if (slot.dataset.done) return;
     slot.dataset.done = "1";
-    slot.append(tableElement(payload(slot.dataset.payload), slot.dataset.folded, slot.dataset.reading || 0));
+    const of = slot.closest("[data-view]");
+    slot.append(tableElement(payload(slot.dataset.payload), slot.dataset.folded, of && `${of.dataset.group}-v${of.dataset.view}`));
+  }
+
+  // ---- widgets: drawn by a function that another script has registered
+  const widgets = {};
+  function fillWidget(slot) {
+    if (slot.dataset.done || !slot.offsetParent) return;
+    slot.dataset.done = "1";
+    widgets[slot.dataset.widget](slot, payload(slot.dataset.payload));
   }
 
   // ---- drawn when scrolled to
-  const fillers = { "figure-slot": fillFigure, "table-slot": fillTable };
+  const fillers = { "figure-slot": fillFigure, "table-slot": fillTable, "widget-slot": fillWidget };
   const observer = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) { observer.unobserve(entry.target); fillers[entry.target.classList[0]](entry.target); }
   }, { rootMargin: "400px" });
-  const watch = (node) => node.querySelectorAll(".figure-slot, .table-slot, .text-slot").forEach((slot) => { if (!slot.dataset.done) observer.observe(slot); });
+  const watch = (node) => node.querySelectorAll(".figure-slot, .table-slot, .widget-slot").forEach((slot) => { if (!slot.dataset.done) observer.observe(slot); });
 
-  // ---- layers, filled when opened
+  // ---- folded sections, filled when opened
   function slotFor(figure) { const slot = make("div", { class: "figure-slot" + (figure.wide ? " wide" : "") }); slot.figure = figure; return slot; }
-  function openLayer(details) {
+  function fillSection(body, content) {
+    if (content.text) body.append(...content.text.split("\n").map((words) => make("p", { class: "prose" }, words)));
+    if (content.findings.length) body.append(make("ul", { class: "findings" }, ...content.findings.map((line) => make("li", {}, line))));
+    const facts = Object.entries(content.facts);
+    if (facts.length) body.append(make("details", { class: "setup" }, make("summary", {}, "Setup"),
+      make("table", { class: "plain" }, make("tbody", {}, ...facts.map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, value)))))));
+    if (content.figures.length) body.append(make("div", { class: "grid" }, ...content.figures.map(slotFor)));
+    body.append(...content.tables.map((table) => tableElement(table, true)));
+    if (content.widget) { const slot = make("div", {}); body.append(slot); widgets[content.widget[0]](slot, content.widget[1]); }
+    for (const inner of content.sections) { body.append(make("h3", {}, inner.title)); fillSection(body, inner); }
+  }
+  function openFolded(details) {
     if (!details.open || details.dataset.done) return;
     details.dataset.done = "1";
-    const content = payload(details.dataset.payload);
     const body = details.querySelector(".body");
-    body.append(...content.verdict.map((words) => make("p", { class: "prose" }, words)));
-    body.append(make("details", { class: "setup" }, make("summary", {}, "Setup"),
-      make("table", { class: "plain" }, make("tbody", {}, ...content.setup.map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, value)))))));
-    body.append(make("div", { class: "grid" }, ...content.figures.map(slotFor)));
-    body.append(...content.tables.map((table) => tableElement(table, true)));
-    if (content.complete.length) body.append(make("h3", {}, "Complete view"), make("div", { class: "grid panels" }, ...content.complete.map(slotFor)));
+    fillSection(body, payload(details.dataset.payload));
     watch(body);
   }
-  document.querySelectorAll("details.layer:not(.routed)").forEach((details) => details.addEventListener("toggle", () => openLayer(details)));
+  document.querySelectorAll("details.folded").forEach((details) => details.addEventListener("toggle", () => openFolded(details)));
 
   // ---- links open what they point at
   function reveal() {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
-    const hidden = target.closest("[data-reading][hidden]");
-    if (hidden && select) { select.value = hidden.dataset.reading; showReading(); }
-    const unseen = target.closest("[data-view][hidden]");
-    if (unseen && viewSelect) { viewSelect.value = unseen.dataset.view; showView(); }
+    const hidden = target.closest("[data-view][hidden]");
+    const select = hidden && document.querySelector(`select[data-selects="${hidden.dataset.group}"]`);
+    if (select) { select.value = hidden.dataset.view; showView(select); }
     for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
     target.scrollIntoView();
   }
   window.addEventListener("hashchange", reveal);
 
-  // ---- which reading is shown
-  const select = document.getElementById("reading");
-  function showReading() {
-    const chosen = select ? select.value : "0";
-    document.querySelectorAll("[data-reading]").forEach((node) => { node.hidden = node.dataset.reading !== chosen; });
+  // ---- which view is shown
+  function showView(select) {
+    document.querySelectorAll(`[data-group="${select.dataset.selects}"]`).forEach((node) => { node.hidden = node.dataset.view !== select.value; });
   }
-  if (select) select.addEventListener("change", showReading);
-  showReading();
-  const viewSelect = document.getElementById("view");
-  function showView() {
-    const chosen = viewSelect ? viewSelect.value : "0";
-    document.querySelectorAll("[data-view]").forEach((node) => { node.hidden = node.dataset.view !== chosen; });
-  }
-  if (viewSelect) viewSelect.addEventListener("change", showView);
-  showView();
+  document.querySelectorAll("select[data-selects]").forEach((select) => { select.addEventListener("change", () => showView(select)); showView(select); });
   document.querySelectorAll("#summary .table-slot").forEach(fillTable);
   document.addEventListener("DOMContentLoaded", () => { watch(document); reveal(); });  // when all payloads and plotly are there
 
-  window.moescope = { make, payload, unpack, tableElement, display, fillers };
+  window.moescope = { make, tableElement, display, widgets };
 
   // ---- paper has no scrolling: draw what is open before it is printed
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll(".table-slot").forEach((slot) => { if (slot.offsetParent) fillTable(slot); });
     document.querySelectorAll(".figure-slot").forEach(fillFigure);
+    document.querySelectorAll(".widget-slot").forEach(fillWidget);
   });
 })();

@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 from moescope.errors import BadInput, unknown_name
 from moescope.run import Run
+from moescope.verb import Verb
 
-FORMATS = ("svg", "png", "pdf")
 OWN_MARK = b'<meta name="generator" content="moescope">'
+Format = Literal["svg", "png", "pdf"]
 
 
 def report(
     *runs: Run | str | Path,
     out: str | Path | None = None,
     figures: str | Path | None = None,
-    format: str = "svg",
+    format: Format = "svg",
     quiet: bool = False,
 ) -> Path:
-    """Build the report and return its path: `out`, or report.html (of several runs: compared.html) in the
-    first run's folder.
+    """Build one interactive, self-contained HTML report from one run or several.
 
-    Reads tables only, needs no torch.
+    Returns the path of the report. Reads tables only; needs no torch.
+
+    Parameters
+    ----------
+    *runs : RUN
+        Run folders; several are compared side by side.
+    out : FILE, default RUN/report.html
+        The HTML file to write.
+    figures : DIR
+        Also write every figure into this folder (needs the extra `export`).
+    format : FORMAT
+        File format of the figures.
+
+    Other Parameters
+    ----------------
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> moescope.report("runs/scan-mixtral-1", "runs/trace-mixtral-1", out="mixtral.html")  # doctest: +SKIP
     """
     from moescope.reporting.html import render
     from moescope.reporting.page import page_content
 
-    if format not in FORMATS:
-        raise unknown_name("format", format, list(FORMATS))
+    if format not in get_args(Format):
+        raise unknown_name("format", format, list(get_args(Format)))
     loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
     if not loaded:
         raise BadInput("no run given; give a folder that moescope scan or trace has written")
@@ -67,3 +88,6 @@ def check_target(target: Path) -> None:
             ours = OWN_MARK in file.read(4000)
         if not ours:
             raise BadInput(f"{target}: exists and is not a report of moescope's; give another --out")
+
+
+VERB = Verb("report", report, lines=lambda path: [f"report: {path}"])

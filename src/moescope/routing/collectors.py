@@ -18,6 +18,7 @@ from moescope.execution.models import TracedModel, predicted_tokens
 from moescope.routing.contexts import Contexts, TokenText
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.decision import routing_entropy
+from moescope.routing.tables import TABLES
 from moescope.routing.tally import Tally
 from moescope.routing.token_sample import Sample
 from moescope.storage import check_disk
@@ -287,7 +288,7 @@ class TokenTable:
             import pyarrow.parquet as pq
 
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.writer = pq.ParquetWriter(self.path, arrow_schema("tokens"), compression="zstd")
+            self.writer = pq.ParquetWriter(self.path, arrow_schema(TABLES["tokens"]), compression="zstd")
         return self
 
     def __exit__(
@@ -348,7 +349,7 @@ class TokenTable:
             "gates": pa.ListArray.from_arrays(offsets, pa.array(gates_RK[there_RK].astype(np.float32))),
             "entropy": pa.array(entropy_R, from_pandas=True),  # NaN is null
         }
-        schema = arrow_schema("tokens")
+        schema = arrow_schema(TABLES["tokens"])
         arrays = [
             pa.array(columns[name]) if isinstance(columns[name], np.ndarray) else columns[name]
             for name in schema.names

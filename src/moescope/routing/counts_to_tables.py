@@ -35,9 +35,9 @@ from moescope.routing.specialisation import (
     top_tokens,
     vocabulary_specialisation,
 )
+from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Probe
 from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, jackknife_interval
-from moescope.tables import TABLES
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:

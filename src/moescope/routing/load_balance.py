@@ -147,3 +147,14 @@ def normal_loads(n_experts: int, relative_std: float, draws: int = DRAWS, seed: 
     noise = np.random.default_rng(seed).standard_normal((draws, n_experts))
     noise -= noise.mean(-1, keepdims=True)
     return np.maximum(1 + relative_std * noise * np.sqrt(n_experts / max(n_experts - 1, 1)), 0.0)
+
+
+def jaccard_chance(n_experts: int, k: int) -> float:
+    """Expected Jaccard index of two random k-subsets of n.
+
+    Sum over j of P(j shared) j/(2k - j), hypergeometric.
+    """
+    from scipy.stats import hypergeom  # slow to import, and reports do not need it
+
+    shared = np.arange(0, k + 1)
+    return float((hypergeom.pmf(shared, n_experts, k, k) * shared / (2 * k - shared)).sum())

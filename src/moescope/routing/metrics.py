@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from moescope.glossary.column import Column
 from moescope.routing import decision, load_balance, separation, specialisation
-from moescope.routing.load_balance import Setting
-from moescope.routing.stability import jaccard_chance
+from moescope.routing.load_balance import Setting, jaccard_chance
+from moescope.tables import Column
 
 Level = Callable[[Setting], float]
+Levels = tuple[str, str, str]  # in words: worst, at chance, best
 PURPOSE = "depends on the purpose"
 DRAWN = "mean of 200 random routings"
 PERMUTED = "the same with tokens permuted within documents"
@@ -30,7 +30,7 @@ def unknown(setting: Setting) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of one layer; `worst`, `at_chance` and `best` are words.
+    """A metric of one layer.
 
     `chance` is the value under ideal random balanced routing, `collapse` the value when all tokens choose the
     same k experts.
@@ -40,9 +40,7 @@ class Metric:
     group: str  # what it is computed from: load, gate weight, sums, decision, pairs, router, ...
     meaning: str
     formula: str
-    worst: str
-    at_chance: str
-    best: str
+    levels: Levels
     function: Callable[..., Any] | None = None  # None: a ratio of sums, or reported by the router itself
     chance: Level = unknown
     collapse: Level = unknown
@@ -54,34 +52,21 @@ class Metric:
     @property
     def column(self) -> Column:
         """The words as the report's glossary shows them."""
-        words = (self.meaning, self.formula, self.worst, self.at_chance, self.best, self.misleads, self.title)
-        return Column("float", *words)
+        words = (self.meaning, self.formula, *self.levels, self.misleads, self.title)
+        return Column("float", *words, unit=self.unit)
 
 
 def load_metric(
-    function: Callable[..., Any],
-    meaning: str,
-    formula: str,
-    worst: str,
-    at_chance: str,
-    best: str,
-    **more: Any,
+    function: Callable[..., Any], meaning: str, formula: str, levels: Levels, **more: Any
 ) -> Metric:
-    return Metric(function.__name__, "load", meaning, formula, worst, at_chance, best, function, **more)
+    return Metric(function.__name__, "load", meaning, formula, levels, function, **more)
 
 
 def decision_metric(
-    function: Callable[..., Any],
-    meaning: str,
-    formula: str,
-    worst: str,
-    at_chance: str,
-    best: str,
-    **more: Any,
+    function: Callable[..., Any], meaning: str, formula: str, levels: Levels, **more: Any
 ) -> Metric:
     name = function.__name__
-    words = (meaning, formula, worst, at_chance, best)
-    return Metric(name, "decision", *words, function, sums=(name, "tokens"), **more)
+    return Metric(name, "decision", meaning, formula, levels, function, sums=(name, "tokens"), **more)
 
 
 LOAD = [
@@ -89,9 +74,7 @@ LOAD = [
         load_balance.cv,
         "Coefficient of variation of the loads c.",
         "std(c)/mean(c), ddof 0",
-        "√(n/k − 1)",
-        "√((n − k)/(N k))",
-        "0",
+        ("√(n/k − 1)", "√((n − k)/(N k))", "0"),
         chance=lambda s: s.relative_std,
         collapse=lambda s: float(np.sqrt(max(s.n_experts / s.k - 1, 0))),
     ),
@@ -99,9 +82,7 @@ LOAD = [
         load_balance.max_violation,
         "Excess of the busiest expert over the mean load.",
         "(max c − c̄)/c̄",
-        "n/k − 1",
-        DRAWN,
-        "0",
+        ("n/k − 1", DRAWN, "0"),
         chance=lambda s: float(load_balance.max_violation(s.draws).mean()),
         collapse=lambda s: s.n_experts / s.k - 1,
         title="max violation",
@@ -110,9 +91,7 @@ LOAD = [
         load_balance.max_over_mean,
         "Load of the busiest expert over the mean: max_violation + 1, as other tools print it.",
         "max c/c̄",
-        "n/k",
-        DRAWN,
-        "1",
+        ("n/k", DRAWN, "1"),
         chance=lambda s: float(load_balance.max_over_mean(s.draws).mean()),
         collapse=lambda s: s.n_experts / s.k,
         title="max/mean",
@@ -121,9 +100,7 @@ LOAD = [
         load_balance.gini,
         "Gini coefficient of the loads.",
         "(n + 1 − 2 Σ cumulative shares)/n, ascending",
-        "1 − k/n",
-        "about cv chance × √((n − 1)/(π n))",
-        "0",
+        ("1 − k/n", "about cv chance × √((n − 1)/(π n))", "0"),
         chance=lambda s: s.relative_std * float(np.sqrt((s.n_experts - 1) / (np.pi * s.n_experts))),
         collapse=lambda s: 1 - s.k / s.n_experts,
         title="Gini",
@@ -132,9 +109,7 @@ LOAD = [
         load_balance.unused,
         "Share of experts that no token chose.",
         "#{cᵢ = 0}/n",
-        "1 − k/n",
-        "(1 − k/n)^N",
-        "0",
+        ("1 − k/n", "(1 − k/n)^N", "0"),
         chance=lambda s: (1 - s.k / s.n_experts) ** s.tokens,
         collapse=lambda s: 1 - s.k / s.n_experts,
         misleads="It falls with the length of the text by itself.",
@@ -143,9 +118,7 @@ LOAD = [
         load_balance.min_max_ratio,
         "Load of the least busy expert over that of the busiest.",
         "min c/max c",
-        "0",
-        DRAWN,
-        "1",
+        ("0", DRAWN, "1"),
         chance=lambda s: float(load_balance.min_max_ratio(s.draws).mean()),
         collapse=lambda s: float(s.k >= s.n_experts),
         title="min/max",
@@ -154,9 +127,7 @@ LOAD = [
         load_balance.load_entropy,
         "Entropy of the load shares q, in nats.",
         "−Σ q log q",
-        "log k",
-        "log n − (n − k)/(2 N k)",
-        "log n",
+        ("log k", "log n − (n − k)/(2 N k)", "log n"),
         chance=lambda s: s.load_entropy,
         collapse=lambda s: float(np.log(s.k)),
         unit="nats",
@@ -166,9 +137,7 @@ LOAD = [
         load_balance.load_entropy_bits,
         "Entropy of the load shares q, in bits.",
         "−Σ q log₂ q",
-        "log₂ k",
-        "as load_entropy/log 2",
-        "log₂ n",
+        ("log₂ k", "as load_entropy/log 2", "log₂ n"),
         chance=lambda s: s.load_entropy / float(np.log(2)),
         collapse=lambda s: float(np.log2(s.k)),
         unit="bits",
@@ -178,9 +147,7 @@ LOAD = [
         load_balance.load_entropy_share,
         "Entropy of the load shares over its maximum.",
         "−Σ q log q/log n",
-        "log k/log n",
-        "as load_entropy/log n",
-        "1",
+        ("log k/log n", "as load_entropy/log n", "1"),
         chance=lambda s: s.load_entropy / float(np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         collapse=lambda s: float(np.log(s.k) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         title="load entropy, share",
@@ -192,7 +159,7 @@ GATE_WEIGHT = [
         name=f"gate_weight_{metric.name}",
         group="gate weight",
         meaning=f"Of gate weight instead of counts: {metric.meaning[0].lower()}{metric.meaning[1:]}",
-        at_chance="the tokens’ own gates assigned to experts at random",
+        levels=(metric.levels[0], "the tokens’ own gates assigned to experts at random", metric.levels[2]),
         title=f"{metric.title or metric.name} of gate weight",
     )
     for metric in LOAD
@@ -203,9 +170,7 @@ DROPPED = Metric(
     "sums",
     "Share of expert slots left empty because capacity was exhausted.",
     "empty slots/(N k)",
-    "1",
-    "0 without capacity",
-    "0",
+    ("1", "0 without capacity", "0"),
     chance=lambda s: 0.0,
     sums=("dropped", "slots"),
 )
@@ -214,9 +179,7 @@ DECISION = [
         decision.routing_entropy,
         "Entropy of the router’s probabilities over all experts, mean over tokens, in nats.",
         "mean of −Σ p log p",
-        "0: one answer to everything, or log n: none",
-        f"log n {UNIFORM}",
-        PURPOSE,
+        ("0: one answer to everything, or log n: none", f"log n {UNIFORM}", PURPOSE),
         chance=lambda s: float(np.log(s.n_experts)),
         collapse=lambda s: 0.0,
         unit="nats",
@@ -227,9 +190,7 @@ DECISION = [
         decision.chosen_entropy,
         "Entropy over the chosen k alone, their probabilities divided by their sum.",
         "mean of −Σ p′ log p′, p′ = p/Σ chosen p",
-        "0",
-        "log k",
-        PURPOSE,
+        ("0", "log k", PURPOSE),
         chance=lambda s: float(np.log(s.k)),
         collapse=lambda s: 0.0,
         unit="nats",
@@ -239,9 +200,7 @@ DECISION = [
         decision.confidence,
         "The largest probability, mean over tokens.",
         "mean of max p",
-        "1/n: undecided",
-        f"1/n {UNIFORM}",
-        PURPOSE,
+        ("1/n: undecided", f"1/n {UNIFORM}", PURPOSE),
         chance=lambda s: 1 / s.n_experts,
         collapse=lambda s: 1.0,
     ),
@@ -249,9 +208,7 @@ DECISION = [
         decision.top_gap,
         "The largest probability minus the second, mean over tokens.",
         "mean of p₍₁₎ − p₍₂₎",
-        "0: undecided",
-        "0",
-        "1",
+        ("0: undecided", "0", "1"),
         chance=lambda s: 0.0,
         collapse=lambda s: 1.0,
         title="top gap",
@@ -260,9 +217,7 @@ DECISION = [
         decision.selection_margin,
         "The k-th selection score minus the next, bias included: distance to another choice.",
         "mean of s₍ₖ₎ − s₍ₖ₊₁₎, s the selection scores",
-        "0",
-        f"0 {UNIFORM}",
-        "depends on the scale of the scores",
+        ("0", f"0 {UNIFORM}", "depends on the scale of the scores"),
         chance=lambda s: 0.0,
         title="selection margin",
         misleads=(
@@ -273,9 +228,7 @@ DECISION = [
         decision.z_loss,
         "Mean squared log-sum-exp of the logits: how large logits have grown.",
         "mean of (log Σ exp x)²",
-        "unbounded",
-        "(log n)² for logits of 0",
-        "0",
+        ("unbounded", "(log n)² for logits of 0", "0"),
         chance=lambda s: float(np.log(s.n_experts) ** 2),
         title="z-loss",
     ),
@@ -286,9 +239,7 @@ SEQUENCE = [
         "sums",
         "Share of tokens with the same first choice as the token before, within a document.",
         "P(topᵗ = topᵗ⁺¹)",
-        "1: routing ignores the text",
-        "1/n",
-        PURPOSE,
+        ("1: routing ignores the text", "1/n", PURPOSE),
         chance=lambda s: 1 / s.n_experts,
         collapse=lambda s: 1.0,
         sums=("same_first", "neighbours"),
@@ -299,9 +250,7 @@ SEQUENCE = [
         "sums",
         "Overlap of the expert sets of adjacent tokens, within a document.",
         "mean of |S ∩ S′|/|S ∪ S′|",
-        "1: routing ignores the text",
-        "Σⱼ P(j) j/(2k − j), hypergeometric",
-        PURPOSE,
+        ("1: routing ignores the text", "Σⱼ P(j) j/(2k − j), hypergeometric", PURPOSE),
         chance=lambda s: jaccard_chance(s.n_experts, s.slots),
         collapse=lambda s: 1.0,
         sums=("jaccard", "neighbours"),
@@ -313,9 +262,7 @@ OVERLAP = Metric(
     "pairs",
     "Mean Jaccard index of two experts’ token sets.",
     "mean over pairs of |A ∩ B|/|A ∪ B|",
-    "1 for experts always chosen together",
-    "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)",
-    "0",
+    ("1 for experts always chosen together", "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)", "0"),
     separation.expert_overlap,
     lambda s: separation.overlap_chance(s.n_experts, s.k),
     lambda s: separation.overlap_collapse(s.n_experts, s.k),
@@ -328,9 +275,11 @@ ROUTER = [
         "router",
         "How orthogonal router rows are.",
         "1 − ‖G − I‖_F/(n √2), G of normalised rows",
-        "1 − √((n − 1)/(2n)): 0.29 to 0.5",
-        "1 − √((n − 1)/(2 n D)), 0.94 at D = 128",
-        "1, or 1 − √((n − D)/(2 n D)) where n > D (Welch)",
+        (
+            "1 − √((n − 1)/(2n)): 0.29 to 0.5",
+            "1 − √((n − 1)/(2 n D)), 0.94 at D = 128",
+            "1, or 1 − √((n − D)/(2 n D)) where n > D (Welch)",
+        ),
         separation.gram_orthogonality,
         lambda s: separation.gram_chance(s.n_experts, s.d_model),
         lambda s: separation.gram_collapse(s.n_experts),
@@ -342,9 +291,7 @@ ROUTER = [
         "router",
         "Mean cosine of two router rows.",
         "mean over pairs of cos",
-        "1",
-        "0",
-        "0, or −1/(n − 1)",
+        ("1", "0", "0, or −1/(n − 1)"),
         separation.router_similarity,
         lambda s: 0.0,
         lambda s: 1.0,
@@ -355,9 +302,7 @@ ROUTER = [
         "router",
         "Mean absolute cosine of two router rows.",
         "mean over pairs of |cos|",
-        "1",
-        "√(2/(π D))",
-        "0",
+        ("1", "√(2/(π D))", "0"),
         separation.router_similarity_abs,
         lambda s: float(np.sqrt(2 / (np.pi * s.d_model))),
         lambda s: 1.0,
@@ -368,9 +313,7 @@ ROUTER = [
         "router",
         "Largest cosine of two router rows.",
         "max over pairs of cos",
-        "1",
-        "about √(2 log(pairs)/D)",
-        "0",
+        ("1", "about √(2 log(pairs)/D)", "0"),
         separation.router_similarity_max,
         lambda s: separation.similarity_max_chance(s.n_experts, s.d_model),
         lambda s: 1.0,
@@ -383,9 +326,11 @@ SPECIALISATION = [
         "domains",
         "Mean over experts of the share of their main domain.",
         "mean of max_d P(d | i), every domain counted alike",
-        "1/number of domains",
-        "mean over permutations of document labels; 1/number of domains for endless text",
-        "1",
+        (
+            "1/number of domains",
+            "mean over permutations of document labels; 1/number of domains for endless text",
+            "1",
+        ),
         specialisation.purity,
     ),
     Metric(
@@ -393,9 +338,7 @@ SPECIALISATION = [
         "domains",
         "Mutual information of expert and domain, in nats: I(expert; domain).",
         "plug-in minus its mean over permutations of document labels",
-        "0: nothing",
-        "0",
-        "the entropy of the domains",
+        ("0: nothing", "0", "the entropy of the domains"),
         specialisation.domain_information,
         lambda s: 0.0,
         lambda s: 0.0,
@@ -407,9 +350,7 @@ SPECIALISATION = [
         "vocabulary",
         "Information of the token about the expert, in nats: held-out gain.",
         "E log p(e | token)/p(e), fitted on half of the documents",
-        "0 or below: nothing",
-        PERMUTED,
-        "the entropy of the loads",
+        ("0 or below: nothing", PERMUTED, "the entropy of the loads"),
         specialisation.token_information,
         collapse=lambda s: 0.0,
         unit="nats",
@@ -422,9 +363,7 @@ SPECIALISATION = [
             "vocabulary",
             f"Share of {words} that go to that token’s favourite expert, in the sample.",
             "Σ_v max_i N(v, i)/Σ_v N(v), tokens seen 8 times or more",
-            "chance",
-            PERMUTED,
-            "1",
+            ("chance", PERMUTED, "1"),
             specialisation.vocabulary_specialisation,
             collapse=lambda s: 1.0,
             title=f"specialisation by {role} token",
@@ -442,10 +381,8 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def diagnostic(
-    name: str, meaning: str, formula: str, worst: str, at_chance: str, best: str, **more: str
-) -> Metric:
-    return Metric(name, "diagnostic", meaning, formula, worst, at_chance, best, **more)  # type: ignore[arg-type]
+def diagnostic(name: str, meaning: str, formula: str, levels: Levels, **more: Any) -> Metric:
+    return Metric(name, "diagnostic", meaning, formula, levels, **more)
 
 
 # What a single router of the lab reports about itself in training: means over the passes of some steps. The
@@ -457,9 +394,7 @@ DIAGNOSTICS: dict[str, Metric] = {
             "column_error",
             "SPECTRA: largest relative deviation of an expert’s share in Sinkhorn’s plan from an even share.",
             "max |Σₜ P − N/n|/(N/n), P Sinkhorn’s plan",
-            "n − 1: one expert has all",
-            "the same costs without Sinkhorn: P their softmax",
-            "0",
+            ("n − 1: one expert has all", "the same costs without Sinkhorn: P their softmax", "0"),
             title="column error",
             misleads=(
                 "Of the plan, before the quota: loads follow its largest entries and may be less even."
@@ -469,36 +404,36 @@ DIAGNOSTICS: dict[str, Metric] = {
             "direction_overlap",
             "SPECTRA: similarity of experts’ directions.",
             "mean over pairs of cos²",
-            "1: all are one",
-            "1/R for random directions of width R",
-            "0, or (n − R)/(R(n − 1)) where n > R (Welch)",
+            (
+                "1: all are one",
+                "1/R for random directions of width R",
+                "0, or (n − R)/(R(n − 1)) where n > R (Welch)",
+            ),
             title="overlap of directions",
         ),
         diagnostic(
             "key_cosine",
             "SoME: the mean cosine of two keys.",
             "(|Σ unit keys|² − n)/(n(n − 1))",
-            "1: all keys are one",
-            "0, give or take √(2/(n(n − 1)D))",
-            "0, or −1/(n − 1)",
+            ("1: all keys are one", "0, give or take √(2/(n(n − 1)D))", "0, or −1/(n − 1)"),
             title="key cosine",
         ),
         diagnostic(
             "key_strength",
             "SoME: the mean strength ρ of keys.",
             "mean of ρ",
-            "0: no key is used",
-            "1 until the decay begins",
-            "1",
+            ("0: no key is used", "1 until the decay begins", "1"),
             title="key strength",
         ),
         diagnostic(
             "weakened_keys",
             "SoME: share of keys that have lost strength and not yet regained it.",
             "#{ρ < 1}/n",
-            "1",
-            "0 until the decay begins, then ⌈q(n − 1)⌉/n: how many of n used keys lie below their quantile q",
-            "0",
+            (
+                "1",
+                "0 until the decay begins, then ⌈q(n − 1)⌉/n: used keys below their quantile q",
+                "0",
+            ),
             title="weakened keys",
         ),
         diagnostic(
@@ -506,11 +441,10 @@ DIAGNOSTICS: dict[str, Metric] = {
             "loss_free: spread of the selection biases.",
             "std of b over experts, ddof 0",
             (
-                "the spread of a token’s own scores over experts, mean over tokens: then the bias chooses, "
-                "not the text"
+                "the spread of a token’s own scores, mean over tokens: then the bias chooses, not the text",
+                "0: scores that are even by themselves",
+                "0",
             ),
-            "0: scores that are even by themselves",
-            "0",
             title="spread of the bias",
             misleads="It changes by the rate in every step, so it is never quite 0.",
         ),
@@ -518,27 +452,29 @@ DIAGNOSTICS: dict[str, Metric] = {
             "tokens_without_expert",
             "expert_choice: share of tokens that no expert chose.",
             "#{tokens of no expert}/N",
-            "1 − p: all experts choose the same tokens",
-            "(1 − p)ⁿ for experts that choose a share p each, independently",
-            "0",
+            (
+                "1 − p: all experts choose the same tokens",
+                "(1 − p)ⁿ for experts that choose a share p each, independently",
+                "0",
+            ),
             title="tokens without an expert",
         ),
         diagnostic(
             "experts_per_token",
             "expert_choice: mean number of experts per token; in training the capacity alone decides it.",
             "Σ tokens chosen/N",
-            PURPOSE,
-            "n p, p = capacity factor × k/n",
-            PURPOSE,
+            (PURPOSE, "n p, p = capacity factor × k/n", PURPOSE),
             title="experts per token",
         ),
         diagnostic(
             "experts_per_token_spread",
             "expert_choice: spread of the number of experts per token.",
             "std over tokens of the number of experts",
-            "n √(p(1 − p)): all experts choose the same tokens",
-            "√(n p(1 − p)) for experts that choose independently",
-            "0: all tokens have equally many",
+            (
+                "n √(p(1 − p)): all experts choose the same tokens",
+                "√(n p(1 − p)) for experts that choose independently",
+                "0: all tokens have equally many",
+            ),
             title="spread of experts per token",
         ),
     ]

@@ -1,157 +1,357 @@
-"""The report's part on routing: every view's figures, tables, experts and text, as data for the template."""
+"""A trace's part of the report: summary, findings and sections of figures, tables, layers and text."""
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from moescope.figures import DECISIONS, DOMAINS, LOAD, MAPS, OVER_STEPS, SEPARATION, VOCABULARY, FigureSpec
-from moescope.plotting.style import Tables, number
-from moescope.reporting.pack import plain, table_payload
-from moescope.routing.figures_maps import drawable_maps
-from moescope.routing.figures_metrics import can_draw, values_of
-from moescope.routing.report_experts import layer_payloads
-from moescope.routing.report_findings import routing_findings
-from moescope.routing.report_text import Excerpt, read_excerpt, text_payload
-from moescope.routing.report_views import TraceTables, View
+from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, number, span, values_of
+from moescope.reporting.pack import plain_table, table_payload
+from moescope.routing.figures_decisions import (
+    DECISIONS,
+    PERMUTED_TOKENS,
+    VOCABULARY,
+    layer_range,
+    references,
+)
+from moescope.routing.figures_experts import (
+    DOMAINS,
+    MAPS,
+    SEPARATION,
+    drawable_maps,
+    expected_pairs,
+    strongest_pair,
+)
+from moescope.routing.figures_load import LOAD, usages
+from moescope.routing.figures_steps import OVER_STEPS, rows_of
+from moescope.routing.report_views import (
+    TraceTables,
+    View,
+    layer_sections,
+    load_trace,
+    read_excerpt,
+    routing_views,
+    select_rows,
+    skipped_steps,
+    text_payload,
+)
+from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
-from moescope.tables import TABLES
-from moescope.weights.report import drawn
+from moescope.verb import FigureSpec, KeyNumber, Payload, Section, Selection, Summary, Tables
 
-Keep = Callable[[str, Any], str]
+STEPS_NAMED = 6
+ROWS_SHOWN = 2000  # of a folded table; the run folder has all
 
-# name, heading, figures, what a reader should know first, what the trace lacks when the first figure cannot
-# be drawn
+# --- findings
+
+
+def with_interval(row: pd.Series) -> str:
+    """ "0.31 [0.28, 0.34]", or the value alone."""
+    ends = f" [{number(row['low'])}, {number(row['high'])}]" if pd.notna(row["low"]) else ""
+    return f"{number(row['value'])}{ends}"
+
+
+def highest(rows: pd.DataFrame) -> pd.Series:
+    return rows.loc[rows["value"].idxmax()]
+
+
+def routing_findings(view: View) -> list[str]:
+    """The view's findings, most important first; what a trace does not hold is skipped."""
+    tables = view.tables
+    findings = load_findings(view)
+    if len(rows := values_of(tables, "routing_entropy")):
+        line = f"Routing entropy (nats) {layer_range(rows)}; {references(rows, UNIFORM)}."
+        if len(top := values_of(tables, "confidence")):
+            line += f" Mean top-1 probability: {span(top['value'])} ({UNIFORM}: {span(top['chance'])})."
+        findings.append(line)
+    findings += pair_findings(view)
+    if len(rows := values_of(tables, "domain_information")):
+        top = highest(rows)
+        findings.append(
+            f"Domain specialisation: highest in layer {top['layer']}, I(expert; domain) = "
+            f"{with_interval(top)} nats (permuted labels: 0, at most "
+            f"{number(np.log(tables['load']['domain'].nunique()))})."
+        )
+    if len(rows := values_of(tables, "token_information")):
+        top = highest(rows)
+        findings.append(
+            f"Token specialisation: highest in layer {top['layer']}, I(expert; token) = "
+            f"{number(top['value'])} nats ({PERMUTED_TOKENS}: {number(top['chance'])})."
+        )
+    if len(rows := values_of(tables, "sequential_consistency")):
+        top = highest(rows)
+        findings.append(
+            f"Adjacent tokens share their top expert most often in layer {top['layer']}: "
+            f"{with_interval(top)}; {references(rows[rows['layer'] == top['layer']], RANDOM)}."
+        )
+    return findings
+
+
+def load_findings(view: View) -> list[str]:
+    tables, findings = view.tables, []
+    if len(rows := values_of(tables, "cv")):
+        top = highest(rows)
+        findings.append(
+            f"Load balance: worst in layer {top['layer']}, CV {with_interval(top)}; "
+            f"{references(rows[rows['layer'] == top['layer']], RANDOM)}. "
+            f"All layers: {span(rows['value'])}."
+        )
+    if loads := [usage for usage in usages(tables) if usage.even]:
+        busy = max(loads, key=lambda usage: float(usage.times.max()))
+        chance = values_of(tables, "max_over_mean").set_index("layer")["chance"].get(busy.layer)
+        findings.append(
+            f"The busiest expert is {busy.experts[busy.counts.argmax()]} of layer {busy.layer}, with "
+            f"{number(busy.times.max())} times an even share"
+            + ("." if chance is None else f" ({RANDOM}: {number(chance)}).")
+        )
+        unused = {usage.layer: int((usage.counts == 0).sum()) for usage in loads}
+        chance = f"{RANDOM}: {number(100 * values_of(tables, 'unused')['chance'].max())} %"
+        total = sum(len(usage.counts) for usage in loads)
+        worst = max(unused, key=lambda layer: unused[layer])
+        findings.append(
+            f"{counted(sum(unused.values()), 'expert')} of {total:,} got no token, most in layer {worst} "
+            f"({unused[worst]}; {chance})."
+            if any(unused.values())
+            else f"All {total:,} experts got tokens (unused at {chance})."
+        )
+    if len(rows := values_of(tables, "dropped")) and rows["value"].max() > 0:
+        top = highest(rows)
+        findings.append(
+            f"Expert capacity was exceeded: in layer {top['layer']} {number(100 * top['value'])} % of the "
+            "expert slots are empty (0 without capacity)."
+        )
+    return findings
+
+
+def pair_findings(view: View) -> list[str]:
+    if not len(view.tables.get("coactivation", ())) or not len(values_of(view.tables, "expert_overlap")):
+        return []
+    pairs = expected_pairs(view.tables["coactivation"]).groupby("layer")
+    strongest = {layer: pair for layer, rows in pairs if (pair := strongest_pair(rows))}
+    if not strongest:
+        return []
+    layer = max(strongest, key=lambda layer: strongest[layer].over)
+    top = strongest[layer]
+    return [
+        f"Most co-activated: experts {top.a} and {top.b} of layer {layer}, {number(top.over)} times chance "
+        f"(the largest of a layer's pairs reaches about {number(top.at_chance)} at chance)."
+    ]
+
+
+def step_findings(trace: TraceTables) -> list[str]:
+    """Changes over the steps: load balance and consistency of routing; empty for one step."""
+    stability, steps = trace.tables["stability"], trace.steps
+    if len(steps) < 2:
+        return []
+    means = rows_of(trace.in_main_phase(), "cv").groupby("step")[["value", "chance"]].mean()
+    findings = [
+        f"Load balance from step {steps[0]} to step {steps[-1]}: mean CV {number(means['value'].iloc[0])} to "
+        f"{number(means['value'].iloc[-1])} ({RANDOM}: {number(means['chance'].mean())})."
+    ]
+    if stability.empty:
+        return findings
+    first = between_steps(stability, steps[0], steps[-1])
+    least = first.loc[first["routing_consistency_corrected"].idxmin()]
+    line = (
+        f"Routing consistency between steps {steps[0]} and {steps[-1]}: {consistency(first)} (0), lowest in "
+        f"layer {least['layer']} ({number(least['routing_consistency_corrected'])})"
+    )
+    if len(steps) > 2:
+        final = between_steps(stability, steps[-2], steps[-1])
+        line += f"; between steps {steps[-2]} and {steps[-1]}: {consistency(final)}"
+    findings.append(f"{line}.")
+    if noisy := int(first["tau_is_noise"].astype(bool).sum()):
+        findings.append(
+            f"In {counted(noisy, 'layer')} loads are so even that the order of experts by usage is noise."
+        )
+    return findings
+
+
+def between_steps(stability: pd.DataFrame, a: int, b: int) -> pd.DataFrame:
+    return stability[(stability["step_a"] == a) & (stability["step_b"] == b)]
+
+
+def consistency(rows: pd.DataFrame) -> str:
+    share, beyond = (rows[name].mean() for name in ("routing_consistency", "routing_consistency_corrected"))
+    return f"{number(100 * share)} % of the experts, {number(beyond)} beyond chance"
+
+
+def trace_findings(trace: TraceTables) -> list[str]:
+    """Changes over the steps, then the findings of the last step in the main phase."""
+    return [*step_findings(trace), *routing_findings(routing_views(trace)[-1])]
+
+
+def which_findings(trace: TraceTables) -> str:
+    """ "step 200, the last of 0, 100 and 200; prefill"; empty for one step and phase."""
+    steps, words = trace.steps, []
+    if len(steps) > 1:
+        some = steps if len(steps) <= STEPS_NAMED else [*steps[: STEPS_NAMED - 2], "…", steps[-1]]
+        words.append(f"step {steps[-1]}, the last of {listed([str(step) for step in some])}")
+    if len(trace.phases) > 1:
+        words.append(trace.phases[0])
+    return "; ".join(words)
+
+
+# --- summary
+
+
+def summary(run: Run) -> Summary:
+    """Coverage, key numbers and findings of a trace; the table of layers of each view."""
+    trace = load_trace(run)
+    views = routing_views(trace)
+    of = which_findings(trace)
+    coverage = [*trace_coverage(run), *skipped_steps(trace), *([f"Findings are of {of}."] if of else [])]
+    glance = [
+        Section("glance", "Routing at a glance", tables=[glance_table(view)], view=view.label)
+        for view in views
+    ]
+    notices = [text_notice(trace)] if text_notice(trace) else []
+    return Summary(coverage, trace_findings(trace), key_numbers(views[-1]), glance, notices)
+
+
+def key_numbers(view: View) -> list[KeyNumber]:
+    """Largest value over layers with the chance level of that layer; entropy and confidence are means."""
+    keys = []
+    for name, metric, unit in (
+        ("Worst load CV", "cv", ""),
+        ("Busiest expert", "max_over_mean", "× mean load"),
+        ("Unused experts", "unused", "of the worst layer"),
+        ("I(expert; domain)", "domain_information", "nats"),
+        ("I(expert; token)", "token_information", "nats"),
+    ):
+        if len(rows := values_of(view.tables, metric)):
+            top = highest(rows)
+            chance = float(top["chance"])
+            keys.append(KeyNumber(name, float(top["value"]), chance if np.isfinite(chance) else None, unit))
+    if len(rows := values_of(view.tables, "routing_entropy")):
+        means = rows[["value", "chance"]].mean()
+        entropy = KeyNumber("Mean routing entropy", float(means["value"]), float(means["chance"]), "nats")
+        keys.insert(3, entropy)
+    return keys[:6]
+
+
+def text_notice(trace: TraceTables) -> str:
+    """A privacy notice on what the report holds of the user's text; empty if nothing."""
+    advice = "Share it only where you would share the text."
+    if "tokens" in trace.run.tables:
+        return f"This report contains passages of the text, word for word. {advice}"
+    if trace.tables["contexts"]["before"].notna().any():
+        return f"This report contains short passages of the text (at most five per expert). {advice}"
+    if trace.tables["vocabulary"]["token"].notna().any():
+        return "This report contains single tokens of the text, which may include names or numbers."
+    return ""
+
+
+# --- sections
+
+# name, heading, figures, introduction, why the first figure may be missing
 SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
     (
         "load",
-        "Load",
+        "Load balance",
         LOAD,
-        (
-            "How many tokens each expert gets. The chance is ideal random balanced routing of the "
-            "same number of tokens; text lies above it even where a "
-            "router is balanced, since neighbouring tokens are alike. Collapse is every token at the "
-            "same k experts."
-        ),
+        "Tokens per expert. The chance level is balanced random routing of as many tokens; text lies above "
+        "it even for a balanced router, because adjacent tokens are alike. At collapse every token goes to "
+        "the same k experts.",
         "",
     ),
     (
         "decisions",
-        "Decisions",
+        "Routing decisions",
         DECISIONS,
-        (
-            "How sure the router is, token by token. Neither end is good in itself: a router that "
-            "knows nothing spreads its probability evenly, "
-            "one that has collapsed gives one answer to everything."
-        ),
+        "How certain the router is per token. A uniform router has entropy log n; a collapsed one gives "
+        "every token the same answer.",
         "this trace holds no logits",
     ),
     (
         "separation",
-        "Separation",
+        "Co-activation and router similarity",
         SEPARATION,
-        (
-            "Whether experts are used together, and whether their router rows point apart. Chance "
-            "for a pair is below 1, since the experts of one token differ."
-        ),
+        "Which experts are chosen together, and whether router rows point apart. The chance lift of a pair "
+        "is below 1, because the experts of one token differ.",
         "each token chooses one expert, and no router rows are known",
     ),
     (
         "maps",
-        "Maps",
+        "Maps of experts",
         MAPS,
-        (
-            "Experts of a layer on a plane, by router rows, company and mean outputs; sized by load, "
-            "coloured by domain. Each map says how many of an expert's nearest stay "
-            "nearest on it, beside luck. A plane cannot hold it all: PCA keeps large distances, UMAP "
-            "and t-SNE neighbourhoods, and the gaps between their groups mean little."
-        ),
+        "Experts of a layer by router rows, co-activation and mean outputs; sized by load, coloured by "
+        "domain. Axes have no unit, and layers cannot be compared. PCA preserves large distances, UMAP and "
+        "t-SNE neighbourhoods; gaps between their groups mean little.",
         "",
     ),
     (
         "domains",
-        "Domains",
+        "Domain specialisation",
         DOMAINS,
-        (
-            "Whether experts serve kinds of text. Chance is what documents' labels dealt anew give, "
-            "not zero: few documents look special by themselves."
-        ),
+        "Whether experts specialise on kinds of text. The chance level comes from permuted document labels; "
+        "it is not zero for few documents.",
         "the text was read as one domain; name several with --domain NAME=PATH",
     ),
     (
         "vocabulary",
-        "Vocabulary",
+        "Token specialisation",
         VOCABULARY,
-        (
-            "Whether the token itself decides. Held-out information, beside the same with tokens "
-            "shuffled within their documents."
-        ),
+        "Whether the token itself decides: held-out information. The chance level comes from tokens permuted "
+        "within documents.",
         "this trace holds no token ids",
     ),
 ]
-ROWS_SHOWN = 2000  # of a folded table; the run folder has them all
 # section -> (table, its title, the column whose largest values come first)
 FOLDED = {
     "load": ("load", "Load of every expert", "tokens"),
     "separation": ("coactivation", "Pairs of experts", "lift"),
     "domains": ("domains", "Domains of every expert", "affinity"),
 }
-GLANCE = [
-    ("cv", "value", "cv"),
-    ("cv", "chance", "by chance"),
-    ("max_over_mean", "value", "max/mean"),
-    ("max_over_mean", "chance", "by chance"),
-    ("unused", "value", "unused"),
-    ("unused", "chance", "by chance"),
-    ("routing_entropy", "value", "entropy"),
-    ("routing_entropy", "chance", "by chance"),
-    ("confidence", "value", "confidence"),
-    ("confidence", "chance", "by chance"),
-    ("domain_information", "value", "I(domain)"),
-    ("token_information", "value", "I(token)"),
-    ("token_information", "chance", "by chance"),
+GLANCE = [  # metric, title, whether its chance level follows
+    ("cv", "cv", True),
+    ("max_over_mean", "max/mean", True),
+    ("unused", "unused", True),
+    ("routing_entropy", "entropy", True),
+    ("confidence", "confidence", True),
+    ("domain_information", "I(domain)", False),
+    ("token_information", "I(token)", True),
 ]
 
 
-def view_entry(view: View, index: int, keep: Keep) -> dict[str, Any]:
-    """One view: its sections of figures, its layers, and its text where tokens were kept."""
-    sections = {}
-    for name, _, specs, _, missing in SECTIONS:
-        usable = [spec for spec in specs if can_draw(spec, view.tables)]
-        why = missing if view.main else "kept of the other phase only"
-        words = "" if specs[0] in usable else f"Not available: {why}."
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """The sections of every view, then the figures over steps; `selection` narrows steps and phases."""
+    trace = load_trace(run)
+    parts = []
+    for view in routing_views(trace):
+        place = {"step": view.step, "phase": view.phase}
+        if all(selection.values.get(key, value) == value for key, value in place.items()):
+            parts += view_sections(view)
+    return [*parts, *step_sections(trace)]
+
+
+def view_sections(view: View) -> list[Section]:
+    """Figures and tables by theme, the layers with their experts, and the text where tokens were saved."""
+    parts = [Section("findings", "Findings of this view", findings=routing_findings(view), view=view.label)]
+    for name, title, specs, text, missing in SECTIONS:
+        usable = [spec for spec in specs if spec.can_draw(view.tables)]
+        why = missing if view.main else "recorded for the other phase only"
+        words = "" if specs[0] in usable else f" Not available: {why}."
         if name == "maps" and view.main:
-            usable, notes = drawable_maps(view.tables, view.last)
-            words = " ".join(notes)
-        sections[name] = {
-            "figures": [
-                keep(f"v{index}-{spec.name}", drawn(spec, view.tables, view.label)) for spec in usable
-            ],
-            "missing": words,
-            "tables": folded_tables(name, view.tables, f"v{index}", keep) if usable else [],
-        }
+            usable, sentences = drawable_maps(view.tables, view.last)
+            words = "".join(f" {sentence}" for sentence in sentences)
+        figures = [(spec, view.tables) for spec in usable]
+        tables = folded_tables(name, view.tables) if usable else []
+        parts.append(Section(name, title, text + words, figures, tables, view=view.label))
+    text = "Experts per layer: load, domains, co-activated experts, typical tokens and contexts."
+    parts.append(Section("experts", "Experts", text, sections=layer_sections(view), view=view.label))
     excerpt = read_excerpt(view)
-    return {
-        "label": view.label,
-        "findings": routing_findings(view),
-        "glance": keep(f"v{index}-glance", glance_table(view, index)),
-        "sections": sections,
-        "layers": [
-            {**entry, "payload": keep(f"v{index}-l{entry['layer']}", {"view": index, **payload})}
-            for entry, payload in layer_payloads(view)
-        ],
-        "text": keep(f"v{index}-text", text_payload(excerpt, view)) if excerpt is not None else "",
-        "text_missing": "" if excerpt is not None else text_missing(view),
-        "excerpt": excerpt,
-    }
+    if excerpt is not None:
+        widget = ("text", text_payload(excerpt, view))
+        return [*parts, Section("text", "Text by expert", widget=widget, view=view.label)]
+    why = "trace again with --save-tokens" if view.main else "recorded for the other phase only"
+    return [*parts, Section("text", "Text by expert", f"Not available: {why}.", view=view.label)]
 
 
-def folded_tables(section: str, tables: Tables, prefix: str, keep: Keep) -> list[str]:
-    """The section's table below its figures, largest values first and 2,000 rows at most."""
+def folded_tables(section: str, tables: Tables) -> list[Payload]:
+    """The section's table below its figures, largest values first, at most 2,000 rows."""
     if section not in FOLDED:
         return []
     name, title, largest = FOLDED[section]
@@ -160,84 +360,67 @@ def folded_tables(section: str, tables: Tables, prefix: str, keep: Keep) -> list
         return []
     few = rows.sort_values(largest, ascending=False, kind="stable").head(ROWS_SHOWN)
     title += f" (the {ROWS_SHOWN:,} largest of {len(rows):,})" if len(few) < len(rows) else ""
-    columns = [column for column in TABLES[name].columns if column not in ("step", "layer_name", "phase")]
-    return [keep(f"{prefix}-t-{name}", table_payload(name, few, columns, title))]
+    table = TRACE_TABLES[name]
+    columns = [column for column in table.columns if column not in ("step", "layer_name", "phase")]
+    return [table_payload(table, few, columns, title)]
 
 
-def text_missing(view: View) -> str:
-    if not view.main:
-        return "Not available: tokens are kept of the other phase only."
-    return "Not available: this trace kept no single tokens; trace again with --save-tokens."
+def glance_table(view: View) -> Payload:
+    """One row per layer: load, decisions, domains and tokens with chance levels, without empty columns."""
+    heads, values = [("layer", "layer", "int")], []
+    for metric, title, with_chance in GLANCE:
+        rows = values_of(view.tables, metric).set_index("layer")
+        chance = [("chance", "routing_layers.chance", "chance")] if with_chance else []
+        for column, entry, head in [("value", metric, title), *chance]:
+            if rows[column].notna().any():
+                values.append(rows[column])
+                heads.append((entry, head, "float"))
+    cells = [[layer, *(column.get(layer, float("nan")) for column in values)] for layer in view.layers]
+    return plain_table("routing_at_a_glance", "Routing at a glance", heads, cells, links="layer-")
 
 
-def glance_table(view: View, index: int) -> dict[str, Any]:
-    """One row a layer: load, decisions, domains and tokens, each with its chance level beside it.
+def step_sections(trace: TraceTables) -> list[Section]:
+    """Figures over steps in the main phase, of a trace with several steps."""
+    if len(trace.steps) < 2:
+        return []
+    tables = trace.in_main_phase()
+    table, rows = TRACE_TABLES["stability"], tables["stability"].head(ROWS_SHOWN)
+    columns = [column for column in table.columns if column != "layer_name"]
+    folded = [table_payload(table, rows, columns, "Every two steps in every layer")] if len(rows) else []
+    figures = [(spec, tables) for spec in OVER_STEPS if spec.can_draw(tables)]
+    text = "All steps of the trace. Consistency compares two checkpoints on the same tokens."
+    return [Section("steps", "Routing over steps", text, figures, folded)]
 
-    Columns without a value are left out.
+
+def select(run: Run, selection: Selection) -> Tables:
+    """The tables of one step and phase (by default the last step in the main phase), narrowed further.
+
+    Figures over steps find the rows of all steps beside them.
     """
-    columns = [{"name": "layer", "title": "layer", "kind": "int"}]
-    values: list[pd.Series] = []
-    for metric, column, title in GLANCE:
-        found = values_of(view.tables, metric).set_index("layer")[column]
-        if found.notna().any():
-            values.append(found)
-            columns.append({"name": metric if column == "value" else column, "title": title, "kind": "float"})
-    rows = [[layer, *(column.get(layer, float("nan")) for column in values)] for layer in view.layers]
-    return {
-        "name": "routing_at_a_glance",
-        "title": "Routing at a glance",
-        "columns": columns,
-        "rows": plain(rows),
-        "links": f"v{index}-layer-",
-    }
+    trace = load_trace(run)
+    step = selection.values.get("step", trace.steps[-1])
+    phase = selection.values.get("phase", trace.phases[0])
+    rest = Selection({key: value for key, value in selection.values.items() if key not in ("step", "phase")})
+    tables = {name: rest.rows(select_rows(frame, step, phase)) for name, frame in trace.tables.items()}
+    for name in ("load", "routing_layers"):
+        rows = trace.tables[name]
+        tables[f"{name} of all steps"] = rest.rows(rows[rows["phase"] == phase])
+    return tables
 
 
-def step_sections(traces: list[TraceTables], names: dict[Any, str], keep: Keep) -> list[dict[str, Any]]:
-    """Figures over steps of every trace that has several, in its main phase."""
-    sections = []
-    for index, trace in enumerate(trace for trace in traces if len(trace.steps) > 1):
-        tables = trace.in_main_phase()
-        label = f"{names[trace.run.path]} · {trace.phases[0]}"
-        specs = [spec for spec in OVER_STEPS if can_draw(spec, tables)]
-        figures = [keep(f"o{index}-{spec.name}", drawn(spec, tables, label)) for spec in specs]
-        stability = tables["stability"].head(ROWS_SHOWN)
-        columns = [column for column in TABLES["stability"].columns if column != "layer_name"]
-        shown = table_payload("stability", stability, columns, "Every two steps in every layer")
-        kept = [keep(f"o{index}-t-stability", shown)] if len(stability) else []
-        sections.append({"label": label if len(traces) > 1 else "", "figures": figures, "tables": kept})
-    return sections
+def guide(run: Run) -> list[str]:
+    return [
+        "Every routing metric stands beside its chance level (balanced random routing, a uniform router, or "
+        "permuted labels and tokens) and its value at collapse: every token chooses the same k experts.",
+        "Intervals are 95 % jackknife intervals over documents; they need at least 20 documents.",
+    ]
 
 
-def text_notice(traces: list[TraceTables], excerpts: list[Excerpt | None]) -> str:
-    """What the report holds of the user's text, to be said at its top; empty where it holds none."""
-    if any(excerpt is not None for excerpt in excerpts):
-        return (
-            "This report holds passages of the text that was read, word for word. Pass it on only "
-            "where you would pass on the text."
-        )
-    if any(trace.tables["contexts"]["before"].notna().any() for trace in traces):
-        return (
-            "This report holds short passages of the text that was read, word for word (five at "
-            "most for each expert). "
-            "Pass it on only where you would pass on the text."
-        )
-    if any(
-        trace.tables["vocabulary"]["token"].notna().any()
-        for trace in traces
-        if len(trace.tables["vocabulary"])
-    ):
-        return (
-            "This report holds single tokens of the text that was read (no passages). Names or "
-            "numbers in the text may be among them."
-        )
-    return ""
-
-
-# --- how to do it again
+# --- coverage
 
 
 def trace_coverage(run: Run) -> list[str]:
-    """What was read, in a line; one a step only where they differ."""
+    """What was traced, in one line; one line per step where they differ."""
     lines = [coverage_line(item) for item in run.info["coverage"]]
     if len(set(lines)) == 1:
         return [lines[0] + (f" in each of {len(lines)} steps" if len(lines) > 1 else "")]
@@ -248,62 +431,8 @@ def coverage_line(item: dict[str, Any]) -> str:
     experts, k = ("/".join(map(str, item[key])) for key in ("experts_per_layer", "k"))
     tokens, documents = sum(item["tokens"].values()), sum(item["domains"].values())
     by_domain = ", ".join(f"{name} {count:,}" for name, count in item["tokens"].items())
-    chosen = f"up to {k} a token, {number(item['mean_k'])} on average" if "mean_k" in item else f"{k} a token"
+    chosen = f"up to {k}, {number(item['mean_k'])} on average" if "mean_k" in item else k
     return (
-        f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen}; "
+        f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen} per token; "
         f"{tokens:,} tokens in {documents:,} documents"
     ) + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")
-
-
-def trace_command(trace: TraceTables) -> str:
-    """The command that made the run, from what run.json holds."""
-    info = trace.run.info
-    arguments = info["arguments"]
-    models = [
-        item["path"] + (f"@{item['revision']}" if item.get("revision") else "")
-        for item in info["checkpoints"]
-    ]
-    command = ["moescope", "trace", *models]
-    if "import" in arguments:
-        command += [
-            "--recorded",
-            arguments["import"][0],
-            "--format",
-            arguments["format"],
-            "--experts",
-            str(arguments["experts"]),
-        ]
-        return shlex.join(command)
-    without_words = trace.tables["vocabulary"]["token"].isna().all()
-    for domain, files in arguments["text"]:
-        for path in paths_of(files):
-            if len(arguments["text"]) > 1 or domain != "text":
-                command += ["--domain", f"{domain}={path}"]
-            else:
-                command += ["--token-ids" if without_words else "--text", path]
-    defaults = {
-        "max_tokens": None,
-        "phase": "prefill",
-        "save_tokens": False,
-        "dtype": "auto",
-        "batch_size": 8,
-        "chat_template": False,
-        "seed": 0,
-    }
-    for word, default in defaults.items():
-        if arguments[word] != default:
-            flag = f"--{word.replace('_', '-')}"
-            command += [flag] if arguments[word] is True else [flag, str(arguments[word])]
-    return shlex.join(command)
-
-
-def paths_of(files: list[Any]) -> list[str]:
-    """What was read, as it can be given again.
-
-    Files, - for standard input, the folder they share where they are many.
-    """
-    given = [file[0] for file in files if isinstance(file, list)]
-    piped = ["-"] if len(given) < len(files) else []
-    hub = [path for path in given if path.startswith("hf://")]
-    paths = [path for path in given if path not in hub]
-    return piped + ([os.path.commonpath(paths)] if len(paths) > 8 else paths) + hub

@@ -1,29 +1,43 @@
-"""A monitored training's part of the report: load balance, router diagnostics and gradients by step."""
+"""Monitor's part of the report: load, router diagnostics, router gradients and alerts over training steps."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import FigureSpec, Tables, counted, listed, named_layers, number
+from moescope.plotting.style import RANDOM, counted, listed, named_layers, number
 from moescope.reporting.pack import table_payload
-from moescope.reporting.run_kind import RunKind, Section
-from moescope.routing.figures_diagnostics import in_words, told_and_drawn
-from moescope.routing.figures_monitor import DROPPED, ROUTER_GRADIENT, USAGE_BY_STEP
-from moescope.routing.figures_steps import OVER_STEPS
+from moescope.routing.figures_steps import (
+    DROPPED,
+    MIDDLE_LAYER,
+    MONITOR_FIGURES,
+    OVER_STEPS,
+    ROUTER_GRADIENT,
+    last_value,
+    split_diagnostics,
+)
+from moescope.routing.tables import MONITOR_TABLES
 from moescope.run import Run
+from moescope.verb import FigureSpec, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
+from moescope.verbs import load_verb
 
-TABLES = ("steps", "load", "routing_layers", "router_gradients", "alerts")
+# tables of the weights that `scan` may add, defined by the verb of that name
+SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
 STEP_COLUMNS = [
-    *("step", "tokens", "train_loss", "lm_loss", "aux_loss", "validation_loss"),
-    *("learning_rate", "gradient_norm", "tokens_per_second"),
+    "step",
+    "tokens",
+    "train_loss",
+    "lm_loss",
+    "aux_loss",
+    "validation_loss",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
 ]
 ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
-VIEW = (
-    "Load balance and routing decisions come from the training passes, one point per window of steps; the "
-    "chance level is random routing."
+GUIDE = (
+    "Load and decisions are counted in the training's own passes; each point covers the steps since the "
+    "previous one. Chance levels are those of random routing."
 )
 
 
@@ -31,131 +45,142 @@ def rows_of(run: Run, table: str) -> pd.DataFrame:
     return run.table(table) if table in run.tables else pd.DataFrame()
 
 
-def sections(run: Run) -> list[Section]:
-    """Return the sections: load balance, diagnostics, router gradients."""
-    if not len(rows_of(run, "load")):
-        raise BadInput(
-            f"{run.path}: no table of this training is on disk yet; wait for its first "
-            f"{run.info['arguments']['every']} steps"
-        )
-    steps = rows_of(run, "steps")
-    more = [table_payload("steps", steps, STEP_COLUMNS, "All steps")] if len(steps) else []
-    return [load_section(run, more), *diagnostic_sections(run), *gradient_sections(run)]
-
-
-def load_section(run: Run, tables: list[dict[str, Any]]) -> Section:
-    """Return load balance by step with its alerts, dropped tokens where there are any, and `tables`."""
-    rows = run.table("routing_layers")
-    watched: Tables = {"load": run.table("load"), "routing_layers": rows}
-    dropped = (rows["metric"] == "dropped") & (rows["value"] > 0)
-    specs = [*OVER_STEPS, *([DROPPED] if dropped.any() else [])]
-    alerts = rows_of(run, "alerts")
-    shown = [table_payload("alerts", alerts, ALERT_COLUMNS, "Alerts")] if len(alerts) else []
-    words = "Tokens per expert and routing entropy, counted in every training pass."
-    if layers := run.info.get("low_entropy_expected"):
-        words += (
-            " This router is near-certain by design, so low routing entropy in "
-            f"{named_layers(layers)} raises no alert; uneven load and unused experts do."
-        )
-    figures = [(spec, watched) for spec in specs if can_draw(spec, watched)]
-    return Section("load", "Load balance in training", words, figures, [*shown, *tables])
-
-
-def diagnostic_sections(run: Run) -> list[Section]:
-    """Return router diagnostics: figures of those that change, a sentence for the others; usage of keys."""
-    rows = run.table("routing_layers")
-    tables: Tables = {"routing_layers": rows}
-    model = run.info["arguments"].get("model")
-    if model is not None:
-        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
-    still, moving = told_and_drawn(tables)
-    specs = [panel.spec() for panel in moving]
-    if (rows["metric"] == "key_cosine").any():
-        specs += [spec for spec in USAGE_BY_STEP if can_draw(spec, tables)]
-    if not specs and not still:
-        return []
-    words = "Metrics specific to this router, from its training passes, with their reference values."
-    if still:
-        words += f" Constant at their reference: {listed([in_words(panel, tables) for panel in still])}."
-    return [Section("diagnostics", "Router diagnostics", words, [(spec, tables) for spec in specs])]
-
-
-def gradient_sections(run: Run) -> list[Section]:
-    gradients = rows_of(run, "router_gradients")
-    if not len(gradients) or gradients["lm_gradient_norm"].isna().all():
-        return []
-    words = "A router learns from the text only through its gates."
-    return [
-        Section("routers", "Router gradients", words, [(ROUTER_GRADIENT, {"router_gradients": gradients})])
-    ]
-
-
 def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Return whether the figure's tables have its metrics and more than one step."""
+    """Whether the figure's tables have more than one step, and its metrics rows."""
     if not set(spec.needs) <= set(tables):
         return False
     metrics = set(tables["routing_layers"]["metric"].unique())
     return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
 
 
-def findings(run: Run) -> list[str]:
-    found = load_findings(run)
-    alerts = rows_of(run, "alerts")
-    if len(alerts):
-        first = alerts.sort_values("step").iloc[0]
-        found.append(
-            f"{counted(len(alerts), 'alert')}, the first at step {first['step']}: {first['message']}"
+def load_section(run: Run, tables: list[Payload]) -> Section:
+    """Load and decisions over the steps; `tables` are shown below the figures, after the alerts."""
+    frames = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
+    rows, alerts = frames["routing_layers"], rows_of(run, "alerts")
+    dropped = ((rows["metric"] == "dropped") & (rows["value"] > 0)).any()
+    specs = [*OVER_STEPS, *([DROPPED] if dropped else [])]
+    words = "Load balance and routing decisions, counted in every training pass."
+    if certain := run.info.get("low_entropy_expected"):
+        words += (
+            " This router is certain of every token by design, so low routing entropy in "
+            f"{named_layers(certain)} raises no alert; uneven load and unused experts do."
         )
-    if run.info["status"] != "done":
-        found.append(f"this training is {run.info['status']}: what was written so far is shown")
-    return found
+    figures = [(spec, frames) for spec in specs if can_draw(spec, frames)]
+    if len(alerts):
+        tables = [table_payload(MONITOR_TABLES["alerts"], alerts, ALERT_COLUMNS, "Alerts"), *tables]
+    return Section("load", "Load balance during training", words, figures, tables)
 
 
-def load_findings(run: Run, why_equal: str = "") -> list[str]:
-    """Return sentences about the load balance in the last window of training."""
-    if "routing_layers" not in run.tables:
-        return []
+def diagnostic_sections(run: Run) -> list[Section]:
+    """Router diagnostics: figures of those that vary, a sentence on the others."""
     rows = run.table("routing_layers")
-    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
-    even = rows[rows["metric"] == "cv"]
-    if not len(even) or not even["value"].notna().any():
+    tables: Tables = {"routing_layers": rows}
+    if model := run.info["arguments"].get("model"):
+        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
+    constant, varying = split_diagnostics(tables)
+    specs = [panel.spec for panel in varying]
+    if (rows["metric"] == "key_cosine").any():
+        specs += [spec for spec in MIDDLE_LAYER if can_draw(spec, tables)]
+    if not specs and not constant:
         return []
-    worst = even.loc[even["value"].idxmax()]
+    words = "Metrics specific to this router, from its training passes, each with its chance level."
+    if constant:
+        values = listed([last_value(panel, tables) for panel in constant])
+        words += f" Constant at their chance level and not drawn: {values}."
+    return [Section("diagnostics", "Router diagnostics", words, [(spec, tables) for spec in specs])]
+
+
+def gradient_sections(run: Run) -> list[Section]:
+    """Gradient norms into each router, where they were measured."""
+    gradients = rows_of(run, "router_gradients")
+    if not len(gradients) or not gradients["lm_gradient_norm"].notna().any():
+        return []
+    words = "A router learns from the text only through its gates; one without gradient learns nothing."
+    figures = [(ROUTER_GRADIENT, {"router_gradients": gradients})]
+    return [Section("routers", "Router gradients", words, figures)]
+
+
+def load_findings(run: Run, reason: str = "") -> list[str]:
+    """Load balance at the last step; `reason` says why a router's load is even by construction."""
+    rows = rows_of(run, "routing_layers")
+    if not len(rows):
+        return []
+    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
+    cv = rows[(rows["metric"] == "cv") & rows["value"].notna()]
+    if not len(cv):
+        return []
+    worst = cv.loc[cv["value"].idxmax()]
+    chance = f"({RANDOM}: {number(worst['chance'])})"
     if worst["value"] == 0:
-        return [f"Load balance: CV 0 in every layer{why_equal} (random routing: {number(worst['chance'])})."]
-    found = [
-        f"Load balance: worst in {named_layers([worst['layer']])}, CV {number(worst['value'])} "
-        f"(random routing: {number(worst['chance'])})."
+        return [f"Load balance at the end of training: even in every layer{reason}, CV 0 {chance}."]
+    findings = [
+        f"Load balance at the end of training: worst in layer {worst['layer']}, CV {number(worst['value'])} "
+        f"{chance}."
     ]
     unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
     if len(unused):
-        found.append(f"Unused experts at the end of training: {named_layers(unused['layer'])}.")
-    return found
+        findings.append(f"Unused experts at the end of training in {named_layers(unused['layer'])}.")
+    return findings
 
 
-def coverage(run: Run) -> list[str]:
-    steps = rows_of(run, "load")
-    upto = f", up to step {int(steps['step'].max()):,}" if len(steps) else ""
-    experts = sorted(set(run.info["n_experts"]))
-    return [
-        (
-            f"{run.info['model_type']}: {counted(len(run.info['layers']), 'MoE layer')} of "
-            f"{' or '.join(map(str, experts))} experts, monitored in training{upto}"
+def alert_findings(run: Run) -> list[str]:
+    alerts = rows_of(run, "alerts")
+    if not len(alerts):
+        return []
+    first = alerts.sort_values("step").iloc[0]
+    return [f"{counted(len(alerts), 'alert')}; the first: {first['message']}."]
+
+
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """Load, router diagnostics and router gradients over the steps."""
+    if not len(rows_of(run, "load")):
+        raise BadInput(
+            f"{run.path}: no table of this training is on disk yet; wait for its first "
+            f"{run.info['arguments']['every']} steps"
         )
-    ]
+    steps = rows_of(run, "steps")
+    tables = (
+        [table_payload(MONITOR_TABLES["steps"], steps, STEP_COLUMNS, "Every point")] if len(steps) else []
+    )
+    return [load_section(run, tables), *diagnostic_sections(run), *gradient_sections(run)]
 
 
-def command(run: Run) -> str:
-    return f"moescope.Monitor(out={str(run.path)!r})"
+def summary(run: Run) -> Summary:
+    """Coverage, key numbers and findings of a monitored training."""
+    load = rows_of(run, "load")
+    steps = f", up to step {int(load['step'].max()):,}" if len(load) else ""
+    experts = " or ".join(map(str, sorted(set(run.info["n_experts"]))))
+    layers = counted(len(run.info["layers"]), "MoE layer")
+    coverage = [f"{run.info['model_type']}: {layers} of {experts} experts, monitored in training{steps}"]
+    status = run.info["status"]
+    unfinished = [] if status == "done" else [f"This training is {status}; the report shows what is written."]
+    return Summary(coverage, [*load_findings(run), *alert_findings(run), *unfinished], key_numbers(run))
 
 
-WATCHED = RunKind(
+def key_numbers(run: Run) -> list[KeyNumber]:
+    """Load balance, unused experts and routing entropy at the last step, and the number of alerts."""
+    rows = rows_of(run, "routing_layers")
+    keys = []
+    if len(rows):
+        rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "") & rows["value"].notna()]
+        for name, metric, unit in (
+            ("Worst load CV", "cv", ""),
+            ("Unused experts", "unused", "of the worst layer"),
+            ("Routing entropy", "routing_entropy", "nats, highest layer"),
+        ):
+            if len(of_metric := rows[rows["metric"] == metric]):
+                top = of_metric.loc[of_metric["value"].idxmax()]
+                keys.append(KeyNumber(name, float(top["value"]), float(top["chance"]), unit))
+    return [*keys, KeyNumber("Alerts", float(len(rows_of(run, "alerts"))))]
+
+
+MONITOR = Verb(
     "monitor",
-    TABLES,
-    findings,
-    sections,
-    command,
-    coverage,
-    VIEW,
-    lambda run: f"{run.name}: monitored training",
+    tables={**MONITOR_TABLES, **{name: load_verb("scan").tables[name] for name in SCANNED}},
+    figures=[spec for spec in (*OVER_STEPS, *MONITOR_FIGURES) if set(spec.needs) <= set(MONITOR_TABLES)],
+    summary=summary,
+    sections=sections,
+    guide=lambda run: [GUIDE],
+    title=lambda run: f"{run.name}: a monitored training",
+    grows=True,
 )

@@ -1,7 +1,4 @@
-"""A view: one step and phase of one trace.
-
-A report shows one view at a time, and all steps against each other.
-"""
+"""Views of a trace (one step and phase each) for the report: their tables, expert cards and text excerpt."""
 
 from __future__ import annotations
 
@@ -12,30 +9,44 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.reporting.untrusted import plot_words
+from moescope.plotting.style import number, values_of
+from moescope.reporting.pack import plain, table_payload
+from moescope.reporting.untrusted import plot_words, token_words, visible
+from moescope.routing.figures_experts import NAMED_FROM, expected_pairs
+from moescope.routing.figures_load import usages
+from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
-from moescope.tables import ROUTING_TABLES, TABLES
+from moescope.verb import Section, Tables
 
-SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only what is shown of them is read
+SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
 ADDED = ("contexts", "expert_cosines")  # older traces have none
-NEEDED = tuple(name for name in ROUTING_TABLES if name not in SINGLE_TOKENS + ADDED)
-STEPS_SHOWN = 4  # so many steps of a run are shown closely; figures over steps hold them all
-LARGE = 2000  # experts in all layers, from which on only the first and the last step are
+NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS + ADDED)
+STEPS_SHOWN = 4  # steps of a run with a view each; figures over steps hold all
+LARGE = 2000  # experts in all layers from which on only the first and last step have a view
+TOKENS_PER_ROLE = 12
+COACTIVATED = 3
+CONTEXTS = 5
+CONTEXTS_OF_MANY = 3  # per expert where there are so many experts that the page would grow too large
+ROLES = ("input", "next", "predicted")
+METRIC_TABLE = ["metric", "value", "chance", "collapse", "low", "high"]
+DOCUMENTS = 12
+TOKENS_EACH = 300
+CHOICES = 600_000  # tokens x layers x k that a page may hold
+COLUMNS = ["document", "position", "layer", "token_id", "domain", "phase", "experts", "gates", "entropy"]
+
+# --- views
 
 
 @dataclass(frozen=True)
 class View:
-    """The tables of one step and phase, domain names made safe for figures.
-
-    And the words that tell it from other views.
-    """
+    """The tables of one step and phase of a trace, with domain names made safe for figures."""
 
     run: Run
     step: int
     phase: str
-    main: bool  # the phase of which co-activation, domains, vocabulary and tokens were kept
+    main: bool  # the phase for which co-activation, domains, vocabulary and tokens are recorded
     label: str
-    tables: dict[str, pd.DataFrame]
+    tables: Tables
 
     @property
     def layers(self) -> list[int]:
@@ -43,26 +54,21 @@ class View:
 
     @property
     def last(self) -> bool:
-        """Whether it is of the run's last step."""
+        """Whether it is the run's last step."""
         return self.step == max(int(setup["step"]) for setup in self.run.info["setup"])
 
     @property
     def setup(self) -> dict[str, Any]:
-        """What run.json says of this step."""
+        """run.json's entry for this step."""
         return next((dict(setup) for setup in self.run.info["setup"] if setup["step"] == self.step), {})
-
-    @property
-    def checkpoint(self) -> dict[str, Any]:
-        """Which checkpoint it is of; empty for a trace imported without a model."""
-        return next((dict(item) for item in self.run.info["checkpoints"] if item["step"] == self.step), {})
 
 
 @dataclass(frozen=True)
 class TraceTables:
-    """All tables of a trace but the single tokens, which may be larger than memory."""
+    """All tables of a trace except single tokens, which may be larger than memory."""
 
     run: Run
-    tables: dict[str, pd.DataFrame]
+    tables: Tables
 
     @property
     def steps(self) -> list[int]:
@@ -70,16 +76,15 @@ class TraceTables:
 
     @property
     def n_experts(self) -> int:
-        """Of all layers together."""
+        """Number of experts of all layers together."""
         return len(self.tables["load"][["layer", "expert"]].drop_duplicates())
 
     @property
     def phases(self) -> list[str]:
-        found = set(self.tables["load"]["phase"])
-        return [phase for phase in ("prefill", "decode") if phase in found]
+        return [phase for phase in ("prefill", "decode") if phase in set(self.tables["load"]["phase"])]
 
-    def in_main_phase(self) -> dict[str, pd.DataFrame]:
-        """All steps, of the phase that everything was kept of."""
+    def in_main_phase(self) -> Tables:
+        """All steps of the phase for which everything is recorded."""
         phase = self.phases[0]
         return {
             name: frame[frame["phase"] == phase] if "phase" in frame else frame
@@ -88,13 +93,13 @@ class TraceTables:
 
 
 def load_trace(run: Run) -> TraceTables:
+    """Read a trace's tables; a missing one or an empty trace is rejected with an error."""
     if missing := [name for name in NEEDED if name not in run.tables]:
         raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; trace again with --overwrite")
     tables = {name: run.table(name) for name in NEEDED}
     for name in ADDED:
-        tables[name] = (
-            run.table(name) if name in run.tables else pd.DataFrame(columns=list(TABLES[name].columns))
-        )
+        columns = list(TRACE_TABLES[name].columns)
+        tables[name] = run.table(name) if name in run.tables else pd.DataFrame(columns=columns)
     for name, frame in tables.items():
         if "domain" in frame:
             tables[name] = frame.assign(domain=frame["domain"].map(plot_words))
@@ -104,50 +109,256 @@ def load_trace(run: Run) -> TraceTables:
 
 
 def shown_steps(steps: list[int], experts: int = 0) -> list[int]:
-    """All of them, or the first, the last and some between: a page has to stay of a size that opens."""
+    """All steps, or the first, the last and some span, which bounds the size of the page."""
     most = 2 if experts >= LARGE else STEPS_SHOWN
     if len(steps) <= most:
         return steps
     return [steps[place] for place in np.linspace(0, len(steps) - 1, most).round().astype(int)]
 
 
-def steps_left_out(trace: TraceTables) -> list[str]:
-    """Which steps have views of their own, where not all have."""
+def skipped_steps(trace: TraceTables) -> list[str]:
+    """A sentence on which steps have a view, if not all have one."""
     shown = shown_steps(trace.steps, trace.n_experts)
     if len(shown) == len(trace.steps):
         return []
     named = ", ".join(map(str, shown))
-    return [f"Shown closely are steps {named} of {len(trace.steps)}; figures over steps hold all of them."]
+    return [f"Steps {named} of {len(trace.steps)} have their own view; figures over steps hold all."]
 
 
-def routing_views(traces: list[TraceTables], names: dict[Any, str]) -> list[View]:
-    """The views of every trace, in the order given; `names` are the runs' short names."""
-    found = []
-    for trace in traces:
-        for phase in trace.phases:
-            for step in shown_steps(trace.steps, trace.n_experts):
-                parts = [plot_words(names[trace.run.path])] if len(traces) > 1 else []
-                parts += [f"step {step}"] if len(trace.steps) > 1 else []
-                parts += [phase] if len(trace.phases) > 1 else []
-                main = phase == trace.phases[0]
-                tables = {name: select(frame, step, phase) for name, frame in trace.tables.items()}
-                if not main:
-                    tables = {
-                        name: frame for name, frame in tables.items() if name in ("load", "routing_layers")
-                    }
-                found.append(View(trace.run, step, phase, main, " · ".join(parts) or "routing", tables))
-    return found
+def routing_views(trace: TraceTables) -> list[View]:
+    """The views of a trace; the last one is the last step in the main phase, with which the page opens."""
+    views = []
+    for phase in reversed(trace.phases):
+        for step in shown_steps(trace.steps, trace.n_experts):
+            parts = [f"step {step}"] if len(trace.steps) > 1 else []
+            parts += [phase] if len(trace.phases) > 1 else []
+            main = phase == trace.phases[0]
+            tables = {
+                name: select_rows(frame, step, phase)
+                for name, frame in trace.tables.items()
+                if main or name in ("load", "routing_layers")
+            }
+            views.append(View(trace.run, step, phase, main, ", ".join(parts) or "all tokens", tables))
+    return views
 
 
-def first_shown(views: list[View]) -> int:
-    """The view the page opens with: the first run's last step, in its main phase."""
-    own = [index for index, view in enumerate(views) if view.run is views[0].run and view.main]
-    return max(own, key=lambda index: views[index].step)
-
-
-def select(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:
+def select_rows(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:
     mask = pd.Series(True, index=frame.index)
     for key, value in (("step", step), ("phase", phase)):
         if key in frame.columns:
             mask &= frame[key] == value
     return frame[mask]
+
+
+# --- experts
+
+
+def layer_sections(view: View) -> list[Section]:
+    """One folded section per layer with its expert cards and every metric."""
+    metrics = {name: values_of(view.tables, name).set_index("layer") for name in ("cv", "routing_entropy")}
+    grouped = {
+        name: dict(tuple(frame.groupby("layer"))) for name, frame in view.tables.items() if "layer" in frame
+    }
+    many = len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE
+    sections = []
+    for usage in usages(view.tables):
+        rows = {name: groups.get(usage.layer, view.tables[name].iloc[:0]) for name, groups in grouped.items()}
+        line = [
+            f"{name.replace('_', ' ')} {number(frame.loc[usage.layer, 'value'])} "
+            f"(chance {number(frame.loc[usage.layer, 'chance'])})"
+            for name, frame in metrics.items()
+            if usage.layer in frame.index
+        ]
+        overall = rows["routing_layers"][rows["routing_layers"]["domain"] == ""]
+        title = f"Every metric of layer {usage.layer}"
+        cards = {
+            "experts": expert_cards(rows, usage.times, CONTEXTS_OF_MANY if many else CONTEXTS),
+            "table": table_payload(TRACE_TABLES["routing_layers"], overall, METRIC_TABLE, title),
+        }
+        sections.append(
+            Section(
+                f"layer-{usage.layer}",
+                f"Layer {usage.layer}",
+                widget=("experts", cards),
+                folded=True,
+                line=f"{len(usage.experts)} experts; {', '.join(line)}",
+            )
+        )
+    return sections
+
+
+def expert_cards(rows: dict[str, pd.DataFrame], times: np.ndarray, most: int) -> list[dict[str, Any]]:
+    """One card per expert; parts that a trace does not hold are empty."""
+    load = rows["load"].groupby("expert")
+    gate_weight = load["gate_weight"].sum(min_count=1)
+    relative, mean_gate = gate_weight / gate_weight.mean(), gate_weight / load["tokens"].sum()
+    contexts = contexts_by_expert(rows.get("contexts"), most)
+    domains = ranked(rows.get("domains"), "expert", "domain", "affinity")
+    pairs = rows.get("coactivation")
+    if pairs is not None and len(pairs):
+        pairs = expected_pairs(pairs)
+        pairs = pairs[pairs["expected"] >= NAMED_FROM]
+    coactivated = ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED)
+    vocabulary = tokens_by_expert(rows.get("vocabulary"))
+    return [
+        {
+            "expert": expert,
+            "times": plain(float(times[expert])),
+            "gates": plain(float(relative.get(expert, float("nan")))),
+            "domains": domains.get(expert, []),
+            "partners": coactivated.get(expert, []),
+            "tokens": {role: vocabulary.get((expert, role), []) for role in ROLES},
+            "contexts": contexts.get(expert, []),
+            "mean_gate": plain(float(mean_gate.get(expert, float("nan")))),
+        }
+        for expert in range(len(times))
+    ]
+
+
+def ranked(
+    frame: pd.DataFrame | None, key: str, name: str, column: str, most: int | None = None
+) -> dict[int, list[list[Any]]]:
+    """key -> its rows' [name, value], largest first, at most `most`; rows without a value are skipped."""
+    if frame is None or frame.empty:
+        return {}
+    ordered = frame[frame[column].notna()].sort_values(column, ascending=False, kind="stable")
+    if most is not None:
+        ordered = ordered.groupby(key).head(most)
+    entries: dict[int, list[list[Any]]] = {}
+    for owner, other, value in zip(*(ordered[head].tolist() for head in (key, name, column)), strict=True):
+        entries.setdefault(int(owner), []).append([other, plain(value)])
+    return entries
+
+
+def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[list[Any]]]:
+    """(expert, role) -> [token, count, lift] of its most characteristic tokens, by count times log lift."""
+    if frame is None or frame.empty:
+        return {}
+    weight = frame["count"] * np.log(frame["lift"].clip(lower=1e-12))
+    frame = frame.loc[weight.sort_values(ascending=False, kind="stable").index]
+    top = frame.groupby(["expert", "role"], sort=False).head(TOKENS_PER_ROLE)
+    entries: dict[tuple[int, str], list[list[Any]]] = {}
+    columns = [top[name].tolist() for name in ("expert", "role", "token", "token_id", "count", "lift")]
+    for expert, role, token, token_id, count, lift in zip(*columns, strict=True):
+        entry = [token_words(token, int(token_id)), int(count), plain(float(lift))]
+        entries.setdefault((int(expert), str(role)), []).append(entry)
+    return entries
+
+
+def contexts_by_expert(frame: pd.DataFrame | None, most: int) -> dict[int, list[list[Any]]]:
+    """expert -> [before, token, after, gate, document, position, domain] of its largest gates."""
+    entries: dict[int, list[list[Any]]] = {}
+    if frame is None or frame.empty:
+        return entries
+    for row in frame[frame["rank"] <= most].sort_values(["expert", "rank"]).to_dict("records"):
+        before, after = (
+            visible(row[side]) if isinstance(row[side], str) else "" for side in ("before", "after")
+        )
+        words = [before, token_words(row["token"], int(row["token_id"])), after]
+        place = [plain(float(row["gate"])), int(row["document"]), int(row["position"]), row["domain"]]
+        entries.setdefault(int(row["expert"]), []).append(words + place)
+    return entries
+
+
+# --- text
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Tokens of some documents in order, and every layer's choices for them (-1 and NaN where none)."""
+
+    words: list[str]
+    document: np.ndarray  # of each token
+    domains: dict[int, str]  # document -> domain
+    experts: dict[int, np.ndarray]  # layer -> tokens x k, by falling gate
+    gates: dict[int, np.ndarray]
+
+
+def shown_documents(documents: dict[str, int]) -> list[int]:
+    """Numbers of the documents to show, equally many per domain; documents are numbered domain by domain."""
+    each = max(1, DOCUMENTS // max(len(documents), 1))
+    shown, start = [], 0
+    for count in documents.values():
+        shown += list(range(start, start + min(each, count)))
+        start += count
+    return shown[:DOCUMENTS]
+
+
+def read_excerpt(view: View) -> Excerpt | None:
+    """The first tokens of some documents of every domain; None if the trace has no tokens table."""
+    if "tokens" not in view.run.tables or not view.main:
+        return None
+    import pyarrow.parquet as pq
+
+    coverage = view.setup["coverage"]
+    wanted = shown_documents(coverage["domains"])
+    most = max(int(CHOICES / (len(view.layers) * max(coverage["k"]) * max(len(wanted), 1))), 20)
+    filters = [  # reads only the parts of the file that are needed
+        ("step", "=", view.step),
+        ("document", "in", wanted),
+        ("position", "<", min(TOKENS_EACH, most)),
+    ]
+    frame = pq.read_table(view.run.path / "tokens.parquet", columns=COLUMNS, filters=filters).to_pandas()
+    frame = frame[frame["phase"] == view.phase].sort_values(["document", "position", "layer"])
+    if frame.empty:
+        return None
+    first = frame[frame["layer"] == frame["layer"].min()]
+    k = max(int(frame["experts"].map(len).max()), 1)
+    known = token_texts(view)
+    by_layer = {int(layer): rows for layer, rows in frame.groupby("layer")}
+    domains = first.groupby("document")["domain"].first()
+    return Excerpt(
+        [token_words(known.get(token_id), token_id) for token_id in first["token_id"].tolist()],
+        first["document"].to_numpy(),
+        {int(document): plot_words(str(domain)) for document, domain in domains.items()},
+        {layer: padded(rows["experts"], k, -1) for layer, rows in by_layer.items()},
+        {layer: padded(rows["gates"], k, np.nan) for layer, rows in by_layer.items()},
+    )
+
+
+def token_texts(view: View) -> dict[int, str]:
+    """Token id -> text, from token_text; older traces have only the vocabulary table's tokens."""
+    table = view.run.table("token_text") if "token_text" in view.run.tables else view.tables["vocabulary"]
+    rows = table.dropna(subset=["token"]).drop_duplicates("token_id")
+    return dict(zip(rows["token_id"].tolist(), rows["token"].tolist(), strict=True))
+
+
+def padded(lists: pd.Series, k: int, filler: float) -> np.ndarray:
+    rectangle = np.full((len(lists), k), float(filler))
+    for row, values in zip(rectangle, lists, strict=True):
+        if values is not None:
+            row[: len(values)] = values
+    return rectangle
+
+
+def text_payload(excerpt: Excerpt, view: View) -> dict[str, Any]:
+    """Data of the coloured text: the tokens once, and each layer's experts and gates."""
+    n_experts = view.tables["load"].groupby("layer")["expert"].max() + 1
+    documents = []
+    for document, domain in excerpt.domains.items():
+        places = np.flatnonzero(excerpt.document == document)
+        span = {"from": int(places[0]), "to": int(places[-1]) + 1}
+        documents.append({"number": document, "domain": domain, **span})
+    return {
+        "words": excerpt.words,
+        "unnamed": sum(word.startswith("#") and word[1:].isdigit() for word in excerpt.words),
+        "documents": documents,
+        "layers": [
+            {
+                "layer": layer,
+                "n": int(n_experts[layer]),
+                "experts": experts.astype(int).tolist(),
+                "gates": plain(excerpt.gates[layer].tolist()),
+                "same": agreement(excerpt, layer),
+            }
+            for layer, experts in sorted(excerpt.experts.items())
+        ],
+    }
+
+
+def agreement(excerpt: Excerpt, layer: int) -> float | None:
+    """How often a token's top expert is that of the previous token, within documents of the excerpt."""
+    first = excerpt.experts[layer][:, 0]
+    inside = (excerpt.document[1:] == excerpt.document[:-1]) & (first[1:] >= 0) & (first[:-1] >= 0)
+    same = (first[1:] == first[:-1])[inside]
+    return float(f"{same.mean():.4g}") if len(same) else None

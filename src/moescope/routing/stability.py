@@ -8,11 +8,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import stats
 
 from moescope.errors import BadInput
 from moescope.routing.load_balance import Setting, cv
-from moescope.tables import TABLES
+from moescope.routing.tables import TABLES
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
@@ -63,24 +62,17 @@ def usage_sigma(shares_SE: Array) -> float:
 
 def rank_correlation(load_E: Array, other_E: Array) -> float:
     """Kendall's tau-b of two checkpoints' usages; NaN where one uses all experts equally."""
+    from scipy.stats import kendalltau
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return float(stats.kendalltau(load_E, other_E).statistic)
+        return float(kendalltau(load_E, other_E).statistic)
 
 
 def tau_is_noise(load_E: Array, tokens: int, k: float) -> bool:
     """Whether loads are so even that their ranks are noise: cv below three times its chance level."""
     chance = Setting(tokens, len(load_E), k).relative_std if tokens and k else np.inf
     return bool(cv(np.asarray(load_E, dtype=float)) < EVEN * chance)
-
-
-def jaccard_chance(n_experts: int, k: int) -> float:
-    """Expected Jaccard index of two random k-subsets of n.
-
-    Sum over j of P(j shared) j/(2k - j), hypergeometric.
-    """
-    shared = np.arange(0, k + 1)
-    return float((stats.hypergeom.pmf(shared, n_experts, k, k) * shared / (2 * k - shared)).sum())
 
 
 def stability_table(

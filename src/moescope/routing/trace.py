@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
-from moescope.arguments import choose_device, device_warnings, one_of
+from moescope.arguments import choose_device, device_warnings, one_of, step_numbers
 from moescope.errors import BadInput
 from moescope.execution.model_names import (
-    DTYPES,
+    Dtype,
     check_routed,
     checkpoint_identity,
     checkpoint_layer_names,
     short_name,
     step_names,
 )
-from moescope.execution.texts import Source, sources
+from moescope.execution.texts import ReadSettings, Source, sources
 from moescope.progress import progress
-from moescope.run import Run, RunWriter, default_folder, open_run
-from moescope.weights.verb import finished_run, step_numbers
+from moescope.routing.figures_steps import FIGURES
+from moescope.routing.report import guide, sections, select, summary
+from moescope.routing.tables import TRACE_TABLES
+from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.verb import Verb
 
-PHASES = ("prefill", "decode", "both")
+Phase = Literal["prefill", "decode", "both"]
+Format = Literal["vllm", "sglang", "llamacpp", "moescope"]
 
 
 @dataclass(frozen=True)
-class TraceSettings:
-    """The options that change a run's numbers."""
-
-    max_tokens: int | None = None
-    phase: str = "prefill"
+class TraceSettings(ReadSettings):
+    phases: tuple[str, ...] = ("prefill",)
     save_tokens: bool = False
-    dtype: str = "auto"
-    batch_size: int = 8
-    chat_template: bool = False
     seed: int = 0
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return ("prefill", "decode") if self.phase == "both" else (self.phase,)
 
 
 def trace(
@@ -48,14 +43,14 @@ def trace(
     domain: str | Iterable[str] = (),
     token_ids: str | Path | None = None,
     recorded: str | Path | None = None,
-    format: str | None = None,
+    format: Format | None = None,
     experts: int | None = None,
     revisions: str | Iterable[str] = (),
     out: str | Path | None = None,
     max_tokens: int | None = None,
-    phase: str = "prefill",
+    phase: Phase = "prefill",
     save_tokens: bool = False,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
     device: str = "auto",
@@ -63,31 +58,76 @@ def trace(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Record which experts each token is routed to, for one model or for several as steps of one run.
+    """Record which experts each token of a text is routed to.
 
-    `text`, `domain` ("name=path") or `token_ids` say what to read; `recorded` with `format` and `experts`
-    takes a trace that another tool wrote instead.
+    Measures load balance, router decisions, co-activation, specialisation by domain and token, and stability
+    over checkpoints. Give the same command again to resume an interrupted trace.
+
+    Parameters
+    ----------
+    *models : MODEL
+        Model folder or hub id. Several are the steps of one run.
+    text : PATH, repeatable
+        Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input.
+    domain : NAME=PATH, repeatable
+        Text of a named domain, such as code=src.
+    token_ids : FILE
+        Token ids instead of text: .npy, or .jsonl with one list per line.
+    max_tokens : int, default all
+        Tokens to read at most, shared evenly by the domains.
+    phase : PHASE
+        prefill reads documents at once, decode token by token.
+    out : DIR, default runs/trace-MODEL-N
+        Run folder to write.
+    device : DEVICE
+        auto, cpu, cuda or cuda:0.
+
+    Other Parameters
+    ----------------
+    recorded : FILE
+        A trace that another tool wrote, instead of running a model.
+    format : FORMAT
+        Format of the recorded trace.
+    experts : int
+        Experts per layer of the recorded trace.
+    revisions : LIST
+        Revisions of one hub model, as steps: step1000,step2000.
+    save_tokens : bool
+        Also store the experts and gates of every token.
+    dtype : DTYPE
+        Precision of the model; auto: as stored.
+    batch_size : int
+        Documents per batch; changes no number.
+    chat_template : bool
+        Read each document as a user's message.
+    seed : int
+        Seed of permutations.
+    overwrite : bool
+        Replace what the run folder holds.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.trace("allenai/OLMoE-1B-7B-0924", domain=["code=src", "text=docs"])  # doctest: +SKIP
+    >>> run.table("load")  # doctest: +SKIP
     """
-    settings = TraceSettings(
-        max_tokens,
-        one_of("phase", phase, PHASES),
-        save_tokens,
-        one_of("dtype", dtype, DTYPES),
-        batch_size,
-        chat_template,
-        seed,
-    )
-    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise BadInput(f"{name} {value}: must be at least 1")
-    if seed < 0:
-        raise BadInput(f"seed {seed}: must be at least 0")
+    given = dict(locals())
+    one_of("phase", phase, get_args(Phase))
+    for name, value, least in (
+        ("max_tokens", max_tokens, 1),
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+    ):
+        if value is not None and value < least:
+            raise BadInput(f"{name} {value}: must be at least {least}")
+    one_of("dtype", dtype, get_args(Dtype))
     if recorded is not None:
         if text or domain or token_ids or revisions:
             raise BadInput("--recorded replaces the text; give one or the other")
         from moescope.routing.trace_recorded import trace_recorded
 
-        return trace_recorded(models, Path(recorded), format, experts, settings, out, overwrite)
+        return trace_recorded(VERB, given)
     if format is not None or experts is not None:
         raise BadInput("--format and --experts need --recorded FILE; give it, or leave them out")
     names = step_names(models, revisions)
@@ -100,23 +140,26 @@ def trace(
     )
     place = choose_device(device)
     steps = sorted(zip(step_numbers([short_name(name) for name in names]), names, strict=True))
+    texts = [[source.domain, source.identity] for source in reading]
     identity = {
-        "arguments": {**asdict(settings), "text": [[source.domain, source.identity] for source in reading]},
+        "arguments": VERB.identity(given, text=texts, domain=[], token_ids=None, revisions=[]),
         "checkpoints": [{"step": number, **checkpoint_identity(name)} for number, name in steps],
     }
-    folder = Path(out) if out is not None else default_folder("trace", short_name(names[0]), identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(VERB, out, short_name(names[0]), identity, overwrite)
+    if done:
         return done
-    with open_run(folder, "trace", identity, overwrite) as writer:
+    phases = ("prefill", "decode") if phase == "both" else (str(phase),)
+    settings = TraceSettings(max_tokens, dtype, batch_size, chat_template, phases, save_tokens, seed)
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
         done_tasks = writer.done_tasks()
-        total = settings.max_tokens and settings.max_tokens * len(steps) * len(settings.phases)
+        total = max_tokens and max_tokens * len(steps) * len(phases)
         with progress(total, 0, "tokens", quiet) as advance:
             for number, name in steps:
                 if task_name(number) not in done_tasks:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
                     trace_step(writer, number, name, reading, settings, place, partial(advance, label))
-        return finish(writer, [number for number, _ in steps], settings, device_warnings(device))
+        return finish(writer, [number for number, _ in steps], save_tokens, device_warnings(device))
 
 
 def trace_step(
@@ -129,21 +172,17 @@ def trace_step(
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
-    from moescope.decoder.saving import is_lab_checkpoint
     from moescope.execution.adapters import find_blocks
     from moescope.execution.documents import read_documents
-    from moescope.execution.lab_models import load_traced
-    from moescope.execution.models import load_model
+    from moescope.execution.lab_models import load_any_model
     from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
-        load = load_traced if is_lab_checkpoint(name) else load_model
-        traced = load(name, settings.dtype, device)
+        traced = load_any_model(name, settings.dtype, device)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
         raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
-    domains = [source.domain for source in reading]
     blocks = find_blocks(traced.model)
     shape = [block.layer for block in blocks], [block.n_experts for block in blocks]
     for setup in writer.setups():
@@ -151,16 +190,15 @@ def trace_step(
             raise BadInput(
                 f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
             )
-    names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
     stream = writer.path / "parts" / f"{task_name(number)}-tokens.tmp" if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
             traced,
-            domains,
+            [source.domain for source in reading],
             read_documents(traced, reading, settings.max_tokens, settings.chat_template),
             settings.phases,
             settings.batch_size,
-            names,
+            checkpoint_layer_names(name, {block.layer: block.name for block in blocks}),
             number,
             stream,
             advance,
@@ -175,7 +213,7 @@ def trace_step(
     writer.save_info()
 
 
-def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_device: list[str]) -> Run:
+def finish(writer: RunWriter, steps: list[int], save_tokens: bool, warnings: list[str]) -> Run:
     """Join the tables of all steps, compare the steps with each other, and close the run."""
     from moescope.routing.counts_to_tables import STEP_TABLES
     from moescope.routing.stability import stability_table
@@ -189,15 +227,28 @@ def finish(writer: RunWriter, steps: list[int], settings: TraceSettings, on_devi
             lambda step, array: writer.array(task_name(step), array),
             dict(zip(frames["load"]["layer"], frames["load"]["layer_name"], strict=True)),
         )
-        if settings.save_tokens:
+        if save_tokens:
             writer.join_streamed("tokens")
             frames["token_text"] = writer.joined("token_text").drop_duplicates("token_id")
-    warnings = list(dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings")))
-    writer.save_info(
-        setup=setups, warnings=warnings + on_device, coverage=[setup["coverage"] for setup in setups]
-    )
+    text_warnings = dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings"))
+    coverage = [setup["coverage"] for setup in setups]
+    writer.save_info(setup=setups, warnings=[*text_warnings, *warnings], coverage=coverage)
     return writer.finish(frames)
 
 
 def task_name(step: int) -> str:
     return f"step{step}"
+
+
+VERB = Verb(
+    "trace",
+    trace,
+    TRACE_TABLES,
+    FIGURES,
+    summary,
+    sections,
+    select,
+    guide=guide,
+    view_label="Step and phase",
+    opens_last=True,
+)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from moescope.arguments import one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.execution.documents import Window, fingerprint
+from moescope.execution.model_names import checkpoint_identity
 from moescope.execution.recorded import READERS, Shape, Stretch, read_trace
 from moescope.execution.texts import file_identity
 from moescope.families import MoeCheckpoint, read_moe
@@ -21,24 +22,18 @@ from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.stability import stability_table
 from moescope.routing.tally import Tally
 from moescope.routing.token_sample import Sample
-from moescope.run import Run, default_folder, open_run
+from moescope.run import Run, open_run, place_run
 from moescope.types import Integers, Routing, Tokens
-from moescope.weights.verb import finished_run
-
-if TYPE_CHECKING:
-    from moescope.routing.trace import TraceSettings
+from moescope.verb import Verb
 
 
-def trace_recorded(
-    models: Sequence[str | Path],
-    file: Path,
-    format: str | None,
-    experts: int | None,
-    settings: TraceSettings,
-    out: str | Path | None,
-    overwrite: bool,
-) -> Run:
-    """Write the run of one recorded trace. A model supplies layer names and k; it is not run."""
+def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
+    """Write the run of one recorded trace. A model supplies layer names and k; it is not run.
+
+    `given` are the options of trace.
+    """
+    models, file, seed = given["models"], Path(given["recorded"]), given["seed"]
+    format, experts = given["format"], given["experts"]
     if format is None:
         raise BadInput(f"--recorded {file}: give --format too; known: {', '.join(READERS)}")
     one_of("format", format, tuple(READERS))
@@ -52,19 +47,14 @@ def trace_recorded(
         raise BadInput(f"{file}: no such file; give the recorded trace")
     moe = read_moe(open_checkpoint(models[0])) if models else None
     identity: dict[str, Any] = {
-        "arguments": {
-            "import": file_identity(file),
-            "format": format,
-            "experts": experts,
-            "seed": settings.seed,
-        },
-        "checkpoints": [checkpoint_record(moe)] if moe else [],
+        "arguments": verb.identity(given, recorded=file_identity(file)),
+        "checkpoints": [{"step": 0, **checkpoint_identity(str(models[0]))}] if moe else [],
     }
     name = moe.checkpoint.name if moe else file.stem
-    folder = Path(out) if out is not None else default_folder("trace", name, identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(verb, given["out"], name, identity, given["overwrite"])
+    if done:
         return done
-    with open_run(folder, "trace", identity, overwrite) as writer:
+    with open_run(folder, verb, identity, given["overwrite"], verb.command(given)) as writer:
         with writer.timed("trace"):
             shape = trace_shape(moe, experts)
             traced = count_trace(read_trace(file, format, shape), shape)
@@ -74,7 +64,7 @@ def trace_recorded(
         if not traced.counts:
             raise BadInput(f"{file}: no token in it; give a trace with tokens")
         with writer.timed("tables"):
-            frames = traced.tables(0, settings.seed)
+            frames = traced.tables(0, seed)
             frames["stability"] = stability_table([0], [], lambda step, name: None, {})
         setup = {"step": 0, **traced.facts()}
         absent = ["decision metrics (a trace holds no logits)"]
@@ -85,18 +75,8 @@ def trace_recorded(
             setup=[setup],
             coverage=[setup["coverage"]],
             warnings=[*traced.warnings(), f"not in this trace: {', '.join(absent)}"],
-            settings=asdict(settings),
         )
         return writer.finish(frames)
-
-
-def checkpoint_record(moe: MoeCheckpoint) -> dict[str, Any]:
-    return {
-        "step": 0,
-        "path": moe.checkpoint.address,
-        "revision": moe.checkpoint.revision,
-        "header_hash": moe.checkpoint.header_hash(),
-    }
 
 
 def trace_shape(moe: MoeCheckpoint | None, experts: int) -> Shape:

@@ -12,10 +12,6 @@ from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     GREY,
     LEGEND_UP_TO,
-    Figure,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     capital,
     counted,
@@ -23,6 +19,7 @@ from moescope.plotting.style import (
     grey_line,
     heatmap,
     k_axis,
+    layer_axis,
     layer_colorbar,
     layer_colors,
     layer_lines,
@@ -31,6 +28,7 @@ from moescope.plotting.style import (
     number,
     reference_k,
 )
+from moescope.verb import Figure, Slider, Tables, Trace
 
 TAIL = 0.01
 CATEGORIES = {"type": "category"}
@@ -55,13 +53,6 @@ def line(x: Any, y: Any, name: str, color: str, hover: str, **more: Any) -> Trac
 def matrix_layout(x: str, y: str) -> dict[str, Any]:
     """Layout of a heatmap with named rows and columns, the first row on top."""
     return base_layout(x, y, xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
-
-
-def layer_axis(layers: pd.Index) -> dict[str, object]:
-    """Integer layers only on the axis."""
-    values = [int(layer) for layer in layers]
-    every = max(1, -(-len(values) // 16))
-    return {"tickvals": values[::every], "ticktext": [str(value) for value in values[::every]]}
 
 
 def usable(tables: Tables) -> pd.DataFrame:
@@ -113,6 +104,7 @@ def random_direction(tables: Tables) -> Trace:
 
 
 def align_by_k(tables: Tables) -> Figure:
+    """Mean alignment of router rows with their own experts by k, one line per layer."""
     frame = tables["alignment_layers"]
     k = reference_k(usable(tables)["k"])
     here = frame[frame["k"] == k]
@@ -124,6 +116,7 @@ def align_by_k(tables: Tables) -> Figure:
 
 
 def z_by_k(tables: Tables) -> Figure:
+    """Mean z against the shuffle null by k, with its ceiling, one line per layer."""
     best = usable(tables).groupby("layer")["z_vs_shuffle"].max()
     ceilings = tables["alignment_layers"].groupby("layer")["z_ceiling"].max()
     high = sorted(best.index[best >= 0.9 * ceilings])
@@ -142,6 +135,7 @@ def z_by_k(tables: Tables) -> Figure:
 
 
 def effect_by_k(tables: Tables) -> Figure:
+    """Alignment above that of a random direction by k, one line per layer."""
     top = peak(usable(tables), "effect_over_random")
     caption = (
         f"Largest effect over random: {number(top['effect_over_random'])} ({at_k(top)}). Random router rows: "
@@ -176,6 +170,7 @@ def discoveries(p_values: pd.Series, rate: float = 0.05) -> list[int]:
 
 
 def delta_by_k(tables: Tables) -> Figure:
+    """Alignment with the own expert minus the mean over all experts, by k."""
     rows = usable(tables)
     called = discoveries(rows.groupby("layer")["p_adjusted"].min())
     significant = (rows["p_adjusted"] <= 0.05) & (rows["delta_vs_shuffle"] > 0)
@@ -201,6 +196,7 @@ def delta_by_k(tables: Tables) -> Figure:
 
 
 def shuffle_mean_by_k(tables: Tables) -> Figure:
+    """Mean alignment over all router-expert pairs by k, one line per layer."""
     ratio = usable(tables).assign(over=lambda f: f["shuffle_mean"] / f["random_expectation"])
     top = peak(ratio, "over")
     caption = (
@@ -224,6 +220,7 @@ def random_spread(frame: pd.DataFrame) -> Trace:
 
 
 def shuffle_std_by_k(tables: Tables) -> Figure:
+    """Spread of alignment over all router-expert pairs by k, the unit of z."""
     top = peak(usable(tables), "shuffle_std")
     caption = (
         f"The shuffle null is widest in layer {top['layer']:.0f}: standard deviation "
@@ -240,6 +237,7 @@ def shuffle_std_by_k(tables: Tables) -> Figure:
 
 
 def shuffle_log_std_by_k(tables: Tables) -> Figure:
+    """Spread of alignment over all pairs by k, on a logarithmic scale."""
     frame = usable(tables)
     frame = frame[frame["shuffle_std"] > 0]
     spread = frame.groupby("k")["shuffle_std"].agg(lambda values: values.max() / values.min())
@@ -367,6 +365,8 @@ def null_density(tables: Tables) -> Figure:
         base_layout("mean alignment of the pairing", "layer", yaxis=ticks),
         Slider("k", [f"{k:,}" for k in ks], start, per_value=2, captions=captions),
         max(340, 90 + 26 * len(layers)),
+        "Grey: mean alignment under all pairings of the layer's router rows and experts (all n! up to 8 "
+        "experts, else 20,000 sampled), not a normal approximation. Diamond: the stored pairing.",
     )
 
 
@@ -374,6 +374,7 @@ def null_density(tables: Tables) -> Figure:
 
 
 def cos_squared_by_layer(tables: Tables) -> Figure:
+    """Squared cosine of each router row and its expert's top singular vector, by layer."""
     experts = tables["alignment"]
     experts = experts[(experts["k"] == 1) & experts["cos_squared"].notna()]
     means = experts.groupby("layer")["cos_squared"].mean()
@@ -427,6 +428,8 @@ def expert_map(
 
 
 def align_by_expert(tables: Tables) -> Figure:
+    """Alignment of every router row with its own expert, layers x experts."""
+
     def describe(z: np.ndarray, layers: list[int]) -> str:
         low, high = np.nanmin(z, axis=1), np.nanmax(z, axis=1)
         widest = int((high - low).argmax())
@@ -439,6 +442,8 @@ def align_by_expert(tables: Tables) -> Figure:
 
 
 def delta_by_expert(tables: Tables) -> Figure:
+    """Delta vs shuffle of every expert, layers x experts."""
+
     def describe(z: np.ndarray, layers: list[int]) -> str:
         return (
             f"{int((z < 0).sum())} of {np.isfinite(z).sum()} router rows fit their own expert worse than the "
@@ -450,6 +455,7 @@ def delta_by_expert(tables: Tables) -> Figure:
 
 
 def align_against_delta(tables: Tables) -> Figure:
+    """Alignment and delta of each expert at one k, coloured by layer."""
     frame = tables["alignment"]
     k = reference_k(usable(tables)["k"])
     here = frame[(frame["k"] == k) & frame["align"].notna()]

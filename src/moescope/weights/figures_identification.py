@@ -13,20 +13,18 @@ import pandas as pd
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Tables,
-    Trace,
     base_layout,
     capital,
     category_style,
     grey_line,
+    layer_axis,
     layer_lines,
     named_layers,
     number,
 )
+from moescope.verb import Figure, FigureSpec, Tables, Trace
 from moescope.weights.ambiguity import HIGH, MEDIUM
-from moescope.weights.figures_alignment import by_k, constant, layer_axis, line, usable
+from moescope.weights.figures_alignment import by_k, constant, line, usable
 
 VERDICT_WORDS = {
     "identifying": ("identifies its experts", "identify their experts"),
@@ -70,6 +68,7 @@ def verdict_sentence(tables: Tables) -> str:
 
 
 def accuracy_by_k(tables: Tables) -> Figure:
+    """Share of router rows whose best match is their own expert, by k."""
     return by_k(
         "accuracy_by_k",
         "Experts identified by their router row",
@@ -82,6 +81,7 @@ def accuracy_by_k(tables: Tables) -> Figure:
 
 
 def margin_by_k(tables: Tables) -> Figure:
+    """Mean margin of the own expert over the best other one, by k."""
     best = usable(tables).groupby("layer")["alignment_margin"].max()
     positive = sorted(best.index[best > 0])
     caption = (
@@ -101,6 +101,7 @@ def margin_by_k(tables: Tables) -> Figure:
 
 
 def ambiguity_by_layer(tables: Tables) -> Figure:
+    """Ambiguity score and its three terms at each layer's k*."""
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     data: list[Trace] = [
@@ -144,6 +145,7 @@ def ambiguity_by_layer(tables: Tables) -> Figure:
 
 
 def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
+    """Absolute and normalised ambiguity score by layer."""
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     top = frame.loc[frame["absolute_score"].fillna(-1).idxmax()]
@@ -169,6 +171,7 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
 
 
 def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
+    """Accuracy and margin at each layer's k*."""
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
@@ -287,7 +290,8 @@ def by_layer(compared: Compared) -> FigureSpec:
             height=340 + 18 * max(0, len(means) + len(lines) - 4),
         )
 
-    return FigureSpec(f"compare_{compared.name}", compared.needs, draw)
+    description = f"{compared.label} by layer, one line per view."
+    return FigureSpec(f"compare_{compared.name}", compared.needs, draw, description=description)
 
 
 def by_step(compared: Compared) -> FigureSpec:
@@ -309,7 +313,8 @@ def by_step(compared: Compared) -> FigureSpec:
         title = f"{compared.label} by step"
         return Figure(f"steps_{compared.name}", title, caption, (compared.column,), data, layout)
 
-    return FigureSpec(f"steps_{compared.name}", compared.needs, draw)
+    description = f"{compared.label} by training step, one line per layer."
+    return FigureSpec(f"steps_{compared.name}", compared.needs, draw, description=description)
 
 
 ACCURACY = Compared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,11 +13,6 @@ from moescope.plotting.log_axis import log_axis
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
-    Figure,
-    FigureSpec,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     capital,
     expert_lines,
@@ -26,12 +22,24 @@ from moescope.plotting.style import (
     k_axis,
     number,
 )
+from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 from moescope.weights.figures_alignment import line, matrix_layout, peak, random_spread, usable
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks
 
 PANEL_HEIGHT = 260
 # P(cos² > 10/d) of a random direction: chi-squared with one degree of freedom beyond 10
 TEN_TIMES_CHANCE = math.erfc(math.sqrt(5))
+
+
+def first_layer(draw: Callable[[Tables], Figure]) -> Callable[[Tables], Figure]:
+    """Let a figure of one layer take the first one where the tables hold several."""
+
+    @functools.wraps(draw)
+    def drawn(tables: Tables) -> Figure:
+        layer = min(frame["layer"].min() for frame in tables.values() if len(frame))
+        return draw({name: frame[frame["layer"] == layer] for name, frame in tables.items()})
+
+    return drawn
 
 
 def experts_by_k(tables: Tables, column: str) -> tuple[np.ndarray, list[int], list[int]]:
@@ -45,7 +53,9 @@ def best_k(tables: Tables) -> int:
     return int(tables["alignment"]["k"].max() if pd.isna(best) else best)
 
 
+@first_layer
 def pair_matrix(tables: Tables) -> Figure:
+    """Alignment of every router row with every expert of a layer, M(k), with a slider over k."""
     pairs = tables["pairs"]
     ks = sorted(int(k) for k in pairs["k"].unique())
     data: list[Trace] = []
@@ -70,10 +80,13 @@ def pair_matrix(tables: Tables) -> Figure:
         matrix_layout("expert", "router"),
         Slider("k", [f"{k:,}" for k in ks], start, captions=captions),
         420,
+        "M(k)[i, j]: alignment of router row i with expert j. The diagonal is the stored pairing.",
     )
 
 
+@first_layer
 def expert_cos_squared(tables: Tables) -> Figure:
+    """Squared cosine of each router row and its expert's top singular vector, in one layer."""
     rows = tables["alignment"]
     rows = rows[(rows["k"] == 1) & rows["cos_squared"].notna()].sort_values("expert")
     chance = float(rows["random_expectation"].mean())
@@ -101,7 +114,9 @@ def expert_cos_squared(tables: Tables) -> Figure:
     )
 
 
+@first_layer
 def margin_histogram(tables: Tables) -> Figure:
+    """Margins of one layer's router rows at the best k."""
     k = best_k(tables)
     margins = tables["alignment"].loc[lambda f: (f["k"] == k) & f["margin"].notna(), ["expert", "margin"]]
     counts, edges = np.histogram(margins["margin"], bins=max(8, min(40, len(margins) // 3)))
@@ -145,7 +160,9 @@ def margin_histogram(tables: Tables) -> Figure:
     )
 
 
+@first_layer
 def overlap_over_k(tables: Tables) -> Figure:
+    """Overlap of two experts' leading subspaces by k, in one layer."""
     frame = overlaps(tables)
     ks, low, high = frame["k"].to_numpy(), frame["min"].to_numpy(), frame["max"].to_numpy()
     data: list[Trace] = [
@@ -175,7 +192,9 @@ def overlap_over_k(tables: Tables) -> Figure:
     )
 
 
+@first_layer
 def expert_spectra(tables: Tables) -> Figure:
+    """Singular values of every expert of one layer."""
     rows = tables["spectra"]
     rows = rows[rows["rank"].notna()].sort_values("expert")
     length = int(rows["rank"].min())
@@ -210,6 +229,7 @@ def mean_panel(
     """One column of alignment_layers against k; `references`: column (or zero) -> name of its grey line."""
     name = f"panel_{column}"
 
+    @first_layer
     def draw(tables: Tables) -> Figure:
         frame = tables["alignment_layers"].sort_values("k")
         ks = frame["k"].to_numpy()
@@ -225,13 +245,15 @@ def mean_panel(
         layout = base_layout("k", label, xaxis=k_axis(ks))
         return Figure(name, capital(label), caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    return FigureSpec(name, ("alignment_layers",), draw)
+    description = f"{capital(label)} of one layer by k."
+    return FigureSpec(name, ("alignment_layers",), draw, description=description)
 
 
 def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
     """Experts against k as a heatmap."""
     name = f"panel_heat_{column}"
 
+    @first_layer
     def draw(tables: Tables) -> Figure:
         z, experts, ks = experts_by_k(tables, column)
         x = [f"{k:,}" for k in ks]
@@ -245,13 +267,15 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
         layout = matrix_layout("k", "expert")
         return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    return FigureSpec(name, ("alignment", "alignment_layers"), draw)
+    description = f"{capital(label)} of each expert of one layer by k, as a heatmap."
+    return FigureSpec(name, ("alignment", "alignment_layers"), draw, description=description)
 
 
 def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
     """One line per expert against k; `zero` names a reference line at 0, else a random direction is drawn."""
     name = f"panel_expert_{column}"
 
+    @first_layer
     def draw(tables: Tables) -> Figure:
         y, experts, ks = experts_by_k(tables, column)
         finite = np.isfinite(y).all(axis=1)
@@ -271,7 +295,8 @@ def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
         title = f"{capital(label)} by expert"
         return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    return FigureSpec(name, ("alignment", "alignment_tests"), draw)
+    description = f"{capital(label)} of one layer by k, one line per expert."
+    return FigureSpec(name, ("alignment", "alignment_tests"), draw, description=description)
 
 
 COMPLETE_VIEW = [

@@ -11,20 +11,18 @@ from scipy.special import betainc, betaincinv
 from moescope.plotting.log_axis import log_axis
 from moescope.plotting.style import (
     CATEGORICAL,
-    Figure,
-    Slider,
-    Tables,
-    Trace,
     base_layout,
     counted,
     from_to,
     grey_line,
     heatmap,
+    layer_axis,
     layer_lines,
     named_layers,
     number,
 )
-from moescope.weights.figures_alignment import layer_axis, line, matrix_layout
+from moescope.verb import Figure, Slider, Tables, Trace
+from moescope.weights.figures_alignment import line, matrix_layout
 
 
 def cosine_matrix(pairs: pd.DataFrame) -> tuple[np.ndarray, list[int]]:
@@ -63,6 +61,7 @@ def closest_by_chance(n_pairs: int, d_model: int) -> float:
 
 
 def cosine_heatmap(tables: Tables) -> Figure:
+    """Cosines of the experts' top singular vectors, one matrix per layer."""
     widths = d_model_by_layer(tables)
     data: list[Trace] = []
     layers, orders, captions, highest = [], [], [], []
@@ -93,10 +92,12 @@ def cosine_heatmap(tables: Tables) -> Figure:
         matrix_layout("expert", "expert"),
         Slider("layer", layers, start, orders=orders, captions=captions),
         440,
+        "Slide to change the layer; order experts by number or by similarity (average linkage).",
     )
 
 
 def orthogonality_by_layer(tables: Tables) -> Figure:
+    """Mean and largest absolute cosine over all expert pairs, by layer."""
     frame = tables["orthogonality"]
     frame = frame[frame["k"] == 1].sort_values("layer")
     layers = frame["layer"].to_numpy()
@@ -134,6 +135,7 @@ def overlaps(tables: Tables) -> pd.DataFrame:
 
 
 def overlap_by_k(tables: Tables) -> Figure:
+    """Mean overlap of leading subspaces relative to chance, by k."""
     frame = overlaps(tables).assign(over=lambda f: f["mean"] / f["chance"])
     ks = np.sort(frame["k"].unique())
     data = layer_lines(frame, "k", "over", hover="%{y:.3g} times chance")
@@ -157,6 +159,7 @@ def sampled_ranks(length: int, points: int = 60) -> np.ndarray:
 
 
 def spectra_by_layer(tables: Tables) -> Figure:
+    """Singular values of the median expert of each layer, as shares of the largest."""
     spectra = tables["spectra"]
     spectra = spectra[spectra["rank"].notna()]
     medians = []
@@ -186,6 +189,7 @@ def spectra_by_layer(tables: Tables) -> Figure:
 
 
 def ranks_by_layer(tables: Tables) -> Figure:
+    """Effective and stable rank by layer: median and extremes over experts."""
     spectra = tables["spectra"]
     spectra = spectra[spectra["rank"].notna()]
     data: list[Trace] = []

@@ -25,9 +25,9 @@ from moescope.spectral.decompose import make_k_grid, spectrum_statistics
 from moescope.spectral.pairing import PairingTest, pairing_test
 from moescope.spectral.parallel import decompose_each, layer_stream, matrix_readers
 from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
-from moescope.tables import VIEW
 from moescope.types import Array
 from moescope.weights.ambiguity import DEFAULT_WEIGHTS, ambiguity_ranking, choose_k_star
+from moescope.weights.tables import VIEW
 from moescope.weights.views import (
     MATRICES,
     ROUTERS,

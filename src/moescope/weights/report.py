@@ -1,4 +1,4 @@
-"""What the report shows of a scan: summary, table of layers, and each layer's part."""
+"""What the report shows of a scan: summary, sections across layers, one section per layer, several views."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ from typing import Any
 
 import pandas as pd
 
-from moescope.figures import COMPLETE_VIEW, ONE_LAYER
-from moescope.plotting.style import FigureSpec, Tables, counted, listed, number
-from moescope.reporting.pack import figure_payload, glance_payload, table_payload
+from moescope.plotting.style import counted, listed, number
+from moescope.reporting.pack import plain_table, table_payload
+from moescope.reporting.page import run_names
+from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
+from moescope.spectral.pairing import ALPHA
 from moescope.spectral.subspaces import COLLAPSED
-from moescope.weights.figures_identification import VERDICT_WORDS, shown_verdict
+from moescope.verb import KeyNumber, Payload, Section, Selection, Summary, Tables
+from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
+from moescope.weights.figures_identification import (
+    ACROSS_STEPS,
+    ACROSS_VIEWS,
+    FEWEST_TESTED,
+    VERDICT_WORDS,
+    shown_verdict,
+)
+from moescope.weights.figures_layer import COMPLETE_VIEW
+from moescope.weights.figures_redundancy import d_model_by_layer, share_above
 from moescope.weights.report_findings import (
     View,
     collapsed_pairs,
@@ -20,20 +32,37 @@ from moescope.weights.report_findings import (
     headline,
     layer_ranks,
     verdict_layers,
+    view_words,
     views,
 )
+from moescope.weights.tables import TABLES, VIEW
 
-K_TABLE = [
-    "k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std",
-    "delta_vs_shuffle", "z_vs_shuffle", "z_ceiling", "argmax_accuracy", "assignment_accuracy",
-    "alignment_margin", "positive_margin_share", "perm_z", "p_adjusted", "degenerate",
-]  # fmt: skip
-EXPERT_TABLE = [
-    "expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle", "margin",
-    "identified",
-]  # fmt: skip
+NOT_BY_K = {"cos_squared", "n_experts", "d_model"}
+K_TABLE = ["k", *(name for name in TABLES["alignment_layers"].values if name not in NOT_BY_K)]
+EXPERT_TABLE = ["expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle"]
+EXPERT_TABLE += ["margin", "identified"]
 SPECTRA_TABLE = ["expert", "effective_rank", "stable_rank", "rank", "spectral_norm", "frobenius", "condition"]
-GLANCE = [
+ACROSS_TABLES = {
+    "alignment_tests": "Tests and verdicts of every layer",
+    "ambiguity": "Ambiguity ranking",
+    "orthogonality": "Redundancy of experts over k",
+    "alignment_layers": "Every layer and k",
+}
+PAIRING_HEADS = [
+    ("layer", "layer", "int"),
+    ("verdict", "verdict", "text"),
+    ("p_accuracy", "verdict p", "float"),
+    ("best_k", "best k", "int"),
+    ("best_accuracy", "accuracy", "float"),
+    ("chance_accuracy", "chance", "float"),
+    ("p_value", "alignment p", "float"),
+    ("q_value", "q", "float"),
+    ("ambiguity_score", "ambiguity", "float"),
+    ("mean_abs", "mean |cos|", "float"),
+    ("chance", "chance", "float"),
+    ("n_pairs_above_0_7", "collapsed", "int"),
+]
+EXPERT_HEADS = [
     ("layer", "layer", "int"),
     ("mean_abs", "mean |cos|", "float"),
     ("chance", "chance", "float"),
@@ -41,7 +70,7 @@ GLANCE = [
     ("n_pairs_above_0_7", "collapsed", "int"),
     ("effective_rank", "effective rank", "float"),
     ("stable_rank", "stable rank", "float"),
-    ("rank", "full rank", "int"),
+    ("spectra.rank", "full rank", "int"),
 ]
 OF_PAIRS = ("mean_abs", "chance", "max_abs", "n_pairs_above_0_7")  # undefined for a single expert
 VERDICT_NAMES = {
@@ -53,15 +82,13 @@ VERDICT_NAMES = {
 }
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """Key numbers and findings of a run, as plain data."""
-    found = views([run])
-    return {
-        "run": str(run.path),
-        "verb": run.info["verb"],
-        "status": run.info["status"],
-        "checkpoints": run.info["checkpoints"],
-        "coverage": coverage_lines(run),
+# --- the summary
+
+
+def summary(run: Run) -> Summary:
+    """Key numbers and findings of a scan, and its table of layers per view."""
+    found = views(run)
+    details = {
         "views": [
             {
                 "view": view.label,
@@ -72,12 +99,19 @@ def summary(run: Run) -> dict[str, Any]:
             }
             for view in found
         ],
-        "findings": headline(found),
-        "warnings": run.info.get("warnings", []),
         "fallbacks": run.info.get("fallbacks", 0),
-        "timings": run.info["timings"],
-        "tables": run.tables,
     }
+    tables = [
+        Section(
+            "layer-table",
+            "Layers",
+            tables=[layer_table(view)],
+            view=view.label,
+            findings=findings(view) if index else [],
+        )
+        for index, view in enumerate(found)
+    ]
+    return Summary(coverage_lines(run), headline(found), key_numbers(found[0]), tables, details=details)
 
 
 def coverage_lines(run: Run) -> list[str]:
@@ -89,6 +123,39 @@ def coverage_lines(run: Run) -> list[str]:
     ]
 
 
+def key_numbers(view: View) -> list[KeyNumber]:
+    """The numbers that lead the overview, with their chance levels."""
+    numbers = []
+    if view.has_rows:
+        tests, layers = view.tables["alignment_tests"], view.layers
+        tested = sum(view.n_experts(layer) >= FEWEST_TESTED for layer in layers)
+        chance = pd.Series([view.facts(layer)["chance_accuracy"] for layer in layers])
+        identifying = len(verdict_layers(view).get("identifying", []))
+        ambiguity = view.tables["ambiguity"]
+        numbers = [
+            KeyNumber("Layers that identify their experts", identifying, ALPHA * tested, f"of {len(layers)}"),
+            KeyNumber("Median best argmax accuracy", tests["best_accuracy"].median(), chance.median()),
+            KeyNumber(
+                "Mean absolute ambiguity",
+                ambiguity["absolute_score"].mean(),
+                ambiguity["absolute_chance"].mean(),
+            ),
+        ]
+    cosines = first_cosines(view.tables)
+    if len(cosines):
+        pairs = view.tables["similarity"].query("k == 1").groupby("layer").size()
+        widths = d_model_by_layer(view.tables)
+        expected = sum(count * share_above(COLLAPSED, widths[layer]) for layer, count in pairs.items())
+        collapsed = int(cosines["n_pairs_above_0_7"].sum())
+        numbers += [
+            KeyNumber("Mean |cos| between experts", cosines["mean_abs"].mean(), cosines["chance"].mean()),
+            KeyNumber("Collapsed expert pairs", collapsed, expected, f"of {pairs.sum():,}"),
+        ]
+    ranks = layer_ranks(view)
+    full = f"of {number(ranks['rank'].max())}"
+    return [*numbers, KeyNumber("Median effective rank", ranks["effective_rank"].median(), unit=full)]
+
+
 def most_ambiguous(view: View) -> list[dict[str, Any]]:
     if not view.has_rows:
         return []
@@ -98,18 +165,27 @@ def most_ambiguous(view: View) -> list[dict[str, Any]]:
     return rows
 
 
-# --- the table of layers
-
-
-def experts_glance(view: View) -> dict[str, Any]:
-    """Table of layers of a router without rows: cosines with chance, ranks with the full rank."""
+def layer_table(view: View) -> Payload:
+    """One row per layer that links to its section, every number with its chance level."""
     cosines, ranks = first_cosines(view.tables), layer_ranks(view)
-    heads = [head for head in GLANCE if len(cosines) or head[0] not in OF_PAIRS]
+    if view.has_rows:
+        heads = PAIRING_HEADS
+        ambiguity = view.tables["ambiguity"].set_index("layer")["ambiguity_score"]
+        tests = view.tables["alignment_tests"].set_index("layer")
+    else:
+        heads = [head for head in EXPERT_HEADS if len(cosines) or head[0] not in OF_PAIRS]
     rows = []
     for layer in view.layers:
-        cells = {"layer": layer, **ranks.loc[layer], **(cosines.loc[layer] if len(cosines) else {})}
-        rows.append([cells[name] for name, _, _ in heads])
-    return glance_payload(heads, rows)
+        cells = {**ranks.loc[layer], "spectra.rank": ranks.loc[layer, "rank"]}
+        cells |= dict(cosines.loc[layer]) if len(cosines) else {}
+        if view.has_rows:
+            facts = view.facts(layer)
+            cells |= {**tests.loc[layer], "ambiguity_score": ambiguity[layer], **facts}
+            cells["verdict"] = verdict_name(view, layer, cells["verdict"])
+            if order := facts["other_order"]:
+                cells["p_accuracy"] = order["p"]
+        rows.append([layer, *(cells[name] for name, _, _ in heads[1:])])
+    return plain_table("layers_at_a_glance", "Layers at a glance", heads, rows, "layer-")
 
 
 def first_cosines(tables: Tables) -> pd.DataFrame:
@@ -119,32 +195,141 @@ def first_cosines(tables: Tables) -> pd.DataFrame:
     return tables["orthogonality"].query("k == 1").set_index("layer")
 
 
-# --- one layer
+# --- sections
 
 
-def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
-    """The figure as data; one that cannot be drawn fails the report, with its name and place."""
-    try:
-        return figure_payload(spec.draw(tables), spec.wide)
-    except Exception as error:
-        raise RuntimeError(
-            f"figure {spec.name} of {where} cannot be drawn: {type(error).__name__}: {error}"
-        ) from error
+def sections(run: Run, selection: Selection) -> list[Section]:
+    """Per view: figures and tables across layers, then one folded section per layer."""
+    parts = []
+    for view in chosen_views(run, selection):
+        figures = [(spec, view.tables) for spec in view.drawable(ACROSS_LAYERS)]
+        tables = [across_table(view, name) for name in ACROSS_TABLES if name in view.tables]
+        parts.append(Section("across", "Across layers", "", figures, tables, view=view.label))
+        layers = [
+            layer_section(view, layer, tables)
+            for layer, tables in view.by_layer()
+            if selection.values.get("layer", layer) == layer
+        ]
+        parts.append(Section("layers", "Each layer", view=view.label, sections=layers))
+    return parts
 
 
-def layer_entry(view: View, layer: int, tables: Tables) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the layer's closed line, the payload drawn when it is opened)."""
-    entry, payload = (pairing_entry if view.has_rows else experts_entry)(view, layer, tables)
-    where = f"layer {layer}, {view.label}"
-    return {"layer": layer, **entry}, {
-        **payload,
-        "setup": setup_rows(view, layer, tables),
-        "figures": [drawn(spec, tables, where) for spec in view.drawable(ONE_LAYER)],
-        "complete": [drawn(spec, tables, where) for spec in view.drawable(COMPLETE_VIEW)],
+def chosen_views(run: Run, selection: Selection) -> list[View]:
+    """The views with the selected step, matrix and router; None selects all values of a key."""
+    wanted = {key: value for key, value in selection.values.items() if value is not None}
+    return [
+        view
+        for view in views(run)
+        if all(view.keys.get(key, value) == value for key, value in wanted.items())
+    ]
+
+
+def select(run: Run, selection: Selection) -> Tables:
+    """Tables of the first view with the selected values, or of all of them where a value is None."""
+    found = chosen_views(run, selection)
+    found = found if None in selection.values.values() else found[:1]
+    layer = Selection({key: value for key, value in selection.values.items() if key == "layer"})
+    return {name: layer.rows(frame) for name, frame in stack(found).items()}
+
+
+def stack(found: list[View], labels: list[str] | None = None) -> Tables:
+    """The tables of several views in one, with columns `view` (its label) and `run`."""
+    labels = labels or [view.label for view in found]
+    names = [name for name in TABLES if found and all(name in view.tables for view in found)]
+    return {
+        name: pd.concat(
+            [
+                view.tables[name].assign(view=label, run=str(view.run.path))
+                for view, label in zip(found, labels, strict=True)
+            ],
+            ignore_index=True,
+        )
+        for name in names
     }
 
 
-def pairing_entry(view: View, layer: int, tables: Tables) -> tuple[dict[str, Any], dict[str, Any]]:
+def across_table(view: View, name: str) -> Payload:
+    frame = view.tables[name]
+    columns = [column for column in TABLES[name].columns if column not in {"step", "layer_name", *VIEW}]
+    if name == "ambiguity":  # a ranking
+        frame = frame.sort_values(["rank", "layer"])
+        columns = ["rank", "layer", *(column for column in columns if column not in ("rank", "layer"))]
+    return table_payload(TABLES[name], frame, columns, ACROSS_TABLES[name])
+
+
+def overlay(runs: list[Run]) -> list[Section]:
+    """All views of all scans side by side, and each view with several steps over its steps."""
+    names = run_names(runs)
+    found = [(run, view) for run in runs for view in views(run)]
+    prefix = {run.path: f"{plot_words(names[run.path])} · " if len(runs) > 1 else "" for run in runs}
+    parts: list[Section] = []
+    groups: dict[tuple[Any, ...], list[View]] = {}
+    for run, view in found:
+        groups.setdefault((run.path, *(view.keys[key] for key in VIEW)), []).append(view)
+    for (path, *_), group in groups.items():
+        figures = [(spec, stack(group)) for spec in group[0].drawable(ACROSS_STEPS)]
+        if len(group) > 1 and figures:
+            title = f"Over steps: {prefix[path]}{view_words(group[0].keys)}"
+            parts.append(Section(f"steps-{len(parts)}", title, "", figures))
+    figures = []
+    for spec in ACROSS_VIEWS:
+        alike = [(run, view) for run, view in found if view.drawable([spec])]
+        if len(alike) > 1:
+            labels = [f"{prefix[run.path]}{view.label}" for run, view in alike]
+            tables = stack([view for _, view in alike], labels)
+            figures.append((spec, {name: tables[name] for name in spec.needs}))
+    if figures:
+        parts.append(Section("views", "Every view", "", figures))
+    return [Section("side-by-side", "Side by side", sections=parts)] if parts else []
+
+
+def guide(run: Run) -> list[str]:
+    """How to read a scan."""
+    if "alignment_tests" in run.tables:
+        return [
+            "A router row rᵢ decides when expert i is used; the expert's matrix Wᵢ decides which directions "
+            "of its input it responds to. If training made them a pair, rᵢ lies in the leading singular "
+            "directions of Wᵢ, more than in those of other experts. M(k)[i, j] is the share of rᵢ in the "
+            "first k directions of Wⱼ; every alignment number follows from that matrix.",
+            "Alignment grows with k for any weights, so it is shown with the level of a random direction. "
+            "Router rows and experts of a layer share directions, so exceeding that level does not show a "
+            "pairing: the pairing is tested against all other pairings of the layer, corrected for multiple "
+            "k. z has a ceiling and is not a confidence; p-values are.",
+        ]
+    pairs = [
+        "Experts are compared by the leading singular directions of their matrices: |cos| is of the first "
+        "ones, overlap of the subspaces that the first k span. Two unrelated experts have |cos| near "
+        "√(2/(πd)) and overlap near k/d."
+    ]
+    ranks = "An effective rank far below the full rank means that few directions carry most of a matrix."
+    return [*(pairs if "similarity" in run.tables else []), ranks]
+
+
+# --- one layer
+
+
+def layer_section(view: View, layer: int, tables: Tables) -> Section:
+    """A layer's section: verdict, setup, tables and figures, folded to one line."""
+    line, badge, words, shown = (pairing_parts if view.has_rows else expert_parts)(view, layer, tables)
+    complete = [(spec, tables) for spec in view.drawable(COMPLETE_VIEW)]
+    return Section(
+        f"layer-{layer}",
+        f"Layer {layer}",
+        "\n".join(words),
+        [(spec, tables) for spec in view.drawable(ONE_LAYER)],
+        shown,
+        facts=setup_facts(view, layer, tables),
+        sections=[Section("complete", "Complete view", "", complete)] if complete else [],
+        folded=True,
+        line=line,
+        badge=badge,
+    )
+
+
+Parts = tuple[str, tuple[str, str] | None, list[str], list[Payload]]  # line, badge, words, tables
+
+
+def pairing_parts(view: View, layer: int, tables: Tables) -> Parts:
     test = tables["alignment_tests"].iloc[0].to_dict()
     facts = view.facts(layer)
     best = tables["alignment"][tables["alignment"]["k"] == test["best_k"]]
@@ -155,18 +340,14 @@ def pairing_entry(view: View, layer: int, tables: Tables) -> tuple[dict[str, Any
             f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} "
             f"(chance: {number(facts['chance_accuracy'])}), p = {number(test['p_accuracy'])}"
         )
-    entry = {
-        "verdict": test["verdict"],
-        "verdict_name": verdict_name(view, layer, test["verdict"]),
-        "line": line,
-    }
     shown = [
         table_payload(
-            "alignment_layers", tables["alignment_layers"], K_TABLE, "Every k (means over experts)"
+            TABLES["alignment_layers"], tables["alignment_layers"], K_TABLE, "Every k (means over experts)"
         ),
-        table_payload("alignment", best, EXPERT_TABLE, f"Every expert at k = {test['best_k']}"),
+        table_payload(TABLES["alignment"], best, EXPERT_TABLE, f"Every expert at k = {test['best_k']}"),
     ]
-    return entry, {"verdict": verdict_words(view, layer, test, tables), "tables": shown}
+    badge = (test["verdict"], verdict_name(view, layer, test["verdict"]))
+    return line, badge, verdict_words(view, layer, test, tables), shown
 
 
 def verdict_name(view: View, layer: int, verdict: str) -> str:
@@ -195,8 +376,8 @@ def verdict_words(view: View, layer: int, test: dict[str, Any], tables: Tables) 
     return words + collapsed_words(tables)
 
 
-def experts_entry(view: View, layer: int, tables: Tables) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Entry of a layer whose router has no rows."""
+def expert_parts(view: View, layer: int, tables: Tables) -> Parts:
+    """Parts of a layer whose router has no rows."""
     ranks, cosines = layer_ranks(view).loc[layer], first_cosines(tables)
     line = f"effective rank {number(ranks['effective_rank'])} of {number(ranks['rank'])}"
     words = [f"Layer {layer} has one block: its spectrum is all there is to show."]
@@ -211,8 +392,8 @@ def experts_entry(view: View, layer: int, tables: Tables) -> tuple[dict[str, Any
             *collapsed_words(tables),
         ]
     title = "Every expert" if len(cosines) else "Its spectrum in numbers"
-    spectra = table_payload("spectra", tables["spectra"].sort_values("expert"), SPECTRA_TABLE, title)
-    return {"verdict": "", "verdict_name": "", "line": line}, {"verdict": words, "tables": [spectra]}
+    frame = tables["spectra"].sort_values("expert")
+    return line, None, words, [table_payload(TABLES["spectra"], frame, SPECTRA_TABLE, title)]
 
 
 def collapsed_words(tables: Tables) -> list[str]:
@@ -223,7 +404,7 @@ def collapsed_words(tables: Tables) -> list[str]:
     return [f"Collapsed pairs, by |cos| of their top singular vectors: {listed(named)}."] if named else []
 
 
-def setup_rows(view: View, layer: int, tables: Tables) -> list[list[str]]:
+def setup_facts(view: View, layer: int, tables: Tables) -> dict[str, str]:
     """How the layer's numbers were made."""
     setup, info = view.setup(layer), view.run.info
     of_matrix = setup["matrices"][view.keys["matrix"]]
@@ -261,4 +442,4 @@ def setup_rows(view: View, layer: int, tables: Tables) -> list[list[str]]:
         "skipped experts": ", ".join(map(str, of_matrix["skipped_experts"])) or "none",
         "time": f"{number(setup['seconds'])} s on {info['device']}",
     }
-    return [[name, str(value)] for name, value in rows.items()]
+    return {name: str(value) for name, value in rows.items()}

@@ -11,16 +11,16 @@ import pandas as pd
 from scipy.special import bdtrc
 
 from moescope.errors import BadInput
-from moescope.plotting.style import FigureSpec, capital, counted, from_to, listed, named_layers, number
-from moescope.reporting.untrusted import plot_words
+from moescope.plotting.style import capital, counted, from_to, listed, named_layers, number
 from moescope.run import Run
 from moescope.spectral.alignment import TIE
 from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
-from moescope.tables import SCAN_TABLES, VIEW
 from moescope.types import Coverage
+from moescope.verb import FigureSpec, Tables
 from moescope.weights.figures_identification import FEWEST_TESTED, experts_by_layer, verdict_sentence
 from moescope.weights.figures_redundancy import d_model_by_layer, share_above
+from moescope.weights.tables import TABLES, VIEW
 
 NAMED_AT_MOST = 5  # examples spelled out in one sentence
 
@@ -35,7 +35,7 @@ class View:
     run: Run
     keys: dict[str, Any]
     label: str
-    tables: dict[str, pd.DataFrame]
+    tables: Tables
 
     def setup(self, layer: int) -> dict[str, Any]:
         """How the layer was analysed, from run.json."""
@@ -70,62 +70,51 @@ class View:
         """The figures whose tables this view has."""
         return [spec for spec in specs if set(spec.needs) <= set(self.tables)]
 
-    def one_layer(self, layer: int) -> dict[str, pd.DataFrame]:
+    def one_layer(self, layer: int) -> Tables:
         return {name: frame[frame["layer"] == layer] for name, frame in self.tables.items()}
 
-    def by_layer(self) -> Iterator[tuple[int, dict[str, pd.DataFrame]]]:
+    def by_layer(self) -> Iterator[tuple[int, Tables]]:
         """Each layer with its rows of every table, grouped once: filtering 48 times is slow on large runs."""
         groups = {name: dict(tuple(frame.groupby("layer"))) for name, frame in self.tables.items()}
         for layer in self.layers:
             yield layer, {name: rows.get(layer, self.tables[name].iloc[:0]) for name, rows in groups.items()}
 
 
-def views(runs: list[Run], named: bool | None = None) -> list[View]:
-    """All views of the runs in order; labels start with the run's name if `named`, or for several runs."""
-    several = len(runs) > 1 if named is None else named
-    parts: list[tuple[Run, dict[str, Any], dict[str, pd.DataFrame]]] = []
-    for run in runs:
-        tables = {name: run.table(name) for name in run.tables}
-        if run.info["verb"] != "scan":
-            raise BadInput(f"{run.path}: this run holds no scan; give a folder written by moescope scan")
-        if missing := [name for name in expected_tables(run) if name not in tables]:
-            raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; scan again with --overwrite")
-        order = run.info["arguments"]
-        if "alignment_tests" in tables:
-            keys = tables["alignment_tests"][["step", *VIEW]].drop_duplicates().to_dict("records")
-        else:
-            keys = tables["spectra"][["step", "matrix"]].drop_duplicates().to_dict("records")
-            keys = [{**key, "router": None, "fold_norm": order["fold_norm"]} for key in keys]
-        matrices, routers = order["matrix"], [None, *order["router"]]
-        keys.sort(key=lambda k: (k["step"], matrices.index(k["matrix"]), routers.index(k["router"])))
-        parts += [(run, key, {name: select(frame, key) for name, frame in tables.items()}) for key in keys]
-    names = run_names(runs)
-    several_steps = len({(run.path, keys["step"]) for run, keys, _ in parts}) > len(runs)
-    found = []
-    for run, keys, tables in parts:
-        words = [plot_words(names[run.path])] if several else []
-        words += [f"step {keys['step']}"] if several_steps else []
-        found.append(View(run, keys, " · ".join([*words, view_words(keys)]), tables))
-    return found
+def views(run: Run) -> list[View]:
+    """All views of a scan, in the order of its options."""
+    tables = {name: run.table(name) for name in run.tables}
+    if missing := [name for name in expected_tables(run) if name not in tables]:
+        raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; scan again with --overwrite")
+    order = run.info["arguments"]
+    if "alignment_tests" in tables:
+        keys = tables["alignment_tests"][["step", *VIEW]].drop_duplicates().to_dict("records")
+    else:
+        keys = tables["spectra"][["step", "matrix"]].drop_duplicates().to_dict("records")
+        keys = [{**key, "router": None, "fold_norm": order["fold_norm"]} for key in keys]
+    matrices, routers = order["matrix"], [None, *order["router"]]
+    keys.sort(key=lambda k: (k["step"], matrices.index(k["matrix"]), routers.index(k["router"])))
+    several = len({key["step"] for key in keys}) > 1
+    return [
+        View(
+            run,
+            key,
+            (f"step {key['step']} · " if several else "") + view_words(key),
+            {name: select_rows(frame, key) for name, frame in tables.items()},
+        )
+        for key in keys
+    ]
 
 
 def expected_tables(run: Run) -> list[str]:
     """Tables a scan must have: fewer without router rows, only spectra with one expert per layer."""
     coverage = run.info.get("coverage", [])
     if not any(item.get("rowless_router") for item in coverage):
-        return list(SCAN_TABLES)
+        return list(TABLES)
     alone = all(item["experts_per_layer"] == [1] for item in coverage)
     return ["spectra"] if alone else ["similarity", "orthogonality", "spectra"]
 
 
-def run_names(runs: list[Run]) -> dict[Any, str]:
-    """Path -> the folder's name, with its parent's where two runs share it."""
-    if len({run.name for run in runs}) < len(runs):
-        return {run.path: f"{run.path.resolve().parent.name}/{run.name}" for run in runs}
-    return {run.path: run.name for run in runs}
-
-
-def select(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
+def select_rows(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
     """Rows with those keys; tables without a router (spectra, similarity) belong to every router's view."""
     mask = pd.Series(True, index=frame.index)
     for key, value in keys.items():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moescope.arguments import (
     choose_device,
@@ -18,6 +17,7 @@ from moescope.arguments import (
     numbers,
     one_of,
     ranges,
+    step_numbers,
     weights,
 )
 from moescope.checkpoint import open_checkpoint
@@ -25,11 +25,13 @@ from moescope.engine import Engine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
-from moescope.run import Run, RunWriter, default_folder, jsonable, open_run, read_run_json
-from moescope.spectral.decompose import TOLERANCE
-from moescope.tables import SCAN_TABLES, SCHEMA_VERSION
+from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.verb import Verb
 from moescope.weights.ambiguity import check_settings
+from moescope.weights.figures import FIGURES
 from moescope.weights.layer import LayerTask, ScanSettings, analyse_elsewhere, analyse_here, compare_layers
+from moescope.weights.report import guide, overlay, sections, select, summary
+from moescope.weights.tables import TABLES
 from moescope.weights.views import (
     MATRICES,
     ROUTERS,
@@ -42,7 +44,10 @@ from moescope.weights.views import (
 if TYPE_CHECKING:
     import pandas as pd
 
-NULLS = ("closed", "shuffle")
+Precision = Literal["fast", "exact"]
+Null = Literal["closed", "shuffle"]
+KStar = Literal["max_margin", 128, 256, 512]
+EngineName = Literal["local", "ray"]
 
 
 @dataclass(frozen=True)
@@ -65,93 +70,92 @@ class Step:
 def scan(
     *models: str | Path,
     out: str | Path | None = None,
-    revision: str | None = None,
     layers: int | str | Iterable[int] | None = None,
     matrix: str | Iterable[str] = "gate",
     router: str | Iterable[str] = "raw",
     k: int | str | Iterable[int] = (),
     fold_norm: bool = False,
-    precision: str = "fast",
-    null: str = "closed",
-    n_shuffles: int = 200,
-    seed: int = 0,
-    k_star: str | int = "max_margin",
-    allow_full_rank: bool = False,
-    ambiguity_weights: str | Sequence[float] = (0.4, 0.3, 0.3),
     device: str = "auto",
-    engine: str = "local",
+    revision: str | None = None,
+    precision: Precision = "fast",
+    null: Null = "closed",
+    n_shuffles: int = 200,
+    k_star: KStar = "max_margin",
+    allow_full_rank: bool = False,
+    ambiguity_weights: str | Sequence[float] = "0.4,0.3,0.3",
+    engine: EngineName = "local",
     address: str | None = None,
     keep_going: bool = False,
+    seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Analyse a checkpoint's weights: router-expert alignment, identification, redundancy, ambiguity.
+    """Measure router-expert alignment, identification of experts, redundancy and ambiguity in the weights.
 
-    An interrupted scan resumes at the layer it had reached: give the same command again.
+    Give the same command again to resume an interrupted scan at the layer it had reached.
 
     Parameters
     ----------
-    models
+    *models : MODEL
         Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL. Several are the steps of
         one run.
-    out
-        Run folder; by default runs/scan-<model>-<number>.
-    revision
-        Revision (branch, tag or commit) of a hub model.
-    layers
-        Layers to scan: 0,5,9-12; by default all.
-    matrix
+    out : DIR, default runs/scan-MODEL-N
+        Run folder to write.
+    layers : LAYERS, default all
+        Layers to scan: 0,5,9-12.
+    matrix : NAMES
         Expert matrices: gate, up, gate_up, down.
-    router
+    router : NAMES
         Router rows: raw (as stored), centered (minus their mean).
-    k
+    k : NUMBERS
         Values of k in addition to the grid 1, 2, 4, ...: 3,100.
-    fold_norm
+    fold_norm : bool
         Multiply the weight of the norm before the block into router and experts.
-    precision
-        fast: errors of align up to 1e-6 are allowed; exact: 1e-9.
-    null
-        closed: the shuffle null in closed form; shuffle: sampled, as older tools do.
-    n_shuffles
-        Number of re-pairings that null=shuffle draws.
-    seed
-        Seed of all random draws.
-    k_star
-        k at which ambiguity is judged: max_margin, 128, 256 or 512.
-    allow_full_rank
-        Let k = d_model be chosen as k*, as older tools do.
-    ambiguity_weights
-        Weights of accuracy, margin and z in the ambiguity score.
-    device
-        auto, cpu, cuda or cuda:0; mps uses the CPU.
-    engine
-        local: one layer after another in this process; ray: many at a time (needs the extra `ray`).
-    address
-        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
-    keep_going
-        Skip experts that hold NaN, Inf or only zeros instead of stopping.
-    overwrite
-        Replace the run in the folder.
-    quiet
-        Show no progress.
+    device : DEVICE
+        auto, cpu, cuda or cuda:0; mps means cpu.
 
-    Returns
-    -------
-    Run
-        The finished run, with its tables.
+    Other Parameters
+    ----------------
+    revision : REVISION, default main
+        Branch, tag or commit of a hub id.
+    precision : PRECISION
+        fast allows errors of align up to 1e-6, exact 1e-9.
+    null : NULL
+        The shuffle null in closed form, or sampled as older tools do.
+    n_shuffles : int
+        Re-pairings sampled by --null shuffle.
+    k_star : K
+        The k at which ambiguity is judged: that of the largest margin, or a fixed one.
+    allow_full_rank : bool
+        Let k = d_model be chosen, as older tools do.
+    ambiguity_weights : NUMBERS
+        Weights of accuracy, margin and z in the ambiguity score.
+    engine : ENGINE
+        local: one layer after another in this process; ray: many at a time (needs the extra `ray`).
+    address : ADDRESS
+        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
+    keep_going : bool
+        Skip experts that hold NaN, Inf or only zeros.
+    seed : int
+        Seed of sampled pairings and shuffles.
+    overwrite : bool
+        Replace what the run folder holds.
+    quiet : bool
+        Print nothing but errors.
 
     Examples
     --------
-    >>> run = scan("runs/my-model", matrix="gate,down", router="raw,centered")  # doctest: +SKIP
+    >>> run = moescope.scan("mistralai/Mixtral-8x7B-v0.1", router="raw,centered")  # doctest: +SKIP
     >>> run.table("alignment_tests")[["layer", "verdict", "p_value"]]  # doctest: +SKIP
     """
+    given = dict(locals())
     settings = ScanSettings(
         matrix=names("matrix", matrix, MATRICES),
         router=names("router", router, ROUTERS),
         k=numbers("k", k),
         fold_norm=fold_norm,
-        precision=one_of("precision", precision, tuple(TOLERANCE)),
-        null=one_of("null", null, NULLS),
+        precision=one_of("precision", precision, get_args(Precision)),
+        null=one_of("null", null, get_args(Null)),
         n_shuffles=n_shuffles,
         seed=seed,
         k_star=int(k_star) if str(k_star).isdecimal() else k_star,
@@ -168,11 +172,9 @@ def scan(
         device = choose_device(device)  # after the headers: a mistyped path should not wait for torch
     check_layers(steps, settings, keep_going)
 
+    parsed = {"layers": None if layers is None else [step.layers for step in steps], **asdict(settings)}
     identity = {
-        "arguments": {
-            "layers": None if layers is None else [step.layers for step in steps],
-            **asdict(settings),
-        },
+        "arguments": VERB.identity(given, **parsed),
         "checkpoints": [
             {
                 "step": step.number,
@@ -183,14 +185,14 @@ def scan(
             for step in steps
         ],
     }
-    folder = Path(out) if out is not None else default_folder("scan", steps[0].moe.checkpoint.name, identity)
-    if not overwrite and (done := finished_run(folder, identity)):
+    folder, done = place_run(VERB, out, steps[0].moe.checkpoint.name, identity, overwrite)
+    if done:
         return done
-    with open_run(folder, "scan", identity, overwrite) as writer:
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(keep_going=keep_going, coverage=[asdict(step.moe.coverage) for step in steps])
         scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
-            frames = {name: writer.joined(name) for name in SCAN_TABLES if writer.has(name)}
+            frames = {name: writer.joined(name) for name in TABLES if writer.has(name)}
             compare_layers(frames, settings)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
         warnings = setting_warnings(setups, frames["ambiguity"], settings) if "ambiguity" in frames else []
@@ -297,20 +299,6 @@ def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
     return *kind, tuple((number, weights.gate_EFD.shape) for number, weights in moe.layers.items())
 
 
-def step_numbers(model_names: list[str]) -> list[int]:
-    """Training steps from the names (step1000-tokens4B), or from their endings if only those differ
-    (checkpoint-500); else 0, 1, 2, ...
-    """
-    steps = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
-    endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
-    numbers: list[int] = []
-    if all(steps):
-        numbers = [int(match[1]) for match in steps if match]
-    elif all(endings) and len({match[1] for match in endings if match}) == 1:
-        numbers = [int(match[2]) for match in endings if match]
-    return numbers if len(set(numbers)) == len(model_names) > 1 else list(range(len(model_names)))
-
-
 def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:
     known = list(moe.layers)
     if layers is None:
@@ -348,14 +336,15 @@ def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) ->
         step.moe.checkpoint.release()
 
 
-def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
-    """The run in the folder if it is finished and has the same identity."""
-    info = read_run_json(folder)
-    if (
-        info
-        and info.get("schema_version") == SCHEMA_VERSION
-        and info.get("status") == "done"
-        and all(info.get(key) == jsonable(identity[key]) for key in identity)
-    ):
-        return Run(folder, info)
-    return None
+VERB = Verb(
+    "scan",
+    scan,
+    TABLES,
+    FIGURES,
+    summary,
+    sections,
+    select,
+    overlay=overlay,
+    guide=guide,
+    incidental=frozenset({"revision", "keep_going"}),
+)

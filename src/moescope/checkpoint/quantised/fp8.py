@@ -64,7 +64,7 @@ class ScaledValues:
     zero_point: str | None
     shape: tuple[int, ...]
     grid: Grid
-    one_for_all: bool  # one scale for a whole stack of experts
+    one_for_all: bool  # one scale for all experts of a stack
     exponents: bool  # scales stored as the exponents of powers of two
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
@@ -112,11 +112,11 @@ def with_scale(
         f"{name}_activation_scale",
     )
     names = (f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight")
-    found = present(stored, *(names if name.endswith(".weight") else names[:2]))
-    parts = (name, *found, *unused, *present(stored, f"{name}_zero_point"))
-    if not found:
+    scales = present(stored, *(names if name.endswith(".weight") else names[:2]))
+    parts = (name, *scales, *unused, *present(stored, f"{name}_zero_point"))
+    if not scales:
         return incomplete(scheme, info, parts, f"its scale {names[0] if scheme == 'FP8' else names[1]}")
-    scale = stored[found[0]]
+    scale = stored[scales[0]]
     grid = scale.dtype in SCALES and find_grid(
         info.shape, scale.shape, block, group, halves="gate_up" in name
     )

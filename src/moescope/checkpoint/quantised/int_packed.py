@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint.quantised.packed import (
     FLOATS,
@@ -106,8 +106,7 @@ def int_packed(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
             if settings is None:
                 raise BadInput(
                     f"{info.file}: tensor {name} is packed by compressed-tensors, and no group of "
-                    "quantization_config in config.json says in how many bits; put the checkpoint's own "
-                    "config.json beside it"
+                    "quantization_config in config.json gives its bits; add the checkpoint's config.json"
                 )
             yield one_tensor(stored, info, settings)
 
@@ -189,7 +188,8 @@ def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict) or weights.get("type", "int") != "int":
             continue
-        bits, size, targets = weights.get("num_bits"), weights.get("group_size"), group.get("targets")
+        bits: Any = weights.get("num_bits")
+        size, targets = weights.get("group_size"), group.get("targets")
         if is_count(bits):
             names = tuple(t for t in targets if isinstance(t, str)) if isinstance(targets, list) else ()
             group_size = size if is_count(size) else None  # -1 means one scale per row

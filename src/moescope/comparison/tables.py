@@ -1,0 +1,135 @@
+"""The tables of a comparison: distances between experts."""
+
+from __future__ import annotations
+
+from moescope.tables import Column, Table, define_tables
+
+MATRIX = Column(
+    "text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."
+)
+
+COLUMNS: dict[str, Column] = {
+    "series": Column(
+        "text",
+        "What is compared: the same expert in two checkpoints (base_to_ift, or the name given with "
+        "--series), or the dominant and another member of a cluster (the method's name). Suffix _permuted: "
+        "after matching neurons; _unsigned: without signs; _held_out: matched by gate and up, so that down "
+        "is a check.",
+    ),
+    "geometry.matrix": MATRIX,
+    "geometry_layers.matrix": MATRIX,
+    "geometry.expert_a": Column(
+        "int", "The expert in the first checkpoint, or the cluster's dominant member."
+    ),
+    "geometry.expert_b": Column("int", "The expert it is compared with."),
+    "relative_l2": Column(
+        "float",
+        "Distance of two matrices, each scaled to norm 1.",
+        "‖A/‖A‖ − B/‖B‖‖_F",
+        worst="2: opposite",
+        chance="√2, or null_l2_matched after matching",
+        best="0",
+        misleads="Equal functions with permuted neurons are √2 apart. Ignores scale: see norm_ratio.",
+        title="relative L2",
+    ),
+    "geometry.cosine": Column(
+        "float",
+        "Cosine of the two matrices as vectors; for a router row, how far it turned.",
+        "⟨A, B⟩/(‖A‖ ‖B‖) = 1 − relative_l2²/2",
+        worst="−1",
+        chance="0",
+        best="1",
+        misleads="A vector added to all router rows changes every cosine but no softmax.",
+    ),
+    "norm_ratio": Column(
+        "float",
+        "Norm of the second matrix relative to the first.",
+        "‖B‖/‖A‖",
+        chance="1 for matrices of equal norm",
+        best="1",
+        title="norm ratio",
+    ),
+    "sv_alignment": Column(
+        "float",
+        "R: agreement of the singular directions, all weighted equally whatever their singular values. "
+        "Null for router rows.",
+        "⟨Q_A, Q_B⟩_F/√(rank_A rank_B), Q = U V′",
+        worst="−1",
+        chance="0, or null_sv_matched after matching",
+        best="1",
+        misleads="Noise in the smallest directions counts as much as in the largest: 10 % of noise leaves "
+        "R = 0.994 for a 768 × 2048 matrix, 0.98 for a square one.",
+        title="SV alignment R",
+    ),
+    "matched": Column(
+        "bool", "Whether the second expert's neurons were first permuted (and flipped) to fit the first's."
+    ),
+    "relative_l2_mean": Column(
+        "float",
+        "Mean relative L2 over the layer's pairs.",
+        chance="null_l2, or null_l2_matched after matching",
+        best="0",
+        title="relative L2",
+    ),
+    "relative_l2_sd": Column(
+        "float", "Sample standard deviation over the pairs; null for one pair.", title="L2, sd"
+    ),
+    "relative_l2_low": Column(
+        "float",
+        "Lower end of the mean's 95 % interval.",
+        "2.5 % quantile of 2,000 bootstrap means over first experts, each with all its pairs",
+        misleads="Null for fewer than two first experts; too narrow for fewer than ten.",
+        title="L2, low",
+    ),
+    "relative_l2_high": Column("float", "Upper end of that interval.", title="L2, high"),
+    "sv_alignment_mean": Column(
+        "float",
+        "Mean R over the layer's pairs.",
+        chance="0, or null_sv_matched after matching",
+        best="1",
+        title="SV alignment R",
+    ),
+    "sv_alignment_sd": Column(
+        "float", "Sample standard deviation of R over the pairs; null for one pair.", title="R, sd"
+    ),
+    "sv_alignment_low": Column(
+        "float", "Lower end of the 95 % interval of the mean R, as relative_l2_low.", title="R, low"
+    ),
+    "sv_alignment_high": Column("float", "Upper end of that interval.", title="R, high"),
+    "null_l2": Column(
+        "float", "Relative L2 of unrelated experts in stored order.", "√2", title="L2, unrelated"
+    ),
+    "null_l2_matched": Column(
+        "float",
+        "Relative L2 that the same matching reaches on random Gaussian experts of this shape; null for "
+        "router rows.",
+        "√(2 − 2c), c sampled; beyond 2,048 neurons c² is extrapolated in log F",
+        title="L2, random matched",
+    ),
+    "null_sv_matched": Column(
+        "float",
+        "R that the same matching reaches on them.",
+        "c (Σs)²/(r Σs²) by Marchenko and Pastur's law",
+        title="R, random matched",
+    ),
+}
+
+PAIRS = Table(
+    "geometry",
+    "Distance of two experts, one row per matrix: the same expert in two checkpoints, or two members of a "
+    "cluster.",
+    ("series", "layer", "matrix", "expert_a", "expert_b"),
+    ("relative_l2", "cosine", "norm_ratio", "sv_alignment", "matched"),
+)
+LAYERS = Table(
+    "geometry_layers",
+    "Mean distance per layer and matrix with its interval, and the distances of unrelated and of matched "
+    "random experts.",
+    ("series", "layer", "matrix"),
+    (
+        *(f"relative_l2_{part}" for part in ("mean", "sd", "low", "high")),
+        *(f"sv_alignment_{part}" for part in ("mean", "sd", "low", "high")),
+        *("null_l2", "null_l2_matched", "null_sv_matched"),
+    ),
+)
+TABLES = define_tables(COLUMNS, PAIRS, LAYERS)

@@ -1,0 +1,411 @@
+"""The tables of trainings and of studies: keys, columns and the meaning of each column."""
+
+from __future__ import annotations
+
+from moescope.routing.tables import MONITOR_TABLES
+from moescope.tables import Column, Table, define_tables
+
+COLUMNS: dict[str, Column] = {
+    "overhead.router": Column("text", "The router, with its ablation if any."),
+    "component": Column(
+        "text",
+        "A part of the block, disjoint from the others: experts; update (changes after a step without "
+        "gradients); routing (all of the router), or the router's named parts and rest.",
+    ),
+    "milliseconds": Column(
+        "float",
+        "Median time of a forward pass in training mode.",
+        misleads="With few tokens on a GPU it is the time to launch kernels. Excludes backward passes.",
+    ),
+    "flops": Column(
+        "int",
+        "Floating-point operations of one pass.",
+        "2 m n k per matrix product, 1 per element elsewhere",
+        misleads="Sorting and moving numbers count nothing, yet take time.",
+    ),
+    "overhead.share": Column(
+        "float",
+        "Share of the block's time.",
+        "milliseconds/Σ milliseconds of the router's rows",
+        worst="1",
+        best="0 for all but the experts",
+    ),
+    "arm": Column("text", "One setting of the study, trained once per seed."),
+    "seed": Column(
+        "int",
+        "Seed of initial weights and text order; arms are compared seed by seed.",
+    ),
+    "question": Column(
+        "text",
+        "Purpose of the arm. main: routers against the reference; ablation: one part of a router removed; "
+        "sweep: one option at several values; scaling: more experts or larger models.",
+    ),
+    "study_runs.status": Column(
+        "text", "done, failed (reason in message) or not run. Only done trainings have numbers."
+    ),
+    "study_runs.validation_loss": Column(
+        "float",
+        "Loss of the trained model on held-out text, in nats per token: the study's only endpoint.",
+        chance="the reference arm with the same seed",
+        best="the entropy of the text",
+    ),
+    "noise_low": Column(
+        "float",
+        "Lower end of the 95 % bootstrap interval of that loss over validation documents, for this model.",
+        "2.5 % quantile over resampled documents",
+        misleads="Evaluation noise only: another seed may change the loss by more. No test uses it.",
+        title="noise, low",
+    ),
+    "noise_high": Column("float", "Upper end of that interval.", title="noise, high"),
+    "noise_std": Column("float", "Its standard deviation over resampled documents.", title="noise σ"),
+    "load_cv": Column(
+        "float",
+        "Coefficient of variation of experts' loads at the end of training, mean over layers.",
+        "std(c)/mean(c), ddof 0",
+        worst="√(n/k − 1)",
+        chance="√((n − k)/(N k)) for balanced random routing",
+        best="0; sweeps target below 0.1",
+        title="load CV",
+    ),
+    "study_runs.max_over_mean": Column(
+        "float",
+        "Largest expert load over the mean load at the end of training, mean over layers.",
+        "max c/c̄",
+        worst="n/k",
+        chance="a little above 1",
+        best="1",
+        title="max/mean",
+    ),
+    "study_runs.routing_entropy": Column(
+        "float",
+        "Entropy of the router's distribution at the end of training, in nats, mean over layers.",
+        "mean of −Σ p log p",
+        worst="0: always the same experts; log n: uniform",
+        chance="log n: uniform router",
+        best="depends on the goal",
+        title="routing entropy",
+    ),
+    "study_curves.routing_entropy": Column(
+        "float",
+        "Entropy of the router's distribution since the previous row, in nats, mean over layers.",
+        "mean of −Σ p log p",
+        worst="0: always the same experts; log n: uniform",
+        chance="log n: uniform router",
+        best="depends on the goal",
+        title="routing entropy",
+    ),
+    "unused_share": Column(
+        "float",
+        "Share of experts that no token chose, mean over layers.",
+        "#{cᵢ = 0}/n",
+        worst="1 − k/n",
+        chance="(1 − k/n)^N",
+        best="0",
+        misleads="Decreases with the number of tokens counted.",
+        title="unused experts",
+    ),
+    "dropped_share": Column(
+        "float",
+        "Share of expert slots left empty by capacity at the end of training, mean over layers.",
+        "empty slots/(N k)",
+        worst="1",
+        chance="0 without capacity",
+        best="0",
+        title="dropped",
+    ),
+    "consistency": Column(
+        "float",
+        "Share of a token's experts that it still chooses in the next of the last checkpoints.",
+        "mean of |S ∩ S′|/k",
+        worst="0",
+        chance="Σ f f′/k, f the experts' shares of tokens; k/n for even loads",
+        best="1",
+    ),
+    "study_runs.usage_sigma": Column(
+        "float",
+        "Variation of experts' load shares between checkpoints.",
+        "mean over experts of std of qᵢ over checkpoints, ddof 0",
+        best="0",
+        title="usage σ",
+        chance="√((n − k)/(n² N k)) for balanced random routing",
+    ),
+    "study_runs.kendall_tau": Column(
+        "float",
+        "Rank correlation of expert loads between checkpoints.",
+        "Kendall's τ_b",
+        worst="−1",
+        chance="0",
+        best="1",
+        title="Kendall τ",
+        misleads="For even loads the order is noise, so a low τ is no defect.",
+    ),
+    "study_runs.tokens_per_second": Column(
+        "float",
+        "Training tokens per second, without evaluations.",
+        misleads="Parallel trainings slow each other down.",
+        title="tokens/s",
+    ),
+    "study_runs.peak_memory_bytes": Column(
+        "int",
+        "Peak GPU memory of the training; null on a CPU, where trainings share a process.",
+        title="peak memory",
+    ),
+    "seconds": Column("float", "Duration of the training."),
+    "parameters_total": Column("int", "Parameters of the model.", title="parameters"),
+    "parameters_trainable": Column("int", "Trained parameters.", title="trained"),
+    "parameters_active": Column("int", "Parameters that one token uses.", title="active"),
+    "flops_per_token": Column(
+        "int",
+        "Floating-point operations of a forward pass, per token.",
+        "2 m n k per matrix product",
+        title="FLOPs per token",
+    ),
+    "study_runs.n_experts": Column("int", "Experts per layer; null without a router.", title="experts"),
+    "study_runs.top_k": Column("int", "Experts that the router chooses per token; null without a router."),
+    "study_runs.tokens_per_step": Column("int", "Training tokens per step."),
+    "study_runs.message": Column("text", "Reason of a failure; else empty."),
+    "axis": Column("text", "An axis of the study: an option or size that its grid varies."),
+    "study_axes.value": Column("float", "The arm's value on the axis; null if it is a name."),
+    "study_axes.label": Column("text", "The arm's value or name on the axis, as text."),
+    "study_documents.document": Column(
+        "int", "Number of the validation document, the same for every arm and seed."
+    ),
+    "study_documents.tokens": Column("int", "Predicted tokens of the document."),
+    "study_documents.loss": Column(
+        "float",
+        "Mean loss of the trained model on it, in nats per token.",
+        chance="the reference arm with the same seed",
+    ),
+    "study_curves.step": Column("int", "Training step."),
+    "study_curves.validation_loss": Column(
+        "float",
+        "Validation loss at that step, in nats per token; null without an evaluation.",
+        chance="the reference arm at the same step",
+    ),
+    "reference": Column("text", "The arm that the question's other arms are compared with."),
+    "seeds": Column("int", "Seeds with a result of both arm and reference; for the reference, its seeds."),
+    "study_comparisons.mean": Column(
+        "float", "Mean validation loss over the arm's seeds, in nats per token.", chance="the reference's"
+    ),
+    "study_comparisons.low": Column(
+        "float",
+        "Lower end of the mean's 95 % t interval over seeds.",
+        "mean − t · sd/√S, ddof 1",
+        misleads="Seeds shift all arms together: intervals may overlap where the difference is clear.",
+    ),
+    "study_comparisons.high": Column("float", "Upper end of that interval."),
+    "difference": Column(
+        "float",
+        "Arm minus reference under the same seed, mean over shared seeds; below 0 the arm is better.",
+        "mean of (arm − reference)",
+        chance="0",
+    ),
+    "difference_low": Column(
+        "float",
+        "Lower end of the difference's 95 % interval.",
+        "difference − t · standard error",
+        chance="below 0",
+        misleads="Per arm: of many arms some exclude 0 by chance; p_adjusted corrects for that.",
+        title="difference, low",
+    ),
+    "difference_high": Column(
+        "float", "Upper end of that interval.", chance="above 0", title="difference, high"
+    ),
+    "statistic": Column(
+        "float",
+        "t: the difference over its standard error.",
+        "difference/√(2 s²/S); paired: difference/√(var/S)",
+        chance="0 ± 1",
+        title="t",
+    ),
+    "degrees_of_freedom": Column(
+        "int",
+        "Degrees of freedom of t.",
+        "(S − 1)(R − 1) blocked, S − 1 paired; R arms, S seeds",
+        title="df",
+    ),
+    "study_comparisons.p_value": Column(
+        "float",
+        "Two-sided p of the difference, not corrected for the number of arms.",
+        "P(|t| ≥ seen)",
+        chance="uniform on 0 to 1",
+    ),
+    "study_comparisons.p_adjusted": Column(
+        "float",
+        "The same, Holm-corrected for all arms of the question.",
+        "Holm's step-down over the question's arms",
+        chance="above 0.05 in 95 of 100 studies, for all arms together",
+        title="p, Holm",
+    ),
+    "test": Column(
+        "text",
+        "blocked: loss = arm + seed, one residual variance for all arms. paired t: only the arm and the "
+        "reference, if variances differ or there are two arms. paired t, shared seeds: the same, because the "
+        "arm lacks seeds of the reference.",
+    ),
+    "equal_variances_p": Column(
+        "float",
+        "p of equal residual variances in all arms; below 0.1 each arm is compared by a paired t. Null for "
+        "two arms, where both tests agree.",
+        "Cochran's C of residuals (the noisiest arm's share of all squares) against 20,000 simulated studies",
+        chance="uniform on 0 to 1",
+        misleads="With five seeds only ratios of several times are detected.",
+        title="equal variances p",
+    ),
+    "hedges_g": Column(
+        "float",
+        "The difference in units of one training's spread within its seed, corrected for few df.",
+        "J(df) · difference/s",
+        chance="0 ± √(2/S)",
+        misleads="Large where seeds hardly matter: a large g may be a small difference in loss.",
+        title="Hedges' g",
+    ),
+    "rank_p": Column(
+        "float",
+        "Wilcoxon's signed-rank test on the same pairs, Holm-corrected; null below 8 seeds (no power).",
+        "never below (arms) × 2^(1−S)",
+        chance="uniform on 0 to 1",
+        title="rank p, Holm",
+    ),
+    "detectable_difference": Column(
+        "float",
+        "The true difference that this study would detect with 80 % power.",
+        "noncentral t with the same standard error and df, at level 0.05/arms",
+        title="detectable",
+    ),
+    "study_comparisons.verdict": Column(
+        "text",
+        "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too few seeds to "
+        "say: fewer than five shared seeds. no spread over seeds: every seed gave the same difference, so "
+        "there is no test. failed: all attempts failed. not run: no result yet.",
+    ),
+}
+
+TABLES: dict[str, Table] = define_tables(
+    COLUMNS,
+    Table(
+        "overhead",
+        "Time and FLOPs of each part of a router and of its experts.",
+        ("router", "component"),
+        ("milliseconds", "flops", "share"),
+    ),
+    Table(
+        "study_runs",
+        "The trainings of a study: one row per arm and seed, whether or not it ran.",
+        ("arm", "seed"),
+        (
+            *("question", "status", "validation_loss", "noise_low", "noise_high", "noise_std", "load_cv"),
+            *(
+                "max_over_mean",
+                "routing_entropy",
+                "unused_share",
+                "dropped_share",
+                "consistency",
+                "usage_sigma",
+            ),
+            *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
+            *("parameters_trainable", "parameters_active", "flops_per_token"),
+            *("n_experts", "top_k", "tokens_per_step", "message"),
+        ),
+    ),
+    Table(
+        "study_axes",
+        "Positions of the arms on the study's axes.",
+        ("arm", "axis"),
+        ("value", "label"),
+    ),
+    Table(
+        "study_documents",
+        "Loss of each trained model on each validation document; evaluation noise is resampled from it.",
+        ("arm", "seed", "document"),
+        ("domain", "tokens", "loss"),
+    ),
+    Table(
+        "study_curves",
+        "Training curves of each arm and seed, at the logged steps.",
+        ("arm", "seed", "step"),
+        ("train_loss", "validation_loss", "routing_entropy", "load_cv", "unused_share"),
+    ),
+    Table(
+        "study_comparisons",
+        "Each arm of a study against the reference, seed by seed.",
+        ("question", "arm"),
+        (
+            *("reference", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high"),
+            *("statistic", "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p"),
+            *("hedges_g", "rank_p", "detectable_difference", "verdict"),
+        ),
+    ),
+)
+
+# --- trainings
+
+TRAIN_COLUMNS: dict[str, Column] = {
+    "evaluations.domain": Column("text", "The domain of the held-out text; empty for all domains together."),
+    "evaluations.loss": Column(
+        "float",
+        "Mean loss on held-out text, in nats per token.",
+        "−mean log p(next token)",
+        chance="the unigram baseline",
+        best="the entropy of the text",
+    ),
+    "unigram_loss": Column(
+        "float",
+        "Loss of the unigram baseline: token frequencies of the training text, no context.",
+        "−mean log((c + 1)/(N + V))",
+    ),
+    "uniform_loss": Column("float", "Loss of the uniform baseline over all entries of the head.", "log V"),
+    "key_metrics.metric": Column(
+        "text",
+        "gini, load_entropy_bits: of the load; used: share of experts with any token; cosine: mean cosine of "
+        "two keys.",
+    ),
+    "key_metrics.value": Column("float", "Value in the middle layer at the end of training."),
+    "key_metrics.chance": Column("float", "Value for random balanced routing, or for random keys."),
+    "key_metrics.collapse": Column("float", "Value when all tokens choose the same experts; keys are equal."),
+    "chance_spread": Column(
+        "float", "Standard deviation of the chance level; null where it is not known.", "√(2/(n (n − 1) D))"
+    ),
+    "bin_left": Column("float", "Fewest tokens of the bin; the first bin has the experts without a token."),
+    "bin_right": Column("float", "Fewest tokens of the next bin."),
+    "key_histogram.experts": Column("int", "Experts with so many tokens in the last window of training."),
+    "expected_experts": Column("float", "The same for balanced random routing, mean of 200 draws."),
+    "key_map.x": Column("float", "First principal component of the unit key."),
+    "key_map.y": Column("float", "Second principal component of the unit key."),
+    "key_map.tokens": Column("int", "Tokens that chose the expert in the last window of training."),
+    "strength": Column("float", "Length ρ of the key.", worst="0: never chosen again", best="1"),
+    "variance_share": Column(
+        "float", "Share of the variance of all keys that the two components show.", best="1"
+    ),
+    "variance_share_chance": Column("float", "The same for random keys, mean of 20 draws."),
+}
+TRAIN_TABLES: dict[str, Table] = {
+    **MONITOR_TABLES,
+    **define_tables(
+        TRAIN_COLUMNS,
+        Table(
+            "evaluations",
+            "Loss on held-out text by step and domain, with its baselines.",
+            ("step", "domain"),
+            ("loss", "unigram_loss", "uniform_loss"),
+        ),
+        Table(
+            "key_metrics",
+            "Usage and keys of SoME's middle layer, with chance levels.",
+            ("step", "layer", "metric"),
+            ("value", "chance", "collapse", "chance_spread"),
+        ),
+        Table(
+            "key_histogram",
+            "Experts of SoME's middle layer by their tokens, four bins per decade.",
+            ("step", "layer", "bin_left"),
+            ("bin_right", "experts", "expected_experts"),
+        ),
+        Table(
+            "key_map",
+            "Keys of SoME's middle layer on their two principal components.",
+            ("step", "layer", "expert"),
+            ("x", "y", "tokens", "strength", "variance_share", "variance_share_chance"),
+        ),
+    ),
+}
