@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
+import moescope
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 
 SOURCE = Path(__file__).parents[1] / "src" / "moescope"
@@ -32,10 +35,12 @@ class Copy:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
-    def append(self, name: str, text: str) -> None:
-        """Add a function to a module that is there."""
+    def add_function(self, name: str, literal: str, text: str) -> None:
+        """Add a function to a module, before a literal that lists it."""
         path = self.package / name
-        path.write_text(f"{path.read_text(encoding='utf-8')}\n\n{text}", encoding="utf-8")
+        before, assignment, after = path.read_text(encoding="utf-8").partition(f"\n{literal}")
+        assert assignment
+        path.write_text(f"{before}\n{text}\n{assignment}{after}", encoding="utf-8")
 
     def add_line(self, name: str, literal: str, member: str, imported: str = "") -> None:
         """Add a member to the end of a literal list, tuple or dict, and the import that it needs."""
@@ -102,9 +107,7 @@ def copy(tmp_path) -> Copy:
 
 
 LAYOUT = """
-from moescope.families.experts import per_expert
-from moescope.families.layout import Family, Model
-from moescope.families.sparsity import every_layer
+from moescope.families.layout import Family, Model, every_layer, per_expert
 
 GATE = "{L}.switchboard.workers.{e}.open.weight"
 SWITCHBOARD = Family(
@@ -140,9 +143,11 @@ def test_a_disk_layout_is_one_file_and_one_line(copy, tmp_path):
     model = write_checkpoint(tmp_path / "model", tensors, config)
     facts = copy.json("inspect", model)
     assert (facts["layout"], facts["experts"], facts["moe_layers"]) == ("switchboard", 4, [0, 1])
-    renamed = copy.json("scan", model, "--out", tmp_path / "renamed")
-    original = copy.json("scan", tiny_checkpoint(tmp_path / "original"), "--out", tmp_path / "run")
-    assert renamed["key_numbers"] == original["key_numbers"]
+    copy.moescope("scan", model, "--out", tmp_path / "renamed", "--quiet")
+    original = moescope.scan(tiny_checkpoint(tmp_path / "original"), out=tmp_path / "run", quiet=True)
+    spectra = pd.read_parquet(tmp_path / "renamed" / "spectra.parquet")
+    assert len(spectra) == 8
+    assert spectra["frobenius"].tolist() == original.table("spectra")["frobenius"].tolist()
 
 
 METHOD = '''
@@ -279,3 +284,113 @@ def test_a_verb_is_one_package_and_one_line(copy, tmp_path):
     page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
     assert "Numbers per expert" in page
     assert "How many numbers the expert has." in page
+
+
+METRIC = """Metric(
+    "busiest_share", "load", "Share of all choices that the busiest expert has.",
+    "max c/Σ c", ("1/k", "near 1/n", "1/n"),
+    lambda loads: loads.max(-1) / loads.sum(-1),
+    collapse=lambda setting: 1 / setting.k,
+)"""
+
+
+def test_a_metric_is_one_record(copy, tmp_path):
+    copy.add_line("routing/metrics.py", "LOAD", METRIC)
+    assert copy.changed() == {"routing/metrics.py"}
+    chosen_TLK = np.array([[[0, 1]], [[0, 2]], [[0, 3]], [[3, 1]]])
+    np.save(tmp_path / "recorded.npy", chosen_TLK)
+    run = tmp_path / "run"
+    recorded = ("--recorded", tmp_path / "recorded.npy", "--format", "vllm", "--experts", "4")
+    assert copy.json("trace", *recorded, "--out", run)["status"] == "done"
+    rows = pd.read_parquet(run / "routing_layers.parquet").set_index("metric")
+    assert rows.loc["busiest_share", ["value", "collapse"]].tolist() == [3 / 8, 1 / 2]
+    page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
+    assert "Share of all choices that the busiest expert has." in page
+
+
+FIGURE = '''
+def draw_ranks(tables):
+    """Rank of every expert, one bar each."""
+    from moescope.verb import Figure
+
+    bars = {"type": "bar", "y": tables["spectra"]["rank"].tolist()}
+    return Figure("rank_bars", "Rank of every expert", "All layers.", ("rank",), [bars], {})
+'''
+
+
+def test_a_figure_is_one_function_and_one_line(copy, tmp_path):
+    copy.add_function("weights/figures.py", "ACROSS_LAYERS", FIGURE)
+    copy.add_line("weights/figures.py", "ACROSS_LAYERS", 'FigureSpec("rank_bars", ("spectra",), draw_ranks)')
+    assert copy.changed() == {"weights/figures.py"}
+    copy.moescope("scan", tiny_checkpoint(tmp_path / "model"), "--out", tmp_path / "run", "--quiet")
+    page = Path(copy.moescope("report", tmp_path / "run").split()[-1]).read_text(encoding="utf-8")
+    assert "Rank of every expert" in page
+    source = "import moescope, sys; run = moescope.open(sys.argv[1]); print(run.figures()['rank_bars'])"
+    drawn = "print(len(run.figure('rank_bars').data[0].y))"
+    shown = copy.python("-c", f"{source}; {drawn}", tmp_path / "run").splitlines()
+    assert shown == ["Rank of every expert, one bar each.", "8"]
+
+
+ROUTER = '''
+"""Every token id has its experts, in turn."""
+
+import torch
+
+from moescope.decoder.routers.contract import Routed, Router
+
+
+class Rotating(Router):
+    name = "rotating"
+    has_rows = False
+    has_logits = False
+    learns_from_text = False
+
+    def forward(self, inputs):
+        slots_K = torch.arange(self.config.top_k, device=inputs.x_TD.device)
+        chosen_TK = (inputs.token_ids_T[:, None] + self.layer + slots_K) % self.config.experts
+        real_T1 = inputs.mask_T[:, None]
+        gates_TK = real_T1.expand_as(chosen_TK) / self.config.top_k
+        return Routed(chosen_TK.masked_fill(~real_T1, -1), gates_TK.to(inputs.x_TD.dtype))
+'''
+
+
+TRAINING = """
+[model]
+d_model = 32
+layers = 2
+heads = 2
+d_ff = 32
+experts = 4
+max_positions = 64
+[data]
+max_bytes = 60_000
+[train]
+steps = 4
+batch_size = 8
+sequence_length = 32
+warmup = 1
+evaluate_every = 4
+checkpoint_every = 4
+evaluation_rows = 20
+"""
+
+
+def test_a_router_is_one_file_and_one_line(copy, tmp_path):
+    copy.add_file("decoder/routers/rotating.py", ROUTER)
+    copy.add_line(
+        "decoder/routers/__init__.py",
+        "ROUTERS",
+        '"rotating": Rotating',
+        "from moescope.decoder.routers.rotating import Rotating",
+    )
+    assert copy.changed() == {"decoder/routers/rotating.py", "decoder/routers/__init__.py"}
+    (tmp_path / "config.toml").write_text(TRAINING)
+    run = tmp_path / "run"
+    facts = copy.json("train", tmp_path / "config.toml", "--router", "rotating", "--out", run, "--quiet")
+    assert facts["status"] == "done"
+    load = pd.read_parquet(run / "load.parquet")
+    assert set(load["expert"]) == set(range(4))
+    model = max((run / "checkpoints").glob("*/config.json")).parent
+    assert json.loads((model / "config.json").read_text())["moescope_router"]["name"] == "rotating"
+    assert {"scan", "trace"} <= {file.parent.name for file in run.glob("*/run.json")}
+    assert (run / "report.html").exists()

@@ -1,12 +1,10 @@
-"""Run folders.
-
-Pieces land whole or not at all, unfinished work is taken up again, and only our files are touched.
-"""
+"""Run folders: tasks are flushed completely or not at all, and unfinished runs resume."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,11 +15,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import moescope
 from moescope import run as run_module
 from moescope.errors import BadInput
 from moescope.run import Run, default_folder, open_run
-from moescope.tables import SCHEMA_VERSION, TABLES
+from moescope.tables import SCHEMA_VERSION
+from moescope.verbs import load_verb
 
+SCAN = load_verb("scan")
 IDENTITY = {
     "arguments": {"layers": None, "matrix": ("gate",), "seed": 0},
     "checkpoints": [{"path": "/models/a", "header_hash": "1"}],
@@ -43,14 +44,14 @@ def finish(writer) -> Run:
 def leave_unfinished(
     folder: Path, error: BaseException, layers: tuple[int, ...] = (0,), identity: dict = IDENTITY
 ) -> None:
-    with pytest.raises(type(error)), open_run(folder, "scan", identity) as writer:
+    with pytest.raises(type(error)), open_run(folder, SCAN, identity) as writer:
         for layer in layers:
             flush(writer, layer)
         raise error
 
 
 def made(folder: Path, identity: dict = IDENTITY, **options: bool) -> Run:
-    with open_run(folder, "scan", identity, **options) as writer:
+    with open_run(folder, SCAN, identity, **options) as writer:
         flush(writer, 0)
         return finish(writer)
 
@@ -63,7 +64,7 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-# --- pieces
+# --- tasks
 
 
 def test_a_finished_run_holds_its_tables_and_nothing_of_its_making(tmp_path):
@@ -72,11 +73,11 @@ def test_a_finished_run_holds_its_tables_and_nothing_of_its_making(tmp_path):
     assert run.info == info(tmp_path / "run")
     assert run.tables == ["orthogonality"]
     assert run.table("orthogonality")["k"].tolist() == [1, 2]
-    assert run.table("orthogonality").columns.tolist() == list(TABLES["orthogonality"].columns)
+    assert run.table("orthogonality").columns.tolist() == list(SCAN.tables["orthogonality"].columns)
 
 
-def test_tables_are_joined_from_all_pieces_and_sorted_by_their_keys(tmp_path):
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+def test_tables_are_joined_from_all_tasks_and_sorted_by_their_keys(tmp_path):
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         for layer in (10, 2, 1):
             flush(writer, layer)
         run = finish(writer)
@@ -90,8 +91,8 @@ def test_tables_are_joined_from_all_pieces_and_sorted_by_their_keys(tmp_path):
     ]
 
 
-def test_a_piece_whose_writing_fails_is_no_piece(tmp_path):
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+def test_a_task_whose_writing_fails_is_not_done(tmp_path):
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         flush(writer, 0)
         with pytest.raises(ValueError, match="may not be null"):
             writer.flush_task("layer1", {"orthogonality": frame(1), "similarity": frame(1)[["layer"]]}, {})
@@ -101,7 +102,7 @@ def test_a_piece_whose_writing_fails_is_no_piece(tmp_path):
         assert writer.done_tasks() == {"layer0", "layer1"}
 
 
-def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path, monkeypatch):
+def test_a_task_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path, monkeypatch):
     seen = []
 
     def watch(writer_path):
@@ -113,7 +114,7 @@ def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path
 
         return watched
 
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         monkeypatch.setattr(run_module, "write_json", watch(tmp_path / "run"))
         flush(writer, 0)
         monkeypatch.undo()
@@ -122,32 +123,32 @@ def test_a_piece_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path
         finish(writer)
 
 
-def test_a_disk_that_is_nearly_full_is_refused_before_the_piece_and_the_run_goes_on_later(
+def test_a_disk_that_is_nearly_full_is_refused_before_the_task_and_the_run_resumes_later(
     tmp_path, monkeypatch
 ):
     full = shutil._ntuple_diskusage(10**9, 10**9 - 5_000_000, 5_000_000)
     refused = pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space")
-    with refused, open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with refused, open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         flush(writer, 0)
         monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: full)
         flush(writer, 1)
     monkeypatch.undo()
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         assert writer.done_tasks() == {"layer0"}
 
 
 def test_a_table_that_fails_to_be_written_leaves_the_old_one_whole(tmp_path):
     path = tmp_path / "orthogonality.parquet"
-    run_module.write_table("orthogonality", frame(0), path)
+    run_module.write_table(SCAN.tables["orthogonality"], frame(0), path)
     before = path.read_bytes()
     with pytest.raises(ValueError, match="no column"):
-        run_module.write_table("orthogonality", frame(0).assign(surprise=1), path)
+        run_module.write_table(SCAN.tables["orthogonality"], frame(0).assign(surprise=1), path)
     assert path.read_bytes() == before
 
 
 def test_a_crash_between_tables_and_done_loses_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    with pytest.raises(OSError, match="full"), open_run(folder, "scan", IDENTITY) as writer:
+    with pytest.raises(OSError, match="full"), open_run(folder, SCAN, IDENTITY) as writer:
         flush(writer, 0)
         monkeypatch.setattr(writer, "save_info", lambda **_: (_ for _ in ()).throw(OSError("disk full")))
         try:
@@ -155,7 +156,7 @@ def test_a_crash_between_tables_and_done_loses_nothing(tmp_path, monkeypatch):
         finally:
             monkeypatch.undo()
     assert info(folder)["status"] == "failed"
-    with open_run(folder, "scan", IDENTITY) as writer:
+    with open_run(folder, SCAN, IDENTITY) as writer:
         assert writer.done_tasks() == {"layer0"}
         assert finish(writer).info["status"] == "done"
 
@@ -163,9 +164,9 @@ def test_a_crash_between_tables_and_done_loses_nothing(tmp_path, monkeypatch):
 # --- resuming
 
 
-def test_an_unfinished_run_is_taken_up_where_it_stopped(tmp_path):
+def test_an_unfinished_run_resumes_where_it_stopped(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt(), layers=(0, 1))
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         assert writer.done_tasks() == {"layer0", "layer1"}
         flush(writer, 2)
         run = finish(writer)
@@ -173,12 +174,12 @@ def test_an_unfinished_run_is_taken_up_where_it_stopped(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_start_and_adds_up_its_timings(tmp_path):
-    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         writer.timings["decompose"] = 100.0
         flush(writer, 0)
         raise KeyboardInterrupt
     started = info(tmp_path / "run")["started"]
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         with writer.timed("decompose"):
             pass
         run = finish(writer)
@@ -189,7 +190,7 @@ def test_a_resumed_run_keeps_its_start_and_adds_up_its_timings(tmp_path):
 def test_a_run_that_was_resumed_and_finished_tells_of_no_error(tmp_path):
     leave_unfinished(tmp_path / "run", RuntimeError("boom"))
     assert info(tmp_path / "run")["error"] == "RuntimeError: boom"
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         finish(writer)
     assert "error" not in info(tmp_path / "run")
 
@@ -217,7 +218,7 @@ def test_other_arguments_are_refused_by_the_word_that_differs(tmp_path, finished
     before = {name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()}
     with (
         pytest.raises(BadInput, match=f"{words}; give another --out, or --overwrite to replace it"),
-        open_run(folder, "scan", {**IDENTITY, **change}),
+        open_run(folder, SCAN, {**IDENTITY, **change}),
     ):
         pass
     assert {
@@ -228,7 +229,7 @@ def test_other_arguments_are_refused_by_the_word_that_differs(tmp_path, finished
 def test_equal_arguments_compare_equal_through_json(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
     as_lists = json.loads(json.dumps(IDENTITY))
-    with open_run(tmp_path / "run", "scan", as_lists) as writer:
+    with open_run(tmp_path / "run", SCAN, as_lists) as writer:
         assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
@@ -237,7 +238,7 @@ def test_a_run_of_another_schema_version_is_not_continued(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
     changed = {**info(tmp_path / "run"), "schema_version": SCHEMA_VERSION + 1}
     (tmp_path / "run" / "run.json").write_text(json.dumps(changed))
-    with pytest.raises(BadInput, match="other schema version"), open_run(tmp_path / "run", "scan", IDENTITY):
+    with pytest.raises(BadInput, match="other schema version"), open_run(tmp_path / "run", SCAN, IDENTITY):
         pass
 
 
@@ -259,9 +260,9 @@ def test_overwrite_removes_our_own_files_and_no_one_else_s(tmp_path):
     assert run.info["checkpoints"] == []
 
 
-def test_overwrite_drops_the_pieces_of_the_run_before(tmp_path):
+def test_overwrite_drops_the_tasks_of_the_run_before(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt(), layers=(0, 1))
-    with open_run(tmp_path / "run", "scan", IDENTITY, overwrite=True) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY, overwrite=True) as writer:
         assert writer.done_tasks() == set()
         flush(writer, 5)
         assert finish(writer).table("orthogonality")["layer"].unique().tolist() == [5]
@@ -272,7 +273,7 @@ def test_a_folder_that_holds_something_else_is_refused_untouched(tmp_path, overw
     (tmp_path / "thesis.txt").write_text("years of work")
     with (
         pytest.raises(BadInput, match="not empty and not a run folder; give another --out"),
-        open_run(tmp_path, "scan", IDENTITY, overwrite),
+        open_run(tmp_path, SCAN, IDENTITY, overwrite),
     ):
         pass
     assert listing(tmp_path) == ["thesis.txt"]
@@ -283,7 +284,7 @@ def test_a_run_json_of_another_tool_is_refused_untouched(tmp_path, overwrite):
     (tmp_path / "run.json").write_text('{"experiment": 7}')
     with (
         pytest.raises(BadInput, match=r"run\.json: not written by moescope"),
-        open_run(tmp_path, "scan", IDENTITY, overwrite),
+        open_run(tmp_path, SCAN, IDENTITY, overwrite),
     ):
         pass
     assert (tmp_path / "run.json").read_text() == '{"experiment": 7}'
@@ -293,8 +294,8 @@ def test_a_damaged_run_json_is_replaced_by_overwrite_as_its_message_says(tmp_pat
     made(tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text("{")
     with (
-        pytest.raises(BadInput, match="give --overwrite to write it anew"),
-        open_run(tmp_path / "run", "scan", IDENTITY),
+        pytest.raises(BadInput, match="give --overwrite to write the run again"),
+        open_run(tmp_path / "run", SCAN, IDENTITY),
     ):
         pass
     assert made(tmp_path / "run", overwrite=True).info["status"] == "done"
@@ -304,12 +305,12 @@ def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "run").write_text("a file")
     with (
         pytest.raises(BadInput, match="a file is in the way; give another --out"),
-        open_run(tmp_path / "run", "scan", IDENTITY),
+        open_run(tmp_path / "run", SCAN, IDENTITY),
     ):
         pass
     with (
         pytest.raises(BadInput, match="cannot be written"),
-        open_run(tmp_path / "run" / "below", "scan", IDENTITY),
+        open_run(tmp_path / "run" / "below", SCAN, IDENTITY),
     ):
         pass
     assert (tmp_path / "run").read_text() == "a file"
@@ -318,14 +319,14 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused():
     with (
         pytest.raises(BadInput, match="cannot be written"),
-        open_run(Path("/proc/no/such"), "scan", IDENTITY),
+        open_run(Path("/proc/no/such"), SCAN, IDENTITY),
     ):
         pass
 
 
 def test_an_empty_folder_may_be_used_and_is_kept_when_the_work_fails(tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(RuntimeError), open_run(tmp_path / "run", "scan", IDENTITY):
+    with pytest.raises(RuntimeError), open_run(tmp_path / "run", SCAN, IDENTITY):
         raise RuntimeError("boom")
     assert listing(tmp_path) == ["run"]
     made(tmp_path / "run")
@@ -338,7 +339,7 @@ def test_an_empty_folder_may_be_used_and_is_kept_when_the_work_fails(tmp_path):
     ("error", "status"),
     [(KeyboardInterrupt(), "interrupted"), (RuntimeError("boom"), "failed"), (BadInput("x"), "failed")],
 )
-def test_a_run_that_stops_after_its_first_piece_says_how_it_stopped(tmp_path, error, status):
+def test_a_run_that_stops_after_its_first_task_says_how_it_stopped(tmp_path, error, status):
     leave_unfinished(tmp_path / "run", error)
     assert info(tmp_path / "run")["status"] == status
     assert listing(tmp_path / "run") == [
@@ -352,22 +353,22 @@ def test_a_run_that_stops_after_its_first_piece_says_how_it_stopped(tmp_path, er
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("boom"), BadInput("x")])
 @pytest.mark.parametrize("place", ["run", "runs/deep/run"])
-def test_a_failure_before_the_first_piece_leaves_nothing_behind(tmp_path, error, place):
+def test_a_failure_before_the_first_task_leaves_nothing_behind(tmp_path, error, place):
     leave_unfinished(tmp_path / place, error, layers=())
     assert listing(tmp_path) == []
 
 
-def test_a_second_failure_before_the_next_piece_keeps_the_first_piece(tmp_path):
+def test_a_second_failure_before_the_next_task_keeps_the_first(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
     leave_unfinished(tmp_path / "run", RuntimeError("boom"), layers=())
     assert info(tmp_path / "run")["status"] == "failed"
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
 
 def test_the_status_runs_from_running_to_done(tmp_path):
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         assert info(tmp_path / "run")["status"] == "running"
         assert info(tmp_path / "run")["process"] == os.getpid()
         flush(writer, 0)
@@ -376,7 +377,7 @@ def test_the_status_runs_from_running_to_done(tmp_path):
 
 
 def test_an_error_after_the_run_is_done_does_not_undo_it(tmp_path):
-    with pytest.raises(RuntimeError), open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with pytest.raises(RuntimeError), open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         flush(writer, 0)
         finish(writer)
         raise RuntimeError("the printer is on fire")
@@ -392,9 +393,7 @@ def test_loading_refuses_what_is_no_finished_run(tmp_path):
     with pytest.raises(BadInput, match=r"no run\.json in it"):
         Run.load(tmp_path)
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
-    with pytest.raises(
-        BadInput, match="this run is interrupted, not done; give its command again to finish it"
-    ):
+    with pytest.raises(BadInput, match="this run is interrupted; give its command again to finish it"):
         Run.load(tmp_path / "run")
 
 
@@ -414,9 +413,10 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from moescope.run import open_run
+from moescope.verbs import load_verb
 import pandas as pd
 identity = {identity!r}
-with open_run(Path(sys.argv[1]), "scan", identity) as writer:
+with open_run(Path(sys.argv[1]), load_verb("scan"), identity) as writer:
     frame = pd.DataFrame([{{"step": 0, "layer": 0, "matrix": "gate", "k": 1}}])
     writer.flush_task("layer0", {{"orthogonality": frame}}, {{}})
     print("holding", flush=True)
@@ -446,7 +446,7 @@ def test_a_second_writer_is_kept_out_and_harms_nothing(tmp_path, holder, overwri
         pytest.raises(
             BadInput, match="another moescope process is writing this run; wait for it, or give another --out"
         ),
-        open_run(tmp_path / "run", "scan", IDENTITY, overwrite),
+        open_run(tmp_path / "run", SCAN, IDENTITY, overwrite),
     ):
         pass
     assert listing(tmp_path / "run") == before
@@ -457,7 +457,7 @@ def test_the_lock_of_a_killed_process_is_no_lock(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert info(tmp_path / "run")["status"] == "running", "it had no time to say anything else"
-    with open_run(tmp_path / "run", "scan", IDENTITY) as writer:
+    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         assert writer.done_tasks() == {"layer0"}
         assert writer.info["process"] == os.getpid()
         finish(writer)
@@ -483,7 +483,7 @@ def test_the_default_folder_of_unfinished_equal_work_is_that_work_s_own(tmp_path
     assert default_folder("scan", "tiny", other, tmp_path).name == "scan-tiny-2"
 
 
-def test_a_default_folder_whose_run_json_is_damaged_is_passed_over(tmp_path):
+def test_a_default_folder_whose_run_json_is_damaged_is_skipped(tmp_path):
     made(tmp_path / "scan-tiny-1")
     (tmp_path / "scan-tiny-1" / "run.json").write_text("{")
     assert default_folder("scan", "tiny", IDENTITY, tmp_path).name == "scan-tiny-2"
@@ -520,3 +520,69 @@ def test_the_git_commit_is_that_of_the_folder_one_works_in(tmp_path, monkeypatch
         subprocess.run(["git", *command], check=True)
     shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert run_module.git_commit() == shown.stdout.strip()
+
+
+def test_run_json_holds_the_command_as_given(tmp_path):
+    with open_run(tmp_path / "run", SCAN, IDENTITY, command="moescope scan model --k 3") as writer:
+        flush(writer, 0)
+        assert finish(writer).info["command"] == "moescope scan model --k 3"
+
+
+# --- versions
+
+
+def test_a_run_of_version_1_names_the_command_that_makes_it_again(tmp_path):
+    made(tmp_path / "run")
+    old = {
+        **info(tmp_path / "run"),
+        "schema_version": 1,
+        "arguments": {
+            "layers": None,
+            "matrix": ["gate", "up"],
+            "router": ["raw"],
+            "k": [],
+            "seed": 0,
+            "precision": "exact",
+        },
+        "checkpoints": [{"step": 0, "path": "/models/a b"}],
+    }
+    del old["command"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(old))
+    with pytest.raises(BadInput, match="schema version 1, this moescope uses 2") as error:
+        Run.load(tmp_path / "run")
+    words = shlex.split(str(error.value).partition("make it again: ")[2])
+    assert words[:3] == ["moescope", "scan", "/models/a b"]
+    options = dict(zip(words[3:-1:2], words[4:-1:2], strict=True))
+    assert options == {"--matrix": "gate,up", "--precision": "exact", "--out": str(tmp_path / "run")}
+    assert words[-1] == "--overwrite"
+
+
+# --- notebooks
+
+
+def test_a_run_lists_and_draws_its_figures(planted_run):
+    names = planted_run.figures()
+    assert len(names) > 20
+    assert all(line and "\n" not in line for line in names.values())
+    drawn = planted_run.figure("align_by_k", layer=3)
+    assert type(drawn).__module__.startswith("plotly.")
+    assert {trace.name for trace in drawn.data if trace.name.startswith("layer ")} == {"layer 3"}
+    everything = planted_run.figure("align_by_k")
+    assert len({trace.name for trace in everything.data if trace.name.startswith("layer ")}) == 5
+    other = planted_run.figure("align_by_k", layer=3, router="centered")
+    assert list(other.data[0].y) != list(drawn.data[0].y)
+
+
+def test_a_figure_that_is_not_there_is_an_error_with_those_that_are(planted_run):
+    with pytest.raises(BadInput, match=r"unknown figure of .*'alignments'; known: .*align_by_k"):
+        planted_run.figure("alignments")
+    with pytest.raises(BadInput, match="nothing to draw in figure align_by_k of layer=99"):
+        planted_run.figure("align_by_k", layer=99)
+
+
+def test_a_notebook_shows_key_numbers_with_chance_and_escapes_names(planted_run):
+    html = planted_run._repr_html_()
+    assert "chance" in html
+    assert "<table>" in html
+    assert str(planted_run.path) in html
+    assert moescope.open(planted_run.path).info == planted_run.info

@@ -150,7 +150,7 @@ def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     assert figures["question-main"] == ["differences", "losses", "noise_and_spread", "difference_by_domain"]
     assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
     assert figures["cost"] == ["overhead_shares"]
-    assert figures["curves"][:2] == ["validation_loss_by_step", "difference_by_step"]
+    assert figures["curves"][:2] == ["arms_validation_loss_by_step", "difference_by_step"]
     assert "(8 degrees of freedom;" in found[0].text
 
 
@@ -234,7 +234,7 @@ def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
 
 
 def test_figures_are_drawn_by_question_and_axis(run: Run):
-    assert {"differences", "load_cv_by_step", "overhead_shares"} <= set(run.figures())
+    assert {"differences", "arms_load_cv_by_step", "overhead_shares"} <= set(run.figures())
     assert "loss_by_value" not in run.figures()  # the first question has no axis
     assert run.draw("loss_by_value", question="sweep").name == "loss_by_epsilon"
     assert run.draw("losses", question="ablation").data[0]["name"] == "mean of spectra"

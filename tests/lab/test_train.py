@@ -324,7 +324,7 @@ def test_counting_parameters_allocates_and_touches_nothing(tmp_path: Path, monke
         ({"preset": "huge"}, "unknown preset 'huge'"),
         ({"router": "oracle"}, "unknown router 'oracle'"),
         ({"resume": True}, "no unfinished training"),
-        ({"resume": True, "preset": "nano"}, "--resume takes everything from the run"),
+        ({"resume": True, "preset": "nano"}, "--resume takes its options from the run"),
         ({"from_": "nowhere"}, "nowhere: not a lab checkpoint"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),
@@ -428,10 +428,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     [
         (
             {"experts": 8},
-            (
-                r"\[model\] experts is 8, but .*step-12 has 4; leave it out, or train from the start "
-                r"without --from"
-            ),
+            (r"\[model\] experts is 8, but .*step-12 has 4; remove it, or train without --from"),
         ),
         ({"router": "spectra"}, r"\[model\] router is spectra, but .*step-12 has top2"),
         (

@@ -1,13 +1,14 @@
 """The report in a real browser: no error, no request, and what a reader does works."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from moescope import figures
 from moescope.reporting.export import export_figures
 from moescope.reporting.verb import report
+from moescope.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +64,19 @@ def scroll_through(page):
 
 
 def bring(page, name):
-    """Scroll to one figure across layers and wait until it is drawn.
-
-    All others stay undrawn, which keeps the page light.
-    """
+    """Scroll to one figure across layers and wait until it is drawn; all others stay undrawn."""
     page.evaluate(
-        f"document.querySelector(\"[data-payload='r0-{name}']\").scrollIntoView({{ block: 'center' }})"
+        f"document.querySelector(\"#scan-across [data-view='0'] [data-payload$='-{name}']\")"
+        ".scrollIntoView({ block: 'center' })"
     )
-    figure = page.locator(f"#across [data-reading='0'] figure[data-name={name}]")
+    figure = page.locator(f"#scan-across [data-view='0'] figure[data-name={name}]")
     expect(figure.locator(".plot.drawn .main-svg").first).to_be_visible()
     return figure
 
 
-def open_layer(page, layer, reading=0):
-    page.locator(f"#r{reading}-layer-{layer} > summary").click()
-    body = page.locator(f"#r{reading}-layer-{layer} .body")
+def open_layer(page, layer, view=0):
+    page.locator(f"#scan-v{view}-layer-{layer} > summary").click()
+    body = page.locator(f"#scan-v{view}-layer-{layer} .body")
     expect(body.locator("figure").first).to_be_visible()
     return body
 
@@ -87,7 +86,7 @@ def open_layer(page, layer, reading=0):
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
     page = opened(width, scheme)
     scroll_through(page)
-    slots = page.locator("#across [data-reading='0'] .figure-slot, #compare .figure-slot")
+    slots = page.locator("#scan-across [data-view='0'] .figure-slot, #scan-side-by-side .figure-slot")
     assert slots.count() == 23 + 6
     for index in range(slots.count()):
         expect(slots.nth(index).locator(".plot.drawn .main-svg").first).to_be_visible()
@@ -137,7 +136,7 @@ def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
 def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
     page = opened()
     with page.expect_download() as download:
-        page.locator("#summary [data-reading='0'] button.csv").click()
+        page.locator("#summary [data-view='0'] button.csv").click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
     assert download.value.suggested_filename == "moescope-layers_at_a_glance.csv"
     assert lines[0].startswith("layer,verdict,p_accuracy,best_k,best_accuracy,chance_accuracy")
@@ -149,30 +148,30 @@ def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
 
 def test_the_glance_table_fits_a_wide_page(opened):
     page = opened()
-    scroll = page.locator("#summary [data-reading='0'] .scroll")
+    scroll = page.locator("#summary [data-view='0'] .scroll")
     assert scroll.evaluate("box => box.scrollWidth <= box.clientWidth")
 
 
-def test_a_reader_changes_the_reading_and_sees_only_that_one(opened):
+def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
     page = opened()
-    page.locator("#reading").select_option("1")
-    expect(page.locator("#r0-layer-0")).to_be_hidden()
-    expect(page.locator("#r1-layer-0")).to_be_visible()
-    open_layer(page, 2, reading=1)
+    page.locator("select[data-selects=scan]").select_option("1")
+    expect(page.locator("#scan-v0-layer-0")).to_be_hidden()
+    expect(page.locator("#scan-v1-layer-0")).to_be_visible()
+    open_layer(page, 2, view=1)
 
 
 def test_the_glance_table_leads_to_a_layer_and_a_heading_to_the_glossary(opened):
     page = opened()
-    page.locator("#summary [data-reading='0'] td a").nth(2).click()
-    expect(page.locator("#r0-layer-2")).to_have_attribute("open", "")
-    page.locator("#summary [data-reading='0'] th a", has_text="ambiguity").click()
+    page.locator("#summary [data-view='0'] td a").nth(2).click()
+    expect(page.locator("#scan-v0-layer-2")).to_have_attribute("open", "")
+    page.locator("#summary [data-view='0'] th a", has_text="ambiguity").click()
     expect(page.locator("[id='g-ambiguity_score']")).to_be_in_viewport()
 
 
 def test_the_theme_button_repaints_the_figures(opened):
     page = opened()
     scroll_through(page)
-    color = "document.querySelector('#across .plot.drawn').layout.font.color"
+    color = "document.querySelector('#scan-across .plot.drawn').layout.font.color"
     light = page.evaluate(color)
     page.locator("#theme").click()
     assert page.evaluate(color) != light
@@ -196,7 +195,7 @@ def test_the_definition_of_a_figure_is_one_click_away(opened):
 def test_no_figure_offers_to_upload_itself(opened):
     page = opened()
     scroll_through(page)
-    buttons = page.locator("#across .modebar-btn").evaluate_all(
+    buttons = page.locator("#scan-across .modebar-btn").evaluate_all(
         "all => [...new Set(all.map((b) => b.dataset.title))]"
     )
     assert sorted(buttons) == ["Download as picture", "Pan", "Reset axes", "Zoom"]
@@ -213,46 +212,61 @@ def test_a_figure_is_downloaded_on_white_with_its_title_even_from_a_dark_page(op
     assert "background: rgb(255, 255, 255)" in picture or "fill: rgb(255, 255, 255)" in picture
 
 
-def test_the_title_follows_the_slider(opened):
+def test_the_caption_follows_the_slider(opened):
     page = opened()
     figure = open_layer(page, 1).locator("figure[data-name=pair_matrix]")
     expect(figure.locator(".main-svg").first).to_be_visible()
     figure.locator("input[type=range]").fill("0")
-    expect(figure.locator("h4")).to_contain_text("At k = 1,")
+    expect(figure.locator(".caption")).to_contain_text("At k = 1,")
 
 
-def test_findings_of_the_chosen_reading_are_shown_and_links_change_the_reading(opened):
+def test_tables_of_the_chosen_view_are_shown_and_links_change_the_view(opened):
     page = opened()
-    page.locator("#reading").select_option("1")
-    expect(page.locator("#summary h3", has_text="gate, centered router")).to_be_visible()
-    page.evaluate("location.hash = '#r0-layer-2'")
-    expect(page.locator("#r0-layer-2")).to_be_visible()
+    page.locator("select[data-selects=scan]").select_option("1")
+    expect(page.locator("#summary .facts", has_text="gate, centered router")).to_be_visible()
+    page.evaluate("location.hash = '#scan-v0-layer-2'")
+    expect(page.locator("#scan-v0-layer-2")).to_be_visible()
 
 
 def test_printing_draws_everything_that_is_open(opened):
     page = opened()
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    drawn = page.locator("#across [data-reading='0'] .plot.drawn")
+    drawn = page.locator("#scan-across [data-view='0'] .plot.drawn")
     expect(drawn).to_have_count(23)
 
 
-def test_figures_are_written_as_pictures(browser, planted_run, tmp_path, monkeypatch):
-    for name, kept in {"ACROSS_LAYERS": 2, "ONE_LAYER": 1, "COMPLETE_VIEW": 0}.items():  # half a second each
-        monkeypatch.setattr(f"moescope.reporting.export.{name}", getattr(figures, name)[:kept])
-    report(planted_run, out=tmp_path / "report.html", figures=tmp_path / "figures", format="svg", quiet=True)
-    written = list((tmp_path / "figures").iterdir())
-    assert len(written) == 2 * (2 + 5 * 1)
-    picture = (tmp_path / "figures" / "0-gate-raw-accuracy_by_k.svg").read_text(encoding="utf-8")
+@pytest.fixture
+def few_figures(planted_run, monkeypatch):
+    """A run whose sections have two figures across layers per view, one of a layer: half a second each."""
+
+    own = planted_run.verb
+
+    def sections(run, selection):
+        first = own.sections(run, selection)
+        across = [replace(part, figures=part.figures[:2]) for part in first if part.anchor == "across"]
+        layers = next(part for part in first if part.anchor == "layers")
+        inner = [replace(layers.sections[0], figures=layers.sections[0].figures[:1], sections=[])]
+        return [*across, replace(layers, sections=inner)]
+
+    verb = replace(own, sections=sections, overlay=lambda runs: [])
+    monkeypatch.setattr(Run, "verb", verb)
+    return planted_run
+
+
+def test_figures_are_written_as_pictures(browser, few_figures, tmp_path):
+    report(few_figures, out=tmp_path / "report.html", figures=tmp_path / "figures", format="svg", quiet=True)
+    written = sorted(file.name for file in (tmp_path / "figures").iterdir())
+    assert len(written) == 2 * 2 + 1
+    assert "scan0-across-gate_raw_router-accuracy_by_k.svg" in written
+    assert "scan0-layers-gate_raw_router-layer-0-pair_matrix.svg" in written
+    picture = (tmp_path / "figures" / "scan0-across-gate_raw_router-accuracy_by_k.svg").read_text(
+        encoding="utf-8"
+    )
     assert picture.lstrip().startswith("<svg")
     assert "argmax accuracy" in picture
 
 
-def test_a_picture_that_cannot_be_written_fails_and_is_not_passed_over(
-    browser, planted_run, tmp_path, monkeypatch
-):
+def test_a_picture_that_cannot_be_written_fails_the_export(browser, few_figures, tmp_path, monkeypatch):
     monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder: None)
-    monkeypatch.setattr("moescope.reporting.export.ACROSS_LAYERS", figures.ACROSS_LAYERS[:1])
-    monkeypatch.setattr("moescope.reporting.export.ONE_LAYER", [])
-    monkeypatch.setattr("moescope.reporting.export.COMPLETE_VIEW", [])
     with pytest.raises(Exception, match="missing"):
-        export_figures([planted_run], tmp_path / "missing", "svg", quiet=True)
+        export_figures([few_figures], tmp_path / "missing", "svg", quiet=True)

@@ -4,17 +4,19 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import moescope
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope import figures
 from moescope.errors import BadInput
-from moescope.plotting.style import FigureSpec
-from moescope.reporting import page
 from moescope.reporting.verb import report
 from moescope.run import Run
+from moescope.tables import SCHEMA_VERSION
+from moescope.verb import FigureSpec, Section
+from moescope.weights.figures import COMPLETE_VIEW, ONE_LAYER
+from moescope.weights.tables import TABLES
 from moescope.weights.verb import scan
 from report_payloads import payloads
 
@@ -30,37 +32,37 @@ def test_the_report_is_one_file_with_plotly_once_and_no_address_to_load_from(pla
     assert not re.findall(r'(?:src|href)="(?!#|data:)', outside)
 
 
-def test_every_figure_of_every_reading_and_layer_is_in_it(planted_html):
+def named(found: dict, figure: str) -> dict:
+    """The payload of the one figure of that name."""
+    (payload,) = [value for value in found.values() if value.get("name") == figure and "data" in value]
+    return payload
+
+
+def figure_names(found: dict, start: str) -> list[str]:
+    return [value["name"] for name, value in found.items() if name.startswith(start) and "data" in value]
+
+
+def test_every_figure_of_every_view_and_layer_is_in_it(planted_html, planted_run):
     found = payloads(planted_html)
-    for reading in (0, 1):
-        assert {f"r{reading}-{spec.name}" for spec in figures.ACROSS_LAYERS} <= set(found)
+    across = {spec.name for spec in planted_run.verb.figures} & set(figure_names(found, "scan0-v0-across"))
+    assert len(across) > 20
+    for view in (0, 1):
+        assert set(figure_names(found, f"scan0-v{view}-across")) == across
         for layer in range(5):
-            content = found[f"r{reading}-l{layer}"]
-            assert [figure["name"] for figure in content["figures"]] == [
-                spec.name for spec in figures.ONE_LAYER
-            ]
-            assert len(content["complete"]) == 12
-    assert {f"c-{spec.name}" for spec in figures.ACROSS_VIEWS} <= set(found)
+            content = next(value for name, value in found.items() if name.endswith(f"v{view}-layer-{layer}"))
+            assert [figure["name"] for figure in content["figures"]] == [spec.name for spec in ONE_LAYER]
+            assert len(content["sections"][0]["figures"]) == len(COMPLETE_VIEW)
+    assert any(name.startswith("compare_") for name in figure_names(found, "scan-overlay"))
 
 
 def test_the_setup_of_every_layer_is_full(planted_html):
-    for name, content in payloads(planted_html).items():
-        if re.fullmatch(r"r\d-l\d", name):
-            setup = dict(content["setup"])
-            assert {
-                "model",
-                "matrix",
-                "dtype",
-                "d_model",
-                "d_ff",
-                "experts (n)",
-                "k ladder",
-                "shuffle null",
-                "seed",
-                "time",
-            } <= set(setup)
-            assert all(setup.values())
-            assert setup["k ladder"] == "1, 2, 4, 8, 16, 32, 64, 128, 256"
+    layers = [value for name, value in payloads(planted_html).items() if re.search(r"-layer-\d+$", name)]
+    assert len(layers) == 2 * 5
+    for content in layers:
+        setup = content["facts"]
+        assert {"model", "matrix", "dtype", "d_model", "d_ff", "experts (n)", "seed", "time"} <= set(setup)
+        assert all(setup.values())
+        assert setup["k grid"] == "1, 2, 4, 8, 16, 32, 64, 128, 256"
 
 
 def test_the_report_states_each_planted_fact(planted_html):
@@ -74,14 +76,7 @@ def test_the_report_states_each_planted_fact(planted_html):
 
 
 def test_every_column_of_every_scan_table_is_in_the_glossary_and_none_of_other_tables(planted_html):
-    from moescope.glossary import COLUMNS
-    from moescope.tables import SCAN_TABLES, TABLES
-
-    shown = {
-        f"{table}.{column}" if f"{table}.{column}" in COLUMNS else column
-        for table in SCAN_TABLES
-        for column in TABLES[table].columns
-    }
+    shown = {table.key(column) for table in TABLES.values() for column in table.columns}
     assert set(re.findall(r'id="g-([^"]+)"', planted_html)) == shown
     assert len(shown) > 60
 
@@ -92,7 +87,7 @@ def test_runs_of_different_models_are_compared_in_one_report(planted_run, tmp_pa
     )
     other = scan(model, out=tmp_path / "other-run", matrix="gate,down", fold_norm=True, quiet=True)
     html = report(planted_run, other, out=tmp_path / "both.html").read_text(encoding="utf-8")
-    compared = payloads(html)["c-compare_accuracy"]
+    compared = named(payloads(html), "compare_accuracy")
     names = [trace["name"] for trace in compared["data"]]
     assert names[:4] == [
         "run · gate, raw router",
@@ -103,7 +98,7 @@ def test_runs_of_different_models_are_compared_in_one_report(planted_run, tmp_pa
 
 
 def test_numbers_that_do_not_depend_on_the_router_are_drawn_once(planted_html):
-    names = [trace["name"] for trace in payloads(planted_html)["c-compare_orthogonality"]["data"]]
+    names = [trace["name"] for trace in named(payloads(planted_html), "compare_orthogonality")["data"]]
     assert names == ["gate", "chance √(2/(πd))"]
 
 
@@ -114,17 +109,19 @@ def test_steps_of_one_run_are_drawn_against_the_step(tmp_path):
         folders.append(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors, tiny_config(layers=2)))
     run = scan(*folders, out=tmp_path / "run", quiet=True)
     found = payloads(report(run).read_text(encoding="utf-8"))
-    assert found["s0-steps_accuracy"]["data"][0]["x"] == [100, 200, 300]
+    assert named(found, "steps_accuracy")["data"][0]["x"] == [100, 200, 300]
 
 
 def test_a_figure_that_cannot_be_drawn_fails_the_report_with_its_name(planted_run, monkeypatch, tmp_path):
     def broken(tables):
         raise ValueError("no such column")
 
-    monkeypatch.setattr(page, "ACROSS_LAYERS", [FigureSpec("broken", (), broken)])
-    with pytest.raises(
-        RuntimeError, match=r"figure broken of gate, raw router cannot be drawn: ValueError: no such column"
-    ):
+    section = Section(
+        "across", "Across layers", figures=[(FigureSpec("broken", (), broken), {})], view="gate"
+    )
+    verb = replace(planted_run.verb, sections=lambda run, selection: [section])
+    monkeypatch.setattr(Run, "verb", verb)
+    with pytest.raises(RuntimeError, match="figure broken of gate cannot be drawn: ValueError: no such"):
         report(planted_run, out=tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
 
@@ -165,8 +162,9 @@ def test_what_cannot_be_reported_is_refused(make, message, tmp_path):
 
 
 def test_an_unfinished_run_and_a_wrong_place_are_refused(planted_run, tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"verb": "scan", "status": "interrupted"}))
-    with pytest.raises(BadInput, match="this run is interrupted, not done; give its command again"):
+    interrupted = {"verb": "scan", "status": "interrupted", "schema_version": SCHEMA_VERSION}
+    (tmp_path / "run.json").write_text(json.dumps(interrupted))
+    with pytest.raises(BadInput, match="this run is interrupted; give its command again"):
         report(tmp_path)
     with pytest.raises(BadInput, match="a folder; give --out a file name"):
         report(planted_run, out=tmp_path)

@@ -7,6 +7,8 @@ import pytest
 from playwright.sync_api import expect
 
 from moescope.reporting.verb import report
+from moescope.routing.figures_experts import MAPS
+from moescope.routing.figures_steps import FIGURES
 from reporting.test_browser import scroll_through
 from routing.routing_runs import EVIL, evil_run
 
@@ -46,8 +48,8 @@ def opened(browser, pages):
 
 
 def text_of(page):
-    page.locator("#text").scroll_into_view_if_needed()
-    body = page.locator("#text .tokens:visible")
+    page.locator("#trace-text").scroll_into_view_if_needed()
+    body = page.locator("#trace-text .tokens:visible")
     expect(body).to_be_visible()
     return body
 
@@ -57,8 +59,9 @@ def test_every_routing_figure_is_drawn_and_nothing_is_wider_than_the_page(opened
     page = opened("traced", width, scheme)
     scroll_through(page)
     slots = page.locator(".figure-slot:visible")
-    assert slots.count() == 24 + 3 + 8  # three maps, of four experts by PCA alone
-    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(24 + 3 + 8)
+    count = len([spec for spec in FIGURES if spec not in MAPS]) + 3  # maps of four experts by PCA alone
+    assert slots.count() == count
+    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(count)
     text_of(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
@@ -72,7 +75,7 @@ def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, trace
         .iloc[0]
     )
     body.locator(".token").nth(1).hover()
-    tip = page.locator("#text .tip:visible")
+    tip = page.locator("#trace-text .tip:visible")
     expect(tip).to_contain_text(f"word{row['token_id'] - 4}")
     expect(tip).to_contain_text(f"expert {row['experts'][0]} gate {row['gates'][0]:.3g}")
     expect(tip).to_contain_text(f"expert {row['experts'][1]}")
@@ -87,17 +90,17 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
     first = "all => all.map((span) => Number(span.dataset.expert))"
     tokens = traced_run.table("tokens").query("step == 200 and document == 0").sort_values("position")
     assert body.locator(".token").evaluate_all(first) == [e[0] for e in tokens.query("layer == 0")["experts"]]
-    page.locator("#text .controls:visible input[type=range]").fill("2")
+    page.locator("#trace-text .controls:visible input[type=range]").fill("2")
     assert body.locator(".token").evaluate_all(first) == [e[0] for e in tokens.query("layer == 2")["experts"]]
-    page.locator("#text select[aria-label=expert]:visible").select_option("3")
+    page.locator("#trace-text select[aria-label=expert]:visible").select_option("3")
     coloured = body.locator(".token").evaluate_all(
         "all => all.map((span) => span.style.getPropertyValue('--hue') !== 'transparent')"
     )
     assert coloured == [3 in experts for experts in tokens.query("layer == 2")["experts"]]
-    expect(page.locator("#text h4:visible")).to_contain_text(
+    expect(page.locator("#trace-text h4:visible")).to_contain_text(
         f"expert 3 is chosen at {sum(coloured)} of {len(coloured)} tokens"
     )
-    page.locator("#text select[aria-label=document]:visible").select_option(label="document 30, other")
+    page.locator("#trace-text select[aria-label=document]:visible").select_option(label="document 30, other")
     other = (
         traced_run.table("tokens")
         .query("step == 200 and document == 30 and layer == 2")
@@ -109,7 +112,7 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
 def test_the_glance_table_leads_to_a_layers_experts(opened, traced_run):
     page = opened()
     page.locator("#summary .table-block:visible td a").nth(1).click()
-    layer = page.locator("#v1-layer-1")
+    layer = page.locator("#trace-v3-layer-1")
     expect(layer).to_have_attribute("open", "")
     expect(layer.locator(".card")).to_have_count(4)
     load = (
@@ -130,12 +133,12 @@ def test_the_glance_table_leads_to_a_layers_experts(opened, traced_run):
 
 def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
     page = opened()
-    expect(page.locator("#load [data-view='1']")).to_be_visible()
-    page.locator("#view").select_option(label="step 100 · decode")
-    expect(page.locator("#load [data-view='1']")).to_be_hidden()
-    expect(page.locator("#separation [data-view='2']")).to_contain_text("kept of the other phase only")
-    page.evaluate("location.hash = '#v0-layer-0'")
-    expect(page.locator("#v0-layer-0 .card").first).to_be_visible()
+    expect(page.locator("#trace-load [data-view='3']")).to_be_visible()
+    page.locator("select[data-selects=trace]").select_option(label="step 100, decode")
+    expect(page.locator("#trace-load [data-view='3']")).to_be_hidden()
+    expect(page.locator("#trace-separation [data-view='0']")).to_contain_text("the other phase only")
+    page.evaluate("location.hash = '#trace-v2-layer-0'")
+    expect(page.locator("#trace-v2-layer-0 .card").first).to_be_visible()
 
 
 def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
@@ -146,17 +149,17 @@ def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
     assert words[:9] == EVIL[:9]
     assert words[10:12] == ["[U+202E]gnp.exe[U+2066]", "[U+200B]"]
     for layer in range(3):
-        page.locator(f"#v0-layer-{layer} > summary").click()
-        expect(page.locator(f"#v0-layer-{layer} .chip").first).to_be_visible()
-        page.locator(f"#v0-layer-{layer} .card details > summary").first.click()
-        expect(page.locator(f"#v0-layer-{layer} .context mark").first).to_be_visible()
+        page.locator(f"#trace-v0-layer-{layer} > summary").click()
+        expect(page.locator(f"#trace-v0-layer-{layer} .chip").first).to_be_visible()
+        page.locator(f"#trace-v0-layer-{layer} .card details > summary").first.click()
+        expect(page.locator(f"#trace-v0-layer-{layer} .context mark").first).to_be_visible()
     contexts = page.locator(".context").all_text_contents()
     assert any("<script>window.hacked=1</script>" in line for line in contexts)
     assert any("[U+202E]gnp.exe[U+2066]" in line for line in contexts)
     assert not [line for line in contexts if set(line) & set("\u202e\u2066\u200b")]
     for index in range(len(EVIL)):
         body.locator(".token").nth(index).hover()
-        expect(page.locator("#text .tip strong")).to_have_text(words[index])
+        expect(page.locator("#trace-text .tip strong")).to_have_text(words[index])
     assert page.locator("main img").count() == 0
     assert page.locator("main script").count() == 0
     chips = set(page.locator(".chip").all_text_contents())

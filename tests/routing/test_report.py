@@ -18,9 +18,7 @@ from moescope.reporting.verb import report
 from moescope.routing.figures_experts import MAPS
 from moescope.routing.figures_steps import FIGURES, OVER_STEPS
 from moescope.routing.metrics import METRICS
-from moescope.routing.report import paths_of
 from moescope.routing.report_views import (
-    first_shown,
     load_trace,
     read_excerpt,
     routing_views,
@@ -29,9 +27,9 @@ from moescope.routing.report_views import (
     skipped_steps,
     tokens_by_expert,
 )
+from moescope.routing.tables import TRACE_TABLES
 from moescope.routing.trace import trace
 from moescope.run import Run, write_table
-from moescope.tables import ROUTING_TABLES, TABLES
 from moescope.weights.verb import scan
 from report_payloads import payloads
 from routing.routing_runs import EVIL, deep_model, evil_run
@@ -53,34 +51,54 @@ def plain_run(tmp_path_factory) -> Run:
     return trace(save_model(folder / "model"), text=text, out=folder / "run", quiet=True)
 
 
+def in_view(names, view: int, figure: str) -> bool:
+    return any(name.startswith(f"trace0-v{view}-") and name.endswith(f"-{figure}") for name in names)
+
+
+def payload(html: str, view: int, figure: str):
+    found = payloads(html)
+    return next(found[name] for name in found if in_view([name], view, figure))
+
+
+def glance(html: str, view: int):
+    found = payloads(html)
+    return next(found[name] for name in found if name.endswith(f"-v{view}-glance-table0"))
+
+
+def table_of(html: str, view: int, section: str):
+    return payloads(html)[f"trace0-v{view}-{section}-table0"]
+
+
+def cards_of(html: str, view: int, layer: int):
+    return payloads(html)[f"trace0-v{view}-experts-v{view}-layer-{layer}"]["widget"][1]["experts"]
+
+
 def shown(html: str) -> str:
     """The page without its scripts and styles."""
     return re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
 
 
 def test_every_figure_of_every_view_and_over_steps_is_in_the_report(html):
-    found = payloads(html)
-    views = [name for name in found if name.endswith("-glance")]
-    assert views == ["v0-glance", "v1-glance", "v2-glance", "v3-glance"]  # two steps, two phases
-    for index in (0, 1):
-        assert {f"v{index}-{spec.name}" for spec in ROUTING} <= set(found)
-    assert {f"o0-{spec.name}" for spec in OVER_STEPS} <= set(found)
-    assert {f"v1-l{layer}" for layer in range(3)} <= set(found)
+    names = set(payloads(html))
+    for view in (2, 3):  # of two steps and two phases, prefill last
+        assert all(in_view(names, view, spec.name) for spec in ROUTING)
+    assert not in_view(names, 0, "coactivation_heatmap")
+    assert all(any(name.endswith(f"-{spec.name}") for name in names) for spec in OVER_STEPS)
+    assert {f"trace0-v3-experts-v3-layer-{layer}" for layer in range(3)} <= names
 
 
 def test_the_page_opens_with_the_last_step_in_prefill(html, traced_run):
-    views = routing_views([load_trace(traced_run)], {traced_run.path: "run"})
-    first = views[first_shown(views)]
-    assert (first.step, first.phase) == (200, "prefill")
-    assert re.search(r'<option value="1" selected>step 200 · prefill</option>', html)
+    last = routing_views(load_trace(traced_run))[-1]
+    assert (last.step, last.phase) == (200, "prefill")
+    assert re.search(r'<option value="3" selected>step 200, prefill</option>', html)
 
 
 def test_every_metric_and_routing_column_is_in_the_glossary_and_no_scans(html):
     for metric in METRICS:
         assert f'id="g-{metric}"' in html
-    for name in ROUTING_TABLES:
-        for column in TABLES[name].columns:
-            assert f'id="g-{column}"' in html or f'id="g-{name}.{column}"' in html
+    for table in TRACE_TABLES.values():
+        for column in table.columns:
+            assert f'id="g-{table.key(column)}"' in html
     assert 'id="g-shuffle_mean"' not in html
     assert 'id="across"' not in html
 
@@ -106,7 +124,7 @@ def test_findings_name_chance_and_collapse(html, traced_run):
 
 
 def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html, traced_run):
-    table = payloads(html)["v1-glance"]
+    table = glance(html, 3)
     titles = [column["title"] for column in table["columns"]]
     assert titles[:5] == ["layer", "cv", "chance", "max/mean", "chance"]
     rows = traced_run.table("routing_layers").query(
@@ -118,7 +136,8 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
     assert [row[2] for row in table["rows"]] == pytest.approx(
         rows.sort_values("layer")["chance"].tolist(), rel=1e-5
     )
-    assert table["links"] == "v1-layer-"
+    assert table["links"] == "layer-"
+    assert 'id="trace-v3-layer-1"' in html
 
 
 def test_what_a_report_holds_of_the_text_is_said_at_its_top(html, plain_run, tmp_path):
@@ -133,29 +152,20 @@ def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
         page
     )
     assert "trace again with --save-tokens" in shown(page)
-    assert 'id="stability"' not in page
-    assert 'id="view"' not in shown(page)
+    assert 'id="trace-steps"' not in page
+    assert 'data-selects="trace"' not in shown(page)
     assert "no intervals: 20 documents are needed, 3 given" in shown(page)
-    assert "No interval" in payloads(page)["v0-cv_by_layer"]["caption"]
+    assert "No interval" in payload(page, 0, "cv_by_layer")["caption"]
 
 
 def test_the_command_in_the_report_makes_the_same_run(html, plain_run, traced_run, tmp_path):
     command = re.search(r'<pre class="command">(.*?)</pre>', html).group(1)
     for item in traced_run.info["checkpoints"]:
         assert item["path"] in command
-    assert command.endswith("--phase both --save-tokens")
+    assert "--phase both --save-tokens" in command
     assert "--domain plain=" in command
     page = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert re.search(r"trace \S+model --text \S+text\.jsonl</pre>", page)
-
-
-def test_many_files_are_given_again_as_their_folder_and_standard_input_as_a_dash():
-    assert paths_of([["/a/b/c.txt", 1, 2]]) == ["/a/b/c.txt"]
-    assert paths_of([[f"/a/b/{number}.txt", 1, 2] for number in range(9)]) == ["/a/b"]
-    assert paths_of(["digest"]) == ["-"]
-    on_hub = [[f"hf://datasets/a/b@c/default:train#{column}"] for column in ("text", "body")]
-    files = [[f"/a/b/{number}.txt", 1, 2] for number in range(9)]
-    assert paths_of([*files, *on_hub, "digest"]) == ["-", "/a/b", *(path for (path,) in on_hub)]
+    assert re.search(r"trace \S+model --text \S+text\.jsonl", page)
 
 
 def test_reports_of_traces_need_no_torch_and_no_transformers(traced_run, tmp_path):
@@ -194,9 +204,9 @@ def test_an_imported_trace_gives_a_report_without_what_it_does_not_hold(traced_r
         recorded=tmp_path / "trace.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True
     )
     page = report(run).read_text(encoding="utf-8")
-    assert "v0-load_heatmap" in payloads(page)
-    assert "v0-routing_entropy_by_layer" not in payloads(page)
-    assert "v0-sequence_by_layer" in payloads(page)
+    assert in_view(payloads(page), 0, "load_heatmap")
+    assert not in_view(payloads(page), 0, "routing_entropy_by_layer")
+    assert in_view(payloads(page), 0, "sequence_by_layer")
     assert "Not available: this trace holds no logits." in shown(page)
     assert "--recorded" in page
 
@@ -226,10 +236,7 @@ def test_every_domain_has_documents_in_the_excerpt():
 
 
 def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
-    view = next(
-        view for view in routing_views([load_trace(traced_run)], {traced_run.path: ""}) if view.step == 200
-    )
-    excerpt = read_excerpt(view)
+    excerpt = read_excerpt(routing_views(load_trace(traced_run))[-1])
     tokens = (
         traced_run.table("tokens").query("step == 200 and layer == 1").sort_values(["document", "position"])
     )
@@ -244,8 +251,7 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
 def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
     html, traced_run, monkeypatch, tmp_path
 ):
-    found = payloads(html)
-    load = found["v1-t-load"]
+    load = table_of(html, 3, "load")
     assert [column["name"] for column in load["columns"]] == [
         "layer",
         "domain",
@@ -255,12 +261,12 @@ def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
     ]
     mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
     assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
-    assert {"v1-t-coactivation", "v1-t-domains", "o0-t-stability"} <= set(found)
-    assert len(found["o0-t-stability"]["rows"]) == 3
-    for name in ("v1-t-load", "v1-t-coactivation", "v1-t-domains", "o0-t-stability"):
+    assert len(payloads(html)["trace0-steps-table0"]["rows"]) == 3
+    places = [f"trace0-v3-{section}-table0" for section in ("load", "separation", "domains")]
+    for name in (*places, "trace0-steps-table0"):
         assert f'data-payload="{name}" data-folded="1"' in html
     monkeypatch.setattr("moescope.routing.report.ROWS_SHOWN", 5)
-    short = payloads(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))["v1-t-load"]
+    short = table_of(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"), 3, "load")
     assert short["rows"] == load["rows"][:5]
     assert short["title"] == f"Load of every expert (the 5 largest of {len(mine)})"
 
@@ -268,7 +274,7 @@ def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
 def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_by(traced_run, tmp_path):
     run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
     few = run.table("vocabulary").groupby(["step", "layer", "expert", "role"]).head(1)
-    write_table("vocabulary", few, run.path / "vocabulary.parquet")
+    write_table(TRACE_TABLES["vocabulary"], few, run.path / "vocabulary.parquet")
     with_pieces, without = excerpt_of(run), excerpt_of(run, forget="token_text")
     assert with_pieces.words == excerpt_of(traced_run).words
     assert all(word.startswith("word") for word in with_pieces.words)
@@ -278,19 +284,19 @@ def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_
 def excerpt_of(run: Run, forget: str = ""):
     if forget:
         (run.path / f"{forget}.parquet").unlink()
-    return read_excerpt(routing_views([load_trace(run)], {run.path: ""})[0])
+    return read_excerpt(next(view for view in routing_views(load_trace(run)) if view.main))
 
 
 def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_path):
     run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
     for name in ("contexts", "expert_cosines", "token_text"):
         (run.path / f"{name}.parquet").unlink()
-    found = payloads(report(run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
-    assert all(card["contexts"] == [] for card in found["v0-l0"]["experts"])
+    page = report(run, out=tmp_path / "r.html").read_text(encoding="utf-8")
+    assert all(card["contexts"] == [] for card in cards_of(page, 2, 0))
 
 
 def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(html, traced_run):
-    cards = payloads(html)["v1-l2"]["experts"]
+    cards = cards_of(html, 3, 2)
     mine = traced_run.table("contexts").query("step == 200 and layer == 2")
     load = (
         traced_run.table("load")
@@ -335,14 +341,12 @@ def test_scan_and_trace_of_one_model_give_one_report_with_the_question_both_answ
     traced = trace(model, text=text, out=tmp_path / "trace", quiet=True)
     scanned = scan(model, out=tmp_path / "scan", quiet=True)
     page = report(scanned, traced, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert {
-        "r0-accuracy_by_k",
-        "v0-cv_by_layer",
-        "j0-ambiguity_against_confidence",
-        "j0-ambiguity_against_cv",
-    } <= set(payloads(page))
-    title = payloads(page)["j0-ambiguity_against_confidence"]["title"]
-    words = re.search(r"confidence (−?[\d.]+) \((−?[\d.]+) to (−?[\d.]+), 6 layers\); chance is 0", title)
+    found = payloads(page)
+    assert any(name.endswith("-accuracy_by_k") for name in found)
+    assert in_view(found, 0, "cv_by_layer")
+    assert any(name.endswith("-ambiguity_against_cv") for name in found)
+    caption = next(found[name] for name in found if name.endswith("-ambiguity_against_confidence"))["caption"]
+    words = re.search(r"confidence (−?[\d.]+) \[(−?[\d.]+), (−?[\d.]+)\], 6 layers \(chance: 0\)", caption)
     from scipy.stats import spearmanr
 
     scores = scanned.table("ambiguity").sort_values("layer")["ambiguity_score"]
@@ -354,8 +358,7 @@ def test_scan_and_trace_of_one_model_give_one_report_with_the_question_both_answ
     assert float(words.group(1).replace("−", "-")) == pytest.approx(
         spearmanr(scores, values).statistic, abs=5e-3
     )
-    assert '<section id="across">' in page
-    assert '<section id="load">' in page
+    assert '<section id="trace-load">' in page
     assert 'id="g-shuffle_mean"' in page
     assert 'id="g-gini"' in page
 
@@ -366,10 +369,7 @@ def test_under_five_layers_and_for_different_checkpoints_the_answer_is_not_avail
     scanned = scan(traced_run.info["checkpoints"][1]["path"], out=tmp_path / "scan", quiet=True)
     page = report(scanned, traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
     assert "not available (3 layers in both runs, 5 are needed)" in shown(page)
-    assert not [name for name in payloads(page) if name.startswith("j0")]
-    assert (
-        shown(page).count("Ambiguity against confidence") == 2
-    )  # step 200 alone, in the summary and in its section
+    assert not [name for name in payloads(page) if "ambiguity_against" in name]
     other = report(planted_run, traced_run, out=tmp_path / "o.html").read_text(encoding="utf-8")
     assert "Not available: no scan and trace here are of the same checkpoint." in shown(other)
 
@@ -394,7 +394,7 @@ def test_no_token_leaves_its_place_in_the_page(evil_html):
 
 
 def test_evil_tokens_are_shown_all_the_same(evil_html):
-    words = set(payloads(evil_html)["v0-text"]["words"])
+    words = set(payloads(evil_html)["trace0-v0-text-widget"]["words"])
     assert set(EVIL[:9]) <= words
     assert "[U+202E]gnp.exe[U+2066]" in words
     assert "[U+200B]" in words

@@ -12,8 +12,9 @@ from moescope.decoder.model import LabModel
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
 from moescope.routing.monitor import LoopMonitor
-from moescope.routing.report_monitor import MONITORED
+from moescope.routing.report_monitor import MONITOR
 from moescope.run import Run
+from moescope.verb import Selection
 from routing.tiny_training import batch, documents, model_of
 
 
@@ -31,7 +32,7 @@ def test_a_monitored_training_is_drawn_over_its_steps_finished_or_not(tmp_path):
     train(tmp_path / "stopped", 6).stop()
     for name, told in (("done", False), ("stopped", True)):
         run = Run.load(tmp_path / name)
-        load, routers = MONITORED.sections(run)
+        load, routers = MONITOR.sections(run, Selection())
         assert {"cv_by_step", "routing_entropy_by_step"} <= {spec.name for spec, _ in load.figures}
         assert [spec.name for spec, _ in routers.figures] == ["router_gradient_by_step"]
         page = report(run.path, out=tmp_path / f"{name}.html").read_text()
@@ -72,13 +73,15 @@ def test_router_diagnostics_that_vary_are_drawn_and_constant_ones_are_a_sentence
     tmp_path, router, drawn, told
 ):
     run = lab_run(router, tmp_path / "run")
-    diagnostics = [section for section in MONITORED.sections(run) if section.anchor == "diagnostics"]
+    diagnostics = [
+        section for section in MONITOR.sections(run, Selection()) if section.anchor == "diagnostics"
+    ]
     if drawn is None:
         assert diagnostics == []
         return
     assert {spec.name for spec, _ in diagnostics[0].figures} == {f"{name}_by_step" for name in drawn}
-    assert all(words in diagnostics[0].words for words in told)
-    assert ("not drawn" in diagnostics[0].words) == bool(told)
+    assert all(words in diagnostics[0].text for words in told)
+    assert ("not drawn" in diagnostics[0].text) == bool(told)
     page = report(run.path, out=tmp_path / "report.html").read_text()
     for spec, tables in diagnostics[0].figures:
         figure = spec.draw(tables)
@@ -87,11 +90,11 @@ def test_router_diagnostics_that_vary_are_drawn_and_constant_ones_are_a_sentence
 
 
 def test_a_router_built_to_be_sure_is_said_to_raise_no_alert_about_it(tmp_path):
-    load = MONITORED.sections(lab_run("spectra", tmp_path / "sure"))[0]
-    assert "low routing entropy in layers 0 to 2 raises no alert" in load.words
+    load = MONITOR.sections(lab_run("spectra", tmp_path / "sure"), Selection())[0]
+    assert "low routing entropy in layers 0 to 2 raises no alert" in load.text
     assert "dropped_by_step" in {spec.name for spec, _ in load.figures}, "the quota turned some away"
-    load = MONITORED.sections(lab_run("spectra", tmp_path / "plain", plain=True))[0]
-    assert "raises no alert" not in load.words
+    load = MONITOR.sections(lab_run("spectra", tmp_path / "plain", plain=True), Selection())[0]
+    assert "raises no alert" not in load.text
     assert "dropped_by_step" not in {spec.name for spec, _ in load.figures}
 
 

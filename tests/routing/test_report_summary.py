@@ -15,21 +15,22 @@ from typer.testing import CliRunner
 
 from moescope import cli
 from moescope.reporting.verb import report
-from moescope.routing.report import step_findings, trace_findings, which_findings
+from moescope.routing.report import step_findings, summary, trace_findings, which_findings
 from moescope.routing.report_views import load_trace
+from moescope.run import Run
 
 
 def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
-    cli.show_run(traced_run, as_json=False, quiet=False)
+    cli.show(None, traced_run, as_json=False, quiet=False)
     printed = capsys.readouterr().out
-    cli.show_run(traced_run, as_json=True, quiet=False)
+    cli.show(None, traced_run, as_json=True, quiet=False)
     facts = json.loads(capsys.readouterr().out)
     page = html.unescape(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(facts["findings"]) > 6
-    for sentence in facts["findings"][1:]:
+    for sentence in facts["findings"]:
         assert f"- {sentence}\n" in printed
         assert f"<li>{sentence}</li>" in page
-    assert facts["findings"][0] == "Findings of step 200, the last of 100 and 200; prefill:"
+    assert any("step 200, the last of 100 and 200; prefill" in line for line in facts["coverage"])
     assert "step 200, the last of 100 and 200; prefill" in page
 
 
@@ -103,6 +104,16 @@ def test_a_single_step_needs_no_words_about_which(tmp_path):
     )
     facts = json.loads(done.stdout)
     assert facts["findings"][0].startswith("Load balance: worst in layer")
-    from moescope.run import Run
+    assert facts["findings"] == summary(Run.load(tmp_path / "run")).findings
+    assert not any("the last of" in line for line in facts["coverage"])
 
-    assert facts == json.loads(json.dumps(trace_summary(Run.load(tmp_path / "run"))))
+
+def test_key_numbers_are_the_worst_layers_with_their_chance_levels(traced_run):
+    keys = {key.name: key for key in summary(traced_run).key_numbers}
+    rows = traced_run.table("routing_layers").query("step == 200 and phase == 'prefill' and domain == ''")
+    cv = rows[rows["metric"] == "cv"]
+    top = cv.loc[cv["value"].idxmax()]
+    assert (keys["Worst load CV"].value, keys["Worst load CV"].chance) == (top["value"], top["chance"])
+    entropy = rows[rows["metric"] == "routing_entropy"]
+    assert keys["Mean routing entropy"].value == entropy["value"].mean()
+    assert 3 <= len(keys) <= 6

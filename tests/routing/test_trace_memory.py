@@ -13,7 +13,7 @@ import pytest
 LENGTH = 512  # tokens a document
 SCRIPT = """
 import json, resource, sys
-from moescope.routing import sample
+from moescope.routing import token_sample as sample
 sample.MOST_TOKENS = 100_000  # the sample is bounded by itself; here both texts fill it
 from moescope.routing.trace import trace
 model, ids, out, tokens = sys.argv[1:]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moescope.errors import BadInput
-from moescope.routing.monitor import Monitor
+from moescope.routing.trainer_monitor import Monitor
 from moescope.run import Run
 from routing.tiny_training import documents, handed_out, load, model_of, trainer
 

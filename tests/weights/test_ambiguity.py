@@ -110,7 +110,7 @@ def test_a_layer_without_a_usable_k_is_listed_without_values():
 
 
 @pytest.mark.parametrize("rule", ["best", 64, "128"])
-def test_an_unknown_rule_is_refused_with_the_known_ones(rule):
+def test_an_unknown_rule_is_rejected_with_the_known_ones(rule):
     with pytest.raises(BadInput, match="max_margin, 128, 256, 512"):
         ambiguity_ranking(layer_rows(0, {1: 0.1}), k_star=rule)
 
@@ -186,7 +186,7 @@ def test_min_max_is_undefined_where_nothing_differs():
 
 
 @pytest.mark.parametrize("weights", [(0.4, 0.3, 0.2), (0.5, 0.5), (1.2, -0.1, -0.1), (0.4, 0.4, 0.3)])
-def test_weights_that_do_not_share_out_one_are_refused(weights):
+def test_weights_that_do_not_share_out_one_are_rejected(weights):
     with pytest.raises(BadInput, match="sum to 1"):
         ambiguity_ranking(layer_rows(0, {1: 0.1}), weights=weights)
 

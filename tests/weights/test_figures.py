@@ -7,12 +7,14 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
-from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, FIGURES, ONE_LAYER
-from moescope.glossary import COLUMNS
 from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number, reference_k
-from moescope.reporting.page import stacked
+from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
+from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
+from moescope.weights.figures_layer import COMPLETE_VIEW
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks, similarity_order
+from moescope.weights.report import stack
 from moescope.weights.report_findings import views
+from moescope.weights.tables import TABLES
 from moescope.weights.verb import scan
 
 SHAPES = {
@@ -45,7 +47,7 @@ def validate(figure):
     PlotlyFigure({"data": figure.data, "layout": figure.layout})
     assert 1 <= len(figure.title.split()) <= 8
     assert figure.caption.endswith(".")
-    assert set(figure.columns) <= set(COLUMNS)
+    assert set(figure.columns) <= {key for table in TABLES.values() for key in table.glossary}
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
     if figure.slider:
@@ -55,7 +57,7 @@ def validate(figure):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_figure_of_a_run_can_be_drawn_whatever_its_shape(name, tmp_path):
-    view = views([small_run(tmp_path, name)])[0]
+    view = views(small_run(tmp_path, name))[0]
     for spec in ACROSS_LAYERS:
         validate(spec.draw(view.tables))
     for _, tables in view.by_layer():
@@ -64,23 +66,29 @@ def test_every_figure_of_a_run_can_be_drawn_whatever_its_shape(name, tmp_path):
 
 
 def test_every_figure_needs_no_table_but_those_it_names(planted_run):
-    found = views([planted_run])
+    found = views(planted_run)
     layer_tables = found[0].one_layer(3)
     for spec in ACROSS_LAYERS:
         validate(spec.draw({name: found[0].tables[name] for name in spec.needs}))
     for spec in (*ONE_LAYER, *COMPLETE_VIEW):
         validate(spec.draw({name: layer_tables[name] for name in spec.needs}))
+    stacked = stack(found)
     for spec in (*ACROSS_VIEWS, *ACROSS_STEPS):
-        validate(spec.draw(stacked(found, spec)))
+        validate(spec.draw({name: stacked[name] for name in spec.needs}))
 
 
-def test_figure_names_are_unique():
-    names = [spec.name for spec in FIGURES]
-    assert len(names) == len(set(names))
+def test_a_run_draws_its_figures_by_name_of_the_view_and_layer_selected(planted_run):
+    assert len(planted_run.figures()) == len(planted_run.verb.figures)
+    caption = planted_run.draw("pair_matrix", layer=4, router="centered").caption
+    view = views(planted_run)[1]
+    assert caption == ONE_LAYER[0].draw(view.one_layer(4)).caption
+    assert len(planted_run.draw("compare_accuracy", router=None).data) == 3  # two views and chance
+    for name in planted_run.figures():
+        validate(planted_run.draw(name))
 
 
 def test_captions_state_what_was_planted(planted_run):
-    view = views([planted_run])[0]
+    view = views(planted_run)[0]
     captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
     assert captions["accuracy_by_k"] == (
         "Layers 1 and 2 identify their experts; layer 3 beats chance without identifying its experts; "
@@ -92,7 +100,7 @@ def test_captions_state_what_was_planted(planted_run):
 
 
 def test_curves_draw_the_tables_own_numbers(planted_run):
-    view = views([planted_run])[0]
+    view = views(planted_run)[0]
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "align_by_k").draw(view.tables)
     rows = view.tables["alignment_layers"].query("layer == 3").sort_values("k")
     line = next(trace for trace in figure.data if trace["name"] == "layer 3")
@@ -101,16 +109,14 @@ def test_curves_draw_the_tables_own_numbers(planted_run):
 
 
 def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "z_by_k").draw(
-        views([planted_run])[0].tables
-    )
+    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "z_by_k").draw(views(planted_run)[0].tables)
     ceiling = next(trace for trace in figure.data if "ceiling" in trace["name"])
     np.testing.assert_allclose(ceiling["y"], np.sqrt(7))
     assert ceiling["line"]["color"] == GREY
 
 
 def test_the_pair_matrix_slides_through_every_k_and_starts_at_the_best(planted_run):
-    tables = views([planted_run])[0].one_layer(1)
+    tables = views(planted_run)[0].one_layer(1)
     figure = ONE_LAYER[0].draw(tables)
     assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
     assert figure.slider.values[figure.slider.start] == str(tables["alignment_tests"]["best_k"].iloc[0])
@@ -120,7 +126,7 @@ def test_the_pair_matrix_slides_through_every_k_and_starts_at_the_best(planted_r
 
 def test_cosines_are_drawn_on_a_fixed_scale_in_both_orders(planted_run):
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "cosine_heatmap").draw(
-        views([planted_run])[0].tables
+        views(planted_run)[0].tables
     )
     assert all((trace["zmin"], trace["zmax"]) == (-1, 1) for trace in figure.data)
     order = figure.slider.orders[3]
@@ -135,7 +141,7 @@ def test_experts_of_a_block_stand_together_in_similarity_order():
 
 
 def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(planted_run):
-    tables = views([planted_run])[0].tables
+    tables = views(planted_run)[0].tables
     first = overlaps(tables).query("k == 1 and layer == 3").iloc[0]
     cosines = tables["similarity"].query("k == 1 and layer == 3")["cosine"]
     assert first["mean"] == pytest.approx((cosines**2).mean())
@@ -144,7 +150,7 @@ def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(plant
 
 def test_the_null_density_shows_the_stored_value_outside_the_null_where_planted(planted_run):
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(
-        views([planted_run])[0].tables
+        views(planted_run)[0].tables
     )
     assert "better than 99 % of random ones in layers 1 and 3, worse than 99 % in layer 2" in figure.caption
     assert figure.slider.per_value == 2

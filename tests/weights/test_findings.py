@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope.reporting.page import glance_table
 from moescope.weights import report_findings as words
-from moescope.weights.report import layer_entry, summary
+from moescope.weights.report import layer_section, layer_table, summary
 from moescope.weights.report_findings import views
 from moescope.weights.verb import scan
 
 
 @pytest.fixture(scope="module")
 def raw(planted_run):
-    return views([planted_run])[0]
+    return views(planted_run)[0]
 
 
 def test_each_planted_fact_is_found(raw):
@@ -61,15 +60,16 @@ def test_the_collapsed_pair_is_the_only_one(raw):
 
 
 def test_the_summary_is_json_and_names_every_reading(planted_run):
-    facts = json.loads(json.dumps(summary(planted_run)))
+    found = summary(planted_run)
+    facts = json.loads(json.dumps(found.details))
     assert [item["view"] for item in facts["views"]] == ["gate, raw router", "gate, centered router"]
-    assert facts["coverage"][0].startswith("mixtral: 5 MoE layers of 5 expected, 8 experts a layer")
+    assert found.coverage[0].startswith("mixtral: 5 MoE layers of 5 expected, 8 experts a layer")
     assert facts["views"][0]["most_ambiguous"][0]["layer"] in (0, 4)
 
 
 def scanned(folder, tensors, **config):
     path = write_checkpoint(folder / "model", tensors, tiny_config(**config))
-    return views([scan(path, out=folder / "run", quiet=True)])[0]
+    return views(scan(path, out=folder / "run", quiet=True))[0]
 
 
 def test_an_expert_that_attracts_every_router_is_named(tmp_path):
@@ -134,7 +134,7 @@ def test_chance_counts_only_the_experts_that_took_part(tmp_path):
     tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"][0, 0] = float("nan")
     path = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=1, experts=5))
     run = scan(path, out=tmp_path / "run", keep_going=True, quiet=True)
-    view = views([run])[0]
+    view = views(run)[0]
     assert view.n_experts(0) == 4
     assert "Chance accuracy at one k: 1/4" in words.verdict_finding(view)
     (warning,) = [text for text in run.info["warnings"] if "skipped" in text]
@@ -188,10 +188,10 @@ def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
         "only 6 pairings, so no p can be below 1/6."
     )
     assert "distinguishable" not in " ".join(words.findings(view))
-    entry, payload = layer_entry(view, 0, dict(view.by_layer())[0])
-    assert entry["verdict_name"] == "too few experts"
-    assert payload["verdict"][0].startswith("Layer 0 has too few experts to be tested.")
-    assert {row[1] for row in glance_table(view)["rows"]} == {"too few experts"}
+    section = layer_section(view, 0, dict(view.by_layer())[0])
+    assert section.badge == ("chance", "too few experts")
+    assert section.text.startswith("Layer 0 has too few experts to be tested.")
+    assert {row[1] for row in layer_table(view)["rows"]} == {"too few experts"}
 
 
 def test_redundancy_is_counted_beside_what_random_directions_give(tmp_path):
@@ -207,7 +207,7 @@ def test_other_matrices_of_a_run_speak_for_themselves(tmp_path):
         "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     ].clone()
     path = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=1, experts=4))
-    sentences = summary(scan(path, out=tmp_path / "run", matrix="gate,down", quiet=True))["findings"]
+    sentences = summary(scan(path, out=tmp_path / "run", matrix="gate,down", quiet=True)).findings
     assert any(
         text.startswith("Down matrices: collapsed experts") and "1 and 3 of layer 0 (1)" in text
         for text in sentences

@@ -8,9 +8,10 @@ from moescope.spectral.pairing import pairing_test
 from moescope.tables import conform
 from moescope.weights.ambiguity import choose_k_star
 from moescope.weights.layer import NULL_BINS, ScanSettings, analyse_layer, nulls_frame, pairs_frame
+from moescope.weights.tables import TABLES
 from spectral.builders import expert_with_spectrum, lapack_align, layer_weights, matrix_of, random_weights
 
-TABLES = {
+WRITTEN = {
     "alignment",
     "alignment_layers",
     "alignment_tests",
@@ -123,7 +124,7 @@ def test_only_k_equal_to_the_width_is_degenerate():
     assert wide.loc[8, "align"] < 1
 
 
-def test_ks_the_user_names_join_the_ladder_and_those_beyond_the_rank_do_not():
+def test_ks_the_user_names_join_the_k_grid_and_those_beyond_the_rank_do_not():
     assert frames_of(random_weights(0), k=(3, 7, 500))["alignment_layers"]["k"].tolist() == [
         1,
         2,
@@ -135,7 +136,7 @@ def test_ks_the_user_names_join_the_ladder_and_those_beyond_the_rank_do_not():
     ]
 
 
-def test_the_ladder_ends_at_the_largest_rank_where_all_experts_are_deficient():
+def test_the_k_grid_ends_at_the_largest_rank_where_all_experts_are_deficient():
     generator = np.random.default_rng(0)
     experts = [expert_with_spectrum(generator, 20, 12, np.linspace(2, 1, rank)) for rank in (3, 5, 6)]
     frames = frames_of(layer_weights(generator.standard_normal((3, 12)), experts))
@@ -267,21 +268,21 @@ def test_an_expert_is_left_out_of_the_matrix_it_fails_in_and_of_no_other(matrice
 def test_frames_with_marked_experts_conform_to_their_schema():
     weights, _ = spoiled(0, bad=0)
     for name, frame in frames_of(weights, keep_going=True).items():
-        arrow = conform(name, frame.assign(step=0))
+        arrow = conform(TABLES[name], frame.assign(step=0))
         assert arrow.num_rows == len(frame)
-    values = conform("spectra", frames_of(weights, keep_going=True)["spectra"].assign(step=0)).column(
+    values = conform(TABLES["spectra"], frames_of(weights, keep_going=True)["spectra"].assign(step=0)).column(
         "singular_values"
     )
     assert values.null_count == 1
 
 
-def test_fewer_than_two_usable_experts_are_refused_even_when_going_on():
+def test_fewer_than_two_usable_experts_are_rejected_even_when_going_on():
     weights, _ = spoiled(0, bad=1, n=2)
     with pytest.raises(BadInput, match="fewer than two experts"):
         frames_of(weights, keep_going=True)
 
 
-def test_a_layer_of_one_expert_is_refused():
+def test_a_layer_of_one_expert_is_rejected():
     with pytest.raises(BadInput, match="one expert only"):
         frames_of(random_weights(0, n=1))
 
@@ -295,10 +296,10 @@ def test_every_frame_conforms_to_its_schema_and_carries_the_layer(n):
     frames = frames_of(
         random_weights(0, n=n), matrix=("gate", "up", "gate_up", "down"), router=views, fold_norm=True
     )
-    assert set(frames) == TABLES
+    assert set(frames) == WRITTEN
     for name, frame in frames.items():
         assert len(frame) > 0
-        assert conform(name, frame.assign(step=0)).num_rows == len(frame)
+        assert conform(TABLES[name], frame.assign(step=0)).num_rows == len(frame)
         assert set(frame["layer"]) == {3}
         assert set(frame["layer_name"]) == {"model.layers.3.moe"}
 
@@ -306,7 +307,7 @@ def test_every_frame_conforms_to_its_schema_and_carries_the_layer(n):
 def test_every_value_column_of_a_schema_is_written_but_for_q_which_needs_other_layers():
     frames = frames_of(random_weights(0))
     for name, frame in frames.items():
-        missing = set(conform(name, frame.assign(step=0)).column_names) - set(frame.columns)
+        missing = set(conform(TABLES[name], frame.assign(step=0)).column_names) - set(frame.columns)
         assert missing == ({"step", "q_value"} if name == "alignment_tests" else {"step"})
 
 

@@ -23,7 +23,7 @@ from moescope.checkpoint import Checkpoint
 from moescope.cli import app
 from moescope.errors import BadInput
 from moescope.families.inspect import inspect
-from moescope.tables import SCAN_TABLES
+from moescope.weights.tables import TABLES
 from moescope.weights.verb import scan
 
 INT4 = scheme_of(4, 32)
@@ -108,7 +108,7 @@ def test_a_scan_finds_what_it_finds_in_the_dequantised_weights(tmp_path, kind):
         scan(path, out=tmp_path / f"{path.name}-run", matrix="gate,up,down", quiet=True)
         for path in (tmp_path / "packed", plain)
     ]
-    for name in SCAN_TABLES:
+    for name in TABLES:
         ours, theirs = (run.table(name) for run in runs)
         assert len(ours)
         assert ours.equals(theirs), name

@@ -8,11 +8,13 @@ import pytest
 from scipy import stats
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, ONE_LAYER
 from moescope.plotting.style import GREY
-from moescope.reporting.page import glance_table, stacked
+from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
 from moescope.weights.figures_alignment import density_caption, discoveries, random_std_of_mean
+from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
+from moescope.weights.figures_layer import COMPLETE_VIEW
 from moescope.weights.figures_redundancy import closest_by_chance, d_model_by_layer, share_above
+from moescope.weights.report import layer_table, overlay, stack
 from moescope.weights.report_findings import views
 from moescope.weights.verb import scan
 
@@ -74,7 +76,7 @@ OF_A_LAYER = {
 
 @pytest.fixture(scope="module")
 def raw(planted_run):
-    return views([planted_run])[0]
+    return views(planted_run)[0]
 
 
 def check(figure, expected):
@@ -104,7 +106,8 @@ def two_models(tmp_path_factory):
         tensors = tiny_tensors(layers=2, experts=experts, d_model=width, d_ff=48)
         model = write_checkpoint(folder / name, tensors, tiny_config(layers=2, experts=experts))
         runs.append(scan(model, out=folder / f"{name}-run", quiet=True))
-    return views(runs)
+    (section,) = overlay(runs)
+    return {spec.name: (spec, tables) for spec, tables in section.sections[-1].figures}
 
 
 COMPARED = {
@@ -117,8 +120,8 @@ COMPARED = {
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_models):
-    spec = next(spec for spec in ACROSS_VIEWS if spec.name == name)
-    lines = grey(spec.draw(stacked(two_models, spec)))
+    spec, tables = two_models[name]
+    lines = grey(spec.draw(tables))
     assert len(lines) == 2
     for (label, y), level, run in zip(lines.items(), COMPARED[name], ("few-run", "many-run"), strict=True):
         assert run in label
@@ -127,14 +130,14 @@ def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_m
 
 def test_readings_with_one_reference_share_its_line(planted_run):
     spec = next(spec for spec in ACROSS_VIEWS if spec.name == "compare_accuracy")
-    figure = spec.draw(stacked(views([planted_run]), spec))
+    figure = spec.draw(stack(views(planted_run)))
     assert list(grey(figure)) == ["chance at one k, 1/n"]
     assert "0.65 for gate, raw router (0.125)" in figure.caption
 
 
 def test_steps_are_drawn_with_their_reference(tmp_path):
     models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
-    found = views([scan(*models, out=tmp_path / "run", quiet=True)])
+    found = views(scan(*models, out=tmp_path / "run", quiet=True))
     levels = {
         "accuracy": 1 / 4,
         "margin": 0,
@@ -142,12 +145,12 @@ def test_steps_are_drawn_with_their_reference(tmp_path):
         "orthogonality": math.sqrt(2 / (math.pi * 16)),
     }
     for spec in ACROSS_STEPS:
-        (y,) = grey(spec.draw(stacked(found, spec))).values()
+        (y,) = grey(spec.draw(stack(found))).values()
         np.testing.assert_allclose(y, levels[spec.name.removeprefix("steps_")])
 
 
-def test_the_glance_table_holds_the_tests_own_numbers_and_chance(raw, planted_run):
-    table = glance_table(raw)
+def test_the_table_of_layers_holds_the_tests_own_numbers_and_chance(raw, planted_run):
+    table = layer_table(raw)
     names = [column["name"] for column in table["columns"]]
     tests = planted_run.table("alignment_tests").query("router == 'raw'").set_index("layer")
     for row in table["rows"]:
@@ -208,7 +211,7 @@ def test_density_captions_say_how_many_layers_chance_puts_outside():
 def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
     tensors = tiny_tensors(layers=8, experts=8, d_model=32, d_ff=48, seed=4)
     model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=8, experts=8))
-    view = views([scan(model, out=tmp_path / "run", quiet=True)])[0]
+    view = views(scan(model, out=tmp_path / "run", quiet=True))[0]
     captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
     assert captions["accuracy_by_k"] == "Layers 0 to 7 are not distinguishable from chance."
     assert captions["delta_by_k"].startswith("In no layer")
@@ -235,7 +238,7 @@ def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
     model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
     run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
     spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
-    check(spec.draw(views([run])[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
+    check(spec.draw(views(run)[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
 
 
 def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):

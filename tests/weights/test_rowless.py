@@ -26,7 +26,7 @@ from moescope.reporting.verb import report
 from moescope.routing.report import trace_coverage
 from moescope.routing.trace import trace
 from moescope.run import Run
-from moescope.weights.report import summary
+from moescope.verb import Selection
 from moescope.weights.verb import scan
 
 WITHOUT = {"hash", "spectra", "dense"}
@@ -106,10 +106,10 @@ def test_a_rank_deficient_expert_falls_back_without_router_rows_too(tmp_path):
     spectra = run.table("spectra").set_index(["layer", "expert"])
     assert spectra.loc[(1, 3), "rank"] == 1
     assert spectra.index[spectra["fallback"]].tolist() == [(1, 3)]
-    assert any("expert 3 of layer 1 (rank 1)" in finding for finding in summary(run)["findings"])
+    assert any("expert 3 of layer 1 (rank 1)" in finding for finding in run.verb.summary(run).findings)
 
 
-def test_an_expert_that_holds_nan_is_refused_or_marked(tmp_path):
+def test_an_expert_that_holds_nan_is_rejected_or_marked(tmp_path):
     lab = model("hash")
     lab.blocks[0].mlp.experts.state_dict()["gate_up"][5, 0, 0] = torch.nan
     place = saved(lab, tmp_path / "lab")
@@ -127,15 +127,12 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
     run = runs[router]
     assert [item["rowless_router"] for item in run.info["coverage"]] == [router]
     assert run.info["warnings"] == []
-    why = (
-        "Nothing is routed (router dense)"
-        if router == "dense"
-        else f"Router {router} has no row for each expert"
-    )
-    told = summary(run)
-    assert told["findings"][0].startswith(why)
-    assert (told["views"][0]["verdicts"], told["views"][0]["most_ambiguous"]) == ({}, [])
-    assert json.loads(json.dumps(told)) == told
+    why = "Nothing is routed (router dense)" if router == "dense" else f"Router {router} has no row"
+    summary = run.verb.summary(run)
+    assert summary.findings[0].startswith(why)
+    (view,) = summary.details["views"]
+    assert (view["verdicts"], view["most_ambiguous"]) == ({}, [])
+    assert json.loads(json.dumps(summary.details)) == summary.details
     command = [
         "scan",
         str(places[router]),
@@ -153,47 +150,42 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
 
 @pytest.mark.parametrize("router", sorted(WITHOUT))
 def test_the_report_has_only_what_has_something_to_show(router, runs):
-    content = page_content([runs[router]])
-    of_pairs = (
-        ["r0-cosine_heatmap", "r0-orthogonality_by_layer", "r0-overlap_by_k"] if router != "dense" else []
-    )
-    assert content["across"][0]["figures"] == [*of_pairs, "r0-spectra_by_layer", "r0-ranks_by_layer"]
-    assert content["across"][0]["tables"] == (["r0-t-orthogonality"] if router != "dense" else [])
-    assert (content["compare"], content["steps"], content["together"], content["together_missing"]) == (
-        [],
-        [],
-        [],
-        "",
-    )
-    tables = [section["table"] for section in content["glossary"]]
-    assert tables == (["similarity", "orthogonality", "spectra"] if router != "dense" else ["spectra"])
-    opened = json.loads(content["payloads"]["r0-l1"])
-    assert [figure["name"] for figure in opened["figures"]] == (["overlap_over_k"] if of_pairs else []) + [
+    run = runs[router]
+    across, layers = run.verb.sections(run, Selection())
+    of_pairs = ["cosine_heatmap", "orthogonality_by_layer", "overlap_by_k"] if router != "dense" else []
+    assert [spec.name for spec, _ in across.figures] == [*of_pairs, "spectra_by_layer", "ranks_by_layer"]
+    assert [table["name"] for table in across.tables] == (["orthogonality"] if router != "dense" else [])
+    assert run.verb.overlay([run]) == []
+    glossary = [section["table"] for section in page_content([run])["glossary"]]
+    assert glossary == (["similarity", "orthogonality", "spectra"] if router != "dense" else ["spectra"])
+    opened = layers.sections[1]
+    assert [spec.name for spec, _ in opened.figures] == (["overlap_over_k"] if of_pairs else []) + [
         "expert_spectra"
     ]
-    assert (opened["complete"], len(opened["tables"])) == ([], 1)
-    setup = dict(opened["setup"])
-    assert "router" not in " ".join([*setup, setup["dtype"]])
-    glance = json.loads(content["payloads"]["r0-glance"])
-    rows = runs[router].table("spectra").groupby("layer")["effective_rank"].median()
-    at = [column["name"] for column in glance["columns"]].index("effective_rank")
-    assert [row[at] for row in glance["rows"]] == pytest.approx(rows.tolist(), rel=1e-5)
+    assert (opened.sections, len(opened.tables), opened.badge) == ([], 1, None)
+    assert "router" not in " ".join([*opened.facts, opened.facts["dtype"]])
+    (table,) = run.verb.summary(run).sections[0].tables
+    rows = run.table("spectra").groupby("layer")["effective_rank"].median()
+    at = [column["name"] for column in table["columns"]].index("effective_rank")
+    assert [row[at] for row in table["rows"]] == pytest.approx(rows.tolist(), rel=1e-5)
 
 
 def test_reports_of_runs_with_and_without_rows_stand_in_one_page(runs, tmp_path):
     routed = scanned(saved(model("expert_choice"), tmp_path / "routed"), tmp_path / "run")
-    content = page_content([runs["hash"], routed, runs["dense"]])
-    assert content["with_rows"]
-    assert content["compare"] == ["c-compare_orthogonality", "c-compare_effective_rank"]
-    page = report(runs["hash"], routed, runs["dense"], out=tmp_path / "all.html")
-    assert "has no row for each expert" in page.read_text()
+    all_runs = [runs["hash"], routed, runs["dense"]]
+    (side_by_side,) = routed.verb.overlay(all_runs)
+    names = [spec.name for spec, _ in side_by_side.sections[0].figures]
+    assert names == ["compare_orthogonality", "compare_effective_rank"]
+    page = report(*all_runs, out=tmp_path / "all.html")
+    assert "has no row" in page.read_text()
 
 
 def test_steps_of_one_training_are_one_run_and_two_routers_are_not(places, tmp_path):
     first, second = (saved(model("hash", seed), tmp_path / f"step-{seed}") for seed in (1, 2))
     run = scan(first, second, out=tmp_path / "run", device="cpu", quiet=True)
     assert sorted(run.table("similarity")["step"].unique()) == [1, 2]
-    assert page_content([run])["steps"][0]["figures"] == ["s0-steps_orthogonality"]
+    (side_by_side,) = run.verb.overlay([run])
+    assert [spec.name for spec, _ in side_by_side.sections[0].figures] == ["steps_orthogonality"]
     with pytest.raises(BadInput, match="another family"):
         scan(first, places["spectra"], out=tmp_path / "no", device="cpu", quiet=True)
 
@@ -225,9 +217,9 @@ def test_two_such_checkpoints_are_compared_expert_by_expert(router, places, tmp_
     found = geometry.query("layer == 1 and matrix == 'down' and expert_a == 0")["relative_l2"].item()
     assert found == pytest.approx(float((before / before.norm() - after / after.norm()).norm()), abs=1e-6)
     (warning,) = run.info["warnings"]
-    assert f"router {router} has no row per expert" in warning
+    assert f"router {router} has no row" in warning
     assert warning in report(run).read_text()
-    with pytest.raises(BadInput, match=r"router has no row per expert.*--matrix"):
+    with pytest.raises(BadInput, match=r"its router has no row .* --matrix"):
         compare(places[router], other, matrix="gate,router", out=tmp_path / "no", device="cpu", quiet=True)
     assert not (tmp_path / "no").exists()
 
@@ -240,7 +232,7 @@ def test_experts_of_a_model_with_rows_and_of_one_without_are_compared(places, tm
     assert len(run.table("geometry")) == 16
 
 
-def test_tracing_a_dense_model_is_refused_before_any_work(places, tmp_path):
+def test_tracing_a_dense_model_is_rejected_before_any_work(places, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words")
     with pytest.raises(
@@ -263,10 +255,9 @@ def test_where_experts_choose_a_trace_says_how_many_a_token_has_on_average(tmp_p
     load = run.table("load")
     (line,) = trace_coverage(run)
     tokens = sum(run.info["coverage"][0]["tokens"].values()) * load["layer"].nunique()
-    assert (
-        f"up to {run.info['coverage'][0]['k'][0]} a token, {number(load['tokens'].sum() / tokens)} on average"
-    ) in line
+    assert f"up to {run.info['coverage'][0]['k'][0]}" in line
+    assert f"{number(load['tokens'].sum() / tokens)} on average" in line
     plain = trace(
         saved(model("top2"), tmp_path / "plain"), text=text, out=tmp_path / "run2", device="cpu", quiet=True
     )
-    assert ", 2 a token; " in trace_coverage(plain)[0]
+    assert ", 2 per token" in trace_coverage(plain)[0]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from families.tiny_models import tiny_model
 from moescope import scan
 from moescope.errors import BadInput
-from moescope.tables import SCAN_TABLES, TABLES
+from moescope.weights.tables import TABLES
 
 # Four encoder blocks with two sparse ones (1, 3), four decoder blocks with one (1), which is numbered after
 # them: 5.
@@ -30,7 +30,7 @@ def switch(tmp_path_factory):
 
 def test_experts_without_a_gate_are_scanned_by_their_first_and_last_matrix(tmp_path, switch):
     run = scan(switch, out=tmp_path / "run", matrix="gate,down", quiet=True)
-    for name in SCAN_TABLES:
+    for name in TABLES:
         if {"layer", "layer_name", "matrix"} <= set(TABLES[name].columns):
             rows = run.table(name)
             assert dict(zip(rows["layer"], rows["layer_name"], strict=True)) == SWITCH, name
@@ -41,7 +41,7 @@ def test_experts_without_a_gate_are_scanned_by_their_first_and_last_matrix(tmp_p
 
 
 @pytest.mark.parametrize("matrix", ["up", "gate_up", "gate,up"])
-def test_a_matrix_that_the_experts_lack_is_refused_before_any_work(tmp_path, switch, matrix):
+def test_a_matrix_that_the_experts_lack_is_rejected_before_any_work(tmp_path, switch, matrix):
     with pytest.raises(BadInput) as caught:
         scan(switch, out=tmp_path / "run", matrix=matrix, quiet=True)
     assert str(caught.value) == f"{SWITCH[1]}: these experts have no up matrix; use --matrix gate or down"
@@ -53,7 +53,7 @@ def test_a_decoder_layer_is_chosen_by_its_number_after_the_encoder_s(tmp_path, s
     assert set(run.table("alignment_layers")["layer_name"]) == {SWITCH[5]}
 
 
-def test_two_stacks_are_told_apart_without_a_config(tmp_path, switch):
+def test_two_stacks_are_distinguished_without_a_config(tmp_path, switch):
     for file in switch.glob("*.safetensors"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     run = scan(tmp_path, out=tmp_path / "run", quiet=True)
@@ -70,7 +70,7 @@ def test_the_two_forms_of_one_model_give_the_same_numbers(tmp_path):
         runs.append(
             scan(model.save(folder, form), out=tmp_path / f"{form}-run", matrix="gate,up,down", quiet=True)
         )
-    for name in SCAN_TABLES:
+    for name in TABLES:
         ours, theirs = (run.table(name).drop(columns="layer_name", errors="ignore") for run in runs)
         assert ours.equals(theirs), name
 

@@ -57,19 +57,19 @@ def test_centered_rows_of_a_simplex_have_the_chance_cosine_of_centered_rows():
     np.testing.assert_allclose((rows @ rows.T)[~np.eye(n, dtype=bool)], -1 / (n - 1))
 
 
-def test_centering_is_refused_for_gates_that_are_no_softmax():
+def test_centering_is_rejected_for_gates_that_are_no_softmax():
     weights = random_weights(0, scoring="sigmoid")
     with pytest.raises(BadInput, match=r"model\.layers\.3\.moe.*sigmoid.*--router raw"):
         normalised_rows(weights, router_rows(weights, False), "centered")
 
 
-def test_centering_two_experts_is_refused():
+def test_centering_two_experts_is_rejected():
     weights = random_weights(0, n=2)
     with pytest.raises(BadInput, match=r"model\.layers\.3\.moe.*2 experts.*--router raw"):
         normalised_rows(weights, router_rows(weights, False), "centered")
 
 
-def test_centering_is_refused_where_a_row_equals_the_mean():
+def test_centering_is_rejected_where_a_row_equals_the_mean():
     generator = np.random.default_rng(0)
     one, mean = generator.standard_normal((2, 12))
     weights = layer_weights(np.stack([one, mean, 2 * mean - one]), gates(3, 12))
@@ -77,7 +77,7 @@ def test_centering_is_refused_where_a_row_equals_the_mean():
         normalised_rows(weights, router_rows(weights, False), "centered")
 
 
-def test_an_unknown_reading_is_refused_with_the_known_ones():
+def test_an_unknown_reading_is_rejected_with_the_known_ones():
     weights = random_weights(0)
     with pytest.raises(BadInput, match=r"'whitened'.*raw, centered"):
         normalised_rows(weights, router_rows(weights, False), "whitened")
@@ -125,7 +125,7 @@ def test_a_norm_that_multiplies_by_one_plus_its_weight_is_folded_as_such():
     np.testing.assert_array_equal(norm_scale(weights), np.ones(12))
 
 
-def test_folding_is_refused_where_the_checkpoint_has_no_norm():
+def test_folding_is_rejected_where_the_checkpoint_has_no_norm():
     weights = random_weights(0, norm=None)
     with pytest.raises(BadInput, match=r"model\.layers\.3\.moe.*without --fold-norm"):
         router_rows(weights, fold_norm=True)
@@ -170,12 +170,12 @@ def test_the_halves_of_gate_up_have_unit_norm_each(folded):
 
 
 @pytest.mark.parametrize("matrix", ["up", "gate_up"])
-def test_up_is_refused_for_experts_without_one(matrix):
+def test_up_is_rejected_for_experts_without_one(matrix):
     with pytest.raises(BadInput, match="no up matrix; use --matrix gate or down"):
         expert_matrix(random_weights(0, ups=None), matrix, 0, None)
 
 
-def test_an_unknown_matrix_is_refused_with_the_known_ones():
+def test_an_unknown_matrix_is_rejected_with_the_known_ones():
     with pytest.raises(BadInput, match=r"'w1'.*gate, up, gate_up, down"):
         expert_matrix(random_weights(0), "w1", 0, None)
 

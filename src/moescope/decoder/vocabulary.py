@@ -1,7 +1,4 @@
-"""Text to numbers: bytes as they are, or byte-pair encoding by the tokenizers library.
-
-Both are saved as a tokenizer that others load.
-"""
+"""Vocabularies: bytes, or byte-pair encoding by the tokenizers library, saved as a standard tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from numpy.typing import NDArray
 
 from moescope.errors import BadInput, unknown_name
 
-END, PAD = "<end>", "<pad>"  # behind every document; beside shorter ones
+END, PAD = "<end>", "<pad>"  # after every document; after shorter ones
 SPECIALS = (END, PAD)
 KINDS = ("bytes", "bpe")
 BYTES = 256
@@ -25,7 +22,7 @@ FILE = "tokenizer.json"
 
 
 class Vocabulary(Protocol):
-    """What the lab needs of one."""
+    """What the lab needs of a vocabulary."""
 
     @property
     def size(self) -> int: ...
@@ -40,7 +37,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Bytes:
-    """Token b is byte b of the UTF-8 text; two numbers more end a document and pad."""
+    """Token b is byte b of the UTF-8 text; two more tokens end a document and pad."""
 
     size: int = BYTES + len(SPECIALS)
     end: int = BYTES
@@ -53,10 +50,7 @@ class Bytes:
         return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """The same as byte-level BPE without merges, whose 256 letters stand for the bytes.
-
-        Tokenizers and transformers load it.
-        """
+        """Save it as byte-level BPE without merges, which tokenizers and transformers load."""
         letters = byte_letters()
         byte_level = {
             "type": "ByteLevel",
@@ -100,18 +94,16 @@ class Pairs:
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        letters = [
-            letter for _, letter in sorted(byte_letters().items())
-        ]  # sorted: sets would be in another order each time
+        letters = [letter for _, letter in sorted(byte_letters().items())]  # sorted: deterministic
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=letters, show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(without_marks(tokenizer))
+        return cls(without_special_tokens(tokenizer))
 
     @classmethod
     def of(cls, content: str) -> Pairs:
-        return cls(without_marks(library().Tokenizer.from_str(content)))
+        return cls(without_special_tokens(library().Tokenizer.from_str(content)))
 
     @property
     def size(self) -> int:
@@ -136,75 +128,59 @@ class Pairs:
 
 
 def check_vocabulary(kind: str, size: int) -> None:
-    """Refuse what cannot be made, before any text is read."""
+    """Reject an impossible vocabulary before any text is read."""
     if kind not in KINDS:
         raise unknown_name("vocabulary", kind, list(KINDS))
     if size < SMALLEST:
         raise BadInput(
-            f"[model] vocabulary {size}: {kind} needs at least {SMALLEST} entries, every byte "
-            "and two marks; raise it"
+            f"[model] vocabulary {size}: {kind} needs at least {SMALLEST} entries (bytes and two special "
+            "tokens); raise it"
         )
     if kind == "bpe":
         library()
 
 
 def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
-    """The vocabulary of that kind; bytes need no texts and have one size."""
+    """Return a vocabulary of that kind; bytes need no texts and have a fixed size."""
     check_vocabulary(kind, size)
     return Bytes() if kind == "bytes" else Pairs.learned(texts, size)
 
 
 def load_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary saved beside a lab checkpoint."""
+    """Return the vocabulary saved with a lab checkpoint."""
     return Bytes() if kind_of(folder) == "bytes" else Pairs.of((folder / FILE).read_text(encoding="utf-8"))
 
 
 def kind_of(folder: Path) -> str:
-    """The kind of the vocabulary saved there."""
+    """Return the kind of the saved vocabulary."""
     try:
         model = json.loads((folder / FILE).read_text(encoding="utf-8"))["model"]
         return "bytes" if not model["merges"] and len(model["vocab"]) == BYTES else "bpe"
     except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput(
-            f"{folder / FILE}: no tokenizer that the lab wrote; give the folder of a lab checkpoint"
-        ) from None
+        raise BadInput(f"{folder / FILE}: not a tokenizer of the lab; pass a lab checkpoint") from None
 
 
-def without_marks(tokenizer: Any) -> Any:
-    """The tokenizer, for which a text that says "<pad>" says these five letters.
-
-    A mark is where the lab puts one.
-    """
+def without_special_tokens(tokenizer: Any) -> Any:
+    """Return the tokenizer set to read a literal "<pad>" in a text as five letters."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def byte_letters() -> dict[int, str]:
-    """The printable letter that byte-level tokenizers write for each byte.
-
-    Itself where it is one, else one from 256 on.
-    """
-    themselves = [
+    """Return the printable letter of each byte in byte-level tokenizers: itself, else one from 256 on."""
+    printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    others = [byte for byte in range(BYTES) if byte not in themselves]
-    return {byte: chr(byte) for byte in themselves} | {
-        byte: chr(BYTES + at) for at, byte in enumerate(others)
-    }
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    return letters | {byte: chr(BYTES + at) for at, byte in enumerate(others)}
 
 
 def special(number: int, name: str) -> dict[str, Any]:
-    return {
-        "id": number,
-        "content": name,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **off, "special": True}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
@@ -227,7 +203,6 @@ def library() -> Any:
         import tokenizers.trainers
     except ImportError:
         raise BadInput(
-            'vocabulary "bpe" needs the tokenizers library; install moescope with its extra: pip '
-            "install 'moescope[hf]', or use \"bytes\""
+            'vocabulary "bpe" needs the tokenizers library: pip install "moescope[hf]", or use "bytes"'
         ) from None
     return tokenizers

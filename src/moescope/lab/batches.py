@@ -1,11 +1,9 @@
-"""Token ids in batches, in an order that is a function of seed and step alone.
-
-A training resumed at any step reads on as if never stopped.
-"""
+"""Token ids in batches, in an order that depends on seed and step alone, so that a training can resume."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +13,12 @@ from moescope.errors import BadInput, unknown_name
 from moescope.lab.config import LAYOUTS
 
 Ids = NDArray[np.int64]
-IGNORED = -100  # a target that does not count, as torch's cross entropy has it
+IGNORED = -100  # a target that does not count, as in torch's cross entropy
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids; `targets_BL` is the next token, IGNORED where there is none.
-
-    `mask_BL` is False at padding.
-    """
+    """Rows of token ids; `targets_BL` is the next token or IGNORED, `mask_BL` False at padding."""
 
     ids_BL: Ids
     targets_BL: Ids
@@ -35,15 +30,14 @@ class Batch:
 class TokenRows:
     """Every domain's texts as rows of `length` tokens, from which batches are drawn.
 
-    packed: a domain's documents, an end mark behind each, are one stream that is cut into rows, so no
-    position is padding.
-    documents: every row begins a document, which is cut or padded to the length.
+    packed: a domain's documents, each with an end token, form one stream that is cut into rows without
+    padding. documents: every row is one document, cut or padded to the length.
     """
 
     domains: tuple[str, ...]
-    streams: tuple[NDArray[np.int32], ...]  # one a domain
-    starts: tuple[Ids, ...]  # where in its stream each row begins
-    lengths: tuple[Ids, ...]  # and how many tokens it has, its last target included
+    streams: tuple[NDArray[np.int32], ...]  # one per domain
+    starts: tuple[Ids, ...]  # first position of each row in its stream
+    lengths: tuple[Ids, ...]  # tokens per row, including the last target
     length: int
     pad: int
 
@@ -60,14 +54,14 @@ class TokenRows:
             if layout == "packed":
                 begin = np.arange(0, len(stream) - 1, length)
                 size = np.minimum(length + 1, len(stream) - begin)
-                if len(begin) > 1 and size[-1] < length + 1:  # a short rest would be padding
+                if len(begin) > 1 and size[-1] < length + 1:  # a short rest would need padding
                     begin, size = begin[:-1], size[:-1]
             else:
                 ends = np.cumsum([len(part) for part in parts])
                 begin = np.concatenate([[0], ends[:-1]])
                 size = np.minimum(ends - begin, length + 1)
             if len(stream) < 2:
-                raise BadInput(f"domain {domain!r}: fewer than two tokens; give more text")
+                raise BadInput(f"domain {domain!r}: fewer than two tokens; add text")
             streams.append(stream.astype(np.int32))
             starts.append(begin.astype(np.int64))
             lengths.append(size.astype(np.int64))
@@ -82,7 +76,7 @@ class TokenRows:
         return int(sum(size.sum() for size in self.lengths)) - self.rows
 
     def batch(self, chosen_B: Ids) -> Batch:
-        """The rows of those numbers; numbers go through the domains one after the other."""
+        """Return the rows of these numbers, counted through the domains in order."""
         offsets = np.cumsum([0, *(len(begin) for begin in self.starts)])
         domain_B = np.searchsorted(offsets, chosen_B, side="right") - 1
         ids = np.full((len(chosen_B), self.length), self.pad, dtype=np.int64)
@@ -92,61 +86,37 @@ class TokenRows:
             at = number - offsets[domain]
             begin, size = self.starts[domain][at], self.lengths[domain][at]
             tokens = self.streams[domain][begin : begin + size]
-            ids[row, : size - 1], targets[row, : size - 1], mask[row, : size - 1] = (
-                tokens[:-1],
-                tokens[1:],
-                True,
-            )
+            ids[row, : size - 1], targets[row, : size - 1] = tokens[:-1], tokens[1:]
+            mask[row, : size - 1] = True
         return Batch(ids, targets, mask, domain_B.astype(np.int64))
 
     def sample(self, rows: int) -> TokenRows:
-        """At most that many rows, as many of each domain as there are, drawn once and for all.
-
-        What evaluation reads.
-        """
+        """Return a fixed sample of at most `rows` rows, equally many per domain, for evaluation."""
         each = max(rows // len(self.domains), 1)
-        kept = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
-        starts = tuple(begin[at] for begin, at in zip(self.starts, kept, strict=True))
-        lengths = tuple(size[at] for size, at in zip(self.lengths, kept, strict=True))
+        chosen = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
+        starts = tuple(begin[at] for begin, at in zip(self.starts, chosen, strict=True))
+        lengths = tuple(size[at] for size, at in zip(self.lengths, chosen, strict=True))
         return TokenRows(self.domains, self.streams, starts, lengths, self.length, self.pad)
 
     def of_step(self, step: int, batch_size: int, seed: int) -> Batch:
-        """The whole batch of a step, counted from 0.
-
-        Every row once an epoch, each epoch in an order of its own.
-        """
+        """Return the batch of a step, counted from 0: every row once per epoch, each epoch reordered."""
         first = step * batch_size
         chosen = []
         for place in range(first, first + batch_size):
             epoch, at = divmod(place, self.rows)
-            chosen.append(self.order(epoch, seed)[at])
+            chosen.append(epoch_order(self.rows, epoch, seed)[at])
         return self.batch(np.array(chosen, dtype=np.int64))
 
-    def order(self, epoch: int, seed: int) -> Ids:
-        return epoch_order(self.rows, epoch, seed)
 
-
-_ORDERS: dict[
-    tuple[int, int, int], Ids
-] = {}  # of the epochs in use: a step asks for the same one as the step before
-
-
+@lru_cache(maxsize=4)  # consecutive steps use the same order
 def epoch_order(rows: int, epoch: int, seed: int) -> Ids:
-    key = (rows, epoch, seed)
-    if key not in _ORDERS:
-        while len(_ORDERS) >= 4:
-            _ORDERS.pop(next(iter(_ORDERS)))
-        _ORDERS[key] = np.random.default_rng([seed, epoch]).permutation(rows)
-    return _ORDERS[key]
+    return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
 def unigram_loss(train: TokenRows, validation: TokenRows, size: int) -> dict[str, float]:
-    """Loss in nats of the best model that looks at no context, by validation domain and, under "", over all
-    their tokens.
+    """Return the unigram baseline's loss in nats per token, by validation domain and, under "", overall.
 
-    Frequencies p = (c + 1)/(N + V) from the training rows; loss = -mean log p over validation targets. One
-    model for all domains: what a language
-    model that has learned frequencies alone would reach.
+    p = (c + 1)/(N + V) from the training rows of all domains; loss = -mean log p over validation targets.
     """
     counts = np.bincount(
         np.concatenate([targets_of(train, index) for index in range(len(train.domains))]), minlength=size
@@ -155,8 +125,8 @@ def unigram_loss(train: TokenRows, validation: TokenRows, size: int) -> dict[str
     by_domain = {
         domain: -log_p[targets_of(validation, index)] for index, domain in enumerate(validation.domains)
     }
-    found = {domain: float(losses.mean()) for domain, losses in by_domain.items()}
-    return {"": float(np.concatenate(list(by_domain.values())).mean()), **found}
+    means = {domain: float(losses.mean()) for domain, losses in by_domain.items()}
+    return {"": float(np.concatenate(list(by_domain.values())).mean()), **means}
 
 
 def targets_of(rows: TokenRows, domain: int) -> NDArray[np.int32]:

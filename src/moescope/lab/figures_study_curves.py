@@ -33,7 +33,7 @@ def curves_of(column: str) -> StudyFigure:
     def possible(tables: Tables) -> bool:
         return bool(finished(tables, column)["step"].nunique() > 1)
 
-    name, line = f"{column}_by_step", f"{CURVES[column][2]}: means over seeds, one line per arm."
+    name, line = f"arms_{column}_by_step", f"{CURVES[column][2]}: means over seeds, one line per arm."
     return StudyFigure(name, NEEDS, draw, wide=True, description=line, possible=possible)
 
 
@@ -112,7 +112,7 @@ def curves(tables: Tables, column: str) -> Figure:
     columns = (column if column in ("load_cv", "unused_share") else f"study_curves.{column}",)
     yaxis = {} if is_loss else {"rangemode": "tozero"}
     layout = base_layout("step", axis, legend={"traceorder": "normal"}, yaxis=yaxis)
-    return Figure(f"{column}_by_step", title, f"{caption}.", columns, data, layout, height=height(arms))
+    return Figure(f"arms_{column}_by_step", title, f"{caption}.", columns, data, layout, height=height(arms))
 
 
 def difference_by_step(tables: Tables) -> Figure:

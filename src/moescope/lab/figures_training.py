@@ -6,7 +6,6 @@ import math
 
 import pandas as pd
 
-from moescope.lab.tables import TRAIN_TABLES
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     CATEGORICAL,
@@ -18,7 +17,6 @@ from moescope.plotting.style import (
     grey_line,
     number,
 )
-from moescope.routing.figures_steps import MONITOR_FIGURES, OVER_STEPS
 from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 UNIFORM, UNIGRAM = "uniform baseline", "unigram baseline"
@@ -223,5 +221,4 @@ KEYS = [
     FigureSpec("expert_usage_histogram", ("key_histogram",), expert_usage_histogram),
     FigureSpec("key_map", ("key_map",), key_map),
 ]
-BY_STEP = [spec for spec in (*OVER_STEPS, *MONITOR_FIGURES) if set(spec.needs) <= set(TRAIN_TABLES)]
-FIGURES = [*LOSSES, *BY_STEP, *SPEED.values(), *KEYS]
+FIGURES = [*LOSSES, *SPEED.values(), *KEYS]

@@ -60,7 +60,7 @@ def usage_metrics(counts_E: Array, tokens: int, top_k: int) -> pd.DataFrame:
     rows = [
         {
             "metric": name,
-            "value": float(METRICS[name].function(counts_E)),
+            "value": float(cast(Any, METRICS[name].function)(counts_E)),
             "chance": METRICS[name].chance(setting),
             "collapse": METRICS[name].collapse(setting),
         }

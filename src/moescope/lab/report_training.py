@@ -113,7 +113,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
     tables = select(run, selection)
     steps = tables["steps"]
-    found = [
+    parts = [
         Section(
             "losses",
             "Training curves",
@@ -123,14 +123,14 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         )
     ]
     if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
-        found += [load_section(run, []), *diagnostic_sections(run)]
-    found += gradient_sections(run)
+        parts += [load_section(run, []), *diagnostic_sections(run)]
+    parts += gradient_sections(run)
     if "key_map" in tables:
-        found.append(key_section(tables))
+        parts.append(key_section(tables))
     speed = [(spec, tables) for column, spec in SPEED.items() if steps[column].notna().any()]
     if speed:
-        found.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
-    return found
+        parts.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
+    return parts
 
 
 def is_routed(run: Run) -> bool:

@@ -67,8 +67,8 @@ def study(
 ) -> Run:
     """Train many small MoEs with paired seeds and compare them.
 
-    Finished trainings are not repeated and unfinished ones resume from their checkpoint: give the same
-    command again. Returns the run, whose tables can be read while it grows.
+    Give the same command again to resume: finished trainings are skipped.
+    Returns the run, whose tables can be read while it grows.
 
     Parameters
     ----------

@@ -28,6 +28,7 @@ from moescope.lab.figures_training import FIGURES
 from moescope.lab.report_training import guide, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.progress import progress, unsaid_alerts
+from moescope.routing.report_monitor import MONITOR
 from moescope.routing.trace import trace
 from moescope.run import (
     TRAIN_LOCK,
@@ -89,7 +90,7 @@ def train(
     Parameters
     ----------
     config : CONFIG.TOML, default the preset alone
-        TOML with the tables [model], [data] and [train]; in Python also a dictionary.
+        TOML with the tables model, data and train; in Python also a dictionary.
     preset : PRESET, default nano
         Defaults of the config: nano, small, medium, some_a4, some_b1, some_b2 or some_b3.
     router : ROUTER, default the preset's
@@ -120,13 +121,8 @@ def train(
     given = dict(locals())
     from moescope.decoder.ranks import process_group
 
-    folder = Path(out) if out is not None else None
-    if resume:
-        others = overwrite or any(value is not None for value in (config, preset, router, from_))
-        folder, settled, origin = resumed_config(folder, others)
-    else:
-        settled = settle(config, preset, router, from_, seed)
-        origin = None if from_ is None else str(Path(from_).resolve())
+    folder = None if out is None else Path(out)
+    folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
     with process_group(place) as ranks:
         if place == "cuda":
@@ -134,12 +130,12 @@ def train(
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
         identity = {"arguments": {**jsonable(asdict(settled)), "from": origin}, "corpus": corpus.identity}
-        in_file = isinstance(config, str | Path)
-        name = Path(config).stem if in_file else f"{preset or 'nano'}-{settled.model.router}"
+        path = config if isinstance(config, str | Path) else None
+        name = f"{preset or 'nano'}-{settled.model.router}" if path is None else Path(path).stem
         folder = Path(ranks.broadcast_object(folder or default_folder("train", name, identity)))
         vocabulary = training_vocabulary(settled, corpus, origin)
         # a config made in Python is in run.json alone
-        command = VERB.command(given if config is None or in_file else {"resume": True, "out": folder})
+        command = VERB.command(given if config is path else {"resume": True, "out": folder})
         job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet, command)
         with lock_training(folder) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             run = None if overwrite else finished_run(folder, identity)
@@ -158,6 +154,8 @@ def count_parameters(
     router: str | None = None,
     from_: str | Path | None = None,
     seed: int | None = None,
+    resume: bool = False,
+    out: str | Path | None = None,
 ) -> dict[str, Any]:
     """Return parameters, tokens and config of a training without training it; arguments as for `train`.
 
@@ -165,9 +163,28 @@ def count_parameters(
     --------
     >>> moescope.count_parameters(preset="some_a4")["parameters_total"]  # doctest: +SKIP
     """
-    settled = settle(config, preset, router, from_, seed)
+    folder = None if out is None else Path(out)
+    _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
     check_texts(settled)
-    return {**training_size(settled), "from": None if from_ is None else str(Path(from_).resolve())}
+    return {**training_size(settled), "from": origin}
+
+
+def read_settings(
+    config: str | Path | dict[str, Any] | LabConfig | None,
+    preset: str | None,
+    router: str | None,
+    from_: str | Path | None,
+    seed: int | None,
+    resume: bool,
+    folder: Path | None,
+    overwrite: bool = False,
+) -> tuple[Path | None, LabConfig, str | None]:
+    """Return folder, config and origin of a training: of the run to resume, or as the arguments say."""
+    if resume:
+        others = overwrite or any(value is not None for value in (config, preset, router, from_))
+        return resumed_config(folder, others)
+    origin = None if from_ is None else str(Path(from_).resolve())
+    return folder, settle(config, preset, router, from_, seed), origin
 
 
 def training_size(config: LabConfig) -> dict[str, Any]:
@@ -529,7 +546,7 @@ VERB = Verb(
     "train",
     train,
     tables=TRAIN_TABLES,
-    figures=FIGURES,
+    figures=[*FIGURES, *MONITOR.figures],
     summary=summary,
     sections=sections,
     select=select,

@@ -132,6 +132,8 @@ def coactivation_heatmap(tables: Tables) -> Figure:
         base_layout("expert", "expert", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"}),
         Slider("layer", [str(layer) for layer in layers], start, orders=orders, captions=captions),
         440,
+        "Lift of every pair over the lift of random routing, on a scale of doublings. Pairs with less than "
+        "one expected token are empty. Similarity orders experts by average linkage.",
     )
 
 
@@ -187,6 +189,8 @@ def affinity_heatmap(tables: Tables) -> Figure:
         base_layout("expert", "domain", xaxis=CATEGORIES, yaxis=yaxis),
         Slider("layer", layers, start, captions=captions),
         min(200 + 34 * tables["domains"]["domain"].nunique(), 620),
+        "P(i | d)/P(i), every domain weighted equally, on a scale of doublings. With few documents it varies "
+        "by chance: compare with I(expert; domain).",
     )
 
 
@@ -252,6 +256,7 @@ class Subject:
     points: Callable[[Tables, int], tuple[np.ndarray, Cloud, float]]  # experts, points, share of two axes
     chance: str  # what that share is of
     columns: tuple[str, ...]
+    details: str
     missing: str
     metrics: tuple[str, ...] = ()
 
@@ -310,6 +315,7 @@ SUBJECTS = [
         partial(direction_points, "router"),
         "random directions",
         ("expert_cosines.cosine", "of"),
+        "Directions of router rows: near experts are chosen for similar tokens.",
         "the router has no rows, or the trace is recorded or older",
     ),
     Subject(
@@ -319,6 +325,7 @@ SUBJECTS = [
         coactivation_points,
         "profiles of noise",
         ("lift", "chance_lift"),
+        "Profiles of log₂(lift / chance lift) with every other expert: near experts are co-activated alike.",
         "each token chooses one expert",
         ("expert_overlap",),
     ),
@@ -329,6 +336,7 @@ SUBJECTS = [
         partial(direction_points, "outputs"),
         "random directions",
         ("expert_cosines.cosine", "of"),
+        "Directions of mean outputs over up to 1,024 tokens each: near experts add similar vectors.",
         "outputs are unknown: a model of the lab, or a recorded or older trace",
     ),
 ]
@@ -412,6 +420,8 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
         base_layout(f"{layout.title} 1", f"{layout.title} 2"),
         Slider("layer", [str(layer) for layer in layers], start, len(groups), captions=captions),
         400,
+        f"{subject.details} Size: load; colour: domain of highest affinity. Axes have no unit, and layers "
+        "cannot be compared.",
     )
 
 

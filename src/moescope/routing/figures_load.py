@@ -141,6 +141,8 @@ def usage_figure(
             captions=captions,
         ),
         360,
+        "Dashed: an even share; dotted: two standard deviations of balanced random routing. The slider "
+        "starts with the most uneven layer.",
     )
 
 

@@ -116,7 +116,11 @@ class StepMetric:
             yaxis=yaxis or {"rangemode": "tozero" if self.from_zero else "normal"},
         )
         columns = (self.metric, "routing_layers.chance", "collapse")
-        return Figure(self.spec.name, f"{self.title} by step", caption, columns, data, layout)
+        details = (
+            "One line per layer; in training each point is a mean over the steps since the previous one."
+        )
+        name, title = self.spec.name, f"{self.title} by step"
+        return Figure(name, title, caption, columns, data, layout, details=details)
 
 
 def spread_of_cosine(tables: Tables) -> float | None:
@@ -290,7 +294,8 @@ def router_gradient_by_step(tables: Tables) -> Figure:
     )
     columns = ("lm_gradient_norm", "aux_gradient_norm")
     title = "Gradient norm of the text loss per router"
-    return Figure("router_gradient_by_step", title, caption, columns, data, layout)
+    details = "A router that the loss of the text does not reach learns nothing from it."
+    return Figure("router_gradient_by_step", title, caption, columns, data, layout, details=details)
 
 
 ROUTER_GRADIENT = FigureSpec(
@@ -389,6 +394,7 @@ def usage_area(tables: Tables) -> Figure:
         base_layout("step", "share of the load", xaxis=step_axis(shares[0].columns), yaxis=yaxis),
         Slider("layer", layers, start, widest, captions=captions),
         460,
+        f"Stacked shares of a layer's load; up to {AREAS} experts have an area each.",
     )
 
 
@@ -423,7 +429,9 @@ def saturation_curves(tables: Tables) -> Figure:
     axes = {"xaxis": step_axis(steps), "yaxis": {"range": [0, 1.02]}}
     columns = ("saturation_topk", "saturation_top1", "routing_consistency_chance", "top1_chance")
     layout = base_layout("step", f"shared with step {last}", **axes)
-    return Figure("saturation_curves", "Routing saturation by step", caption, columns, data, layout)
+    details = f"Share of a token's experts at step {last} that it already has at an earlier step, per layer."
+    title = "Routing saturation by step"
+    return Figure("saturation_curves", title, caption, columns, data, layout, details=details)
 
 
 def consistency_matrix(tables: Tables) -> Figure:
@@ -435,12 +443,12 @@ def consistency_matrix(tables: Tables) -> Figure:
     parts |= {str(layer): rows for layer, rows in frame.groupby("layer", sort=True)}
     data: list[Trace] = []
     captions = []
-    words = {"label": "beyond chance", "axes": ("step", "step")}
     for name, rows in parts.items():
         matrix = np.eye(len(steps))
         for a, b, shared in rows[["step_a", "step_b", value]].itertuples(index=False):
             matrix[place[a], place[b]] = matrix[place[b], place[a]] = shared
-        data.append(heatmap(matrix, steps, steps, low=0.0, high=1.0, text=True, **words))
+        label, axes = "beyond chance", ("step", "step")
+        data.append(heatmap(matrix, steps, steps, low=0.0, high=1.0, label=label, axes=axes, text=True))
         where = "Mean over layers" if name == "mean" else f"Layer {name}"
         captions.append(
             f"{where}: steps {steps[0]} and {steps[-1]} share {number(matrix[0, -1])} of their routing "
@@ -456,6 +464,8 @@ def consistency_matrix(tables: Tables) -> Figure:
         base_layout("step", "step", xaxis=axis, yaxis={**axis, "autorange": "reversed"}),
         Slider("layer", list(parts), 0, captions=captions),
         420,
+        "(o − e)/(1 − e) of every two checkpoints on the same tokens: o is the share of a token's experts "
+        "that both choose, e the share that the experts' usage alone gives.",
     )
 
 

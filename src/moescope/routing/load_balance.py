@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from scipy import stats
 
 from moescope.types import Array
 
@@ -155,5 +154,7 @@ def jaccard_chance(n_experts: int, k: int) -> float:
 
     Sum over j of P(j shared) j/(2k - j), hypergeometric.
     """
+    from scipy.stats import hypergeom  # slow to import, and reports do not need it
+
     shared = np.arange(0, k + 1)
-    return float((stats.hypergeom.pmf(shared, n_experts, k, k) * shared / (2 * k - shared)).sum())
+    return float((hypergeom.pmf(shared, n_experts, k, k) * shared / (2 * k - shared)).sum())

@@ -160,8 +160,8 @@ class TrainingRun:
             frame_parts = [part for part in parts if not isinstance(part, dict)]
             frame = pd.concat([*frame_parts, *([pd.DataFrame(plain)] if plain else [])], ignore_index=True)
             frames[name] = frame.sort_values(list(self.writer.verb.tables[name].keys), ignore_index=True)
-        more = task_name(step) in self.writer.done_tasks()
-        self.writer.flush_task(task_name(step, more), frames, jsonable({"step": step, **setup}))
+        task = task_name(step, more=task_name(step) in self.writer.done_tasks())
+        self.writer.flush_task(task, frames, jsonable({"step": step, **setup}))
         self.writer.save_info()
 
     def finish(self) -> Run:

@@ -177,7 +177,7 @@ def key_numbers(run: Run) -> list[KeyNumber]:
 MONITOR = Verb(
     "monitor",
     tables={**MONITOR_TABLES, **{name: load_verb("scan").tables[name] for name in SCANNED}},
-    figures=[*OVER_STEPS, *MONITOR_FIGURES],
+    figures=[spec for spec in (*OVER_STEPS, *MONITOR_FIGURES) if set(spec.needs) <= set(MONITOR_TABLES)],
     summary=summary,
     sections=sections,
     guide=lambda run: [GUIDE],

@@ -14,8 +14,15 @@ from moescope.run import Run
 from moescope.spectral.pairing import ALPHA
 from moescope.spectral.subspaces import COLLAPSED
 from moescope.verb import KeyNumber, Payload, Section, Selection, Summary, Tables
-from moescope.weights.figures import ACROSS_LAYERS, ACROSS_STEPS, ACROSS_VIEWS, COMPLETE_VIEW, ONE_LAYER
-from moescope.weights.figures_identification import FEWEST_TESTED, VERDICT_WORDS, shown_verdict
+from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
+from moescope.weights.figures_identification import (
+    ACROSS_STEPS,
+    ACROSS_VIEWS,
+    FEWEST_TESTED,
+    VERDICT_WORDS,
+    shown_verdict,
+)
+from moescope.weights.figures_layer import COMPLETE_VIEW
 from moescope.weights.figures_redundancy import d_model_by_layer, share_above
 from moescope.weights.report_findings import (
     View,
@@ -30,15 +37,10 @@ from moescope.weights.report_findings import (
 )
 from moescope.weights.tables import TABLES, VIEW
 
-K_TABLE = [
-    "k", "align", "random_expectation", "effect_over_random", "shuffle_mean", "shuffle_std",
-    "delta_vs_shuffle", "z_vs_shuffle", "z_ceiling", "argmax_accuracy", "assignment_accuracy",
-    "alignment_margin", "positive_margin_share", "perm_z", "p_adjusted", "degenerate",
-]  # fmt: skip
-EXPERT_TABLE = [
-    "expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle", "margin",
-    "identified",
-]  # fmt: skip
+NOT_BY_K = {"cos_squared", "n_experts", "d_model"}
+K_TABLE = ["k", *(name for name in TABLES["alignment_layers"].values if name not in NOT_BY_K)]
+EXPERT_TABLE = ["expert", "align", "random_expectation", "shuffle_mean", "delta_vs_shuffle", "z_vs_shuffle"]
+EXPERT_TABLE += ["margin", "identified"]
 SPECTRA_TABLE = ["expert", "effective_rank", "stable_rank", "rank", "spectral_norm", "frobenius", "condition"]
 ACROSS_TABLES = {
     "alignment_tests": "Tests and verdicts of every layer",
@@ -260,7 +262,7 @@ def overlay(runs: list[Run]) -> list[Section]:
     names = run_names(runs)
     found = [(run, view) for run in runs for view in views(run)]
     prefix = {run.path: f"{plot_words(names[run.path])} · " if len(runs) > 1 else "" for run in runs}
-    parts = []
+    parts: list[Section] = []
     groups: dict[tuple[Any, ...], list[View]] = {}
     for run, view in found:
         groups.setdefault((run.path, *(view.keys[key] for key in VIEW)), []).append(view)

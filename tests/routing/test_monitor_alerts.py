@@ -76,12 +76,12 @@ def test_one_expert_is_certain_of_every_token_and_that_is_no_news():
     ]
 
 
-def test_low_entropy_is_not_raised_where_the_router_is_built_to_be_sure_and_collapse_still_is():
-    sure = AlertState.start(Thresholds(), [7], [8], 0, sure=[7])
+def test_low_entropy_by_design_raises_no_alert_but_collapse_does():
+    sure = AlertState.start(Thresholds(), [7], [8], 0, certain=[7])
     assert kinds(sure, window(EVEN, entropy=0.01)) == []
     collapsed = window([800, 0, 0, 0, 0, 0, 0, 0], entropy=0.01)
     assert {kind for kind, *_ in kinds(sure, collapsed, 2)} == {"max_load", "unused"}
-    other = AlertState.start(Thresholds(), [7], [8], 0, sure=[3])
+    other = AlertState.start(Thresholds(), [7], [8], 0, certain=[3])
     assert [kind for kind, *_ in kinds(other, window(EVEN, entropy=0.01))] == ["entropy"]
 
 
