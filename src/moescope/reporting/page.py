@@ -25,7 +25,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         groups.setdefault(run.verb.name, []).append(run)
     sections = [entry for group in groups.values() for entry in page.sections(group)]
     joint = [
-        {"anchor": f"all-{section.anchor}", "title": section.title, "parts": [page.entry(section, "all")]}
+        {"anchor": section.anchor, "title": section.title, "parts": [page.entry(section, "all")]}
         for section in joint_sections(runs)
     ]
     guides = [paragraph for run in runs for paragraph in run.verb.guide(run)]
