@@ -26,7 +26,7 @@ def typer_parameter(option: Option) -> inspect.Parameter:
     kind: Any = {"flag": bool, "int": int, "float": float, "text": str}[option.kind]
     shown = option.shown_default or (isinstance(option.default, str | int | float) and option.kind != "flag")
     more: dict[str, Any] = {"help": option.help, "metavar": option.metavar or None}
-    default = option.default if isinstance(option.default, str | int | float | bool) else None
+    default: Any = option.default if isinstance(option.default, str | int | float | bool) else None
     if option.choices:
         more["metavar"] = "|".join(option.choices)
     if option.positional:

@@ -269,7 +269,8 @@ def documented_parameters(function: Callable[..., Any]) -> dict[str, tuple[str, 
     """Return (kind, help, whether it is an other parameter) per parameter of a numpydoc text."""
     found: dict[str, tuple[str, str, bool]] = {}
     lines = (inspect.getdoc(function) or "").splitlines()
-    section, names = "", []
+    section = ""
+    names: list[str] = []
     for index, line in enumerate(lines):
         if index + 1 < len(lines) and lines[index + 1] and set(lines[index + 1]) == {"-"}:
             section, names = line.strip(), []

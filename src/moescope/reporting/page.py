@@ -127,7 +127,7 @@ class Page:
         }
         if section.folded:
             return {**head, "payload": self.keep(place, folded_payload(section, place))}
-        where = head["label"] or section.title
+        where = str(head["label"] or section.title)
         return {
             **head,
             "text": section.text,
