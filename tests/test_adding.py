@@ -322,7 +322,7 @@ def test_a_figure_is_one_function_and_one_line(copy, tmp_path):
     copy.add_function("weights/figures.py", "ACROSS_LAYERS", FIGURE)
     copy.add_line("weights/figures.py", "ACROSS_LAYERS", 'FigureSpec("rank_bars", ("spectra",), draw_ranks)')
     assert copy.changed() == {"weights/figures.py"}
-    copy.moescope("scan", tiny_checkpoint(tmp_path / "model"), "--out", tmp_path / "run", "--quiet")
+    moescope.scan(tiny_checkpoint(tmp_path / "model"), out=tmp_path / "run", quiet=True)
     page = Path(copy.moescope("report", tmp_path / "run").split()[-1]).read_text(encoding="utf-8")
     assert "Rank of every expert" in page
     source = "import moescope, sys; run = moescope.open(sys.argv[1]); print(run.figures()['rank_bars'])"

@@ -394,6 +394,17 @@ def test_the_source_keeps_the_rule(rule, source):
     assert not breaches, "\n" + "\n".join(map(str, breaches))
 
 
+def test_every_listed_import_between_subjects_is_still_there(source):
+    listed = {
+        (f"moescope.{module}", f"moescope.{target}")
+        for module, targets in BETWEEN_SUBJECTS.items()
+        for target in targets
+        if not module.endswith(".")
+    }
+    used = {(module.name, imported.module) for module in source.values() for imported in module.imports}
+    assert listed - used == set()
+
+
 def test_the_tests_keep_the_rules_about_size_and_names():
     tree = {
         str(path.relative_to(ROOT)): Module(".".join(path.relative_to(ROOT).with_suffix("").parts), path)
