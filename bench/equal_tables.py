@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 
 # What version 0.2 renamed; replace these for another pair of versions.
 LOADS = "cv max_violation max_over_mean gini min_max_ratio load_entropy load_entropy_bits load_entropy_share"
+RENAMED_FOLDERS: dict[str, str] = {"scans/a": "scan-a", "scans/b": "scan-b"}  # of runs inside a run
 RENAMED_TABLES: dict[str, str] = {"pieces": "token_text"}  # old name -> new name
 # "column", or "table.column" with the old table's name -> new column
 RENAMED_COLUMNS: dict[str, str] = {"gate_mass": "gate_weight", "routing_layers.floor": "chance"}
@@ -403,13 +404,14 @@ class Comparison:
     def run(self, name: str) -> Tally:
         """All tables of a run folder, its plan, and what a comparison of two runs keeps in run.json."""
         tally = Tally()
-        old = {RENAMED_TABLES.get(file.stem, file.stem): file for file in (self.old / name).glob("*.parquet")}
+        files = (self.old / old_place(name)).glob("*.parquet")
+        old = {RENAMED_TABLES.get(file.stem, file.stem): file for file in files}
         new = {file.stem: file for file in (self.new / name).glob("*.parquet")}
         self.missing("table", set(old), set(new), f"{name}/")
         for table in sorted(set(old) & set(new)):
             tally.add(self.table(f"{name}/{table}", old[table], new[table]))
         for file in ("plan.json", "run.json"):
-            if (self.old / name / file).exists():
+            if (self.old / old_place(name) / file).exists():
                 self.facts(tally, f"{name}/{file}")
         return tally
 
@@ -459,10 +461,11 @@ class Comparison:
         names = all_renamed()
         sides: list[dict[str, Any]] = []
         for folder in (self.old, self.new):
-            if not (folder / place).exists():
+            path = folder / (old_place(place) if folder == self.old else place)
+            if not path.exists():
                 self.wrong.append(f"MISSING file: {place}")
                 return
-            said = json.loads((folder / place).read_text())
+            said = json.loads(path.read_text())
             if place.endswith("run.json"):
                 changes = [change for change in said.get("changes", []) if change["column"] not in IGNORED]
                 said = {f"{change['table']}.{change['column']}": change for change in changes}
@@ -557,6 +560,19 @@ def safetensors(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
+def old_place(place: str) -> str:
+    """Where the old version has what the new one keeps under this path."""
+    for old, new in RENAMED_FOLDERS.items():
+        place = place.replace(new, old)
+    return place
+
+
+def new_place(place: str) -> str:
+    for old, new in RENAMED_FOLDERS.items():
+        place = place.replace(old, new)
+    return place
+
+
 def files(folder: Path, pattern: str) -> set[str]:
     """Files below the folder, but for the models that both sides read."""
     found = (file.relative_to(folder) for file in folder.rglob(pattern))
@@ -569,7 +585,7 @@ def compare(old: Path, new: Path, every_column: bool) -> int:
     totals = {"run": Tally(), "safetensors": Tally()}
     print(f"{'run':70} {'tables':>6} {'rows':>8} {'cells':>10} {'largest difference':>19}")
     for what, pattern in (("run", "run.json"), ("safetensors", "*.safetensors")):
-        sides = files(old, pattern), files(new, pattern)
+        sides = {new_place(file) for file in files(old, pattern)}, files(new, pattern)
         comparison.missing(what, *sides)
         for file in sorted(sides[0] & sides[1]):
             place = str(Path(file).parent) if what == "run" else file
