@@ -187,7 +187,7 @@ def test_no_more_than_one_projection_of_two_experts_is_in_memory_while_a_merged_
     assert reads == ["gate 0", "gate 2"]
 
 
-# --- refused before any work
+# --- rejected before any work
 
 
 def test_a_plan_with_tied_router_rows_a_wrong_shape_or_another_checkpoint_is_not_written(tmp_path):

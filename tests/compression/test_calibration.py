@@ -215,7 +215,7 @@ def test_no_tensor_of_experts_times_tokens_times_width_is_made_for_pruning(kind)
     assert largest.elements <= rows * max(2 * width, widest, 48) < routing.n_experts * rows * max(width, 48)
 
 
-def test_gates_and_choices_are_those_the_experts_were_handed_not_made_anew():
+def test_gates_and_choices_are_those_the_experts_were_handed_not_recomputed():
     """A router that is overruled on its way to the experts: what counts is what they were handed."""
     model = traced("mixtral")
 

@@ -1,6 +1,6 @@
 """compress as a user calls it: plan, checkpoint and judgement.
 
-What resumes, what is refused in one line and leaves nothing behind.
+What resumes, what is rejected in one line and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def test_every_saliency_prunes_by_its_own_column(place, tmp_path, method):
         assert layer.dropped == (int(rows.loc[rows[column].idxmin(), "expert"]),)
 
 
-def test_the_same_run_twice_computes_nothing_anew(run, place, monkeypatch):
+def test_the_same_run_twice_computes_nothing(run, place, monkeypatch):
     monkeypatch.setattr(steps, "carry_out", lambda *given: pytest.fail("computed again"))
     again = compress(
         place / "model",
@@ -345,12 +345,12 @@ def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run,
     assert bare.table("damage")["predicted_error"].isna().all()
 
 
-def test_sums_that_do_not_belong_are_refused(run, place, tmp_path):
+def test_sums_that_do_not_belong_are_rejected(run, place, tmp_path):
     save_model(tmp_path / "other", nudge=0.1)
     text = place / "text.jsonl"
-    refused("from another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path)
-    refused("no calibration.safetensors", tmp_path, place / "model", keep=2, text=text, add=tmp_path)
-    refused("give --text with --add", tmp_path, place / "model", keep=2, method="m_smoe", add=run.path)
+    rejected("from another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path)
+    rejected("no calibration.safetensors", tmp_path, place / "model", keep=2, text=text, add=tmp_path)
+    rejected("give --text with --add", tmp_path, place / "model", keep=2, method="m_smoe", add=run.path)
 
 
 # --- weights alone
@@ -375,17 +375,17 @@ assert "transformers" not in sys.modules
     assert (tmp_path / "small" / "config.json").exists()
 
 
-# --- refused
+# --- rejected
 
 
-def refused(said: str, tmp_path: Path, model: Path, **given) -> None:
+def rejected(said: str, tmp_path: Path, model: Path, **given) -> None:
     with pytest.raises(BadInput, match=said) as error:
         compress(model, out=tmp_path / "run", quiet=True, **given)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_path, monkeypatch):
+def test_impossible_requests_are_rejected_before_a_model_is_loaded(place, tmp_path, monkeypatch):
     from moescope.execution import models
 
     monkeypatch.setattr(models, "load_model", lambda *given: pytest.fail("a model was loaded"))
@@ -410,36 +410,36 @@ def test_impossible_requests_are_refused_before_a_model_is_loaded(place, tmp_pat
         ("batch_size 0: must be at least 1", {"keep": 2, "text": text, "batch_size": 0}),
         ("no such file or folder", {"keep": 2, "text": tmp_path / "nothing.txt"}),
     ):
-        refused(said, tmp_path, model, **given)
-    refused("no such folder", tmp_path, tmp_path / "no-model", keep=2, text=text)
+        rejected(said, tmp_path, model, **given)
+    rejected("no such folder", tmp_path, tmp_path / "no-model", keep=2, text=text)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
 def test_a_plan_needs_a_folder_and_its_own_checkpoint(run, place, tmp_path):
-    refused("give --apply DIR", tmp_path, place / "model", plan=run.path)
+    rejected("give --apply DIR", tmp_path, place / "model", plan=run.path)
     save_model(tmp_path / "other")
-    refused(
+    rejected(
         "made for another checkpoint", tmp_path, tmp_path / "other", plan=run.path, apply=tmp_path / "small"
     )
     assert not (tmp_path / "small").exists()
 
 
-def test_a_model_that_predicts_no_next_token_is_refused_before_it_reads(tmp_path):
+def test_a_model_that_predicts_no_next_token_is_rejected_before_it_reads(tmp_path):
     save_model(tmp_path / "model", "switch_transformers")
     write_jsonl(tmp_path / "text.jsonl", texts(10))
     given = {"keep": 3, "text": tmp_path / "text.jsonl", "apply": tmp_path / "small"}
-    refused("cannot be judged; give --no-judge", tmp_path, tmp_path / "model", **given)
+    rejected("cannot be judged; give --no-judge", tmp_path, tmp_path / "model", **given)
     assert not (tmp_path / "small").exists()
     run = compress(tmp_path / "model", **given, judge=False, out=tmp_path / "run", quiet=True)
     assert run.table("damage")["predicted_error"].notna().any()
 
 
-def test_a_text_without_tokens_is_refused_and_leaves_nothing_behind(place, tmp_path):
+def test_a_text_without_tokens_is_rejected_and_leaves_nothing_behind(place, tmp_path):
     (tmp_path / "empty.txt").write_text(" ")
-    refused("the text holds no token", tmp_path, place / "model", keep=2, text=tmp_path / "empty.txt")
+    rejected("the text holds no token", tmp_path, place / "model", keep=2, text=tmp_path / "empty.txt")
     (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": f"word{n}"}) + "\n" for n in range(40)))
     given = {"keep": 2, "text": tmp_path / "words.jsonl", "apply": tmp_path / "small"}
-    refused("no token to predict; give a longer text, or --no-judge", tmp_path, place / "model", **given)
+    rejected("no token to predict; give a longer text, or --no-judge", tmp_path, place / "model", **given)
     assert not (tmp_path / "small").exists()
 
 

@@ -1,4 +1,4 @@
-"""Damage foretold equals damage measured on the same states.
+"""Damage predicted equals damage measured on the same states.
 
 Two ways to the same number, one without writing anything.
 """
@@ -59,14 +59,14 @@ OTHERS = sorted(set(EVERY_KIND) - {*KINDS, "llama4_text", "nllb-moe", "phimoe", 
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("way", ["pruned", "merged"])
 def test_the_same_holds_for_every_other_model_type(tmp_path, kind, way):
-    """But for NLLB, which is refused, phimoe, whose gates are not explained, and Switch.
+    """But for NLLB, which is rejected, phimoe, whose gates are not explained, and Switch.
 
     Whose capacity depends on the batch.
     """
     test_predicted_damage_is_what_the_written_model_s_own_blocks_do_to_the_same_states(tmp_path, kind, way)
 
 
-def test_sparsemixer_s_gates_are_not_explained_and_nothing_is_foretold(tmp_path):
+def test_sparsemixer_s_gates_are_not_explained_and_nothing_is_predicted(tmp_path):
     tiny, moe = saved(tmp_path / "source", "phimoe")
     model = traced(tiny.model)
     found = predict(model, pruning_plan(moe, 3), {}, *calibrated(model))

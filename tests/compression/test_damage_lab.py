@@ -1,6 +1,6 @@
 """The same for the lab's routers, which are asked themselves what they would do.
 
-Foretold equals measured, written file or not.
+Predicted equals measured, written file or not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def calibrated(model: TracedModel) -> tuple[dict[int, LayerStates], dict[int, An
     return states, gating, found.blocks
 
 
-def foretold(folder: Path, router: str, changes: dict[str, Any], keep: int = 4) -> tuple[Any, ...]:
+def predict_pruning(folder: Path, router: str, changes: dict[str, Any], keep: int = 4) -> tuple[Any, ...]:
     moe = read_moe(open_checkpoint(saved(folder / "source", router, **changes)[0]))
     model = load_traced(folder / "source", "auto", "cpu")
     states, gating, blocks = calibrated(model)
@@ -61,14 +61,14 @@ def foretold(folder: Path, router: str, changes: dict[str, Any], keep: int = 4) 
 
 
 @pytest.mark.parametrize(("router", "changes"), ROUTERS)
-def test_damage_foretold_by_asking_the_router_is_what_the_written_checkpoint_does(
+def test_damage_predicted_by_the_router_is_what_the_written_checkpoint_does(
     tmp_path: Path, router: str, changes: dict[str, Any]
 ):
     predicted: dict[int, Predicted]
     model: TracedModel
     moe: MoeCheckpoint
     plan: Plan
-    predicted, model, states, moe, plan = foretold(tmp_path, router, changes)
+    predicted, model, states, moe, plan = predict_pruning(tmp_path, router, changes)
     held_out = original_outputs(model, states)
     assert set(held_out.reads) == set(states) == {0, 1, 2}
     apply_plan(moe, plan, {}, tmp_path / "small")
@@ -82,7 +82,7 @@ def test_damage_foretold_by_asking_the_router_is_what_the_written_checkpoint_doe
 
 @pytest.mark.parametrize(("router", "changes"), ROUTERS)
 def test_keeping_every_expert_costs_nothing(tmp_path: Path, router: str, changes: dict[str, Any]):
-    for found in foretold(tmp_path, router, changes, keep=8)[0].values():
+    for found in predict_pruning(tmp_path, router, changes, keep=8)[0].values():
         assert found.error == pytest.approx(0, abs=1e-6)
         assert found.router_kl is None or found.router_kl == pytest.approx(0, abs=1e-6)
         assert found.gate_scale == pytest.approx(1, abs=1e-6)
@@ -90,7 +90,7 @@ def test_keeping_every_expert_costs_nothing(tmp_path: Path, router: str, changes
 
 def test_gates_that_are_probabilities_grow_by_what_the_kept_experts_take_over(tmp_path: Path):
     """Expert choice: the new gates' sum by hand, from the router's rows and thresholds alone."""
-    found, model, states, _, plan = foretold(tmp_path, "expert_choice", {})
+    found, model, states, _, plan = predict_pruning(tmp_path, "expert_choice", {})
     for layer in plan.layers:
         router, own = model.model.model.blocks[layer.layer].mlp.router, states[layer.layer]
         kept = list(layer.dominants)
@@ -100,20 +100,20 @@ def test_gates_that_are_probabilities_grow_by_what_the_kept_experts_take_over(tm
         assert found[layer.layer].gate_scale > 1.02
 
 
-def test_a_router_that_looks_at_the_whole_batch_is_neither_foretold_nor_measured(tmp_path: Path):
+def test_a_router_that_looks_at_the_whole_batch_is_neither_predicted_nor_measured(tmp_path: Path):
     """SPECTRA's published evaluation runs Sinkhorn over whatever is evaluated together.
 
     Single tokens tell nothing of it.
     """
     changes = {"router_options": {"evaluation": "published"}}
-    found, model, states, _, _ = foretold(tmp_path, "spectra", changes)
+    found, model, states, _, _ = predict_pruning(tmp_path, "spectra", changes)
     assert all(damage == Predicted(None, None) for damage in found.values())
     assert original_outputs(model, states).reads == {}
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "spectra", "hash"])
 def test_states_survive_their_file_whatever_they_hold(tmp_path: Path, router: str):
-    states = foretold(tmp_path, router, {})[2]
+    states = predict_pruning(tmp_path, router, {})[2]
     again = states_from_arrays(states_to_arrays(states))
     assert again.keys() == states.keys()
     for layer, own in states.items():

@@ -106,7 +106,7 @@ def test_fewer_groups_than_top_k_choose_all_of_them():
     assert folded.gate_scale == pytest.approx(1 / float(case.states.gates_TK.sum(-1).mean()), rel=1e-5)
 
 
-def test_a_router_that_reads_something_else_than_the_experts_is_refused():
+def test_a_router_that_reads_something_else_than_the_experts_is_rejected():
     case = routed(*drawn())
     case.states = replace(case.states, x_TD=torch.nn.functional.normalize(case.states.x_TD, dim=-1))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Groups of experts: average linkage against scipy, random groups, and what is refused."""
+"""Groups of experts: average linkage against scipy, random groups, and what is rejected."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_experts_are_merged_within_their_routing_group_only():
         (9, "nearest possible: 8"),
     ],
 )
-def test_a_number_that_routing_groups_cannot_share_is_refused_with_the_nearest_that_can(keep, nearest):
+def test_a_number_that_routing_groups_cannot_share_is_rejected_with_the_nearest_that_can(keep, nearest):
     with pytest.raises(BadInput, match=nearest):
         average_linkage(distances(8, 0), keep, first, n_groups=2)
 
 
-def test_experts_that_do_not_divide_into_routing_groups_are_refused():
+def test_experts_that_do_not_divide_into_routing_groups_are_rejected():
     with pytest.raises(BadInput, match="7 experts do not divide into 2"):
         routing_sections(7, 2)
 

@@ -36,7 +36,7 @@ def test_weights_of_every_kind_sum_to_one_in_every_group(kind):
         assert sum(weights) == pytest.approx(1)
 
 
-def test_weights_that_need_text_are_refused_without_it():
+def test_weights_that_need_text_are_rejected_without_it():
     with pytest.raises(BadInput, match="merge weights usage need text"):
         merge_weights(GROUPING, "usage")
     with pytest.raises(

@@ -33,6 +33,6 @@ def test_the_most_used_member_leads_and_an_expert_without_output_is_no_error():
     assert hc_smoe(features, np.array([1.0, 5.0, 0.0]), 2, "cosine").dominants == (1, 2)
 
 
-def test_an_unknown_measure_is_refused_with_the_known_ones():
+def test_an_unknown_measure_is_rejected_with_the_known_ones():
     with pytest.raises(BadInput, match="unknown measure 'l1'; known: euclidean, cosine"):
         hc_smoe(np.ones((2, 2)), np.ones(2), 1, "l1")

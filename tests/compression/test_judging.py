@@ -98,7 +98,7 @@ def test_a_document_in_two_parts_is_whole_again_and_the_judged_part_is_bounded()
     assert first_tokens(documents(3), 10**6)[1].ids.tolist() == documents(3)[1].ids.tolist()
 
 
-def test_texts_and_models_that_predict_nothing_are_refused():
+def test_texts_and_models_that_predict_nothing_are_rejected():
     with pytest.raises(BadInput, match="no token to predict"):
         judge_original(traced(tiny_model("mixtral").model), [Document(0, 0, np.array([5]))])
     with pytest.raises(BadInput, match="cannot be judged; give --no-judge"):

@@ -144,7 +144,7 @@ def test_damage_is_foretold_and_measured_in_every_layer(run: Run):
     assert len(layers) == 2 * 3
     assert layers[["predicted_error", "measured_error", "router_kl"]].notna().all(axis=None)
     assert run.info["warnings"] == []
-    # two texts of one kind: what is measured on one is about what was foretold on the other
+    # two texts of one kind: what is measured on one is about what was predicted on the other
     assert np.corrcoef(layers["predicted_error"], layers["measured_error"])[0, 1] > 0.9
 
 
@@ -332,7 +332,7 @@ def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(route
         ),
     ],
 )
-def test_what_a_router_of_the_lab_cannot_become_is_refused_before_any_work(
+def test_what_a_router_of_the_lab_cannot_become_is_rejected_before_any_work(
     router: str, settings: dict, line: str, tmp_path: Path
 ):
     model = saved(tmp_path / "model", router, layers=1)

@@ -1,4 +1,4 @@
-"""Merging methods through the verb: other families, routing groups, budgets, weights, and what is refused."""
+"""Merging methods through the verb: other families, routing groups, budgets, weights, rejected options."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_merged_models_of_other_families_load_without_a_word_and_generate(tmp_pa
     logging.disable_progress_bar()
     model = model_of(tmp_path, kind, form)
     run = planned(model, text, tmp_path / "run", "m_smoe_permuted", apply=tmp_path / "small")
-    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
-    assert not any(told.values()), told
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not any(info.values()), info
     made = loaded.eval().generate(
         torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0
     )
@@ -248,14 +248,14 @@ def test_every_merging_method_names_random_merging_as_its_control():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_any_work(tmp_path, text, method, more, line):
+def test_what_does_not_go_together_is_rejected_before_any_work(tmp_path, text, method, more, line):
     with pytest.raises(BadInput, match=line):
         planned(model_of(tmp_path), text, tmp_path / "run", method, **more)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("more", [{"sequential": True}, {"merge_weights": "saliency"}])
-def test_what_goes_by_a_text_is_refused_without_one(tmp_path, more):
+def test_what_goes_by_a_text_is_rejected_without_one(tmp_path, more):
     with pytest.raises(BadInput, match="needs a text; give --text PATH"):
         planned(model_of(tmp_path), None, tmp_path / "run", "weights", **more)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Plans as files: what is written comes back, and what cannot be meant is refused in one line."""
+"""Plans as files: what is written comes back, and what cannot be meant is rejected in one line."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_experts_in_no_group_are_the_dropped_ones(tmp_path):
         (lambda layer: layer.update(groups="many"), "is missing or malformed"),
     ],
 )
-def test_a_plan_that_cannot_be_meant_is_refused_when_it_is_read(tmp_path, change, said):
+def test_a_plan_that_cannot_be_meant_is_rejected_when_it_is_read(tmp_path, change, said):
     write_plan(tmp_path, FOLD, {3: FIT})
     content = json.loads((tmp_path / "plan.json").read_text())
     change(content["layers"][0])
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(BadInput, match=r"plan.json: .*plan again") as refused:
+    with pytest.raises(BadInput, match=r"plan.json: .*plan again") as rejected:
         read_plan(tmp_path)
-    assert said in str(refused.value)
+    assert said in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_plan_that_cannot_be_meant_is_refused_when_it_is_read(tmp_path, change
         ("layers", [], "it has no layer"),
     ],
 )
-def test_other_words_than_the_known_ones_are_refused(tmp_path, key, value, said):
+def test_other_words_than_the_known_ones_are_rejected(tmp_path, key, value, said):
     write_plan(tmp_path, FOLD, {3: FIT})
     content = json.loads((tmp_path / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({**content, key: value}))
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         read_plan(tmp_path)
-    assert said in str(refused.value)
+    assert said in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_other_words_than_the_known_ones_are_refused(tmp_path, key, value, said)
     ],
 )
 def test_arrays_that_do_not_fit_the_plan_are_not_even_written(tmp_path, fit, said):
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         write_plan(tmp_path, FOLD, {3: fit})
-    assert said in str(refused.value)
+    assert said in str(rejected.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -143,7 +143,7 @@ def test_arrays_of_another_plan_or_none_at_all_are_noticed(tmp_path):
     ("content", "said"),
     [("{", "not valid JSON"), ('{"a": 1}', "not a plan of moescope"), ("[]", "not a plan")],
 )
-def test_files_that_are_no_plan_are_refused(tmp_path, content, said):
+def test_files_that_are_no_plan_are_rejected(tmp_path, content, said):
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(BadInput, match=said):
         read_plan(tmp_path)

@@ -30,8 +30,8 @@ def loaded(folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""How many experts stay, which, and what is refused from headers alone."""
+"""How many experts stay, which, and what is rejected from headers alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_keep_is_a_share_where_it_has_a_point_and_a_number_where_it_has_none(kee
 
 
 @pytest.mark.parametrize("keep", ["half", "", "0.0", "1.5", "-0.5", "nan"])
-def test_what_is_neither_a_share_nor_a_number_is_refused(keep):
+def test_what_is_neither_a_share_nor_a_number_is_rejected(keep):
     with pytest.raises(BadInput, match=r"^keep"):
         read_keep(keep)
 
@@ -56,7 +56,7 @@ def test_a_share_is_rounded_to_whole_experts_of_every_layer(tmp_path):
     assert set(keep_counts(moe, 1, merges=True).values()) == {1}, "merging may lower top_k"
 
 
-def test_keeping_fewer_than_a_token_goes_to_is_refused_with_the_nearest_possible_number(tmp_path):
+def test_keeping_fewer_than_a_token_goes_to_is_rejected_with_the_nearest_possible_number(tmp_path):
     _, moe = saved(tmp_path / "model", "mixtral")
     with pytest.raises(
         BadInput,
@@ -69,7 +69,7 @@ def test_keeping_fewer_than_a_token_goes_to_is_refused_with_the_nearest_possible
         keep_counts(moe, 0, merges=True)
 
 
-def test_groups_that_do_not_divide_are_refused_with_the_nearest_possible_numbers(tmp_path):
+def test_groups_that_do_not_divide_are_rejected_with_the_nearest_possible_numbers(tmp_path):
     folder = tiny_model("deepseek_v3").save(tmp_path / "model", "saved")
     edit_json(folder / "config.json", n_group=2, topk_group=1)
     moe = read_moe(open_checkpoint(folder))
@@ -82,7 +82,7 @@ def test_groups_that_do_not_divide_are_refused_with_the_nearest_possible_numbers
     assert set(keep_counts(moe, 4, merges=False).values()) == {4}
 
 
-def test_a_quantised_checkpoint_is_refused_before_anything_is_read(tmp_path):
+def test_a_quantised_checkpoint_is_rejected_before_anything_is_read(tmp_path):
     folder = tiny_checkpoint(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -116,7 +116,7 @@ def test_random_pruning_is_nested_differs_by_seed_and_by_layer_and_needs_no_text
     np.testing.assert_allclose(np.bincount(many, minlength=4) / 400, 0.25, atol=0.08)
 
 
-def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list():
+def test_every_method_is_named_once_and_an_unknown_one_is_rejected_with_the_list():
     names = [method.name for method in METHODS]
     assert len(set(names)) == len(names)
     assert names[:5] == ["frequency", "gate_weight", "ean", "reap", "random"]
@@ -127,7 +127,7 @@ def test_every_method_is_named_once_and_an_unknown_one_is_refused_with_the_list(
         method_named("reep")
 
 
-def test_choices_of_merging_are_refused_where_nothing_is_merged():
+def test_choices_of_merging_are_rejected_where_nothing_is_merged():
     with pytest.raises(BadInput, match="method reap drops experts and merges none; omit --merge-weights"):
         check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
     check_settings(method_named("reap"), PlanSettings(seed=3), written=True)

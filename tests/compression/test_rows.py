@@ -45,7 +45,7 @@ def test_pairs_are_dominant_and_other_members_singletons_left_out():
     assert cluster_pairs(plan_of(((0,), (1,)), (0, 1)), seed=0) == {}
 
 
-def test_of_many_pairs_a_few_are_drawn_anew_in_every_layer():
+def test_of_many_pairs_a_few_are_drawn_per_layer():
     pairs = cluster_pairs(plan_of((tuple(range(100)),), (0,)), seed=1)
     assert len(pairs[0]) == MOST_PAIRS
     assert pairs[0] != pairs[1]
@@ -53,7 +53,7 @@ def test_of_many_pairs_a_few_are_drawn_anew_in_every_layer():
     assert pairs == cluster_pairs(plan_of((tuple(range(100)),), (0,)), seed=1)
 
 
-def test_distances_are_those_of_the_pairs_as_they_lie_and_matched(tmp_path):
+def test_distances_are_those_of_the_pairs_as_stored_and_matched(tmp_path):
     moe = read_moe(open_checkpoint(tiny_checkpoint(tmp_path / "model")))
     frames = cluster_geometry(moe, plan_of(((0, 3), (1,), (2,)), (3, 1, 2)), "cpu", 0)
     rows = frames["geometry"].set_index(["series", "layer", "matrix"])

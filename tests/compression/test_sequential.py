@@ -151,12 +151,12 @@ def test_the_error_foretold_of_a_tied_layer_is_that_of_running_it_so():
     own = states[layer]
     part = LayerPlan(layer, 4, GROUPS, DOMINANTS, WEIGHTS)
     plan = Plan("m_smoe", {}, (part,), "none", "tie", None, {})
-    foretold = predict_layer(block, plan, part, LayerFit(), own, gating[layer], running)
+    predicted = predict_layer(block, plan, part, LayerFit(), own, gating[layer], running)
     before = routed_output(block, own.x_TD, own.chosen_TK, own.gates_TK)
     new = merged_expert(running.layers[layer], (0, 2), (0.5, 0.5), LayerFit())
     for member in (0, 2):
         running.put(layer, member, new)
     after = routed_output(block, own.x_TD, own.chosen_TK, own.gates_TK)
-    assert foretold.error == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
-    assert foretold.error > 0.05
-    assert foretold.router_kl == 0
+    assert predicted.error == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
+    assert predicted.error > 0.05
+    assert predicted.router_kl == 0

@@ -124,6 +124,6 @@ def test_experts_without_a_gate_are_clustered_by_two_projections():
     assert distances.distance_EE[1, 3] == pytest.approx(0, abs=1e-3)
 
 
-def test_an_unknown_measure_is_refused():
+def test_an_unknown_measure_is_rejected():
     with pytest.raises(BadInput, match="unknown measure 'cka'; known: l2, sv"):
         matched_distances(random_experts(2, 0), "cka")

@@ -42,10 +42,10 @@ def test_counts_are_those_of_the_same_decisions_counted_on_the_cpu(kind):
     ] = {}  # a pass's tokens, moved once: by them a tally knows which layers belong together
 
     def consume(routing: Routing) -> None:
-        here.add(routing)
+        here.consume(routing)
         assert routing.tokens is not None
         moved = met.setdefault(id(routing.tokens), on_cpu(routing.tokens))
-        there.add(replace(on_cpu(routing), tokens=moved))
+        there.consume(replace(on_cpu(routing), tokens=moved))
 
     passes = []
     with Capture(model, consume) as capture, torch.no_grad():

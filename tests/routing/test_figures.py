@@ -309,3 +309,18 @@ def test_figures_have_unique_names_and_a_description():
     names = [spec.name for spec in specs]
     assert len(names) == len(set(names))
     assert all(spec.draw.__doc__.splitlines()[0].endswith(".") for spec in specs)
+
+
+def test_a_run_draws_every_figure_it_lists_and_narrows_it_to_a_selection(traced_run):
+    names = traced_run.figures()
+    assert {"cv_by_layer", "cv_by_step", "saturation_curves", "expert_map_router_pca"} <= set(names)
+    for name in names:
+        if not name.endswith(("umap", "tsne")):
+            validate(traced_run.draw(name))
+    assert list(traced_run.draw("cv_by_layer", layer=1).data[0]["x"]) == [1]
+    assert list(traced_run.draw("cv_by_step").data[0]["x"]) == [100, 200]
+    early = traced_run.draw("cv_by_layer", step=100).data[0]["y"]
+    rows = traced_run.table("routing_layers").query(
+        "step == 100 and phase == 'prefill' and domain == '' and metric == 'cv'"
+    )
+    np.testing.assert_array_equal(early, rows.sort_values("layer")["value"])

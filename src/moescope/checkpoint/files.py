@@ -60,10 +60,8 @@ class StoredTensor:
         """View uint8 data as a tensor of this dtype and shape."""
         import torch
 
-        special = {
-            "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-            "BF16": "bfloat16",
-        }  # fmt: skip
+        special = {"BOOL": "bool", "BF16": "bfloat16"}
+        special |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
         kinds = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
         name = special.get(self.dtype) or kinds.get(self.dtype[0], "unknown") + self.dtype[1:]
         dtype = getattr(torch, name, None)
