@@ -7,8 +7,18 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
-from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number, reference_k
+from moescope.plotting.style import (
+    GREY,
+    blend,
+    from_to,
+    heatmap,
+    layer_colors,
+    named_layers,
+    number,
+    reference_k,
+)
 from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
+from moescope.weights.figures_alignment import compact
 from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
 from moescope.weights.figures_layer import COMPLETE_VIEW
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks, similarity_order
@@ -132,6 +142,19 @@ def test_cosines_are_drawn_on_a_fixed_scale_in_both_orders(planted_run):
     order = figure.slider.orders[3]
     assert sorted(order) == [str(expert) for expert in range(8)]
     assert abs(order.index("2") - order.index("5")) == 1
+
+
+@pytest.mark.parametrize(("largest", "unit"), [(1.0, 1e-4), (0.003, 1e-7)])
+def test_a_large_heatmap_is_rounded_to_four_digits_of_its_largest_value(largest, unit):
+    z = np.random.default_rng(0).uniform(0, largest, (80, 80))
+    small, large = (
+        compact(heatmap(part, range(len(part)), range(80), label="align")) for part in (z[:40], z)
+    )
+    assert small["z"].dtype == float
+    assert large["z"].dtype == np.int16
+    np.testing.assert_allclose(large["z"] * unit, z, atol=unit / 2)
+    np.testing.assert_allclose(large["zmax"] * unit, z.max())
+    assert f"10<sup>−{-round(np.log10(unit))}</sup>" in large["hovertemplate"]
 
 
 def test_experts_of_a_block_stand_together_in_similarity_order():

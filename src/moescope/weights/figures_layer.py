@@ -23,7 +23,7 @@ from moescope.plotting.style import (
     number,
 )
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
-from moescope.weights.figures_alignment import line, matrix_layout, peak, random_spread, usable
+from moescope.weights.figures_alignment import compact, line, matrix_layout, peak, random_spread, usable
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks
 
 PANEL_HEIGHT = 260
@@ -63,7 +63,8 @@ def pair_matrix(tables: Tables) -> Figure:
     for k in ks:
         grid = pairs[pairs["k"] == k].pivot(index="router_index", columns="expert", values="align")
         M, axes = grid.to_numpy(float), ("expert", "router")
-        data.append(heatmap(M, list(grid.columns), list(grid.index), label="align", axes=axes, text=True))
+        matrix = heatmap(M, list(grid.columns), list(grid.index), label="align", axes=axes, text=True)
+        data.append(compact(matrix))
         places = np.arange(len(M))
         hits = int((M.argmax(axis=1) == places).sum())
         mutual.append(int((M.argmax(axis=0)[M.argmax(axis=1)] == places).sum()))

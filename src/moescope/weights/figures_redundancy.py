@@ -22,7 +22,7 @@ from moescope.plotting.style import (
     number,
 )
 from moescope.verb import Figure, Slider, Tables, Trace
-from moescope.weights.figures_alignment import line, matrix_layout
+from moescope.weights.figures_alignment import compact, line, matrix_layout
 
 
 def cosine_matrix(pairs: pd.DataFrame) -> tuple[np.ndarray, list[int]]:
@@ -70,9 +70,10 @@ def cosine_heatmap(tables: Tables) -> Figure:
         layers.append(str(layer))
         orders.append([str(experts[place]) for place in similarity_order(matrix)])
         axes = ("expert", "expert")
-        data.append(
-            heatmap(matrix, experts, experts, diverging=True, bound=1.0, label="cos", axes=axes, text=True)
+        trace = heatmap(
+            matrix, experts, experts, diverging=True, bound=1.0, label="cos", axes=axes, text=True
         )
+        data.append(compact(trace))
         off = np.abs(matrix - np.eye(len(matrix)))
         highest.append(float(off.max()))
         a, b = sorted(np.unravel_index(off.argmax(), off.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -232,10 +233,10 @@ def select(run: Run, selection: Selection) -> Tables:
     return {name: layer.rows(frame) for name, frame in stack(found).items()}
 
 
-def stack(found: list[View], labels: list[str] | None = None) -> Tables:
-    """The tables of several views in one, with columns `view` (its label) and `run`."""
+def stack(found: list[View], labels: list[str] | None = None, names: Iterable[str] = tuple(TABLES)) -> Tables:
+    """The named tables of several views in one, with columns `view` (its label) and `run`."""
     labels = labels or [view.label for view in found]
-    names = [name for name in TABLES if found and all(name in view.tables for view in found)]
+    names = [name for name in names if found and all(name in view.tables for view in found)]
     return {
         name: pd.concat(
             [
@@ -267,8 +268,8 @@ def overlay(runs: list[Run]) -> list[Section]:
     for run, view in found:
         groups.setdefault((run.path, *(view.keys[key] for key in VIEW)), []).append(view)
     for (path, *_), group in groups.items():
-        figures = [(spec, stack(group)) for spec in group[0].drawable(ACROSS_STEPS)]
-        if len(group) > 1 and figures:
+        specs = group[0].drawable(ACROSS_STEPS) if len(group) > 1 else []
+        if figures := [(spec, stack(group, names=spec.needs)) for spec in specs]:
             title = f"Over steps: {prefix[path]}{view_words(group[0].keys)}"
             parts.append(Section(f"steps-{len(parts)}", title, "", figures))
     figures = []
@@ -276,8 +277,7 @@ def overlay(runs: list[Run]) -> list[Section]:
         alike = [(run, view) for run, view in found if view.drawable([spec])]
         if len(alike) > 1:
             labels = [f"{prefix[run.path]}{view.label}" for run, view in alike]
-            tables = stack([view for _, view in alike], labels)
-            figures.append((spec, {name: tables[name] for name in spec.needs}))
+            figures.append((spec, stack([view for _, view in alike], labels, spec.needs)))
     if figures:
         parts.append(Section("views", "Every view", "", figures))
     return [Section("side-by-side", "Side by side", sections=parts)] if parts else []
