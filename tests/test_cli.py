@@ -410,7 +410,7 @@ def test_scan_prints_coverage_findings_and_the_folder(tmp_path):
     shown = moescope("scan", model, "--out", "run", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
-    assert lines[0].startswith("mixtral: 2 MoE layers of 2 expected, 4 experts a layer")
+    assert lines[0].startswith("mixtral: 2 MoE layers of 2 expected, 4 experts per layer")
     assert lines[-2:] == ["run: run", "next: moescope report run"]
     assert all(line.startswith("- ") for line in lines[1:-2])
     assert "Traceback" not in shown.stderr

@@ -1,10 +1,7 @@
-"""The few values that flow between the parts.
+"""The values that flow between packages.
 
-Shape suffixes in compute code: E experts, D model width, F expert hidden width, K values of k, R singular
-values.
-A name like `align_KEE` is a K x E x E array: k, router, expert, in that order. In routing, T are tokens and K
-the experts
-chosen for one.
+Shape suffixes: E experts, D model width, F expert hidden width, K values of k, R singular values; in routing,
+T tokens and K experts chosen per token. `align_KEE` is a K x E x E array: k, router, expert, in that order.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor known by name, shape and dtype; its data are read when `read()` is called, and not kept."""
+    """A tensor by name, shape and dtype; `read()` reads its data, which are not cached."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,19 +36,16 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class StoredParts:
-    """Where one projection of every expert lies on disk: an expert's part is a run of bytes, `view` shows the
-    projection in it.
+    """How one projection of every expert is stored: an expert's part is a byte range.
 
-    Since `view` is a view of the stored part (a slice, a stride, a transpose), what reads a projection writes
-    it too.
+    `view` is a view of the stored part (slice, stride, transpose), so it reads and writes the projection.
     """
 
-    name: str  # the tensor's; {e} stands for the expert's number where each expert has a tensor of its own
+    name: str  # of the tensor; {e} is the expert's number if each expert has its own tensor
     dtype: str
     shape: tuple[int, ...]  # of one expert's part
-    whole: (
-        Callable[[int], tuple[int, ...]] | None
-    )  # the tensor's shape with so many experts; None: one tensor an expert
+    # shape of the tensor by the number of experts; None: one tensor per expert
+    whole: Callable[[int], tuple[int, ...]] | None
     view: Callable[[Tensor], Tensor]  # of a part: the projection, [out, in]
 
     def tensor_name(self, expert: int) -> str:
@@ -60,26 +54,22 @@ class StoredParts:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """One projection of every expert of a layer, in [out, in] orientation.
-
-    `stack.read(e)` reads expert e and no other.
-    """
+    """One projection of every expert of a layer, [out, in]; `stack.read(e)` reads only expert e."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]  # [E, out, in], or [E, out] of a bias
     dtype: str
     files: tuple[str, ...]
     read: Callable[[int], Tensor]
-    stored: StoredParts | None = None  # None where it cannot be written back: quantised, or not from a file
+    stored: StoredParts | None = None  # None if it cannot be written back: quantised, or not from a file
 
 
 @dataclass(frozen=True)
 class RouterState:
-    """A stored tensor of a router beside its rows and biases, and what of it belongs to which expert.
+    """A stored tensor of a router other than rows and biases, and how it depends on experts.
 
-    `kind` "experts": the first axis falls into as many equal runs as there are experts, one each; "table":
-    its entries are experts'
-    numbers; "shared": nothing in it belongs to one expert.
+    `kind` "experts": the first axis has equally many entries per expert; "table": entries are expert numbers;
+    "shared": independent of experts.
     """
 
     tensor: LazyTensor
@@ -88,7 +78,7 @@ class RouterState:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert every token goes through, and the gate in front of it where there is one."""
+    """The expert that every token uses, and its gate if there is one."""
 
     gate_FD: LazyTensor
     up_FD: LazyTensor | None
@@ -98,19 +88,17 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One MoE layer, whatever family it came from. Nothing in it has been read yet: every tensor is lazy."""
+    """One MoE layer of any family. All tensors are lazy."""
 
     layer: int
     layer_name: str
-    router_ED: (
-        LazyTensor | None
-    )  # None where the router has no row for each expert: it hashes, or there is nothing to choose
+    router_ED: LazyTensor | None  # None if the router has no row for each expert, such as a hash router
     gate_EFD: ExpertStack
     up_EFD: ExpertStack | None  # None for experts without a gate
     down_EDF: ExpertStack
-    norm_D: LazyTensor | None  # the weight of the norm in front of the block
-    norm_offset: float  # 1.0 where the norm multiplies by (1 + weight)
-    top_k: int | None  # None when no config tells
+    norm_D: LazyTensor | None  # weight of the norm in front of the block
+    norm_offset: float  # 1.0 if the norm multiplies by (1 + weight)
+    top_k: int | None  # None without a config
     scoring: str  # how logits become scores: "softmax", "sigmoid", ...
     activation: str | None
     router_bias_E: LazyTensor | None = None
@@ -119,9 +107,7 @@ class LayerWeights:
     gate_bias_EF: ExpertStack | None = None
     up_bias_EF: ExpertStack | None = None
     down_bias_ED: ExpertStack | None = None
-    router_state: tuple[
-        RouterState, ...
-    ] = ()  # what else the router keeps: thresholds, strengths, tables, projections
+    router_state: tuple[RouterState, ...] = ()  # thresholds, strengths, tables, projections
 
     @property
     def n_experts(self) -> int:
@@ -136,15 +122,9 @@ class LayerWeights:
         return self.gate_EFD.shape[1]
 
     def expert(self, number: int) -> ExpertWeights:
-        """One expert, read now, as stored."""
-        stacks = (
-            self.gate_EFD,
-            self.down_EDF,
-            self.up_EFD,
-            self.gate_bias_EF,
-            self.up_bias_EF,
-            self.down_bias_ED,
-        )
+        """Read one expert, in the stored dtype."""
+        biases = (self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED)
+        stacks = (self.gate_EFD, self.down_EDF, self.up_EFD, *biases)
         gate, down, *rest = (None if stack is None else stack.read(number) for stack in stacks)
         assert gate is not None
         assert down is not None
@@ -165,54 +145,41 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one layer's experts: each group becomes one expert; experts in no group are dropped.
+    """One layer's part of a plan: each group becomes one expert; experts in no group are dropped.
 
-    Pruning keeps groups of one. Weights stand beside their members and sum to 1 in every group.
+    Pruning has groups of one. Weights are parallel to the members and sum to 1 in every group.
     """
 
     layer: int
     n_experts: int  # before
     groups: tuple[tuple[int, ...], ...]
-    dominants: tuple[
-        int, ...
-    ]  # one a group, a member of it: the expert whose neurons the others are matched to
+    dominants: tuple[int, ...]  # one member per group, whose neurons the others are matched to
     weights: tuple[tuple[float, ...], ...]
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        kept = {expert for group in self.groups for expert in group}
-        return tuple(expert for expert in range(self.n_experts) if expert not in kept)
+        members = {expert for group in self.groups for expert in group}
+        return tuple(expert for expert in range(self.n_experts) if expert not in members)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What compression will do.
-
-    Written as plan.json; arrays it carries (fitted router rows, neuron orders) lie beside it.
-    """
+    """What compression will do, as in plan.json; arrays (router rows, neuron orders) are separate files."""
 
     method: str
-    checkpoint: dict[
-        str, str | None
-    ]  # address, revision, hash of the headers: a plan is carried out on no other one
+    checkpoint: dict[str, str | None]  # address, revision, header hash: applied to no other checkpoint
     layers: tuple[LayerPlan, ...]
-    matching: str  # how members' neurons are brought into the dominant's order: "signed", "unsigned", "none"
-    # What the router becomes: "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join"
-    # (a group takes over its
-    # dominant's part of the router, of a table the tokens of all members)
+    matching: str  # of members' neurons to the dominant's: "signed", "unsigned", "none"
+    # "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join" (a group inherits its
+    # dominant's part of the router; of a table, the tokens of all members)
     router: str
     top_k: int | None  # after
-    settings: dict[
-        str, str | int | float | bool | None
-    ]  # what made the plan: keep, linkage, merge weights, seed, ...
+    settings: dict[str, str | int | float | bool | None]  # keep, linkage, merge weights, seed, ...
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The T tokens of one forward pass, row after row, padding included.
-
-    Each row is a stretch of one document.
-    """
+    """The T tokens of one forward pass, row after row with padding; each row is part of one document."""
 
     rows: int
     ids_T: Tensor
@@ -220,18 +187,17 @@ class Tokens:
     document_T: Tensor
     position_T: Tensor  # in the document, from 0
     domain_T: Tensor  # index into the run's domains
-    bucket_T: Tensor  # which of the jackknife's groups of documents
+    bucket_T: Tensor  # group of documents for the jackknife
     phase: str = "prefill"
-    continues: bool = False  # whether each row goes on where it stopped in the pass before
+    continues: bool = False  # whether rows continue those of the previous pass
 
 
 @dataclass(frozen=True)
 class Routing:
     """One layer's routing of T tokens.
 
-    A token may have fewer experts than slots (capacity, expert choice, experts on other ranks): the slots
-    left over hold -1 and a
-    gate of 0. Slots are in no particular order; the first choice is the one with the largest gate.
+    A token may have fewer experts than slots (capacity, expert choice, experts on other ranks): empty slots
+    hold -1 and a gate of 0. Slots are unordered; the first choice is the one with the largest gate.
     """
 
     layer: int
@@ -239,19 +205,15 @@ class Routing:
     n_experts: int
     chosen_TK: Tensor
     gates_TK: Tensor
-    tokens: Tokens | None = None  # None where nobody said which tokens these are: then all are real
+    tokens: Tokens | None = None  # None if unknown: then all tokens are real
     logits_TE: Tensor | None = None
     scores_TE: Tensor | None = None  # probabilities: softmax of the logits, or sigmoids divided by their sum
-    selection_TE: Tensor | None = (
-        None  # what the choice was made by, bias included; -inf where a group was ruled out
-    )
+    selection_TE: Tensor | None = None  # what decides the choice, bias included; -inf in excluded groups
     auxiliary_loss: Tensor | None = None
-    x_TD: Tensor | None = None  # what the experts were given
-    dropped_T: Tensor | None = None  # slots a token lost to capacity
-    carried_TR: Tensor | None = None  # what the router of the layer before handed on, where it reads that
-    diagnostics: dict[str, Diagnostic] = field(
-        default_factory=dict
-    )  # what the router says of itself, by the metric's name
+    x_TD: Tensor | None = None  # input of the experts
+    dropped_T: Tensor | None = None  # slots per token lost to capacity
+    carried_TR: Tensor | None = None  # state from the previous layer's router, if it uses one
+    diagnostics: dict[str, Diagnostic] = field(default_factory=dict)  # by metric name
 
 
 @dataclass(frozen=True)
@@ -270,11 +232,9 @@ class LinearView:
 
 
 class Diagnostic(NamedTuple):
-    """A number a router says of itself in a pass, beside what it is by chance and at the worst. Tables hold
-    means over passes.
+    """A number that a router reports about itself per pass, with chance and worst level. Tables hold means.
 
-    Tensors are detached scalars in float32, left on the device; references that do not depend on the pass are
-    plain numbers.
+    Tensors are detached float32 scalars on the device; constant references are plain numbers.
     """
 
     value: Tensor
@@ -284,16 +244,16 @@ class Diagnostic(NamedTuple):
 
 @dataclass(frozen=True)
 class Coverage:
-    """What of a checkpoint was understood, so that a smaller report is never mistaken for a whole one."""
+    """How much of a checkpoint is supported: a partial report must not be mistaken for a complete one."""
 
     family: str
     layers_found: int
-    layers_expected: int | None  # None where no config tells
+    layers_expected: int | None  # None without a config
     experts_per_layer: tuple[int, ...]
     parameters_understood: int
     parameters_total: int
     skipped: dict[str, int]  # reason -> number of tensors
-    rowless_router: str | None = None  # what the router is called where it has no row for each expert
+    rowless_router: str | None = None  # the router's name if it has no row for each expert
 
     def line(self) -> str:
         expected = "an unknown number" if self.layers_expected is None else str(self.layers_expected)
@@ -305,22 +265,21 @@ class Coverage:
         share = self.parameters_understood / max(self.parameters_total, 1)
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
         return printable(
-            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} a layer, "
+            f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} per layer, "
             f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
             + (f"; {skipped}" if skipped else "")
         )
 
     def without_rows(self) -> str | None:
-        """Why the weights tell less of it than of others, in a sentence; None where its routers have rows."""
+        """State what scans of this router omit; None if it has a row for each expert."""
         if self.rowless_router is None:
             return None
         if self.experts_per_layer == (1,):
             return (
-                f"nothing is routed (router {self.rowless_router}): one block a layer has a "
-                "spectrum, and nothing to be compared with"
+                f"nothing is routed (router {self.rowless_router}): one block per layer has a spectrum and "
+                "nothing to compare it with"
             )
         return (
-            f"router {self.rowless_router} has no row for each expert, so experts are compared "
-            "with each other alone, and alignment and "
-            "ambiguity are left out; moescope trace shows where it sends text"
+            f"router {self.rowless_router} has no row for each expert: experts are compared with each other, "
+            "without alignment and ambiguity; use moescope trace for its routing"
         )

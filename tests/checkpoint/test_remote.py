@@ -298,7 +298,7 @@ def test_scanning_a_layer_from_the_hub_fetches_its_ranges_and_is_resumable_by_id
     assert info["checkpoints"][0]["path"] == "hf://tiny/moe"
     assert info["checkpoints"][0]["revision"] == COMMITS["step1000"]
     again = on_the_hub(hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run")
-    assert "done before" in again.stdout
+    assert "already complete" in again.stdout
 
 
 @pytest.mark.parametrize(

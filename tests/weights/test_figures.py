@@ -77,7 +77,7 @@ def test_every_figure_of_a_run_can_be_drawn_whatever_its_shape(name, tmp_path):
 
 def test_every_figure_needs_no_table_but_those_it_names(planted_run):
     found = views(planted_run)
-    layer_tables = found[0].one_layer(3)
+    layer_tables = dict(found[0].by_layer())[3]
     for spec in ACROSS_LAYERS:
         validate(spec.draw({name: found[0].tables[name] for name in spec.needs}))
     for spec in (*ONE_LAYER, *COMPLETE_VIEW):
@@ -91,7 +91,7 @@ def test_a_run_draws_its_figures_by_name_of_the_view_and_layer_selected(planted_
     assert len(planted_run.figures()) == len(planted_run.verb.figures)
     caption = planted_run.draw("pair_matrix", layer=4, router="centered").caption
     view = views(planted_run)[1]
-    assert caption == ONE_LAYER[0].draw(view.one_layer(4)).caption
+    assert caption == ONE_LAYER[0].draw(dict(view.by_layer())[4]).caption
     assert len(planted_run.draw("compare_accuracy", router=None).data) == 3  # two views and chance
     for name in planted_run.figures():
         validate(planted_run.draw(name))
@@ -126,7 +126,7 @@ def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
 
 
 def test_the_pair_matrix_slides_through_every_k_and_starts_at_the_best(planted_run):
-    tables = views(planted_run)[0].one_layer(1)
+    tables = dict(views(planted_run)[0].by_layer())[1]
     figure = ONE_LAYER[0].draw(tables)
     assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
     assert figure.slider.values[figure.slider.start] == str(tables["alignment_tests"]["best_k"].iloc[0])

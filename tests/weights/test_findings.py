@@ -63,7 +63,7 @@ def test_the_summary_is_json_and_names_every_reading(planted_run):
     found = summary(planted_run)
     facts = json.loads(json.dumps(found.details))
     assert [item["view"] for item in facts["views"]] == ["gate, raw router", "gate, centered router"]
-    assert found.coverage[0].startswith("mixtral: 5 MoE layers of 5 expected, 8 experts a layer")
+    assert found.coverage[0].startswith("mixtral: 5 MoE layers of 5 expected, 8 experts per layer")
     assert facts["views"][0]["most_ambiguous"][0]["layer"] in (0, 4)
 
 

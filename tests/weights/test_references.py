@@ -94,7 +94,7 @@ def test_reference_lines_across_layers_are_where_the_formula_says(name, raw):
 @pytest.mark.parametrize("name", OF_A_LAYER)
 def test_reference_lines_of_a_layer_are_where_the_formula_says(name, raw):
     spec = next(spec for spec in (*ONE_LAYER, *COMPLETE_VIEW) if spec.name == name)
-    check(spec.draw(raw.one_layer(3)), OF_A_LAYER[name])
+    check(spec.draw(dict(raw.by_layer())[3]), OF_A_LAYER[name])
 
 
 @pytest.fixture(scope="module")
@@ -253,5 +253,5 @@ def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_ob
 
 
 def test_margins_that_are_negative_are_counted_as_such(raw):
-    figure = next(spec for spec in ONE_LAYER if spec.name == "margin_histogram").draw(raw.one_layer(3))
+    figure = next(spec for spec in ONE_LAYER if spec.name == "margin_histogram").draw(dict(raw.by_layer())[3])
     assert figure.caption == "1 of 8 margins are negative (chance: 7)."

@@ -107,7 +107,7 @@ class LayerTask:
         return f"step{self.step}-layer{self.layer}"
 
     def label(self, n_steps: int) -> str:
-        """The task's name beside the progress bar."""
+        """The task's name in the progress bar."""
         return f"layer {self.layer}" + (f", step {self.step}" if n_steps > 1 else "")
 
 

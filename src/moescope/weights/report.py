@@ -88,7 +88,7 @@ VERDICT_NAMES = {
 
 def summary(run: Run) -> Summary:
     """Key numbers and findings of a scan, and its table of layers per view."""
-    found = views(run)
+    all_views = views(run)
     details = {
         "views": [
             {
@@ -98,7 +98,7 @@ def summary(run: Run) -> Summary:
                 "most_ambiguous": most_ambiguous(view),
                 "collapsed_pairs": collapsed_pairs(view),
             }
-            for view in found
+            for view in all_views
         ],
         "fallbacks": run.info.get("fallbacks", 0),
     }
@@ -110,9 +110,11 @@ def summary(run: Run) -> Summary:
             view=view.label,
             findings=findings(view) if index else [],
         )
-        for index, view in enumerate(found)
+        for index, view in enumerate(all_views)
     ]
-    return Summary(coverage_lines(run), headline(found), key_numbers(found[0]), tables, details=details)
+    return Summary(
+        coverage_lines(run), headline(all_views), key_numbers(all_views[0]), tables, details=details
+    )
 
 
 def coverage_lines(run: Run) -> list[str]:
@@ -227,21 +229,21 @@ def chosen_views(run: Run, selection: Selection) -> list[View]:
 
 def select(run: Run, selection: Selection) -> Tables:
     """Tables of the first view with the selected values, or of all of them where a value is None."""
-    found = chosen_views(run, selection)
-    found = found if None in selection.values.values() else found[:1]
+    chosen = chosen_views(run, selection)
+    chosen = chosen if None in selection.values.values() else chosen[:1]
     layer = Selection({key: value for key, value in selection.values.items() if key == "layer"})
-    return {name: layer.rows(frame) for name, frame in stack(found).items()}
+    return {name: layer.rows(frame) for name, frame in stack(chosen).items()}
 
 
-def stack(found: list[View], labels: list[str] | None = None, names: Iterable[str] = tuple(TABLES)) -> Tables:
+def stack(parts: list[View], labels: list[str] | None = None, names: Iterable[str] = tuple(TABLES)) -> Tables:
     """The named tables of several views in one, with columns `view` (its label) and `run`."""
-    labels = labels or [view.label for view in found]
-    names = [name for name in names if found and all(name in view.tables for view in found)]
+    labels = labels or [view.label for view in parts]
+    names = [name for name in names if parts and all(name in view.tables for view in parts)]
     return {
         name: pd.concat(
             [
                 view.tables[name].assign(view=label, run=str(view.run.path))
-                for view, label in zip(found, labels, strict=True)
+                for view, label in zip(parts, labels, strict=True)
             ],
             ignore_index=True,
         )
@@ -261,11 +263,11 @@ def across_table(view: View, name: str) -> Payload:
 def overlay(runs: list[Run]) -> list[Section]:
     """All views of all scans side by side, and each view with several steps over its steps."""
     names = run_names(runs)
-    found = [(run, view) for run in runs for view in views(run)]
+    all_views = [(run, view) for run in runs for view in views(run)]
     prefix = {run.path: f"{plot_words(names[run.path])} · " if len(runs) > 1 else "" for run in runs}
     parts: list[Section] = []
     groups: dict[tuple[Any, ...], list[View]] = {}
-    for run, view in found:
+    for run, view in all_views:
         groups.setdefault((run.path, *(view.keys[key] for key in VIEW)), []).append(view)
     for (path, *_), group in groups.items():
         specs = group[0].drawable(ACROSS_STEPS) if len(group) > 1 else []
@@ -274,7 +276,7 @@ def overlay(runs: list[Run]) -> list[Section]:
             parts.append(Section(f"steps-{len(parts)}", title, "", figures))
     figures = []
     for spec in ACROSS_VIEWS:
-        alike = [(run, view) for run, view in found if view.drawable([spec])]
+        alike = [(run, view) for run, view in all_views if view.drawable([spec])]
         if len(alike) > 1:
             labels = [f"{prefix[run.path]}{view.label}" for run, view in alike]
             figures.append((spec, stack([view for _, view in alike], labels, spec.needs)))
@@ -355,7 +357,7 @@ def verdict_name(view: View, layer: int, verdict: str) -> str:
 
 
 def verdict_words(view: View, layer: int, test: dict[str, Any], tables: Tables) -> list[str]:
-    """The identification verdict of one layer in words, with chance beside every number."""
+    """The identification verdict of one layer in words, with the chance level of every number."""
     n, facts = view.n_experts(layer), view.facts(layer)
     pairings = f"{'all' if test['exact'] else 'sampled'} {test['n_pairings']:,} pairings"
     words = [

@@ -70,9 +70,6 @@ class View:
         """The figures whose tables this view has."""
         return [spec for spec in specs if set(spec.needs) <= set(self.tables)]
 
-    def one_layer(self, layer: int) -> Tables:
-        return {name: frame[frame["layer"] == layer] for name, frame in self.tables.items()}
-
     def by_layer(self) -> Iterator[tuple[int, Tables]]:
         """Each layer with its rows of every table, grouped once: filtering 48 times is slow on large runs."""
         groups = {name: dict(tuple(frame.groupby("layer"))) for name, frame in self.tables.items()}
@@ -139,9 +136,9 @@ def coverages(run: Run) -> list[Coverage]:
     ]
 
 
-def headline(found: list[View]) -> list[str]:
+def headline(all_views: list[View]) -> list[str]:
     """The first view's findings, and where other views of the run differ."""
-    first, *rest = found
+    first, *rest = all_views
     sentences = findings(first)
     if rest and first.has_rows:
         sentences[0] = f"{capital(first.label)}: {lower(sentences[0])}"
