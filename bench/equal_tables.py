@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 
 # What version 0.2 renamed; replace these for another pair of versions.
 LOADS = "cv max_violation max_over_mean gini min_max_ratio load_entropy load_entropy_bits load_entropy_share"
+RENAMED_TENSORS: dict[str, str] = {"gate_mass_BE": "gate_sums_BE"}  # parts of names in safetensors files
 RENAMED_FOLDERS: dict[str, str] = {"scans/a": "scan-a", "scans/b": "scan-b"}  # of runs inside a run
 RENAMED_TABLES: dict[str, str] = {"pieces": "token_text"}  # old name -> new name
 # "column", or "table.column" with the old table's name -> new column
@@ -556,6 +557,8 @@ def safetensors(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     for name, about in header.items():
         if name != "__metadata__":
             start, end = (8 + length + offset for offset in about["data_offsets"])
+            for old, new in RENAMED_TENSORS.items():
+                name = name.replace(old, new)
             found[name] = (about["dtype"], tuple(about["shape"]), content[start:end])
     return found
 

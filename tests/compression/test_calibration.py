@@ -234,7 +234,7 @@ def test_gates_and_choices_are_those_the_experts_were_handed_not_recomputed():
         tokens = own["tokens_BE"].sum(0)
         assert tokens[[0, 2]].tolist() == [0, 0]
         assert tokens[1] == tokens[3] > 0
-        assert own["gate_weight_BE"].sum(0)[1] == pytest.approx(0.5 * float(tokens[1]))
+        assert own["gate_sums_BE"].sum(0)[1] == pytest.approx(0.5 * float(tokens[1]))
 
 
 def test_parts_hold_whole_experts_and_no_more_rows_than_asked_but_for_one_large_expert():

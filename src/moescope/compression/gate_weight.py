@@ -10,7 +10,7 @@ from moescope.types import Array
 
 def gate_weight(sums: Mapping[str, Array]) -> Array:
     """Sum of g_j over X_j."""
-    return sums["gate_weight_BE"]
+    return sums["gate_sums_BE"]
 
 
 METHOD = prune_by("gate_weight", gate_weight, "drops the experts with the smallest sum of gate weights")

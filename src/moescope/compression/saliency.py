@@ -17,7 +17,7 @@ from moescope.execution.adapters import Block
 from moescope.statistics import BUCKETS
 from moescope.types import Array, Routing
 
-SUM_NAMES = ("tokens_BE", "gate_weight_BE", "norm_BE", "gated_norm_BE")  # per bucket of documents and expert
+SUM_NAMES = ("tokens_BE", "gate_sums_BE", "norm_BE", "gated_norm_BE")  # per bucket of documents and expert
 Score = Callable[[Mapping[str, Array]], Array]  # sums [..., E] -> score [..., E]
 
 
