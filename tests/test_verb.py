@@ -215,7 +215,7 @@ def test_a_figure_can_be_drawn_where_its_tables_and_metrics_are():
     def draw(tables):
         """Draw the load."""
 
-    rows = pd.DataFrame({"metric": ["cv"]})
+    rows = pd.DataFrame({"metric": ["cv"], "value": [0.5], "domain": [""]})
     spec = FigureSpec("load", ("routing_layers",), draw, metrics=("cv",))
     assert spec.line == "Draw the load."
     assert spec.can_draw({"routing_layers": rows})

@@ -78,6 +78,7 @@ def named(name: str, info: Any) -> inspect.Parameter:
 def execute(verb: Verb, values: dict[str, Any]) -> None:
     """Call the verb's function with the options as given, and print what came of it."""
     as_json, dry_run = values.pop("as_json", False), values.pop("dry_run", False)
+    quiet = values.get("quiet", False)
     arguments: list[Any] = []
     for option in verb.options:
         if option.kind == "flag" and option.default:
@@ -96,7 +97,7 @@ def execute(verb: Verb, values: dict[str, Any]) -> None:
     made = function(*arguments, **values)
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun the first process speaks for all
-    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, values.get("quiet", False))
+    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, quiet)
 
 
 def show(lines: Callable[[Any], list[str]] | None, made: Any, as_json: bool, quiet: bool) -> None:

@@ -141,7 +141,7 @@ class Run:
         summary = self.verb.summary(self)
         numbers = "".join(
             f"<tr><th>{escape(key.name)}</th><td>{key.value:.3g} {escape(key.unit)}</td>"
-            f"<td>{'' if key.chance is None else f'chance {key.chance:.3g}'} {escape(key.word)}</td></tr>"
+            f"<td>{'' if key.chance is None else f'{key.reference} {key.chance:.3g}'}</td></tr>"
             for key in summary.key_numbers
         )
         findings = "".join(f"<li>{escape(line)}</li>" for line in summary.findings)

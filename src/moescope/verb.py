@@ -146,13 +146,14 @@ class Section:
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """A number that leads the overview, with its chance level and a word for how it compares."""
+    """A number that leads the overview, with its chance level or baseline and a word for how it compares."""
 
     name: str
     value: float
     chance: float | None = None
     unit: str = ""
     word: str = ""
+    reference: str = "chance"  # what `chance` is
 
 
 @dataclass(frozen=True)

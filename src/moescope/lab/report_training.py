@@ -69,10 +69,8 @@ def summary(run: Run) -> Summary:
     if is_routed(run):
         chosen = run.info["router_facts"]["experts_choose"]
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
-    word = "below the unigram baseline" if last["loss"] < last["unigram_loss"] else "not below it"
-    numbers = [
-        KeyNumber("Validation loss", float(last["loss"]), float(last["unigram_loss"]), "nats per token", word)
-    ]
+    loss, unigram = float(last["loss"]), float(last["unigram_loss"])
+    numbers = [KeyNumber("Validation loss", loss, unigram, "nats per token", reference="unigram baseline")]
     if is_routed(run):
         numbers += key_numbers(run)
     return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)

@@ -217,7 +217,7 @@ def key_numbers(view: View) -> list[KeyNumber]:
     for name, metric, unit in (
         ("Worst load CV", "cv", ""),
         ("Busiest expert", "max_over_mean", "× mean load"),
-        ("Unused experts", "unused", "of the worst layer"),
+        ("Unused experts, worst layer", "unused", ""),
         ("I(expert; domain)", "domain_information", "nats"),
         ("I(expert; token)", "token_information", "nats"),
     ):

@@ -165,8 +165,8 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "") & rows["value"].notna()]
         for name, metric, unit in (
             ("Worst load CV", "cv", ""),
-            ("Unused experts", "unused", "of the worst layer"),
-            ("Routing entropy", "routing_entropy", "nats, highest layer"),
+            ("Unused experts, worst layer", "unused", ""),
+            ("Highest routing entropy", "routing_entropy", "nats"),
         ):
             if len(of_metric := rows[rows["metric"] == metric]):
                 top = of_metric.loc[of_metric["value"].idxmax()]
