@@ -226,3 +226,10 @@ def test_names_that_hold_control_characters_are_spelled_out():
     from moescope.errors import BadInput as Refusal
 
     assert str(Refusal("model_type \x1b[2Jx\x07\ny")) == "model_type \\x1b[2Jx\\x07 y"
+
+
+def test_without_plotly_the_report_is_one_line_that_names_the_remedy(planted_run, monkeypatch, tmp_path):
+    monkeypatch.setattr("moescope.reporting.verb.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="the report needs plotly; install it with"):
+        report(planted_run, out=tmp_path / "r.html")
+    assert list(tmp_path.iterdir()) == []

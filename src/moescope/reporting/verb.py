@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -50,6 +51,8 @@ def report(
 
     if format not in get_args(Format):
         raise unknown_name("format", format, list(get_args(Format)))
+    if find_spec("plotly") is None:
+        raise BadInput("the report needs plotly; install it with: python -m pip install plotly")
     loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
     if not loaded:
         raise BadInput("no run given; give a folder that moescope scan or trace has written")
