@@ -52,7 +52,7 @@ BETWEEN_SUBJECTS = {
     "lab.training": ("routing.monitor",),
     "lab.tables": ("routing.tables",),
     "lab.report_training": ("routing.report_monitor",),
-    "lab.key_metrics": ("routing.load_balance", "routing.metrics"),
+    "lab.some_keys": ("routing.load_balance", "routing.metrics"),
     "lab.evaluation": ("routing.stability",),
     "demo.": ("weights.", "routing.", "comparison.", "compression.", "lab."),
 }

@@ -40,7 +40,7 @@ def gram_matrices(batch: int, rows: int) -> torch.Tensor:
 @needs_triton
 @pytest.mark.parametrize("rows", [1, 2, 3, 33, 127, 128, 129, 300, 768])
 def test_two_kernels_per_column_give_the_tridiagonal_form_of_each_matrix(rows):
-    from moescope.spectral.fused import tridiagonalise_fused
+    from moescope.spectral.triton_kernels import tridiagonalise_fused
 
     G = gram_matrices(3, rows)
     eye = torch.eye(rows, dtype=torch.float64, device="cuda").expand(3, rows, rows)
@@ -59,7 +59,7 @@ def test_two_kernels_per_column_give_the_tridiagonal_form_of_each_matrix(rows):
 
 @needs_triton
 def test_matrices_that_are_already_diagonal_or_zero_are_reduced_like_any_other():
-    from moescope.spectral.fused import tridiagonalise_fused
+    from moescope.spectral.triton_kernels import tridiagonalise_fused
 
     G = torch.stack([torch.zeros(70, 70), torch.diag(torch.arange(1.0, 71)), torch.eye(70)]).double().cuda()
     found = tridiagonalise_fused(G.clone(), G)
@@ -71,7 +71,7 @@ def test_matrices_that_are_already_diagonal_or_zero_are_reduced_like_any_other()
 
 @needs_triton
 def test_a_recording_is_made_of_the_two_kernels_and_can_be_replayed_with_fewer_matrices():
-    from moescope.spectral.fused import tridiagonalise_fused
+    from moescope.spectral.triton_kernels import tridiagonalise_fused
 
     G, Y = gram_matrices(4, 200), torch.randn(4, 200, 5, dtype=torch.float64, device="cuda")
     assert gpu.warmed_up_reduction(G, Y) is tridiagonalise_fused
@@ -88,7 +88,7 @@ def test_a_recording_is_made_of_the_two_kernels_and_can_be_replayed_with_fewer_m
 @needs_triton
 @pytest.mark.parametrize("kind", TRIDIAGONAL)
 def test_three_kernels_per_merge_give_eigenvectors_that_are_orthonormal_and_belong_to_their_eigenvalues(kind):
-    from moescope.spectral.fused import rank_one_update_fused
+    from moescope.spectral.triton_kernels import rank_one_update_fused
 
     assert gpu.fused_update() is rank_one_update_fused
     check_eigenbasis(*tridiagonal(kind), "cuda", rank_one_update_fused)
@@ -97,7 +97,7 @@ def test_three_kernels_per_merge_give_eigenvectors_that_are_orthonormal_and_belo
 @needs_triton
 @pytest.mark.parametrize("size", [33, 65, 127, 129, 1000])
 def test_merges_of_every_size_are_made_rightly(size):
-    from moescope.spectral.fused import rank_one_update_fused
+    from moescope.spectral.triton_kernels import rank_one_update_fused
 
     draw = np.random.default_rng(size)
     check_eigenbasis(
@@ -108,7 +108,7 @@ def test_merges_of_every_size_are_made_rightly(size):
 def test_without_triton_the_plain_reduction_is_recorded(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "moescope.spectral.fused", None)
+    monkeypatch.setitem(sys.modules, "moescope.spectral.triton_kernels", None)
     G, Y = gram_matrices(2, 100), torch.randn(2, 100, 5, dtype=torch.float64, device="cuda")
     assert gpu.warmed_up_reduction(G, Y) is tridiagonalise
     found = gpu.RecordedReduction()(G, Y)

@@ -470,7 +470,7 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
     Failures are warnings, since the training itself is done; the same command tries again.
     """
     from moescope.decoder.routers import router_class
-    from moescope.lab.key_metrics import key_tables
+    from moescope.lab.some_keys import key_tables
     from moescope.reporting.verb import report
 
     router = router_class(config.model.router)

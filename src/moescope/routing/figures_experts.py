@@ -34,8 +34,8 @@ from moescope.plotting.style import (
     ratio_range,
     values_of,
 )
-from moescope.routing.figures_decisions import by_layer, interval_words, layer_range, references, value_line
 from moescope.routing.figures_load import total_load
+from moescope.routing.figures_metrics import by_layer, interval_words, layer_range, references, value_line
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 NAMED_FROM = 5.0  # expected tokens of a pair, or tokens per domain, from which on it is named

@@ -23,7 +23,7 @@ from moescope.plotting.style import (
     ratio_range,
     values_of,
 )
-from moescope.routing.figures_decisions import by_domain, by_layer
+from moescope.routing.figures_metrics import by_domain, by_layer
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 ALL_TICKS_UP_TO = 10  # experts that each have a tick

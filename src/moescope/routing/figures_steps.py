@@ -27,9 +27,9 @@ from moescope.plotting.style import (
     span,
     step_axis,
 )
-from moescope.routing.figures_decisions import DECISIONS, VOCABULARY, heading
 from moescope.routing.figures_experts import DOMAINS, MAPS, SEPARATION
 from moescope.routing.figures_load import LOAD
+from moescope.routing.figures_metrics import DECISIONS, VOCABULARY, heading
 from moescope.routing.metrics import DIAGNOSTICS
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 

@@ -9,13 +9,6 @@ import pandas as pd
 
 from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, number, span, values_of
 from moescope.reporting.pack import plain_table, table_payload
-from moescope.routing.figures_decisions import (
-    DECISIONS,
-    PERMUTED_TOKENS,
-    VOCABULARY,
-    layer_range,
-    references,
-)
 from moescope.routing.figures_experts import (
     DOMAINS,
     MAPS,
@@ -25,6 +18,13 @@ from moescope.routing.figures_experts import (
     strongest_pair,
 )
 from moescope.routing.figures_load import LOAD, usages
+from moescope.routing.figures_metrics import (
+    DECISIONS,
+    PERMUTED_TOKENS,
+    VOCABULARY,
+    layer_range,
+    references,
+)
 from moescope.routing.figures_steps import OVER_STEPS, rows_of
 from moescope.routing.report_views import (
     TraceTables,

@@ -80,7 +80,7 @@ def warmed_up_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[.
     recorded.
     """
     try:
-        from moescope.spectral.fused import tridiagonalise_fused
+        from moescope.spectral.triton_kernels import tridiagonalise_fused
 
         tridiagonalise_fused(matrices_BNN.clone(), vectors_BNV, columns=PANEL + 1)
     except Exception as error:  # no Triton, no C compiler, an unsupported GPU: each has its own kind of error
@@ -94,7 +94,7 @@ def warmed_up_reduction(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Callable[.
 def fused_update() -> Update | None:
     """Return the fused rank-one update where Triton can compile it, else None."""
     try:
-        from moescope.spectral.fused import rank_one_update_fused
+        from moescope.spectral.triton_kernels import rank_one_update_fused
 
         poles = torch.linspace(0, 1, 32, dtype=torch.float64, device="cuda")[None]
         rank_one_update_fused(poles, torch.ones_like(poles), torch.ones_like(poles[:, 0]))

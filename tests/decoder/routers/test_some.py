@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from decoder.routers.builders import SecondRank, noise, small_router, tokens
 from moescope.decoder.routers.some import SoME, quantile_of_used
-from moescope.lab.key_metrics import key_cosine
+from moescope.lab.some_keys import key_cosine
 
 
 def made(seed: int = 0, **changes: Any) -> SoME:

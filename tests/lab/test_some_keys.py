@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.lab.key_metrics import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
+from moescope.lab.some_keys import key_cosine, key_map, middle_layer, usage_histogram, usage_metrics
 from moescope.routing.load_balance import random_loads
 
 
