@@ -81,7 +81,7 @@ def report(
 
 
 def check_target(target: Path) -> None:
-    """Refuse a place where no report can or should be written, before any work."""
+    """Reject a place where no report can or should be written, before any work."""
     if target.is_dir():
         raise BadInput(f"{target}: a folder; give --out a file name such as report.html")
     if not target.parent.is_dir():
