@@ -362,7 +362,7 @@ class Verb:
         words = ["moescope", self.name]
         for option in self.options:
             value = given.get(option.name, option.default)
-            if value is None or (value == option.default and not option.required) or value == ():
+            if value is None or (value == option.default and not option.required) or value in ((), []):
                 continue
             several = option.repeated and not isinstance(value, str | Path)
             values = [option_word(item) for item in value] if several else [option_word(value)]

@@ -476,9 +476,18 @@ def test_runs_of_two_verbs_and_options_of_checkpoints_are_rejected(scans, run, t
         compare(scans[0], run, out=tmp_path / "run")
     with pytest.raises(BadInput, match="--matched applies to checkpoints"):
         compare(*scans, out=tmp_path / "run", matched=True)
+    with pytest.raises(BadInput, match="--skip applies to checkpoints"):
+        compare(*scans, out=tmp_path / "run", skip=["sv"])
     with pytest.raises(BadInput, match="one of the runs to compare"):
         compare(*scans, out=scans[0].path, overwrite=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("nothing", [(), [], ""])
+def test_runs_are_compared_where_an_option_of_checkpoints_is_empty(scans, tmp_path, nothing):
+    run = compare(*scans, out=tmp_path / "run", skip=nothing, matrix=["gate", "up", "down", "router"])
+    assert run.info["arguments"] == {"of": "runs", "verb": "scan"}
+    assert "--matrix" not in run.info["command"]
 
 
 def test_runs_without_a_row_in_common_are_rejected(base, tuned, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from playwright.sync_api import expect
@@ -9,10 +11,11 @@ from playwright.sync_api import expect
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 from moescope.comparison.report import expert_changes, overlay
 from moescope.comparison.verb import compare
+from moescope.errors import BadInput
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Selection
-from report_payloads import payloads
+from report_payloads import figures_in, payloads
 from reporting.test_browser import scroll_through
 
 SIZES = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
@@ -80,6 +83,27 @@ def test_sections_hold_chart_drift_and_alignment(run):
         "drift": ["drift_heatmap", "router_cosines", "norm_ratios"],
         "alignment": ["compare_accuracy", "compare_margin", "compare_ambiguity"],
     }
+
+
+def test_every_figure_of_the_page_can_be_drawn_by_name(run, runs_compared):
+    for spec, tables in (item for section in run.verb.sections(run, Selection()) for item in section.figures):
+        assert spec in run.verb.figures
+        drawn = run.draw(spec.name)
+        assert (drawn.title, drawn.caption) == (spec.draw(tables).title, spec.draw(tables).caption)
+    assert set(run.figures()) == {spec.name for spec in figures_in(run.verb.sections(run, Selection()))}
+    one_layer = run.draw("compare_accuracy", layer=1)
+    assert {tuple(trace["x"]) for trace in one_layer.data} == {(1,)}
+    assert runs_compared.figures() == {}
+
+
+def test_without_scans_their_figures_are_left_out(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "scan-b")
+    copy = Run.load(tmp_path / "run")
+    assert "compare_accuracy" not in copy.figures()
+    assert "drift_heatmap" in copy.figures()
+    with pytest.raises(BadInput, match="nothing to draw in figure compare_accuracy"):
+        copy.draw("compare_accuracy")
 
 
 def test_several_runs_share_one_chart_and_series_of_one_name_name_their_run(run, runs_compared, tmp_path):

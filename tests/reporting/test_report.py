@@ -14,11 +14,11 @@ from moescope.errors import BadInput
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.tables import SCHEMA_VERSION
-from moescope.verb import FigureSpec, Section
+from moescope.verb import FigureSpec, Section, Selection
 from moescope.weights.figures import COMPLETE_VIEW, ONE_LAYER
 from moescope.weights.tables import TABLES
 from moescope.weights.verb import scan
-from report_payloads import payloads
+from report_payloads import figures_in, payloads
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,14 @@ def named(found: dict, figure: str) -> dict:
 
 def figure_names(found: dict, start: str) -> list[str]:
     return [value["name"] for name, value in found.items() if name.startswith(start) and "data" in value]
+
+
+@pytest.mark.parametrize("name", ["planted_run", "traced_run", "compressed_run", "trained_run"])
+def test_every_figure_of_the_page_is_one_of_the_verb(name, request):
+    run = request.getfixturevalue(name)
+    drawn = {spec.name for spec in figures_in(run.verb.sections(run, Selection()))}
+    assert drawn
+    assert drawn <= {spec.name for spec in run.verb.figures}
 
 
 def test_every_figure_of_every_view_and_layer_is_in_it(planted_html, planted_run):

@@ -25,7 +25,7 @@ from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
-from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
+from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables, all_rows
 from moescope.weights.figures_identification import ACROSS_VIEWS
 from moescope.weights.report import VERDICT_NAMES
 
@@ -178,8 +178,13 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     if of_runs(run):
         return [change_section(compared_columns(run))]
     tables = {name: selection.rows(run.table(name)) for name in TABLES}
-    parts = [chart_section(tables), drift_section(tables), *alignment_sections(run)]
+    parts = [chart_section(tables), drift_section(tables), *alignment_sections(run, selection)]
     return [section for section in parts if section.figures or section.tables]
+
+
+def select(run: Run, selection: Selection) -> Tables:
+    """Return every table of the run and, of the scans of both checkpoints, those that figures need."""
+    return {**all_rows(run, selection), **scan_tables(run, selection)}
 
 
 def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
@@ -257,27 +262,11 @@ def changed_experts_table(geometry: pd.DataFrame) -> dict[str, Any]:
     return plain_table("changed_experts", "Experts that changed most", heads, body)
 
 
-def alignment_sections(run: Run) -> list[Section]:
+def alignment_sections(run: Run, selection: Selection) -> list[Section]:
     scans = scans_of(run)
     if not scans:
         return []
-    labels = [
-        f"{role}: {plot_words(Path(item['path']).name)}"
-        for role, item in zip("AB", run.info["checkpoints"], strict=True)
-    ]
-    figures: list[tuple[FigureSpec, Tables]] = []
-    for spec in ALIGNMENT_FIGURES:
-        tables = {
-            name: pd.concat(
-                [
-                    scan.table(name).assign(view=label, run=label)
-                    for scan, label in zip(scans, labels, strict=True)
-                ],
-                ignore_index=True,
-            )
-            for name in spec.needs
-        }
-        figures.append((spec, tables))
+    figures = drawable(ALIGNMENT_FIGURES, scan_tables(run, selection))
     matrix = scans[0].info["arguments"]["matrix"][0]
     text = (
         f"Fit of router rows to their experts ({matrix}) before and after, from the scans in scan-a and "
@@ -286,9 +275,36 @@ def alignment_sections(run: Run) -> list[Section]:
     return [Section("alignment", "Alignment and ambiguity", text, figures)]
 
 
+def scan_tables(run: Run, selection: Selection) -> Tables:
+    """Return the tables of both scans that the figures of alignment need, one view per checkpoint."""
+    scans = scans_of(run)
+    if not scans:
+        return {}
+    labels = [
+        f"{role}: {plot_words(Path(item['path']).name)}"
+        for role, item in zip("AB", run.info["checkpoints"], strict=True)
+    ]
+    return {
+        name: selection.rows(
+            pd.concat(
+                [
+                    scan.table(name).assign(view=label, run=label)
+                    for scan, label in zip(scans, labels, strict=True)
+                ],
+                ignore_index=True,
+            )
+        )
+        for name in dict.fromkeys(name for spec in ALIGNMENT_FIGURES for name in spec.needs)
+    }
+
+
 def scans_of(run: Run) -> list[Run]:
-    """The scans of both checkpoints; none where they were skipped or failed."""
-    return [run.parts[f"scan-{role}"] for role in "ab"] if run.info.get("scanned") else []
+    """The scans of both checkpoints; none where they were skipped, failed or were removed."""
+    if not run.info.get("scanned"):
+        return []
+    parts = run.parts
+    names = [f"scan-{role}" for role in "ab"]
+    return [parts[name] for name in names] if set(names) <= set(parts) else []
 
 
 # --- two runs

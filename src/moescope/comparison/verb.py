@@ -14,7 +14,7 @@ from moescope.arguments import choose_device, device_warnings, names, one_of, ra
 from moescope.checkpoint import open_checkpoint
 from moescope.comparison.changes import table_changes
 from moescope.comparison.figures import FIGURES
-from moescope.comparison.report import guide, overlay, sections, summary
+from moescope.comparison.report import ALIGNMENT_FIGURES, guide, overlay, sections, select, summary
 from moescope.comparison.tables import TABLES
 from moescope.engine import open_engine
 from moescope.errors import BadInput
@@ -22,7 +22,7 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
 from moescope.run import Run, RunWriter, open_run, place_run
 from moescope.types import LayerWeights
-from moescope.verb import Verb
+from moescope.verb import Verb, canonical
 from moescope.weights.verb import choose_layers, scan
 
 if TYPE_CHECKING:
@@ -292,7 +292,9 @@ def compare_runs(a: str | Path | Run, b: str | Path | Run, given: dict[str, Any]
                 f"{place}: not a run folder, but the other is one; give two checkpoints or two runs"
             )
     for option in VERB.options:
-        if option.name in OF_CHECKPOINTS and given[option.name] not in (option.default, ""):
+        if option.name not in OF_CHECKPOINTS:
+            continue
+        if canonical(given[option.name]) not in (canonical(option.default), ""):
             raise BadInput(f"{option.flag} applies to checkpoints; omit it when comparing runs")
     runs = [place if isinstance(place, Run) else Run.load(place) for place in (a, b)]
     given |= {"a": runs[0].path, "b": runs[1].path}
@@ -420,9 +422,10 @@ VERB = Verb(
     "compare",
     compare,
     tables=TABLES,
-    figures=FIGURES,
+    figures=[*FIGURES, *ALIGNMENT_FIGURES],
     summary=summary,
     sections=sections,
+    select=select,
     overlay=overlay,
     guide=guide,
 )
