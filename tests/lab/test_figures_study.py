@@ -15,7 +15,7 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.lab.figures_study import (
-    FIGURES,
+    ARM_FIGURES,
     OVERALL,
     by_domain,
     detectable_text,
@@ -28,8 +28,7 @@ from moescope.lab.figures_study import (
     overhead_shares,
     paired,
 )
-from moescope.lab.figures_study_curves import FIGURES as CURVES
-from moescope.lab.figures_study_curves import curves, difference_by_step
+from moescope.lab.figures_study_curves import CURVE_FIGURES, STUDY_FIGURES, curves, difference_by_step
 from moescope.lab.report_study import axis_frames, of_question, study_tables
 from moescope.lab.tables import COLUMNS
 from moescope.plotting.style import GREY
@@ -279,10 +278,10 @@ def test_of_sixteen_arms_those_that_stand_out_have_names(tmp_path: Path):
 def test_curves_without_two_steps_are_not_drawn(main: Tables):
     rows = main["study_curves"]
     first = {**main, "study_curves": rows[rows["step"] == 50]}
-    assert all(spec.can_draw(main) for spec in CURVES)
-    assert not any(spec.can_draw(first) for spec in CURVES)
+    assert all(spec.can_draw(main) for spec in CURVE_FIGURES)
+    assert not any(spec.can_draw(first) for spec in CURVE_FIGURES)
     alone = {**main, "study_curves": rows[rows["arm"] != "top2"]}
-    assert [spec.name for spec in CURVES if not spec.can_draw(alone)] == ["difference_by_step"]
+    assert [spec.name for spec in CURVE_FIGURES if not spec.can_draw(alone)] == ["difference_by_step"]
 
 
 # --- along axes, and costs
@@ -364,8 +363,8 @@ def test_lesser_parts_of_a_router_are_drawn_together(main: Tables):
 
 def every_figure(whole) -> list[Figure]:
     tables = {**study_tables(whole), **along(whole, "sweep"), "overhead": study_tables(whole)["overhead"]}
-    assert all(spec.can_draw(tables) for spec in (*FIGURES, *CURVES))
-    return [spec.draw(tables) for spec in (*FIGURES, *CURVES)]
+    assert all(spec.can_draw(tables) for spec in STUDY_FIGURES)
+    return [spec.draw(tables) for spec in STUDY_FIGURES]
 
 
 def test_every_glossary_entry_of_the_figures_exists(whole):
@@ -373,7 +372,7 @@ def test_every_glossary_entry_of_the_figures_exists(whole):
 
 
 def test_titles_have_at_most_8_words_and_captions_25(main: Tables, whole):
-    for figure in [*every_figure(whole), *(spec.draw(main) for spec in (*FIGURES[:4], *CURVES))]:
+    for figure in [*every_figure(whole), *(spec.draw(main) for spec in (*ARM_FIGURES[:4], *CURVE_FIGURES))]:
         assert len(figure.title.split()) <= 8, figure.title
         assert len(figure.caption.split()) <= 25, figure.caption
 

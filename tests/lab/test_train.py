@@ -325,6 +325,7 @@ def test_counting_parameters_allocates_and_touches_nothing(tmp_path: Path, monke
         ({"router": "oracle"}, "unknown router 'oracle'"),
         ({"resume": True}, "no unfinished training"),
         ({"resume": True, "preset": "nano"}, "--resume takes its options from the run"),
+        ({"resume": True, "seed": 5}, "--resume takes its options from the run"),
         ({"from_": "nowhere"}, "nowhere: not a lab checkpoint"),
         ({"config": {"train": {"stepz": 3}}}, "did you mean 'steps'"),
         ({"config": {"data": {"domains": {"a": "nowhere.txt"}}}}, r"nowhere\.txt: no such file"),

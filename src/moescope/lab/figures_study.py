@@ -523,4 +523,4 @@ ALONG = [
     StudyFigure("load_by_value", AXES, load_by_value, wide=True, possible=has_values("load_cv")),
 ]
 OVERHEAD = StudyFigure("overhead_shares", ("overhead", "study_comparisons"), overhead_shares, wide=True)
-FIGURES: list[FigureSpec] = [*ARMS, *OVERALL, *ALONG, OVERHEAD]
+ARM_FIGURES: list[FigureSpec] = [*ARMS, *OVERALL, *ALONG, OVERHEAD]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from moescope.lab.figures_study import StudyFigure, format_loss, ordered_arms, reference_of
+from moescope.lab.figures_study import ARM_FIGURES, StudyFigure, format_loss, ordered_arms, reference_of
 from moescope.plotting.style import CATEGORICAL, GREY, base_layout, category_style, grey_line, number
 from moescope.verb import Figure, FigureSpec, Tables, Trace
 
@@ -187,8 +187,9 @@ def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series
     return {"": next(iter(lines.values()))} if len(lines) == 1 else levels
 
 
-FIGURES: list[FigureSpec] = [
+CURVE_FIGURES: list[FigureSpec] = [
     curves_of("validation_loss"),
     StudyFigure("difference_by_step", NEEDS, difference_by_step, wide=True, possible=shares_steps),
     *(curves_of(column) for column in CURVES if column != "validation_loss"),
 ]
+STUDY_FIGURES = [*ARM_FIGURES, *CURVE_FIGURES]

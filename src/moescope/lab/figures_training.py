@@ -221,4 +221,4 @@ KEYS = [
     FigureSpec("expert_usage_histogram", ("key_histogram",), expert_usage_histogram),
     FigureSpec("key_map", ("key_map",), key_map),
 ]
-FIGURES = [*LOSSES, *SPEED.values(), *KEYS]
+TRAIN_FIGURES = [*LOSSES, *SPEED.values(), *KEYS]

@@ -18,7 +18,7 @@ from moescope.lab.figures_study import (
     detectable_text,
     reference_of,
 )
-from moescope.lab.figures_study_curves import FIGURES as CURVES
+from moescope.lab.figures_study_curves import CURVE_FIGURES
 from moescope.lab.tables import TABLES
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
@@ -113,7 +113,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
     first = next(iter(by_question))
     parts = [question_section(part, name, name == first) for name, part in by_question.items()]
-    figures = [(spec, by_question[first]) for spec in CURVES if spec.can_draw(by_question[first])]
+    figures = [(spec, by_question[first]) for spec in CURVE_FIGURES if spec.can_draw(by_question[first])]
     if figures:
         text = "Loss on held-out text, and routing in training, by step."
         parts.append(Section("curves", "Training curves", text, figures))

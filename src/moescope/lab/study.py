@@ -12,8 +12,7 @@ from moescope.arguments import choose_device
 from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.lab.corpus import read_corpus, training_vocabulary
-from moescope.lab.figures_study import FIGURES as ARM_FIGURES
-from moescope.lab.figures_study_curves import FIGURES as CURVE_FIGURES
+from moescope.lab.figures_study_curves import STUDY_FIGURES
 from moescope.lab.report_study import guide, page_title, sections, select, summary
 from moescope.lab.study_task import (
     NOT_RUN,
@@ -392,7 +391,7 @@ VERB = Verb(
     "study",
     study,
     tables=TABLES,
-    figures=[*ARM_FIGURES, *CURVE_FIGURES],
+    figures=STUDY_FIGURES,
     summary=summary,
     sections=sections,
     select=select,

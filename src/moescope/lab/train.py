@@ -24,7 +24,7 @@ from moescope.lab.corpus import (
     text_warnings,
     training_vocabulary,
 )
-from moescope.lab.figures_training import FIGURES
+from moescope.lab.figures_training import TRAIN_FIGURES
 from moescope.lab.report_training import guide, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.progress import progress, unsaid_alerts
@@ -92,9 +92,9 @@ def train(
     config : CONFIG.TOML, default the preset alone
         TOML with the tables model, data and train; in Python also a dictionary.
     preset : PRESET, default nano
-        Defaults of the config: nano, small, medium, some_a4, some_b1, some_b2 or some_b3.
+        Defaults of the config: a name such as nano, small or medium; docs/lab.md lists all.
     router : ROUTER, default the preset's
-        switch_top1, top2, topk, expert_choice, hash, loss_free, spectra, some or dense.
+        A router's name, such as topk, loss_free or dense; docs/lab.md lists all.
     from_ : MODEL, default random weights
         Lab checkpoint to start from.
     out : DIR, default runs/train-NAME-1
@@ -181,7 +181,7 @@ def read_settings(
 ) -> tuple[Path | None, LabConfig, str | None]:
     """Return folder, config and origin of a training: of the run to resume, or as the arguments say."""
     if resume:
-        others = overwrite or any(value is not None for value in (config, preset, router, from_))
+        others = overwrite or any(value is not None for value in (config, preset, router, from_, seed))
         return resumed_config(folder, others)
     origin = None if from_ is None else str(Path(from_).resolve())
     return folder, settle(config, preset, router, from_, seed), origin
@@ -546,7 +546,7 @@ VERB = Verb(
     "train",
     train,
     tables=TRAIN_TABLES,
-    figures=[*FIGURES, *MONITOR.figures],
+    figures=[*TRAIN_FIGURES, *MONITOR.figures],
     summary=summary,
     sections=sections,
     select=select,
