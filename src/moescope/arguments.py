@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from moescope.errors import BadInput, unknown_name
 
@@ -30,6 +32,13 @@ def choose_device(device: str) -> str:
 def device_warnings(device: str) -> list[str]:
     """Return a warning if another device is used than the one requested."""
     return ["device mps: Apple's GPU has no fp64, so the CPU was used"] if device == "mps" else []
+
+
+def as_list(values: str | Path | Iterable[Any]) -> list[Any]:
+    """Return one value or several as a list, which can be read again where a generator cannot."""
+    if isinstance(values, str | Path):
+        return [values] if values else []
+    return list(values)
 
 
 def one_of(kind: str, value: str, known: tuple[str, ...]) -> str:

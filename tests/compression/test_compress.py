@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
-from moescope.run import Run
+from moescope.run import Run, write_json
 from routing.tiny_text import save_model, texts, write_jsonl
 
 PRUNING_TABLES = ["clusters", "saliency", "damage"]  # where nothing is merged
@@ -323,7 +324,8 @@ def test_sums_of_an_earlier_run_added_choose_as_both_texts_in_one_run_would(run,
     given = {"keep": 2, "controls": 0, "quiet": True}
     together = compress(place / "model", text=[place / "text.jsonl", second], out=tmp_path / "both", **given)
     summed = compress(place / "model", text=second, add=run.path, out=tmp_path / "summed", **given)
-    alone = compress(place / "model", text=second, out=tmp_path / "alone", **given)
+    alone = compress(place / "model", text=iter([second]), out=tmp_path / "alone", **given)
+    assert f" --text {second} " in alone.info["command"]
     bare = compress(
         place / "model",
         add=[run.path, alone.path / "calibration.safetensors"],
@@ -351,6 +353,11 @@ def test_sums_that_do_not_belong_are_rejected(run, place, tmp_path):
     rejected("from another checkpoint", tmp_path, tmp_path / "other", keep=2, text=text, add=run.path)
     rejected("no calibration.safetensors", tmp_path, place / "model", keep=2, text=text, add=tmp_path)
     rejected("give --text with --add", tmp_path, place / "model", keep=2, method="m_smoe", add=run.path)
+    old = shutil.copytree(run.path, tmp_path / "old")
+    write_json(old / "run.json", {**run.info, "schema_version": 1})
+    for place_of_sums in (old, old / "calibration.safetensors"):
+        said = "schema version 1, this moescope uses .*; make it again: moescope compress"
+        rejected(said, tmp_path, place / "model", keep=2, text=text, add=place_of_sums)
 
 
 # --- weights alone

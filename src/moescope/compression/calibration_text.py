@@ -32,6 +32,7 @@ from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring
 from moescope.execution.texts import ReadSettings, Source
 from moescope.families import MoeCheckpoint
+from moescope.run import Run
 from moescope.statistics import FEWEST_DOCUMENTS
 
 ONE_IN = 5  # documents: one is held out, the others calibrate
@@ -186,6 +187,8 @@ class EarlierSums:
 def load_earlier_sums(location: Path, moe: MoeCheckpoint) -> EarlierSums:
     """The sums of a run folder or of its calibration.safetensors; raises for those of another checkpoint."""
     file = location / CALIBRATION_FILE if location.is_dir() else location
+    if (file.parent / "run.json").is_file():
+        Run.load(file.parent)  # an error if another version of moescope wrote it
     if not file.is_file():
         raise BadInput(
             f"{location}: no {CALIBRATION_FILE}; give the folder of a `moescope compress` run on a text"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from moescope.arguments import choose_device, one_of
+from moescope.arguments import as_list, choose_device, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.comparison.tables import TABLES as DISTANCE_TABLES
 from moescope.compression.figures import FIGURES
@@ -62,8 +62,8 @@ def compress(
     model : MODEL
         Model folder or hub id; a checkpoint to rewrite must be on this machine.
     method : METHOD, default reap
-        Drop by frequency, gate_weight, ean, reap or random; merge by hc_smoe, m_smoe, weights or random_merge
-        (hc_smoe_permuted, m_smoe_permuted: neurons matched).
+        What drops experts (such as reap, ean or frequency) or merges them (such as hc_smoe, m_smoe or
+        weights); the error for an unknown name lists all.
     keep : SHARE_OR_COUNT
         Experts to keep per layer: a share (0.5) or a number (4).
     text : PATH, repeatable
@@ -125,6 +125,7 @@ def compress(
     >>> run = moescope.compress("allenai/OLMoE-1B-7B-0924", keep=0.5, text="docs")  # doctest: +SKIP
     >>> run.table("damage")  # doctest: +SKIP
     """
+    text, domain, add = as_list(text), as_list(domain), as_list(add)
     given = dict(locals())
     from moescope.compression.calibration_text import CalibrationText
     from moescope.compression.method import PlanSettings
@@ -136,12 +137,10 @@ def compress(
             raise BadInput(f"{name} {value}: must be at least {least}")
     reading = ReadSettings(max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template)
     with_text = bool(text) or bool(domain) or token_ids is not None
-    texts = sources(as_list(text), as_list(domain), token_ids) if with_text else []
+    texts = sources(text, domain, token_ids) if with_text else []
     settings = PlanSettings(seed, merge_weights, distance, not unsigned, router, adaptive, sequential)
     moe = read_moe(open_checkpoint(model))
-    work = prepare(
-        moe, method, keep, plan, apply, as_list(add), settings, judge and with_text, controls, with_text
-    )
+    work = prepare(moe, method, keep, plan, apply, add, settings, judge and with_text, controls, with_text)
     if with_text:
         step_names([model], ())
     place = choose_device(device)
@@ -169,10 +168,6 @@ def compress(
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
         reader = CalibrationText(str(model), texts, place, judge, reading) if with_text else None
         return carry_out(writer, work, reader, place, quiet)
-
-
-def as_list(values: Any) -> list[Any]:
-    return [values] if isinstance(values, str | Path) else list(values)
 
 
 VERB = Verb(

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from moescope.arguments import choose_device, device_warnings, one_of, step_numbers
+from moescope.arguments import as_list, choose_device, device_warnings, one_of, step_numbers
 from moescope.errors import BadInput
 from moescope.execution.model_names import (
     Dtype,
@@ -112,6 +112,8 @@ def trace(
     >>> run = moescope.trace("allenai/OLMoE-1B-7B-0924", domain=["code=src", "text=docs"])  # doctest: +SKIP
     >>> run.table("load")  # doctest: +SKIP
     """
+    text, domain = as_list(text), as_list(domain)
+    revisions = revisions if isinstance(revisions, str) else list(revisions)
     given = dict(locals())
     one_of("phase", phase, get_args(Phase))
     for name, value, least in (
@@ -133,11 +135,7 @@ def trace(
     names = step_names(models, revisions)
     for name in names:
         check_routed(name)
-    reading = sources(
-        [text] if isinstance(text, str | Path) else text,
-        [domain] if isinstance(domain, str) else domain,
-        token_ids,
-    )
+    reading = sources(text, domain, token_ids)
     place = choose_device(device)
     steps = sorted(zip(step_numbers([short_name(name) for name in names]), names, strict=True))
     texts = [[source.domain, source.identity] for source in reading]
