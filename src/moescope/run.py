@@ -127,7 +127,8 @@ class Run:
         spec = self.verb.figure(name)
         if spec is None:
             raise unknown_name(f"figure of {self.path}", name, list(self.figures()))
-        tables_of = self.verb.tables.values()
+        # also of the runs inside: a comparison draws its scans
+        tables_of = [table for run in (self, *self.parts.values()) for table in run.verb.tables.values()]
         columns = {column for table in tables_of if table.name in spec.needs for column in table.columns}
         if unknown := [key for key in selection if key not in columns]:
             raise unknown_name(f"column to select by in figure {name}", unknown[0], sorted(columns))
