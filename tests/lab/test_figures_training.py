@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
+from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.lab.figures_training import (
     expert_usage_histogram,
     gain_by_domain,
@@ -136,3 +137,14 @@ def test_the_map_says_what_random_keys_would_show():
     figure = key_map(KEY_TABLES)
     checked(figure)
     assert "80 % of the variance (random keys: 30 %)" in figure.caption
+
+
+@pytest.mark.parametrize("router", ["dense", "hash"])
+def test_a_model_without_a_learned_router_draws_every_figure_that_its_run_lists(router, tmp_path):
+    run = trained(tiny_training(tiny_config(router, steps=8)), tmp_path, gradients_every=4)
+    assert "router_gradients" in run.tables
+    listed = run.figures()
+    assert "loss_by_step" in listed
+    assert "router_gradient_by_step" not in listed
+    for name in listed:
+        checked(run.draw(name))

@@ -298,7 +298,15 @@ def router_gradient_by_step(tables: Tables) -> Figure:
     return Figure("router_gradient_by_step", title, caption, columns, data, layout, details=details)
 
 
-ROUTER_GRADIENT = FigureSpec(
+@dataclass(frozen=True)
+class GradientFigure(FigureSpec):
+    """A figure of the text loss's gradients, which a model without learned routers lacks."""
+
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and bool(tables[self.needs[0]]["lm_gradient_norm"].notna().any())
+
+
+ROUTER_GRADIENT = GradientFigure(
     "router_gradient_by_step", ("router_gradients",), router_gradient_by_step, wide=True
 )
 
