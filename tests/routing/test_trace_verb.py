@@ -175,6 +175,10 @@ def test_batch_size_and_the_order_of_documents_change_no_table(place, tmp_path):
         quiet=True,
     )
     equal_tables(first, other)
+    again = trace(
+        place / "checkpoint-100", text=place / "a.jsonl", out=tmp_path / "1", batch_size=3, quiet=True
+    )
+    assert again.info == first.info, "the same run, found again"
     places = [
         run.table("contexts").drop(columns="document") for run in (first, other)
     ]  # numbered as they are read
