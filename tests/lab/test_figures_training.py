@@ -20,6 +20,7 @@ from moescope.lab.figures_training import (
 )
 from moescope.plotting.style import GREY
 from moescope.routing.figures_steps import router_gradient_by_step
+from moescope.routing.report_monitor import diagnostic_sections
 from moescope.verb import Figure, Tables
 
 
@@ -148,3 +149,16 @@ def test_a_model_without_a_learned_router_draws_every_figure_that_its_run_lists(
     assert "router_gradient_by_step" not in listed
     for name in listed:
         checked(run.draw(name))
+
+
+def test_the_cosine_of_keys_has_the_same_figure_in_the_report_and_alone(tmp_path):
+    run = trained(tiny_training(tiny_config("some", steps=8)), tmp_path)
+    rows = run.table("routing_layers").set_index("metric")["chance_spread"]
+    assert rows["key_cosine"].to_numpy() == pytest.approx((2 / (4 * 3 * 32)) ** 0.5)
+    assert rows.drop("key_cosine").isna().all()
+    (section,) = diagnostic_sections(run)
+    reported = {spec.name: spec.draw(tables) for spec, tables in section.figures}
+    figure = checked(run.draw("key_cosine_by_step"))
+    assert "0 ± 0.0722 for random keys" in figure.caption
+    assert reported["key_cosine_by_step"].caption == figure.caption
+    assert len(reported["key_cosine_by_step"].data) == len(figure.data)

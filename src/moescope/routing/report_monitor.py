@@ -75,8 +75,6 @@ def diagnostic_sections(run: Run) -> list[Section]:
     """Router diagnostics: figures of those that vary, a sentence on the others."""
     rows = run.table("routing_layers")
     tables: Tables = {"routing_layers": rows}
-    if model := run.info["arguments"].get("model"):
-        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
     constant, varying = split_diagnostics(tables)
     specs = [panel.spec for panel in varying]
     if (rows["metric"] == "key_cosine").any():
