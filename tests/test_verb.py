@@ -174,6 +174,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"models": ("a",), "count": 3, "share": 0.25}, "moescope weigh a --share 0.25"),
         ({"models": ("s3://user:secret@host/model",)}, "moescope weigh s3://host/model"),
         ({"models": ("https://host/model?token=secret",)}, "moescope weigh https://host/model"),
+        ({"text": ["a=https://u:p@host/x?token=1"]}, "moescope weigh --text a=https://host/x"),
     ],
 )
 def test_the_stored_command_gives_what_was_given_and_no_secret(changes, words):

@@ -89,9 +89,13 @@ class Run:
     @property
     def parts(self) -> dict[str, Run]:
         """The runs inside this one, by the name of their folder: a training's scan and trace, for example."""
-        infos = {file.parent: read_run_json(file.parent) for file in sorted(self.path.glob("*/run.json"))}
-        done = {folder: info for folder, info in infos.items() if info and info.get("status") == "done"}
-        return {folder.name: Run(folder, info) for folder, info in done.items()}
+        found = {}
+        for file in sorted(self.path.glob("*/run.json")):
+            with suppress(BadInput):  # damaged, of another tool, or of another version: not shown
+                part = Run.load(file.parent)
+                if part.info.get("status") == "done":
+                    found[part.name] = part
+        return found
 
     def files(self, name: str) -> list[Path]:
         """Return the files of a table: one, or one per finished task in a run that is still growing."""
@@ -123,6 +127,10 @@ class Run:
         spec = self.verb.figure(name)
         if spec is None:
             raise unknown_name(f"figure of {self.path}", name, list(self.figures()))
+        tables_of = self.verb.tables.values()
+        columns = {column for table in tables_of if table.name in spec.needs for column in table.columns}
+        if unknown := [key for key in selection if key not in columns]:
+            raise unknown_name(f"column to select by in figure {name}", unknown[0], sorted(columns))
         tables = self.verb.select(self, Selection(selection))
         if not spec.can_draw(tables):
             of = ", ".join(f"{key}={value!r}" for key, value in selection.items()) or "this run"
@@ -166,30 +174,54 @@ def open(path: str | Path) -> Run:  # as moescope.open
 
 
 def old_command(run: Run) -> str:
-    """Return the command that makes a run of an older version again, as far as its run.json tells."""
-    info = run.info
+    """Return what makes a run of an older version again, as far as its run.json tells."""
+    info, verb = run.info, run.verb
     if command := info.get("command"):
-        return f"{command} --overwrite"
-    given: dict[str, Any] = {}
-    paths = [item["path"] for item in info.get("checkpoints", info.get("runs", []))]
-    for option in run.verb.options:
-        if option.positional and paths:
-            given[option.name] = paths if option.repeated else paths.pop(0)
-    texts = info.get("arguments", {}).get("text") or []
-    for domain, files in (item for item in texts if isinstance(item, list) and len(item) == 2):
-        several = len(texts) > 1 or domain != "text"
-        for file in files:
-            place = file[0] if isinstance(file, list) else "-"
-            name, value = ("domain", f"{domain}={place}") if several else ("text", place)
-            given.setdefault(name, []).append(value)
-    for option in run.verb.options:
-        value = info.get("arguments", {}).get(option.name)
-        nested = isinstance(value, list) and any(isinstance(item, list) for item in value)
-        default = canonical(option.default)
-        if not nested and value not in (None, [], default, [default]) and option.name not in given:
-            given[option.name] = value
-    given["out"] = run.path
-    return f"{run.verb.command(given)} --overwrite"
+        return f"{command} --overwrite" if command.startswith("moescope ") else command
+    arguments = dict(info.get("arguments") or {})
+    if verb.run is None:
+        options = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        return f"moescope.{verb.name.capitalize()}({options})"
+    given = {f"{name}_" if name == "from" else name: value for name, value in info.get("asked", {}).items()}
+    if not given:
+        given = old_options(arguments)
+        paths = [item["path"] for item in info.get("runs") or info.get("checkpoints", [])]
+        for option in verb.options:
+            if option.positional and paths:
+                given[option.name] = paths if option.repeated else paths.pop(0)
+    defaults = {option.name: canonical(option.default) for option in verb.options}
+    given = {
+        name: value
+        for name, value in given.items()
+        if name in defaults and value not in (None, [], defaults[name], [defaults[name]])
+    }
+    return f"{verb.command({**given, 'out': run.path})} --overwrite"
+
+
+def old_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a run of version 1 under their present names."""
+    given = {name: value for name, value in arguments.items() if name not in ("text", "token_ids")}
+    sources = [(domain, file) for domain, files in arguments.get("text") or [] for file in files]
+    domains = {domain for domain, _ in sources}
+    for domain, file in sources:
+        place = file[0] if isinstance(file, list) else "-"
+        if arguments.get("token_ids"):
+            given["token_ids"] = place
+        elif len(domains) > 1 or domain != "text":
+            given.setdefault("domain", []).append(f"{domain}={place}")
+        else:
+            given.setdefault("text", []).append(place)
+    if "import" in given:
+        given["recorded"] = given.pop("import")[0]
+    if "signed" in given:
+        given["unsigned"] = not given.pop("signed")
+    if given.get("method") == "gate_mass":
+        given["method"] = "gate_weight"
+    if given.get("layers") and isinstance(given["layers"][0], list):
+        given["layers"] = given["layers"][0]
+    if given.get("apply") and Path(given["apply"]).exists():
+        given["apply"] += "-again"  # a checkpoint is not overwritten
+    return given
 
 
 @dataclass

@@ -380,4 +380,7 @@ def option_word(value: Any) -> str:
     if isinstance(value, Iterable) and not isinstance(value, str | Path):
         return ",".join(map(str, value))
     text = str(value)
+    name, _, address = text.partition("=")
+    if "://" in address and "://" not in name:  # NAME=URL
+        return f"{name}={hide_credentials(address)}"
     return hide_credentials(text) if "://" in text else text
