@@ -209,7 +209,6 @@ class Routing:
     logits_TE: Tensor | None = None
     scores_TE: Tensor | None = None  # probabilities: softmax of the logits, or sigmoids divided by their sum
     selection_TE: Tensor | None = None  # what decides the choice, bias included; -inf in excluded groups
-    auxiliary_loss: Tensor | None = None
     x_TD: Tensor | None = None  # input of the experts
     dropped_T: Tensor | None = None  # slots per token lost to capacity
     carried_TR: Tensor | None = None  # state from the previous layer's router, if it uses one

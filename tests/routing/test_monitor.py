@@ -6,6 +6,7 @@ What is counted is what experts were handed, and training is as if nobody watche
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import subprocess
 import sys
@@ -435,3 +436,26 @@ def test_routers_are_hooked_only_in_steps_whose_logits_are_looked_at(tmp_path):
     run = monitor.close()
     assert [capture.hooks, capture.router_hooks, capture.check_hooks] == [[], [], []]
     assert (run.table("routing_layers")["metric"] == "routing_entropy").sum() == len(routers)
+
+
+def test_a_forgotten_monitor_can_be_collected_while_a_thread_is_being_started(tmp_path):
+    """The finaliser runs wherever the collector does, also under the lock that joining a thread needs."""
+    script = f"""
+import gc, sys, threading, torch
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from routing.tiny_training import batch, documents, model_of
+import moescope
+model = model_of("mixtral")
+monitor = moescope.Monitor(out={str(tmp_path / "run")!r}, every=1).watch(model)
+model(**batch(documents()[:2])).loss.backward()
+monitor.step()
+monitor.run.writing.result()
+finaliser = monitor.abandon
+with threading._shutdown_locks_lock:
+    finaliser()
+print("collected")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "collected\n", done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"

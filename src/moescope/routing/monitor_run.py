@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +103,7 @@ class TrainingRun:
         # a disk takes longer than a step may wait
         self.disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moescope")
         self.writing: Future[None] | None = None
+        self.writing_thread = 0
 
     def resume(self, step: int) -> dict[str, Any] | None:
         """Return the state at that step; rows of later steps are deleted, because they are trained again."""
@@ -150,6 +153,7 @@ class TrainingRun:
     ) -> None:
         import pandas as pd
 
+        self.writing_thread = threading.get_ident()
         with self.writer.timed("tables"):
             for make in deferred:
                 for name, more in make().items():
@@ -186,8 +190,11 @@ class TrainingRun:
 
     def abandon(self, error: str | None = None) -> None:
         """Leave the run as it is: interrupted, or failed with an error."""
-        with suppress(RuntimeError):  # a forgotten Monitor may be collected by the writing thread itself
-            self.disk.shutdown()
+        # The garbage collector calls this too, in any thread. Joining the writing thread can deadlock there:
+        # a thread that is being started holds the lock that join needs. So wait for the write instead.
+        if self.writing is not None and threading.get_ident() != self.writing_thread:
+            wait_for([self.writing])
+        self.disk.shutdown(wait=False)
         if self.writing is not None and self.writing.done():
             self.wait()
         with suppress(OSError):  # the folder may be gone

@@ -184,7 +184,6 @@ def to_routing(routed: Routed, layer: int, layer_name: str, n_experts: int) -> R
     def detached(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach()
 
-    losses = list(routed.losses.values())
     return Routing(
         layer=layer,
         layer_name=layer_name,
@@ -194,7 +193,6 @@ def to_routing(routed: Routed, layer: int, layer_name: str, n_experts: int) -> R
         logits_TE=detached(routed.logits_TE),
         scores_TE=detached(routed.scores_TE),
         selection_TE=detached(routed.selection_TE),
-        auxiliary_loss=sum(losses[1:], losses[0]).detach() if losses else None,
         dropped_T=routed.dropped_T,
         diagnostics=routed.diagnostics,
     )
