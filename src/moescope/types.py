@@ -239,6 +239,7 @@ class Diagnostic(NamedTuple):
     value: Tensor
     chance: Tensor | float
     collapse: Tensor | float = math.nan
+    chance_spread: float = math.nan  # standard deviation of the value by chance, where it is known
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
+from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.lab.figures_training import (
     expert_usage_histogram,
     gain_by_domain,
@@ -19,6 +20,7 @@ from moescope.lab.figures_training import (
 )
 from moescope.plotting.style import GREY
 from moescope.routing.figures_steps import router_gradient_by_step
+from moescope.routing.report_monitor import diagnostic_sections
 from moescope.verb import Figure, Tables
 
 
@@ -136,3 +138,27 @@ def test_the_map_says_what_random_keys_would_show():
     figure = key_map(KEY_TABLES)
     checked(figure)
     assert "80 % of the variance (random keys: 30 %)" in figure.caption
+
+
+@pytest.mark.parametrize("router", ["dense", "hash"])
+def test_a_model_without_a_learned_router_draws_every_figure_that_its_run_lists(router, tmp_path):
+    run = trained(tiny_training(tiny_config(router, steps=8)), tmp_path, gradients_every=4)
+    assert "router_gradients" in run.tables
+    listed = run.figures()
+    assert "loss_by_step" in listed
+    assert "router_gradient_by_step" not in listed
+    for name in listed:
+        checked(run.draw(name))
+
+
+def test_the_cosine_of_keys_has_the_same_figure_in_the_report_and_alone(tmp_path):
+    run = trained(tiny_training(tiny_config("some", steps=8)), tmp_path)
+    rows = run.table("routing_layers").set_index("metric")["chance_spread"]
+    assert rows["key_cosine"].to_numpy() == pytest.approx((2 / (4 * 3 * 32)) ** 0.5)
+    assert rows.drop("key_cosine").isna().all()
+    (section,) = diagnostic_sections(run)
+    reported = {spec.name: spec.draw(tables) for spec, tables in section.figures}
+    figure = checked(run.draw("key_cosine_by_step"))
+    assert "0 ± 0.0722 for random keys" in figure.caption
+    assert reported["key_cosine_by_step"].caption == figure.caption
+    assert len(reported["key_cosine_by_step"].data) == len(figure.data)

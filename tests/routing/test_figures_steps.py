@@ -79,22 +79,16 @@ def test_what_the_bias_is_compared_with_is_drawn_too():
     assert grey(figure) == {"even scores": [0.0, 0.0], "token's own scores": [0.2, 0.2]}
 
 
-def test_random_keys_have_their_spread_where_the_model_s_shape_is_known():
-    tables = {"routing_layers": diagnosed("key_cosine", [0.1, 0.4], 0.0, 1.0)}
-    assert "; 0 for random keys, 1 when" in drawn("key_cosine", tables).caption
-    tables["shape"] = pd.DataFrame([{"experts": 5, "d_model": 40}])
-    figure = drawn("key_cosine", tables)  # sqrt(2 / (5 x 4 x 40)) = 0.05
+def test_random_keys_have_their_spread_where_it_is_known():
+    rows = diagnosed("key_cosine", [0.1, 0.4], 0.0, 1.0)
+    for unknown in (rows, rows.assign(chance_spread=float("nan"))):
+        assert "; 0 for random keys, 1 when" in drawn("key_cosine", {"routing_layers": unknown}).caption
+    figure = drawn("key_cosine", {"routing_layers": rows.assign(chance_spread=0.05)})
     assert "; 0 ± 0.05 for random keys, 1 when" in figure.caption
     assert [list(trace["y"]) for trace in figure.data[-2:]] == [
         pytest.approx([0.1] * 2),
         pytest.approx([-0.1] * 2),
     ]
-    assert (
-        "±"
-        not in drawn(
-            "key_strength", {**tables, "routing_layers": diagnosed("key_strength", [1, 0.9])}
-        ).caption
-    )
 
 
 def test_a_diagnostic_that_stays_at_its_chance_level_is_a_sentence_and_no_figure():

@@ -36,6 +36,15 @@ def test_a_row_holds_means_over_passes_of_the_value_and_of_references_that_chang
     assert told(moved(tally)) == {"a": [3.0, 7.0, 9.0]}
 
 
+def test_a_row_holds_the_spread_by_chance_where_the_router_knows_it():
+    tally = DiagnosticTally()
+    for value in (1.0, 2.0):
+        tally.add([(0, {"a": Diagnostic(number(value), 0.0, 1.0, 0.5), "b": Diagnostic(number(value), 0.0)})])
+    spreads = {row["metric"]: row["chance_spread"] for row in moved(tally).rows(0)}
+    assert spreads["a"] == 0.5
+    assert math.isnan(spreads["b"])
+
+
 def test_layers_and_names_are_kept_apart_and_a_reference_nobody_gives_is_absent():
     tally = DiagnosticTally()
     tally.add(

@@ -17,7 +17,6 @@ from moescope.routing.separation import (
     gram_orthogonality,
     overlap_chance,
     overlap_collapse,
-    pair_counts,
     router_similarity,
     router_similarity_abs,
     router_similarity_max,
@@ -30,16 +29,12 @@ def random_choices(tokens: int, n: int, k: int, seed: int = 0) -> np.ndarray:
     return np.stack([generator.choice(n, k, replace=False) for _ in range(tokens)])
 
 
-def test_pairs_are_those_a_loop_over_tokens_counts():
-    chosen = random_choices(200, 6, 3)
-    chosen[::7, 1] = -1
-    naive = np.zeros((6, 6))
-    for experts in chosen:
-        real = [expert for expert in experts if expert >= 0]
-        for a in real:
-            for b in real:
-                naive[a, b] += 1
-    assert (pair_counts(chosen, 6) == naive).all()
+def pair_counts(chosen_TK: np.ndarray, n_experts: int) -> np.ndarray:
+    """Number of tokens that chose both a and b, for all pairs; the diagonal holds how many chose a."""
+    pairs_EE = np.zeros((n_experts, n_experts))
+    for experts in chosen_TK:
+        pairs_EE[np.ix_(experts, experts)] += 1
+    return pairs_EE
 
 
 def test_overlap_is_the_mean_jaccard_index_of_token_sets():
@@ -76,13 +71,6 @@ def test_two_blocks_always_choose_within_their_block():
     assert share[0].tolist() == [1, 1, 0, 0]
     assert lift[0, 1] == pytest.approx(2)
     assert expert_overlap(pairs) == pytest.approx(2 / 6)
-
-
-def test_adjacent_pairs_are_fewer_and_only_neighbours_in_rank():
-    pairs = pair_counts(np.array([[3, 1, 0]]), 4, adjacent=True)
-    assert (pairs[3, 1], pairs[1, 0], pairs[3, 0]) == (1, 1, 0)
-    whole = pair_counts(np.array([[3, 1, 0]]), 4)
-    assert whole[3, 0] == whole[0, 3] == 1
 
 
 # --- router rows

@@ -96,11 +96,13 @@ class StepMetric:
         ]
         last = rows[rows["step"] == steps[-1]]
         chance = span(last["chance"])
-        if self.metric == "key_cosine" and (stray := spread_of_cosine(tables)) is not None:
-            chance += f" ± {number(stray)}"
-            for end in (2 * stray, -2 * stray):
+        if "chance_spread" in last and last["chance_spread"].notna().any():
+            spread = float(last["chance_spread"].mean())
+            level = float(last["chance"].mean())
+            chance += f" ± {number(spread)}"
+            for end in (level + 2 * spread, level - 2 * spread):
                 line = grey_line([steps[0], steps[-1]], [end, end], "two standard deviations", "dot")
-                data.append({**line, "showlegend": end > 0})
+                data.append({**line, "showlegend": end > level})
         if self.draw_collapse:
             data.append(grey_line(steps, means["collapse"].to_numpy(float), legend(self.collapse), "dot"))
         first, final = means["value"].iloc[0], means["value"].iloc[-1]
@@ -121,17 +123,6 @@ class StepMetric:
         )
         name, title = self.spec.name, f"{self.title} by step"
         return Figure(name, title, caption, columns, data, layout, details=details)
-
-
-def spread_of_cosine(tables: Tables) -> float | None:
-    """Standard deviation of the mean cosine of n random keys of width D, sqrt(2/(n(n - 1)D)).
-
-    None without a table of the model's shape.
-    """
-    if "shape" not in tables:
-        return None
-    n, width = (int(tables["shape"].iloc[0][name]) for name in ("experts", "d_model"))
-    return float(np.sqrt(2 / (n * (n - 1) * width))) if n > 1 else None
 
 
 METRICS_BY_STEP = [
@@ -298,7 +289,15 @@ def router_gradient_by_step(tables: Tables) -> Figure:
     return Figure("router_gradient_by_step", title, caption, columns, data, layout, details=details)
 
 
-ROUTER_GRADIENT = FigureSpec(
+@dataclass(frozen=True)
+class GradientFigure(FigureSpec):
+    """A figure of the text loss's gradients, which a model without learned routers lacks."""
+
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and bool(tables[self.needs[0]]["lm_gradient_norm"].notna().any())
+
+
+ROUTER_GRADIENT = GradientFigure(
     "router_gradient_by_step", ("router_gradients",), router_gradient_by_step, wide=True
 )
 

@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 @dataclass
 class DiagnosticSums:
-    """Diagnostics over some steps: cell -> passes, then sums of value, chance and collapse."""
+    """Diagnostics over some steps: cell -> passes, then sums of the fields of Diagnostic."""
 
     sums: dict[Cell, Array] = field(default_factory=dict)
 
@@ -70,7 +70,8 @@ class DiagnosticSums:
         """Rows of routing_layers of one layer: means over passes."""
         for (at, name), sums in self.sums.items():
             if at == layer_row:
-                yield {**row(name, *(sums[1:] / sums[0]).tolist())}
+                *levels, spread = (sums[1:] / sums[0]).tolist()
+                yield {**row(name, *levels), "chance_spread": spread}
 
 
 class DiagnosticTally:

@@ -75,8 +75,6 @@ def diagnostic_sections(run: Run) -> list[Section]:
     """Router diagnostics: figures of those that vary, a sentence on the others."""
     rows = run.table("routing_layers")
     tables: Tables = {"routing_layers": rows}
-    if model := run.info["arguments"].get("model"):
-        tables["shape"] = pd.DataFrame([{name: model[name] for name in ("experts", "d_model")}])
     constant, varying = split_diagnostics(tables)
     specs = [panel.spec for panel in varying]
     if (rows["metric"] == "key_cosine").any():
@@ -92,12 +90,11 @@ def diagnostic_sections(run: Run) -> list[Section]:
 
 def gradient_sections(run: Run) -> list[Section]:
     """Gradient norms into each router, where they were measured."""
-    gradients = rows_of(run, "router_gradients")
-    if not len(gradients) or not gradients["lm_gradient_norm"].notna().any():
+    tables = {"router_gradients": rows_of(run, "router_gradients")}
+    if not ROUTER_GRADIENT.can_draw(tables):
         return []
     words = "A router learns from the text only through its gates; one without gradient learns nothing."
-    figures = [(ROUTER_GRADIENT, {"router_gradients": gradients})]
-    return [Section("routers", "Router gradients", words, figures)]
+    return [Section("routers", "Router gradients", words, [(ROUTER_GRADIENT, tables)])]
 
 
 def load_findings(run: Run, reason: str = "") -> list[str]:

@@ -5,24 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moescope.routing.load_balance import divide
-from moescope.types import Array, Integers
-
-
-def pair_counts(chosen_TK: Integers, n_experts: int, adjacent: bool = False) -> Array:
-    """Number of tokens that chose both a and b, for all pairs; the diagonal holds how many chose a.
-
-    `adjacent=True` counts only pairs adjacent in rank (first with second, second with third), as one
-    published tool does. It needs slots sorted by gate, and misses k (k - 1)/2 - (k - 1) of a token's pairs.
-    """
-    pairs_EE = np.zeros((n_experts, n_experts))
-    k = chosen_TK.shape[1]
-    for a in range(k):
-        for b in range(a, k) if not adjacent else range(a, min(a + 2, k)):
-            both = (chosen_TK[:, a] >= 0) & (chosen_TK[:, b] >= 0)
-            np.add.at(pairs_EE, (chosen_TK[both, a], chosen_TK[both, b]), 1)
-            if a != b:
-                np.add.at(pairs_EE, (chosen_TK[both, b], chosen_TK[both, a]), 1)
-    return pairs_EE
+from moescope.types import Array
 
 
 def coactivation(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:

@@ -249,4 +249,5 @@ VERB = Verb(
     guide=guide,
     view_label="Step and phase",
     opens_last=True,
+    incidental=frozenset({"batch_size"}),
 )

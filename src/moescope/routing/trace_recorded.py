@@ -26,6 +26,9 @@ from moescope.run import Run, open_run, place_run
 from moescope.types import Integers, Routing, Tokens
 from moescope.verb import Verb
 
+IDENTITY = ("recorded", "format", "experts", "seed")
+OF_A_MODEL_RUN = ("max_tokens", "phase", "save_tokens", "dtype", "batch_size", "chat_template")
+
 
 def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
     """Write the run of one recorded trace. A model supplies layer names and k; it is not run.
@@ -41,13 +44,17 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         raise BadInput(
             f"--recorded {file}: give the experts per layer with --experts N; a trace does not contain it"
         )
+    for option in verb.options:
+        if option.name in OF_A_MODEL_RUN and given[option.name] != option.default:
+            raise BadInput(f"{option.flag} applies to a model run, not to --recorded; leave it out")
     if len(models) > 1:
         raise BadInput(f"--recorded takes at most one model, {len(models)} given; use one run per trace")
     if not file.is_file():
         raise BadInput(f"{file}: no such file; give the recorded trace")
     moe = read_moe(open_checkpoint(models[0])) if models else None
+    arguments = verb.identity(given, recorded=file_identity(file))
     identity: dict[str, Any] = {
-        "arguments": verb.identity(given, recorded=file_identity(file)),
+        "arguments": {name: arguments[name] for name in IDENTITY},
         "checkpoints": [{"step": 0, **checkpoint_identity(str(models[0]))}] if moe else [],
     }
     name = moe.checkpoint.name if moe else file.stem

@@ -290,8 +290,9 @@ def test_the_mean_cosine_of_keys_is_noted_whatever_their_strength():
     router = made(experts=6)
     router.strength_E[3] = 0.2
     note = router(tokens(noise(4))).diagnostics["key_cosine"]
-    assert float(note.value) == pytest.approx(key_cosine(router.keys_ED.numpy())[0], abs=1e-6)
-    assert note[1:] == (0.0, 1.0)
+    cosine, spread = key_cosine(router.keys_ED.numpy())
+    assert float(note.value) == pytest.approx(cosine, abs=1e-6)
+    assert note[1:] == (0.0, 1.0, pytest.approx(spread))
 
 
 def test_strengths_are_noted_and_the_share_of_weak_keys_beside_what_the_percentile_takes():

@@ -128,14 +128,16 @@ class SoME(Router):
         """Return the mean cosine of two keys (0 random, 1 all equal), mean rho, and the share with rho < 1.
 
         The reference of that share, once the decay has begun, is the share of n used keys below percentile q:
-        ceil(q (n - 1))/n.
+        ceil(q (n - 1))/n. The mean cosine of n random keys of width D has the standard deviation
+        sqrt(2/(n(n - 1)D)).
         """
         n, options = self.config.experts, self.options
         cosine = (self.direction_ED.sum(0).square().sum() - n) / max(n * (n - 1), 1)
+        spread = math.sqrt(2 / (n * (n - 1) * self.direction_ED.shape[1])) if n > 1 else math.nan
         begun = (self.steps > options["decay_after"]).float()
         below = math.ceil(options["decay_percentile"] / 100 * (n - 1) - 1e-9) / n
         return {
-            "key_cosine": Diagnostic(cosine, 0.0, 1.0),
+            "key_cosine": Diagnostic(cosine, 0.0, 1.0, spread),
             "key_strength": Diagnostic(self.strength_E.mean(), 1.0, 0.0),
             "weakened_keys": Diagnostic((self.strength_E < 1).float().mean(), begun * below, 1.0),
         }
