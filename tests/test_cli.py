@@ -513,5 +513,5 @@ def test_train_prints_counts_without_training_and_what_came_of_a_training(traine
         app, ["train", str(config), "--router", "top2", "--out", str(trained_run.path), "--device", "cpu"]
     )
     assert again.exit_code == 0, again.output
-    assert "by token frequencies alone" in again.output
+    assert "unigram baseline" in again.output
     assert f"report: {trained_run.path / 'report.html'}" in again.output

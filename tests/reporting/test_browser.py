@@ -10,6 +10,8 @@ from moescope.reporting.export import export_figures
 from moescope.reporting.verb import report
 from moescope.run import Run
 
+expect.set_options(timeout=30_000)  # a busy machine takes longer than five seconds
+
 
 @pytest.fixture(scope="module")
 def planted_report(planted_run, tmp_path_factory):
