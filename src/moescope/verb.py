@@ -141,7 +141,7 @@ class Section:
     sections: list[Section] = field(default_factory=list)
     folded: bool = False
     line: str = ""  # what a folded section says when it is closed
-    badge: tuple[str, str] | None = None  # (kind, word) beside its title
+    badge: tuple[str, str] | None = None  # (kind, word) after its title
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def test_what_routers_say_of_themselves_is_the_mean_over_the_passes_of_a_window(
     rows = table.set_index(["step", "layer", "metric"])
     for place, passes in heard.items():
         assert len(passes) == 8
-        columns = rows.loc[place, ["value", "chance", "collapse"]].to_numpy(float)
+        columns = rows.loc[place, ["value", "chance", "collapse", "chance_spread"]].to_numpy(float)
         np.testing.assert_allclose(columns, np.mean(passes, axis=0), rtol=1e-9)
         assert rows.loc[place, "domain"] == ""
     assert set(table["metric"]) & set(DIAGNOSTICS) == {name for _, _, name in heard}

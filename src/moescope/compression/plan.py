@@ -1,4 +1,4 @@
-"""A compression plan as files: plan.json, and plan.safetensors beside it for arrays; checked when loaded."""
+"""A compression plan as files: plan.json, and plan.safetensors for arrays; both are checked when loaded."""
 
 from __future__ import annotations
 

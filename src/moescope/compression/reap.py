@@ -13,7 +13,7 @@ from moescope.types import Array
 def reap(sums: Mapping[str, Array]) -> Array:
     """Mean over X_j of g_j ||f_j||, 0 where X_j is empty.
 
-    A mean over few tokens is imprecise: read the interval of the rank beside it.
+    A mean over few tokens is imprecise: see the interval of its rank (rank_low, rank_high).
     """
     tokens = sums["tokens_BE"]
     return np.where(tokens > 0, sums["gated_norm_BE"] / np.maximum(tokens, 1), 0.0)

@@ -39,7 +39,7 @@ NOTICEABLE = 0.002  # of the chance level: a diagnostic that never differs by mo
 
 
 def all_steps(tables: Tables, name: str) -> pd.DataFrame:
-    """The rows of every step: of a table narrowed to one step, those that its view keeps beside it."""
+    """Return the rows of every step, also for a view that is narrowed to one step."""
     return tables.get(f"{name} of all steps", tables[name])
 
 

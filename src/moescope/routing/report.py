@@ -410,7 +410,7 @@ def select(run: Run, selection: Selection) -> Tables:
 
 def guide(run: Run) -> list[str]:
     return [
-        "Every routing metric stands beside its chance level (balanced random routing, a uniform router, or "
+        "Every routing metric is shown with its chance level (balanced random routing, a uniform router, or "
         "permuted labels and tokens) and its value at collapse: every token chooses the same k experts.",
         "Intervals are 95 % jackknife intervals over documents; they need at least 20 documents.",
     ]

@@ -361,7 +361,8 @@ def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
     squares = (directions @ directions.T) ** 2
     note = router(tokens(noise(5))).diagnostics["direction_overlap"]
     assert float(note.value) == pytest.approx((squares.sum() - 4) / 12, rel=1e-4)
-    assert note[1:] == (1 / 64, 1.0)
+    assert (note.chance, note.collapse) == (1 / 64, 1.0)
+    assert np.isnan(note.chance_spread)
     random = np.random.default_rng(0).standard_normal((400, 64))
     random /= np.linalg.norm(random, axis=1, keepdims=True)
     assert (((random @ random.T) ** 2).sum() - 400) / (400 * 399) == pytest.approx(note.chance, rel=0.02)
