@@ -125,8 +125,8 @@ class Selection:
 class Section:
     """One part of the page: text, figures, tables, then sections inside it.
 
-    A folded section is one line until it is opened. Of sections with a `view`, the page shows the view that
-    is selected at its top. A widget is drawn by the page's script: (name of its function, its data).
+    Of sections with a `view` or a `layer`, the page shows those of the selected view and layer. A widget is
+    drawn by the page's script: (name of its function, its data).
     """
 
     anchor: str  # its id in the page, unique within a run
@@ -139,9 +139,22 @@ class Section:
     findings: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)  # a small table: name -> value
     sections: list[Section] = field(default_factory=list)
-    folded: bool = False
-    line: str = ""  # what a folded section says when it is closed
+    folded: bool = False  # one line until it is opened
+    line: str = ""  # what a folded section says when it is closed, after its title otherwise
     badge: tuple[str, str] | None = None  # (kind, word) after its title
+    tab: str = ""  # of the page; empty: the verb's
+    layer: int | None = None  # None: a section on all layers
+
+
+class Finding(str):
+    """A sentence of a summary that knows where the page shows it: tab, layer, expert, colour of the map."""
+
+    place: dict[str, Any]
+
+    def __new__(cls, text: str, **place: Any) -> Finding:
+        finding = super().__new__(cls, text)
+        finding.place = place
+        return finding
 
 
 @dataclass(frozen=True)
@@ -170,12 +183,40 @@ class Summary:
 
 @dataclass(frozen=True)
 class Measure:
-    """A colour of the layers x experts map: one value per layer and expert, with its chance level."""
+    """A colour of the layers x experts map: one value per layer and expert, with its chance level.
+
+    `frame` has the columns layer, expert, value; where they apply also chance, low and high (an interval of
+    the value), beyond (whether it exceeds chance) and mark (experts to cross out).
+    """
 
     name: str
     title: str
-    unit: str
-    values: Callable[[Run, Selection], pd.DataFrame]  # columns: layer, expert, value, chance
+    frame: pd.DataFrame
+    unit: str = ""
+    caption: str = ""  # what the map shows, with its chance level
+    middle: float | None = None  # the centre of a diverging scale
+    logarithmic: bool = False
+    limits: tuple[float, float] | None = None  # of the colour scale; by default those of the values
+    view: str = ""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One number per layer, drawn beside the map. `frame`: layer, value and, where they apply, chance, word."""
+
+    name: str
+    title: str
+    frame: pd.DataFrame
+    view: str = ""
+
+
+@dataclass(frozen=True)
+class LayerCards:
+    """A verb's part of the pages of one layer's experts: expert -> blocks that the page's script draws."""
+
+    layer: int
+    cards: Mapping[int, list[Payload]]
+    view: str = ""
 
 
 # --- options
@@ -326,8 +367,10 @@ class Verb:
     summary: Callable[[Run], Summary] | None = None
     sections: Callable[[Run, Selection], list[Section]] = no_sections
     select: Callable[[Run, Selection], Tables] = all_rows  # tables of the selected or the default view
-    measures: Sequence[Measure] = ()
-    expert: Callable[[Run, int, int], Section] | None = None  # run, layer, expert -> part of the expert page
+    tab: str = ""  # of the page, for sections that name none
+    measures: Callable[[Run], list[Measure]] = lambda run: []  # what the layers x experts map can show
+    strips: Callable[[Run], list[Strip]] = lambda run: []  # numbers per layer beside the map
+    experts: Callable[[Run], Iterable[LayerCards]] = lambda run: ()  # its part of the expert pages
     overlay: Callable[[list[Run]], list[Section]] = lambda runs: []  # all runs of this verb on one page
     guide: Callable[[Run], list[str]] = lambda run: []  # paragraphs on how to read it
     title: Callable[[Run], str] | None = (

@@ -428,4 +428,5 @@ VERB = Verb(
     select=select,
     overlay=overlay,
     guide=guide,
+    tab="weights",
 )

@@ -178,5 +178,6 @@ VERB = Verb(
     summary=summary,
     sections=sections,
     guide=guide,
+    tab="compression",
     files=("plan.json", "plan.safetensors", "calibration.safetensors"),
 )

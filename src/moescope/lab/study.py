@@ -396,6 +396,7 @@ VERB = Verb(
     sections=sections,
     select=select,
     guide=guide,
+    tab="training",
     title=page_title,
     grows=True,
     dry_run=plan_study,

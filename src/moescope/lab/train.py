@@ -551,6 +551,7 @@ VERB = Verb(
     sections=sections,
     select=select,
     guide=guide,
+    tab="training",
     title=page_title,
     parts=("scan", "trace"),
     grows=True,

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import jinja2
 
+from moescope.reporting.pack import pack_text, packed
 from moescope.reporting.untrusted import visible
 
-
-def seen(value: Any) -> Any:
-    """What the template puts out, invisible characters spelled out.
-
-    Paths and names are not to be trusted with turning the line around.
-    """
-    return visible(value) if type(value) is str else value  # Markup, our own, is another type
+SCRIPTS = ("core", "state", "figures", "sections", "map", "experts", "text", "methods", "frame")
 
 
 def render(content: dict[str, Any]) -> str:
-    """The whole HTML document: style, script and plotly.js inside it, each once."""
-    from plotly.offline import get_plotlyjs
-
-    here = files("moescope.reporting")
+    """Return the whole HTML document: style, scripts and plotly.js inside it, each once."""
+    here = files("moescope.reporting") / "assets"
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8")),
         autoescape=True,
-        finalize=seen,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    template = environment.get_template("template.html.j2")
-    return template.render(
-        **content,
+    return environment.get_template("page.html.j2").render(
+        title=visible(content["title"]),
+        data=content["data"],
+        payloads={name: packed(value) for name, value in content["payloads"].items()},
         style=(here / "style.css").read_text(encoding="utf-8"),
-        script="\n".join((here / name).read_text(encoding="utf-8") for name in ("script.js", "routing.js")),
-        plotly=get_plotlyjs(),
+        scripts=[(here / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS],
+        plotly=packed_plotly(),
     )
+
+
+@cache
+def packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return pack_text(get_plotlyjs())

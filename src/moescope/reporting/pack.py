@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -96,6 +98,16 @@ def plain_table(
     """
     columns = [{"name": entry, "title": head, "kind": kind} for entry, head, kind in heads]
     return {"name": name, "title": title, "columns": columns, "rows": plain(list(rows)), "links": links}
+
+
+def packed(value: Any) -> str:
+    """Return a payload as base64 of gzipped JSON: the page unpacks it when it is needed."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return pack_text(text)
+
+
+def pack_text(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode("ascii")
 
 
 def script_json(value: Any) -> str:

@@ -1,177 +1,271 @@
-"""The content of the page: every run's summary and sections, as its verb gives them, for the template."""
+"""The content of the page as data: tabs with sections, key numbers, findings, map and expert pages."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import listed, number
+from moescope.plotting.style import listed
 from moescope.reporting.joint import joint_sections
-from moescope.reporting.pack import figure_payload, script_json
+from moescope.reporting.pack import figure_payload, plain, script_json
+from moescope.reporting.untrusted import visible
 from moescope.run import Run
 from moescope.tables import Column
-from moescope.verb import FigureSpec, Section, Selection, Tables
+from moescope.verb import FigureSpec, Finding, Measure, Section, Selection, Strip, Tables
+
+DIGITS = 4  # of numbers in the map
+FINDINGS = 5
+
+
+class Tab(NamedTuple):
+    """A tab of the page, and the command that fills it."""
+
+    name: str
+    title: str
+    command: str = ""
+
+
+TABS = (
+    Tab("overview", "Overview"),
+    Tab("weights", "Weights", "moescope scan MODEL"),
+    Tab("routing", "Routing", "moescope trace MODEL --text FILE"),
+    Tab("experts", "Experts", "moescope trace MODEL --text FILE"),
+    Tab("text", "Text", "moescope trace MODEL --text FILE --save-tokens"),
+    Tab("training", "Training", "moescope train CONFIG.toml"),
+    Tab("compression", "Compression", "moescope compress MODEL --method reap --keep 0.5 --text FILE"),
+    Tab("methods", "Methods"),
+)
 
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
-    """Return everything the template needs. Payloads are JSON, drawn by the page when they come into view."""
-    runs = with_parts(runs)
-    page = Page(run_names(runs))
-    summaries = [page.summary(run) for run in runs]
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.verb.name, []).append(run)
-    sections = [entry for group in groups.values() for entry in page.sections(group)]
-    joint = [
-        {"anchor": section.anchor, "title": section.title, "parts": [page.entry(section, "all")]}
-        for section in joint_sections(runs)
-    ]
-    guides = [paragraph for run in runs for paragraph in run.verb.guide(run)]
-    glossary = glossary_sections(runs)
-    entries = {entry["key"]: entry for section in glossary for entry in section["entries"]}
-    return {
-        "title": page_title(runs),
-        "notices": list(dict.fromkeys(line for entry in summaries for line in entry["notices"])),
-        "runs": summaries,
-        "selectors": page.selectors(groups),
-        "guide": list(dict.fromkeys(guides)),
-        "glossary": glossary,
-        "glossary_json": script_json(entries),
-        "sections": [*sections, *joint],
-        "first": page.first,
-        "payloads": page.payloads,
+    """Return what the template needs: the page's data, and payloads that the page unpacks when it needs them."""
+    page = Page(runs)
+    data = {
+        "title": page_title(page.runs),
+        "shape": shape_words(page.runs),
+        "runs": [page.run_data(run) for run in page.runs],
+        "roots": [page.names[run.path] for run in runs],
+        "tabs": page.tabs(),
+        "map": page.keep("map", page.map_data()),
+        "experts": page.expert_data(),
+        "views": page.selectors(),
+        "glossary": page.keep("glossary", glossary_sections(page.runs)),
+        "guide": list(dict.fromkeys(line for run in page.runs for line in run.verb.guide(run))),
+        "notices": page.notices,
     }
+    return {"title": data["title"], "data": script_json(spelled_out(data)), "payloads": page.payloads}
 
 
 class Page:
-    """The payloads of one page, and the views that its sections belong to."""
+    """One page: its runs with their parts, its payloads, and the numbers of views."""
 
-    def __init__(self, names: dict[Path, str]) -> None:
-        self.names = names
-        self.payloads: dict[str, str] = {}
-        self.views: dict[str, dict[tuple[Path, str], int]] = {}  # verb -> (run, view) -> number
-        self.first: list[str] = []  # payloads of the summary, which the page shows at once
+    def __init__(self, runs: list[Run]) -> None:
+        self.runs = with_parts(runs)
+        self.names = run_names(self.runs)
+        self.root = {run.path: index for index, run in enumerate(runs)}
+        for index, run in enumerate(runs):
+            for part in run.parts.values() if run.verb.parts else ():
+                self.root.setdefault(part.path, index)
+        self.payloads: dict[str, Any] = {}
+        self.views: dict[str, list[str]] = {}  # verb -> labels of its views
+        self.notices: list[str] = []
 
     def keep(self, name: str, value: Any) -> str:
         """Keep a payload and return its name."""
-        self.payloads[name] = script_json(value)
+        self.payloads[name] = value
         return name
 
-    def view_number(self, run: Run, view: str) -> int | None:
-        """Return the number of a view among all views of its verb on this page."""
-        if not view:
-            return None
-        known = self.views.setdefault(run.verb.name, {})
-        return known.setdefault((run.path, view), len(known))
+    def number(self, run: Run) -> int:
+        return self.runs.index(run)
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        """Return a run's part of the summary, and what its provenance shows."""
+    def view(self, run: Run, label: str) -> str:
+        """Note a view of the run's verb; views of several runs with the same label are one choice."""
+        known = self.views.setdefault(run.verb.name, [])
+        if label and label not in known:
+            known.append(label)
+        return label
+
+    # --- runs
+
+    def run_data(self, run: Run) -> dict[str, Any]:
+        """Return a run's summary and provenance."""
         if run.verb.summary is None:
             raise BadInput(f"{run.path}: a run of {run.verb.name!r} has no report; give another folder")
         summary = run.verb.summary(run)
-        before = set(self.payloads)
-        prefix = f"summary-{len(self.first)}-{len(before)}"
-        sections = [self.entry(section, prefix, run) for section in summary.sections]
-        self.first += [name for name in self.payloads if name not in before]
+        self.notices += [line for line in summary.notices if line not in self.notices]
+        prefix = f"summary{self.number(run)}"
         return {
             "name": self.names[run.path],
             "verb": run.verb.name,
-            "info": run.info,
+            "tab": run.verb.tab,
+            "root": self.root[run.path],
             "coverage": list(dict.fromkeys(summary.coverage)),
-            "key_numbers": [asdict(key) for key in summary.key_numbers],
-            "findings": summary.findings,
-            "notices": summary.notices,
-            "sections": sections,
+            "key_numbers": [plain(asdict(key)) for key in summary.key_numbers],
+            "findings": [
+                {"text": str(line), "place": line.place if isinstance(line, Finding) else {}}
+                for line in summary.findings
+            ],
+            "sections": [self.entry(section, prefix, run) for section in summary.sections],
             "warnings": run.info.get("warnings", []),
-            "seconds": number(sum(run.info["timings"].values())),
+            "info": self.keep(f"{prefix}-info", run.info),
         }
 
-    def sections(self, group: list[Run]) -> list[dict[str, Any]]:
-        """Return the sections of all runs of one verb; those with the same anchor share one heading."""
-        verb = group[0].verb
-        merged: dict[str, dict[str, Any]] = {}
-        for index, run in enumerate(group):
-            for section in verb.sections(run, Selection()):
-                entry = self.entry(section, f"{verb.name}{index}", run)
-                entry["run"] = self.names[run.path] if len(self.names) > 1 else ""
-                top = merged.setdefault(
-                    section.anchor,
-                    {"anchor": f"{verb.name}-{section.anchor}", "title": section.title, "parts": []},
-                )
-                top["parts"].append(entry)
-        for section in verb.overlay(group):
-            entry = self.entry(section, f"{verb.name}-overlay")
-            top = {"anchor": f"{verb.name}-{section.anchor}", "title": section.title, "parts": [entry]}
-            merged[f"overlay {section.anchor}"] = top
-        return list(merged.values())
+    # --- tabs
 
-    def entry(
-        self, section: Section, prefix: str, run: Run | None = None, view: int | None = None
-    ) -> dict[str, Any]:
-        """Return a section as data for the template; a folded one is a single payload, drawn when opened."""
+    def tabs(self) -> list[dict[str, Any]]:
+        """Return every tab with its sections, in the order of the runs; overlays first."""
+        found: dict[str, list[dict[str, Any]]] = {tab.name: [] for tab in TABS}
+        groups: dict[str, list[Run]] = {}
+        for run in self.runs:
+            groups.setdefault(run.verb.name, []).append(run)
+        for group in groups.values():
+            verb = group[0].verb
+            for section in verb.overlay(group):
+                found[section.tab or verb.tab].append(self.entry(section, f"{verb.name}-overlay"))
+            for run in group:
+                for section in verb.sections(run, Selection()):
+                    entry = self.entry(section, f"{verb.name}{self.number(run)}", run)
+                    found[section.tab or verb.tab].append(entry)
+        for section in joint_sections(self.runs):
+            found[section.tab or "overview"].append(self.entry(section, "joint"))
+        return [
+            {"name": tab.name, "title": tab.title, "command": tab.command, "sections": found[tab.name]}
+            for tab in TABS
+        ]
+
+    def entry(self, section: Section, prefix: str, run: Run | None = None, view: str = "") -> dict[str, Any]:
+        """Return a section as data; one of a layer, or folded, is a single payload, unpacked when shown."""
         if run is not None and section.view:
-            view = self.view_number(run, section.view)
-        place = f"{prefix}-{section.anchor}" if view is None else f"{prefix}-v{view}-{section.anchor}"
+            view = self.view(run, section.view)
+        place = "-".join(part for part in (prefix, slug(view), section.anchor) if part)
         head = {
-            "id": place if run is None or view is None else f"{run.verb.name}-v{view}-{section.anchor}",
+            "id": section.anchor,
             "title": section.title,
             "view": view,
-            "group": run.verb.name if run is not None else "",
-            "label": self.label(run, section.view) if run is not None and section.view else "",
+            "verb": run.verb.name if run is not None else "",
+            "run": self.number(run) if run is not None else None,
+            "layer": section.layer,
             "folded": section.folded,
             "line": section.line,
             "badge": section.badge,
-            "run": "",
         }
-        if section.folded:
-            return {**head, "payload": self.keep(place, folded_payload(section, place))}
-        where = str(head["label"] or section.title)
+        if section.folded or section.layer is not None:
+            return {**head, "payload": self.keep(place, section_payload(section, place))}
         return {
             **head,
             "text": section.text,
-            "findings": section.findings,
+            "findings": [str(line) for line in section.findings],
             "facts": section.facts,
             "figures": [
-                self.keep(f"{place}-{count}-{spec.name}", drawn(spec, tables, where))
+                {
+                    "payload": self.keep(f"{place}-{count}-{spec.name}", drawn(spec, tables, place)),
+                    "name": spec.name,
+                    "wide": spec.wide,
+                }
                 for count, (spec, tables) in enumerate(section.figures)
             ],
             "tables": [
-                self.keep(f"{place}-table{count}", table) for count, table in enumerate(section.tables)
+                {"payload": self.keep(f"{place}-table{count}", table), "title": table["title"]}
+                for count, table in enumerate(section.tables)
             ],
             "widget": section.widget
             and {"name": section.widget[0], "payload": self.keep(f"{place}-widget", section.widget[1])},
             "sections": [self.entry(inner, place, run, view) for inner in section.sections],
         }
 
-    def label(self, run: Run, view: str) -> str:
-        return f"{self.names[run.path]} · {view}" if len(self.names) > 1 else view
-
-    def selectors(self, groups: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    def selectors(self) -> list[dict[str, Any]]:
         """Return one selector per verb that has several views on this page."""
         found = []
-        for name, views in self.views.items():
-            runs = {run.path: run for run in groups[name]}
-            labels = [self.label(runs[path], view) for path, view in views]
-            verb = groups[name][0].verb
-            own = [index for (path, _), index in views.items() if path == groups[name][0].path]
-            chosen = own[-1] if verb.opens_last else own[0]
-            found.append({"group": name, "label": verb.view_label, "views": labels, "first": chosen})
+        for name, labels in self.views.items():
+            if len(labels) > 1:
+                verb = next(run.verb for run in self.runs if run.verb.name == name)
+                first = len(labels) - 1 if verb.opens_last else 0
+                found.append({"verb": name, "label": verb.view_label, "views": labels, "first": first})
+        return found
+
+    # --- map and experts
+
+    def map_data(self) -> dict[str, Any]:
+        """Return measures and strips of every run, as layers x experts and as layers."""
+        measures, strips = [], []
+        for index, run in enumerate(self.runs):
+            for measure in run.verb.measures(run):
+                measures.append({"run": index, "verb": run.verb.name, **measure_payload(measure)})
+            for strip in run.verb.strips(run):
+                strips.append({"run": index, "verb": run.verb.name, **strip_payload(strip)})
+        return {"measures": measures, "strips": strips}
+
+    def expert_data(self) -> list[dict[str, Any]]:
+        """Return where the expert pages of every run, view and layer are."""
+        found = []
+        for index, run in enumerate(self.runs):
+            for cards in run.verb.experts(run):
+                name = f"cards{index}-{slug(cards.view)}-{cards.layer}"
+                self.keep(name, {str(expert): plain(blocks) for expert, blocks in cards.cards.items()})
+                found.append(
+                    {"run": index, "verb": run.verb.name, "view": cards.view, "layer": cards.layer, "payload": name}
+                )
         return found
 
 
-def folded_payload(section: Section, where: str) -> dict[str, Any]:
-    """Return a folded section's content, with the sections inside it."""
+def measure_payload(measure: Measure) -> dict[str, Any]:
+    """Return a measure as matrices with one row per layer; what a layer does not have is null."""
+    frame = measure.frame
+    layers = sorted(int(layer) for layer in frame["layer"].unique())
+    width = int(frame["expert"].max()) + 1 if len(frame) else 0
+    rows = np.searchsorted(layers, frame["layer"].to_numpy(int))
+    columns = frame["expert"].to_numpy(int)
+
+    def matrix(values: pd.Series) -> list[list[Any]]:
+        cells = np.full((len(layers), width), np.nan)
+        cells[rows, columns] = pd.to_numeric(values, errors="coerce").to_numpy(float)
+        return [[None if np.isnan(cell) else float(f"{cell:.{DIGITS}g}") for cell in row] for row in cells]
+
+    return {
+        "name": measure.name,
+        "title": measure.title,
+        "unit": measure.unit,
+        "caption": measure.caption,
+        "middle": measure.middle,
+        "logarithmic": measure.logarithmic,
+        "limits": measure.limits,
+        "view": measure.view,
+        "layers": layers,
+        "experts": width,
+        **{
+            name: matrix(frame[name].astype(float))
+            for name in ("value", "chance", "low", "high", "beyond", "mark")
+            if name in frame
+        },
+    }
+
+
+def strip_payload(strip: Strip) -> dict[str, Any]:
+    frame = strip.frame
+    return {
+        "name": strip.name,
+        "title": strip.title,
+        "view": strip.view,
+        **{name: plain(frame[name].tolist()) for name in ("layer", "value", "chance", "word") if name in frame},
+    }
+
+
+def section_payload(section: Section, where: str) -> dict[str, Any]:
+    """Return a section's content in one piece, with the sections inside it."""
     return {
         "title": section.title,
         "text": section.text,
-        "findings": section.findings,
+        "findings": [str(line) for line in section.findings],
         "facts": section.facts,
         "figures": [drawn(spec, tables, where) for spec, tables in section.figures],
         "tables": section.tables,
         "widget": section.widget,
-        "sections": [folded_payload(inner, where) for inner in section.sections],
+        "sections": [section_payload(inner, where) for inner in section.sections],
     }
 
 
@@ -183,6 +277,21 @@ def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
         raise RuntimeError(
             f"figure {spec.name} of {where} cannot be drawn: {type(error).__name__}: {error}"
         ) from error
+
+
+def slug(words: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in words)
+
+
+def spelled_out(value: Any) -> Any:
+    """Return the data with invisible characters of every text spelled out: names and paths are not trusted."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {key: spelled_out(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [spelled_out(item) for item in value]
+    return value
 
 
 def with_parts(runs: list[Run]) -> list[Run]:
@@ -198,8 +307,8 @@ def with_parts(runs: list[Run]) -> list[Run]:
 
 def run_names(runs: list[Run]) -> dict[Path, str]:
     """Return a short name per run: its folder's, with the parent's where two runs share it."""
-    plain = [run.name for run in runs]
-    if len(set(plain)) < len(plain):
+    plain_names = [run.name for run in runs]
+    if len(set(plain_names)) < len(plain_names):
         return {run.path: f"{run.path.resolve().parent.name}/{run.name}" for run in runs}
     return {run.path: run.name for run in runs}
 
@@ -212,6 +321,17 @@ def page_title(runs: list[Run]) -> str:
     paths = [item["path"] for run in runs for item in run.info.get("checkpoints", [])]
     names = list(dict.fromkeys(Path(path).name for path in paths)) or [run.name for run in runs]
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
+
+
+def shape_words(runs: list[Run]) -> str:
+    """ "26 layers × 64 experts, top 6", from the first run whose coverage says so."""
+    for run in runs:
+        for item in run.info.get("coverage") or []:
+            if isinstance(item, dict) and {"layers", "experts_per_layer", "k"} <= set(item):
+                experts = "/".join(map(str, item["experts_per_layer"]))
+                top = "/".join(map(str, item["k"]))
+                return f"{item['layers']} layers × {experts} experts, top {top}"
+    return ""
 
 
 def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ from moescope.routing.figures_steps import OVER_STEPS, rows_of
 from moescope.routing.report_views import (
     TraceTables,
     View,
-    layer_sections,
     load_trace,
     read_excerpt,
     routing_views,
@@ -340,14 +339,11 @@ def view_sections(view: View) -> list[Section]:
         figures = [(spec, view.tables) for spec in usable]
         tables = folded_tables(name, view.tables) if usable else []
         parts.append(Section(name, title, text + words, figures, tables, view=view.label))
-    text = "Experts per layer: load, domains, co-activated experts, typical tokens and contexts."
-    parts.append(Section("experts", "Experts", text, sections=layer_sections(view), view=view.label))
     excerpt = read_excerpt(view)
     if excerpt is not None:
         widget = ("text", text_payload(excerpt, view))
-        return [*parts, Section("text", "Text by expert", widget=widget, view=view.label)]
-    why = "trace again with --save-tokens" if view.main else "recorded for the other phase only"
-    return [*parts, Section("text", "Text by expert", f"Not available: {why}.", view=view.label)]
+        return [*parts, Section("text", "Text by expert", widget=widget, view=view.label, tab="text")]
+    return parts
 
 
 def folded_tables(section: str, tables: Tables) -> list[Payload]:

@@ -178,6 +178,7 @@ MONITOR = Verb(
     summary=summary,
     sections=sections,
     guide=lambda run: [GUIDE],
+    tab="training",
     title=lambda run: f"{run.name}: a monitored training",
     grows=True,
 )

@@ -22,6 +22,7 @@ from moescope.execution.texts import ReadSettings, Source, sources
 from moescope.progress import progress
 from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
+from moescope.routing.report_map import experts, measures, strips
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run, RunWriter, open_run, place_run
 from moescope.verb import Verb
@@ -247,6 +248,10 @@ VERB = Verb(
     sections,
     select,
     guide=guide,
+    tab="routing",
+    measures=measures,
+    strips=strips,
+    experts=experts,
     view_label="Step and phase",
     opens_last=True,
     incidental=frozenset({"batch_size"}),

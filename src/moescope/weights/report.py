@@ -213,7 +213,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
             for layer, tables in view.by_layer()
             if selection.values.get("layer", layer) == layer
         ]
-        parts.append(Section("layers", "Each layer", view=view.label, sections=layers))
+        parts += layers
     return parts
 
 
@@ -322,7 +322,8 @@ def layer_section(view: View, layer: int, tables: Tables) -> Section:
         shown,
         facts=setup_facts(view, layer, tables),
         sections=[Section("complete", "Complete view", "", complete)] if complete else [],
-        folded=True,
+        view=view.label,
+        layer=layer,
         line=line,
         badge=badge,
     )

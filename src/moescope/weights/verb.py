@@ -31,6 +31,7 @@ from moescope.weights.ambiguity import check_settings
 from moescope.weights.figures import FIGURES
 from moescope.weights.layer import LayerTask, ScanSettings, analyse_elsewhere, analyse_here, compare_layers
 from moescope.weights.report import guide, overlay, sections, select, summary
+from moescope.weights.report_map import experts, measures, strips
 from moescope.weights.tables import TABLES
 from moescope.weights.views import (
     MATRICES,
@@ -346,5 +347,9 @@ VERB = Verb(
     select,
     overlay=overlay,
     guide=guide,
+    tab="weights",
+    measures=measures,
+    strips=strips,
+    experts=experts,
     incidental=frozenset({"revision", "keep_going"}),
 )

@@ -1,6 +1,7 @@
-// Routing: the text coloured by expert, and what each expert does. Words of the text enter the page as text nodes only.
+// A document coloured by expert. Words of the text enter the page as text nodes only.
 (() => {
-  const { make, tableElement, display, widgets } = window.moescope;
+  const { make } = M;
+  const display = (value) => M.number(value);
   const HUES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500"];
   const times = (value) => (value === null ? "–" : display(value, "float"));
   const word = (text, attributes = {}) => make("bdi", attributes, text);
@@ -99,41 +100,6 @@
     fillExperts();
     showDocument();
   }
-  widgets.text = fillText;
+  M.widgets.text = fillText;
 
-  // ---- experts, filled when a layer is opened
-  const ROLES = [["input", "at"], ["next", "before"], ["predicted", "predicting"]];
-  const inLine = (content) => word(content.replaceAll("\n", ""));
-  function context([before, token, after, gate, document_, position, domain], mean) {
-    const where = `document ${document_}${domain === "text" ? "" : ", " + domain}, token ${position}: gate ${times(gate)}; this expert's gates are ${times(mean)} on average`;
-    return make("p", { class: "context", title: where }, "… ", inLine(before), make("mark", {}, inLine(token)), inLine(after), " …", make("span", { class: "gate" }, ` ${times(gate)}`));
-  }
-  function card(expert) {
-    const lines = [make("h5", {}, `Expert ${expert.expert}`, make("span", {}, `${times(expert.times)} × an even share` + (expert.gates === null ? "" : `, ${times(expert.gates)} × by gate`)))];
-    if (expert.domains.length) lines.push(make("p", {}, make("b", {}, "domains "), ...expert.domains.slice(0, 6).flatMap(([name, value]) => [word(name), ` ${times(value)} ×  `])));
-    if (expert.partners.length) lines.push(make("p", {}, make("b", {}, "with "), expert.partners.map(([other, over]) => `expert ${other} ${times(over)} ×`).join(", ")));
-    for (const [role, name] of ROLES) {
-      if (!expert.tokens[role].length) continue;
-      lines.push(make("p", { class: "chips" }, make("b", {}, name + " "), ...expert.tokens[role].flatMap(([token, count, lift]) =>
-        [word(token.replaceAll("\n", "").replaceAll(" ", "␣"), { class: "chip", title: `${count} times, ${times(lift)} × chance` }), " "])));
-    }
-    if (expert.contexts.length) lines.push(make("details", {}, make("summary", {}, `where its gates are largest (${times(expert.mean_gate)} on average)`), ...expert.contexts.map((place) => context(place, expert.mean_gate))));
-    return make("div", { class: "card" }, ...lines);
-  }
-  function fillExperts(slot, content) {
-    const cards = content.experts.map(card);
-    const search = make("input", { type: "search", placeholder: "find a token or domain", "aria-label": "find a token or domain" });
-    const order = make("select", { "aria-label": "order" }, make("option", { value: "number" }, "by number"), make("option", { value: "load" }, "by load"));
-    const box = make("div", { class: "cards" }, ...cards);
-    const has = (expert, wanted) => !wanted || expert.domains.slice(0, 1).some(([name]) => name.toLowerCase().includes(wanted)) ||
-      ROLES.some(([role]) => expert.tokens[role].some(([token]) => token.toLowerCase().includes(wanted)));
-    search.addEventListener("input", () => content.experts.forEach((expert, i) => { cards[i].hidden = !has(expert, search.value.trim().toLowerCase()); }));
-    order.addEventListener("change", () => {
-      const places = content.experts.map((_, i) => i);
-      if (order.value === "load") places.sort((a, b) => content.experts[b].times - content.experts[a].times);
-      box.replaceChildren(...places.map((i) => cards[i]));
-    });
-    slot.append(make("div", { class: "controls" }, search, make("label", {}, "experts", order)), box, tableElement(content.table, true));
-  }
-  widgets.experts = fillExperts;
 })();

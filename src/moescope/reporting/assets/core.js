@@ -1,0 +1,150 @@
+"use strict";
+// What every part of the page uses: elements, payloads, numbers, colours, tables. All text enters as text nodes.
+const M = { widgets: {} };
+
+M.data = JSON.parse(document.getElementById("data").textContent);
+
+M.make = (tag, attributes = {}, ...children) => {
+  const element = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key === "class") element.className = value;
+    else if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+};
+
+M.svg = (tag, attributes = {}, ...children) => {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+};
+
+// ---- payloads: base64 of gzip, unpacked once, when they are needed
+(() => {
+  const unpacked = new Map();
+  const loaded = new Promise((resolve) => {
+    if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", resolve);
+    else resolve();
+  });
+
+  async function text(id) {
+    if (!document.getElementById(id)) await loaded;
+    const element = document.getElementById(id);
+    const bytes = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    element.textContent = "";
+    return new Response(stream).text();
+  }
+
+  M.payload = (name) => {
+    if (!unpacked.has(name)) unpacked.set(name, text("p-" + name).then(JSON.parse));
+    return unpacked.get(name);
+  };
+
+  let plotly = null;
+  M.plotly = () => {
+    plotly ??= text("plotly").then((source) => {
+      const script = M.make("script");
+      script.textContent = source;
+      document.head.append(script);
+      return window.Plotly;
+    });
+    return plotly;
+  };
+  M.loaded = loaded;
+})();
+
+// ---- numbers
+M.number = (value, digits = 3) => {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size < 1e-3) {
+    const [mantissa, power] = value.toExponential(1).split("e");
+    const raised = power.replace("+", "").replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
+    return `${mantissa.replace("-", "−")} × 10${raised}`;
+  }
+  const words = size >= 1000 ? Math.round(value).toLocaleString("en-US")
+    : value.toPrecision(digits).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return words.replace("-", "−");
+};
+
+// ---- theme
+(() => {
+  const root = document.documentElement;
+  const preferred = window.matchMedia("(prefers-color-scheme: dark)");
+  const listeners = [];
+  const apply = (dark) => {
+    root.dataset.theme = dark ? "dark" : "light";
+    listeners.forEach((listener) => listener());
+  };
+  root.dataset.theme = preferred.matches ? "dark" : "light";
+  preferred.addEventListener("change", (event) => apply(event.matches));
+  M.theme = {
+    toggle: () => apply(root.dataset.theme !== "dark"),
+    dark: () => root.dataset.theme === "dark",
+    changed: (listener) => listeners.push(listener),
+    color: (name) => getComputedStyle(root).getPropertyValue(name).trim(),
+  };
+})();
+
+// ---- tables and CSV
+(() => {
+  const csvCell = (value) => {
+    if (value === null || value === undefined) return "";
+    if (typeof value === "number") return String(value);
+    // a spreadsheet would run a text that begins like a formula
+    const text = /^[=+\-@\t\r]/.test(String(value)) ? "'" + value : String(value);
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  M.csv = (heads, rows) => [heads, ...rows].map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
+
+  M.save = (name, content, type) => {
+    const link = M.make("a", { href: URL.createObjectURL(new Blob([content], { type })), download: name });
+    document.body.append(link);
+    link.click();
+    link.remove();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  };
+
+  M.copy = async (text, button) => {
+    const before = button.textContent;
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "The browser does not allow copying";
+    }
+    setTimeout(() => { button.textContent = before; }, 1500);
+  };
+
+  function cellText(value, kind) {
+    if (value === null) return "–";
+    if (kind === "bool") return value ? "yes" : "no";
+    return kind !== "float" || typeof value === "string" ? String(value) : M.number(value);
+  }
+
+  M.tableElement = (table, folded) => {
+    const heads = table.columns.map((column) => {
+      const entry = column.entry ?? column.name;
+      const link = M.make("a", { href: M.state.link({ tab: "methods", term: entry }) }, column.title);
+      return M.make("th", { class: column.kind === "text" ? "text" : null, scope: "col" }, link);
+    });
+    const rows = table.rows.map((row) => M.make("tr", {}, ...row.map((value, index) => {
+      const { kind, name } = table.columns[index];
+      const content = name === "layer" && typeof value === "number"
+        ? M.make("a", { href: M.state.link({ layer: value }) }, String(value)) : cellText(value, kind);
+      return M.make("td", { class: kind === "text" ? "text" : null }, content);
+    })));
+    const save = () => M.save(`moescope-${table.name}.csv`, M.csv(table.columns.map((c) => c.name), table.rows), "text/csv");
+    const scroll = M.make("div", { class: "scroll", tabindex: 0 },
+      M.make("table", {}, M.make("thead", {}, M.make("tr", {}, ...heads)), M.make("tbody", {}, ...rows)));
+    const button = M.make("button", { type: "button", class: "csv", onclick: save }, "CSV");
+    if (!folded) return M.make("div", { class: "table-block" }, M.make("div", { class: "table-head" }, M.make("h3", {}, table.title), button), scroll);
+    return M.make("details", { class: "table-block" }, M.make("summary", {}, table.title), button, scroll);
+  };
+})();

@@ -1,0 +1,165 @@
+// The frame: header with selections, tabs, overview. Starts the page.
+(() => {
+  const { make } = M;
+  const { runs, roots, tabs, views } = M.data;
+  const main = document.getElementById("main");
+  const filled = (tab) => ["overview", "methods"].includes(tab.name) || tab.sections.length > 0 || (tab.name === "experts" && M.data.experts.length > 0);
+
+  // ---- header
+  const select = (label, key, options, none) => {
+    const element = make("select", { "aria-label": label, "data-state": key, onchange: () => M.state.set({ [key]: element.value === "" ? null : element.value }) });
+    if (none !== undefined) element.append(make("option", { value: "" }, none));
+    element.append(...options.map(([value, words]) => make("option", { value }, words)));
+    return make("label", {}, label, element);
+  };
+  const layers = [...new Set([...M.data.experts.map((entry) => entry.layer), ...tabs.flatMap((tab) => tab.sections.flatMap((section) => [section, ...(section.sections ?? [])]).map((section) => section.layer))])]
+    .filter((layer) => layer !== null && layer !== undefined).sort((a, b) => a - b);
+
+  function header() {
+    const top = document.getElementById("top");
+    const controls = [];
+    if (roots.length > 1) {
+      controls.push(select("Run", "run", roots.map((name, index) => [index, name])), select("vs", "vs", roots.map((name, index) => [index, name]), "none"));
+    }
+    for (const selector of views) controls.push(select(selector.label, selector.verb, selector.views.map((name) => [name, name])));
+    if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), "all"));
+    const search = make("input", { type: "search", placeholder: "Expert (L9 E24), token or figure", "aria-label": "Search", list: "found" });
+    const results = make("ul", { class: "results", hidden: true });
+    search.addEventListener("input", () => M.search(search.value, results));
+    search.addEventListener("keydown", (event) => { if (event.key === "Enter") results.querySelector("a")?.click(); if (event.key === "Escape") results.hidden = true; });
+    document.addEventListener("click", (event) => { if (!results.contains(event.target) && event.target !== search) results.hidden = true; });
+    results.addEventListener("click", () => { results.hidden = true; });
+    const copy = make("button", { type: "button", onclick: () => M.copy(location.href, copy) }, "Copy link");
+    const theme = make("button", { type: "button", id: "theme", title: "Light or dark", "aria-label": "Switch between light and dark", onclick: M.theme.toggle }, "◐");
+    top.append(make("a", { class: "brand", href: "#/overview" }, "moescope"), make("strong", { class: "model" }, M.data.title), make("span", { class: "soft" }, M.data.shape),
+      make("span", { class: "space" }), ...controls, make("span", { class: "search" }, search, results), copy, theme);
+  }
+  function showSelections(state) {
+    for (const element of document.querySelectorAll("#top select[data-state]")) {
+      const key = element.dataset.state;
+      const value = key === "run" ? M.selected.root("run") : views.some((entry) => entry.verb === key) ? M.selected.view(key) : state[key];
+      element.value = value ?? "";
+    }
+  }
+
+  // ---- tabs
+  const panels = new Map();
+  function tabBar() {
+    const bar = document.getElementById("tabs");
+    const menu = make("select", { "aria-label": "Tab", onchange: () => M.state.set({ tab: menu.value }) }, ...tabs.map((tab) => make("option", { value: tab.name }, tab.title)));
+    bar.append(menu, ...tabs.map((tab) => make("a", { "data-tab": tab.name, class: filled(tab) ? null : "empty" }, tab.title)));
+  }
+  function empty(tab) {
+    return make("div", { class: "empty-tab" }, make("h2", {}, `${tab.title}: no data in this report`), make("p", {}, "This command fills it:"), make("pre", { class: "command" }, tab.command));
+  }
+  async function build(tab, panel) {
+    if (tab.name === "overview") return overview(panel);
+    if (tab.name === "methods") return M.fillMethods(panel);
+    if (tab.name === "experts" && filled(tab)) return M.experts.page(panel);
+    if (!filled(tab)) return panel.append(empty(tab));
+    panel.append(...tab.sections.map((entry) => M.sections.element(entry)));
+  }
+  async function show(state) {
+    const tab = tabs.find((entry) => entry.name === state.tab);
+    for (const link of document.querySelectorAll("#tabs a")) {
+      link.href = M.state.link({ tab: link.dataset.tab, figure: null, term: null });
+      if (link.dataset.tab === tab.name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+    }
+    document.querySelector("#tabs select").value = tab.name;
+    let panel = panels.get(tab.name);
+    const fresh = !panel;
+    if (fresh) { panel = make("div", { class: "panel", id: `tab-${tab.name}` }); panels.set(tab.name, panel); main.append(panel); }
+    for (const other of panels.values()) other.hidden = other !== panel;
+    if (fresh) await build(tab, panel);
+    M.sections.show(panel);
+    M.map.refresh();
+    if (state.figure) panel.querySelector(`[data-figure="${CSS.escape(state.figure)}"]`)?.scrollIntoView({ block: "center" });
+  }
+
+  // ---- overview
+  function card(key, baseline) {
+    const top = Math.max(key.value, key.chance ?? 0, baseline?.value ?? 0, 1e-12);
+    const bar = make("span", { class: "bar" }, make("i", { style: `width:${(100 * Math.max(key.value, 0)) / top}%` }),
+      key.chance === null ? null : make("u", { class: "chance", style: `left:${(100 * Math.max(key.chance, 0)) / top}%` }));
+    const words = [key.word ? make("b", {}, key.word) : null, key.chance === null ? null : ` ${key.reference} ${M.number(key.chance)}`];
+    return make("div", { class: "card" }, make("div", { class: "name" }, key.name), make("div", { class: "value" }, M.number(key.value), " ", make("small", {}, key.unit),
+      baseline ? make("small", { class: "versus" }, ` vs ${M.number(baseline.value)}`) : null), bar, make("div", { class: "words" }, ...words));
+  }
+  function keyNumbers() {
+    const cards = [];
+    for (const verb of M.selected.verbs.keys()) {
+      const run = runs[M.selected.run(verb)];
+      const other = M.selected.run(verb, "vs");
+      const baseline = other !== null && other !== M.selected.run(verb) ? runs[other] : null;
+      for (const key of run?.key_numbers ?? []) cards.push([verb, card(key, baseline?.key_numbers.find((item) => item.name === key.name))]);
+    }
+    // several verbs share the first row: equally many cards each
+    const verbs = [...new Set(cards.map(([verb]) => verb))];
+    const each = Math.max(2, Math.floor(6 / verbs.length));
+    return verbs.flatMap((verb) => cards.filter(([of]) => of === verb).slice(0, each).map(([, element]) => element)).slice(0, 6);
+  }
+  function findings() {
+    const all = [...M.selected.verbs.keys()].map((verb) => runs[M.selected.run(verb)]).filter(Boolean);
+    const lists = all.map((run) => run.findings.map((finding) => ({ ...finding, place: { tab: run.tab, ...finding.place } })));
+    const some = [];
+    for (let turn = 0; some.length < 5 && lists.some((list) => list.length > turn); turn++) for (const list of lists) if (list[turn] && some.length < 5) some.push(list[turn]);
+    const rest = lists.flat().filter((finding) => !some.includes(finding));
+    const line = ({ text, place }) => {
+      const [head, ...tail] = text.split(/(?<=[a-z0-9)]): /);
+      return make("li", {}, make("a", { href: M.state.link({ ...place }) }, head), tail.length ? ": " + tail.join(": ") : "");
+    };
+    const box = [make("h2", {}, "Findings"), make("ol", {}, ...some.map(line))];
+    if (rest.length) box.push(make("details", {}, make("summary", {}, `${rest.length} more`), make("ol", {}, ...rest.map(line))));
+    return box;
+  }
+  function warnings() {
+    const lines = [...new Set(runs.flatMap((run) => run.warnings))];
+    return lines.length ? make("details", { class: "warnings", open: lines.length < 3 }, make("summary", {}, `${lines.length} ${lines.length === 1 ? "warning" : "warnings"}`), make("ul", {}, ...lines.map((words) => make("li", {}, words)))) : "";
+  }
+  async function overview(panel) {
+    const cards = make("div", { class: "cards" });
+    const list = make("div", { class: "findings-box" });
+    const fill = () => { cards.replaceChildren(...keyNumbers()); list.replaceChildren(...findings(), warnings(), ...M.data.notices.map((words) => make("p", { class: "notice", role: "note" }, words)), ...coverage()); };
+    const map = make("div", { class: "map-place" });
+    panel.append(cards, make("div", { class: "overview-row" }, map, list));
+    fill();
+    M.state.onChange(fill);
+    map.append(await M.map.element());
+    const entries = [...runs.flatMap((run) => run.sections), ...tabs[0].sections];
+    panel.append(...entries.map((entry) => M.sections.element(entry)));
+  }
+  function coverage() {
+    return [...new Set([...M.selected.verbs.keys()].flatMap((verb) => runs[M.selected.run(verb)]?.coverage ?? []))].map((words) => make("p", { class: "coverage" }, words));
+  }
+
+  // ---- search: experts by number, tokens of experts, figures by title
+  M.search = async (text, results) => {
+    const wanted = text.trim().toLowerCase();
+    const found = [];
+    const numbers = wanted.match(/^l?\s*(\d+)\D+(\d+)$/) ?? wanted.match(/^e(?:xpert)?\s*(\d+)$/);
+    if (numbers) found.push([numbers.length > 2 ? `Layer ${numbers[1]}, expert ${numbers[2]}` : `Expert ${numbers[1]}`, numbers.length > 2 ? { layer: Number(numbers[1]), expert: Number(numbers[2]) } : { layer: M.state.get().layer ?? layers[0], expert: Number(numbers[1]) }]);
+    if (wanted.length > 1) {
+      for (const tab of tabs) for (const section of tab.sections) {
+        if (M.selected.matches(section) && section.title?.toLowerCase().includes(wanted)) found.push([`${tab.title}: ${section.title}`, { tab: tab.name }]);
+        for (const figure of section.figures ?? []) if (M.selected.matches(section) && figure.name.replaceAll("_", " ").includes(wanted)) found.push([`${tab.title}: ${figure.name.replaceAll("_", " ")}`, { tab: tab.name, figure: figure.name }]);
+      }
+      for (const entry of M.data.experts.filter((place) => M.selected.matches(place))) {
+        if (found.length > 12) break;
+        const cards = await M.payload(entry.payload);
+        for (const [expert, blocks] of Object.entries(cards)) {
+          const token = blocks.find((block) => block.kind === "tokens" && block.rows.some(([word]) => word.toLowerCase().trim() === wanted));
+          if (token) found.push([`“${wanted}”: layer ${entry.layer}, expert ${expert} (${token.title.toLowerCase()})`, { layer: entry.layer, expert: Number(expert) }]);
+        }
+      }
+    }
+    results.hidden = wanted === "";
+    results.replaceChildren(...(found.length ? found.slice(0, 12).map(([words, place]) => make("li", {}, make("a", { href: M.state.link(place) }, words))) : [make("li", {}, "Nothing found")]));
+  };
+
+  header();
+  tabBar();
+  M.state.onChange((state) => { showSelections(state); show(state); });
+  showSelections(M.state.get());
+  show(M.state.get()).then(() => M.experts.show());
+  window.addEventListener("beforeprint", () => M.sections.fillVisible(main));
+})();

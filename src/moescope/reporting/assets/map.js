@@ -1,0 +1,254 @@
+// The map: layers x experts, coloured by a measure. A click opens the expert, a click on a row its layer.
+M.map = (() => {
+  const { make } = M;
+  const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
+  const DIVERGING = { light: ["#2166ac", "#92c5de", "#f3f4f6", "#f4a582", "#b2182b"], dark: ["#6aaee8", "#2d5f8f", "#2b3138", "#96503a", "#f08c6c"] };
+  const LABEL = 44, STRIP = 96, GAP = 10, TOP = 4, AXIS = 22, SMALLEST = 9;
+  let data = null, geometry = null, hover = null, cursor = null;
+  let canvas, tip, title, caption, legend, colour, sort, beyond, frame;
+
+  // ---- what is drawn
+  function candidates() {
+    return data.measures.filter((measure) => M.selected.matches({ ...measure, verb: measure.verb }));
+  }
+  function chosen() {
+    const all = candidates();
+    const wanted = M.state.get().colour;
+    return all.find((measure) => measure.name === wanted) ?? all[0] ?? null;
+  }
+  // the same measure of the run to compare with
+  function other(measure) {
+    const run = M.selected.run(measure.verb, "vs");
+    if (run === null || run === measure.run) return null;
+    const same = data.measures.filter((item) => item.run === run && item.name === measure.name);
+    return same.find((item) => item.view === measure.view) ?? same.at(-1) ?? null;
+  }
+  function difference(measure, baseline) {
+    const ratio = measure.logarithmic;
+    const value = measure.layers.map((layer, i) => {
+      const row = baseline.value[baseline.layers.indexOf(layer)] ?? [];
+      return measure.value[i].map((cell, j) => (cell === null || row[j] === null || row[j] === undefined ? null : ratio ? cell / row[j] : cell - row[j]));
+    });
+    const sizes = value.flat().filter((cell) => cell !== null && Number.isFinite(cell)).map(Math.abs);
+    const widest = Math.max(...sizes, 1e-12);
+    return { ...measure, value, chance: undefined, beyond: undefined, mark: undefined, middle: ratio ? 1 : 0, limits: ratio ? [0.5, 2] : [-widest, widest],
+      unit: ratio ? "× " + M.data.roots[M.selected.root("vs")] : measure.unit, title: `${measure.title}: change`,
+      caption: `${M.data.roots[M.selected.root("run")]} ${ratio ? "divided by" : "minus"} ${M.data.roots[M.selected.root("vs")]}.` };
+  }
+  function shown() {
+    const measure = chosen();
+    const baseline = measure && other(measure);
+    return baseline ? difference(measure, baseline) : measure;
+  }
+
+  // ---- colours
+  const parse = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  function blend(stops, at) {
+    const place = Math.min(Math.max(at, 0), 1) * (stops.length - 1);
+    const low = Math.min(Math.floor(place), stops.length - 2);
+    const [a, b] = [parse(stops[low]), parse(stops[low + 1])];
+    return `rgb(${a.map((part, i) => Math.round(part + (place - low) * (b[i] - part))).join(",")})`;
+  }
+  function scaleOf(measure) {
+    const values = measure.value.flat().filter((cell) => cell !== null);
+    const [low, high] = measure.limits ?? [Math.min(...values), Math.max(...values)];
+    const f = measure.logarithmic ? (x) => Math.log2(Math.max(x, 1e-9)) : (x) => x;
+    const stops = measure.middle === null ? SEQUENTIAL : M.theme.dark() ? DIVERGING.dark : DIVERGING.light;
+    return { low, high, stops, color: (value) => blend(stops, (f(value) - f(low)) / (f(high) - f(low) || 1)) };
+  }
+  function orderOf(measure, row) {
+    const experts = [...measure.value[row].keys()].filter((expert) => measure.value[row][expert] !== null);
+    if (sort.value === "value") experts.sort((a, b) => measure.value[row][b] - measure.value[row][a]);
+    return experts;
+  }
+
+  // ---- drawing
+  function draw() {
+    const measure = shown();
+    frame.hidden = !measure;
+    if (!measure) return;
+    title.textContent = measure.title;
+    caption.textContent = measure.caption;
+    const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, frame.clientWidth > 900 ? 3 : 0);
+    const width = Math.max(frame.clientWidth, LABEL + measure.experts * (frame.clientWidth < 700 ? SMALLEST : 2));
+    const rows = measure.layers.length;
+    const cellHeight = Math.max(7, Math.min(34, Math.floor(Math.max(window.innerHeight - 430, 300) / rows)));
+    const right = strips.length * (STRIP + GAP);
+    const cellWidth = (width - LABEL - right) / measure.experts;
+    const height = TOP + rows * cellHeight + AXIS;
+    const dense = window.devicePixelRatio || 1;
+    canvas.style.width = width + "px";
+    canvas.style.height = height + "px";
+    canvas.width = Math.round(width * dense);
+    canvas.height = Math.round(height * dense);
+    const pen = canvas.getContext("2d");
+    pen.scale(dense, dense);
+    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const scale = scaleOf(measure);
+    geometry = { measure, cellWidth, cellHeight, strips, width, orders: measure.layers.map((_, row) => orderOf(measure, row)) };
+    const [ink, soft, accent] = ["--ink", "--soft", "--accent"].map(M.theme.color);
+    const every = Math.ceil(13 / cellHeight);
+    measure.layers.forEach((layer, row) => {
+      const y = TOP + row * cellHeight;
+      pen.fillStyle = layer === M.state.get().layer ? accent : soft;
+      pen.textAlign = "right";
+      pen.textBaseline = "middle";
+      if (row % every === 0 || layer === M.state.get().layer) pen.fillText(String(layer), LABEL - 8, y + cellHeight / 2);
+      geometry.orders[row].forEach((expert, column) => drawCell(pen, measure, scale, row, expert, LABEL + column * cellWidth, y));
+      drawStrips(pen, strips, layer, y);
+    });
+    drawAxis(pen, measure, height, soft);
+    drawSelection(pen, ink, accent);
+    drawLegend(measure, scale);
+  }
+  function drawCell(pen, measure, scale, row, expert, x, y) {
+    const { cellWidth: w, cellHeight: h } = geometry;
+    const gap = Math.min(1, w / 6);
+    const far = measure.beyond?.[row][expert];
+    pen.globalAlpha = beyond.checked && measure.beyond && !far ? 0.22 : 1;
+    pen.fillStyle = scale.color(measure.value[row][expert]);
+    pen.fillRect(x, y, w - gap, h - gap);
+    pen.globalAlpha = 1;
+    if (beyond.checked && far && w > 5) {
+      pen.strokeStyle = M.theme.color("--ink");
+      pen.lineWidth = 1;
+      pen.strokeRect(x + 0.5, y + 0.5, w - gap - 1, h - gap - 1);
+    }
+    if (measure.mark?.[row][expert]) {
+      pen.strokeStyle = M.theme.color("--ink");
+      pen.beginPath();
+      pen.moveTo(x + 2, y + 2); pen.lineTo(x + w - gap - 2, y + h - gap - 2);
+      pen.moveTo(x + w - gap - 2, y + 2); pen.lineTo(x + 2, y + h - gap - 2);
+      pen.stroke();
+    }
+  }
+  function drawStrips(pen, strips, layer, y) {
+    const { width, cellHeight } = geometry;
+    strips.forEach((strip, index) => {
+      const x = width - (strips.length - index) * (STRIP + GAP) + GAP + 8;
+      const at = strip.layer.indexOf(layer);
+      if (at < 0) return;
+      const top = Math.max(...strip.value, ...(strip.chance ?? []).filter((value) => value !== null), 1e-12);
+      const long = (value) => Math.max(0, (value / top) * (STRIP - 10));
+      pen.fillStyle = M.theme.color("--bar");
+      pen.fillRect(x, y + cellHeight * 0.22, long(strip.value[at]), Math.max(2, cellHeight * 0.5));
+      if (strip.chance?.[at] !== null && strip.chance?.[at] !== undefined) {
+        pen.fillStyle = M.theme.color("--ink");
+        pen.fillRect(x + long(strip.chance[at]), y + 1, 1.5, cellHeight - 3);
+      }
+    });
+  }
+  function drawAxis(pen, measure, height, soft) {
+    pen.fillStyle = soft;
+    pen.textBaseline = "alphabetic";
+    pen.textAlign = "center";
+    const step = [1, 2, 4, 8, 16, 32, 64].find((size) => size * geometry.cellWidth > 26) ?? 128;
+    if (sort.value === "number") for (let expert = 0; expert < measure.experts; expert += step) pen.fillText(String(expert), LABEL + (expert + 0.5) * geometry.cellWidth, height - 7);
+    else pen.fillText("experts of each layer, highest first", LABEL + (measure.experts * geometry.cellWidth) / 2, height - 7);
+    pen.textAlign = "left";
+    geometry.strips.forEach((strip, index) => pen.fillText(strip.title, geometry.width - (geometry.strips.length - index) * (STRIP + GAP) + GAP + 8, height - 7));
+  }
+  function drawSelection(pen, ink, accent) {
+    const { layer, expert } = M.state.get();
+    const outline = (row, column, color, width) => {
+      pen.strokeStyle = color;
+      pen.lineWidth = width;
+      const span = column === null ? geometry.measure.experts * geometry.cellWidth : geometry.cellWidth;
+      pen.strokeRect(LABEL + (column ?? 0) * geometry.cellWidth, TOP + row * geometry.cellHeight, span - 0.5, geometry.cellHeight - 0.5);
+    };
+    const row = geometry.measure.layers.indexOf(layer);
+    if (row >= 0) outline(row, null, accent, 1.5);
+    if (row >= 0 && expert !== undefined) { const column = geometry.orders[row].indexOf(expert); if (column >= 0) outline(row, column, ink, 2.5); }
+    if (cursor) outline(cursor.row, cursor.column, ink, 2);
+  }
+  function drawLegend(measure, scale) {
+    const bar = make("span", { class: "gradient", style: `background:linear-gradient(90deg,${scale.stops.join(",")})` });
+    const ends = [scale.low, scale.high].map((value) => M.number(value));
+    legend.replaceChildren(make("span", {}, ends[0]), bar, make("span", {}, `${ends[1]} ${measure.unit}`),
+      geometry.strips.length ? make("span", { class: "right" }, "right: value per layer (bar), chance level (tick)") : "");
+  }
+
+  // ---- pointing
+  function cellAt(event) {
+    const box = canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const row = Math.floor((y - TOP) / geometry.cellHeight);
+    const column = Math.floor((x - LABEL) / geometry.cellWidth);
+    if (row < 0 || row >= geometry.measure.layers.length) return null;
+    return { row, column: column >= 0 && column < geometry.orders[row].length ? column : null };
+  }
+  function words({ row, column }) {
+    const { measure, orders } = geometry;
+    const layer = measure.layers[row];
+    if (column === null) return [`Layer ${layer}`];
+    const expert = orders[row][column];
+    const at = (name) => measure[name]?.[row][expert];
+    const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
+    if (at("low") !== undefined && at("low") !== null) lines.push(`interval ${M.number(at("low"))} to ${M.number(at("high"))}`);
+    if (at("chance") !== undefined && at("chance") !== null) lines.push(`chance ${M.number(at("chance"))}`);
+    if (at("mark")) lines.push("removed");
+    return lines;
+  }
+  function point(cell, x, y) {
+    tip.hidden = !cell;
+    if (!cell) return;
+    tip.replaceChildren(...words(cell).map((line, index) => make(index ? "div" : "strong", {}, line)));
+    const box = frame.getBoundingClientRect();
+    tip.style.left = Math.max(0, Math.min(x - box.left + 12, box.width - tip.offsetWidth - 4)) + "px";
+    tip.style.top = y - box.top + 14 + "px";
+  }
+  function open({ row, column }) {
+    const layer = geometry.measure.layers[row];
+    M.state.set(column === null ? { layer, expert: null } : { layer, expert: geometry.orders[row][column] });
+  }
+  function key(event) {
+    const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
+    if (!move && event.key !== "Enter") return;
+    event.preventDefault();
+    if (event.key === "Enter") { if (cursor) open(cursor); return; }
+    const { layer, expert } = M.state.get();
+    const row = Math.max(0, geometry.measure.layers.indexOf(layer));
+    cursor ??= { row, column: Math.max(0, geometry.orders[row].indexOf(expert)) };
+    cursor.row = Math.min(Math.max(cursor.row + move[0], 0), geometry.measure.layers.length - 1);
+    cursor.column = Math.min(Math.max(cursor.column + move[1], 0), geometry.orders[cursor.row].length - 1);
+    draw();
+    const box = canvas.getBoundingClientRect();
+    point(cursor, box.left + LABEL + cursor.column * geometry.cellWidth, box.top + TOP + (cursor.row + 1) * geometry.cellHeight);
+  }
+
+  function fillColours() {
+    const all = candidates();
+    colour.replaceChildren(...all.map((measure) => make("option", { value: measure.name }, measure.title)));
+    const measure = chosen();
+    if (measure) colour.value = measure.name;
+    beyond.parentElement.hidden = !measure?.beyond;
+  }
+  async function element() {
+    data = await M.payload(M.data.map);
+    canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Map of layers and experts. Arrow keys move, Enter opens the expert." });
+    tip = make("div", { class: "tip", role: "status", hidden: true });
+    title = make("h2", {});
+    caption = make("p", { class: "caption" });
+    legend = make("div", { class: "legend" });
+    colour = make("select", { "aria-label": "Colour of the map", onchange: () => M.state.set({ colour: colour.value }) });
+    sort = make("select", { "aria-label": "Order of experts", onchange: draw }, make("option", { value: "number" }, "by number"), make("option", { value: "value" }, "by value"));
+    beyond = make("input", { type: "checkbox", onchange: draw });
+    frame = make("div", { class: "map-frame" }, canvas, tip);
+    canvas.addEventListener("pointermove", (event) => { hover = cellAt(event); point(hover, event.clientX, event.clientY); });
+    canvas.addEventListener("pointerleave", () => point(null));
+    canvas.addEventListener("click", (event) => { const cell = cellAt(event); if (cell) { cursor = null; open(cell); } });
+    canvas.addEventListener("keydown", key);
+    canvas.addEventListener("blur", () => { cursor = null; point(null); draw(); });
+    const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, "beyond chance only"));
+    return make("section", { class: "map", hidden: data.measures.length === 0 }, title, caption, controls, frame, legend);
+  }
+  function refresh() {
+    if (!canvas || !canvas.isConnected || !canvas.offsetParent) return;
+    fillColours();
+    draw();
+  }
+  window.addEventListener("resize", refresh);
+  M.theme.changed(refresh);
+  M.state.onChange(refresh);
+  return { element, refresh, data: () => data, candidates };
+})();

@@ -1,0 +1,104 @@
+// Sections of a tab: built when the tab is first opened; those of the selected run, view and layer are shown.
+M.sections = (() => {
+  const { make } = M;
+
+  const fillers = new WeakMap();
+  const observer = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) if (isIntersecting) fill(target);
+  }, { rootMargin: "300px" });
+  function fill(slot) {
+    observer.unobserve(slot);
+    const filler = fillers.get(slot);
+    fillers.delete(slot);
+    return filler ? filler() : null;
+  }
+  // An element whose content is made when it comes into view.
+  function later(attributes, filler) {
+    const slot = make("div", attributes);
+    fillers.set(slot, () => filler(slot));
+    observer.observe(slot);
+    return slot;
+  }
+
+  function figureSlot(entry) {
+    const slot = later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async () => {
+      slot.append(M.figures.element(entry.payload ? await M.payload(entry.payload) : entry));
+    });
+    return slot;
+  }
+  function factsTable(facts) {
+    const rows = Object.entries(facts).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value)));
+    return make("table", { class: "plain" }, make("tbody", {}, ...rows));
+  }
+  const paragraphs = (text) => text.split("\n").filter(Boolean).map((words) => make("p", { class: "prose" }, words));
+
+  // The content of a section, from the page's data or from a payload in one piece.
+  function fillSection(body, content) {
+    body.append(...paragraphs(content.text));
+    if (content.findings.length) body.append(make("ul", { class: "findings" }, ...content.findings.map((line) => make("li", {}, line))));
+    if (content.figures.length) body.append(make("div", { class: "grid" }, ...content.figures.map(figureSlot)));
+    if (content.widget) {
+      const [name, payload] = Array.isArray(content.widget) ? [content.widget[0], content.widget[1]] : [content.widget.name, content.widget.payload];
+      body.append(later({ class: "widget-slot", "data-widget": name }, async (slot) => M.widgets[name](slot, typeof payload === "string" ? await M.payload(payload) : payload)));
+    }
+    for (const table of content.tables) {
+      body.append(later({ class: "table-slot" }, async (slot) => slot.append(M.tableElement(table.payload ? await M.payload(table.payload) : table, content.figures.length > 0))));
+    }
+    for (const inner of content.sections) body.append(inner.payload || inner.folded !== undefined ? element(inner, 3) : inside(inner));
+    if (Object.keys(content.facts).length) body.append(make("details", { class: "setup" }, make("summary", {}, "Setup"), factsTable(content.facts)));
+  }
+  function inside(content) {
+    const body = make("details", { class: "inner" }, make("summary", {}, content.title));
+    body.addEventListener("toggle", () => { if (body.open && !body.dataset.done) { body.dataset.done = "1"; fillSection(body, content); } });
+    return body;
+  }
+
+  function element(entry, level = 2) {
+    const title = entry.title && make(`h${level}`, {}, entry.title,
+      entry.badge ? make("span", { class: `badge ${entry.badge[0]}` }, entry.badge[1]) : null,
+      entry.line && !entry.folded ? make("span", { class: "line" }, entry.line) : null);
+    const body = make("div", { class: "body" });
+    if (entry.folded) {
+      const details = make("details", { class: "section folded" }, make("summary", {}, entry.title, make("span", { class: "line" }, entry.line)), body);
+      details.addEventListener("toggle", async () => {
+        if (!details.open || details.dataset.done) return;
+        details.dataset.done = "1";
+        fillSection(body, await M.payload(entry.payload));
+      });
+      details.entry = entry;
+      return details;
+    }
+    const section = make("section", { class: "section", "data-section": entry.id }, title, body);
+    section.entry = entry;
+    section.fill = async () => {
+      if (section.dataset.done) return;
+      section.dataset.done = "1";
+      fillSection(body, entry.payload ? await M.payload(entry.payload) : entry);
+      show(section);
+    };
+    return section;
+  }
+
+  const selectedLayer = (entries) => {
+    const layers = [...new Set(entries.map((entry) => entry.layer).filter((layer) => layer !== null && layer !== undefined))];
+    const { layer } = M.state.get();
+    return layers.includes(layer) ? layer : layers[0];
+  };
+  // Show the sections of the present state; fill those that were never shown.
+  function show(container) {
+    const children = [...container.querySelectorAll(":scope > .section, :scope > .body > .section")];
+    const layer = selectedLayer(children.map((child) => child.entry));
+    for (const child of children) {
+      const { entry } = child;
+      const visible = M.selected.matches(entry) && (entry.layer === null || entry.layer === undefined || entry.layer === layer);
+      child.hidden = !visible;
+      if (visible && child.fill) child.fill();
+      if (visible) show(child);
+    }
+  }
+  function fillVisible(container) {
+    const slots = [...container.querySelectorAll(".figure-slot, .table-slot, .widget-slot")];
+    return Promise.all(slots.filter((slot) => slot.offsetParent).map(fill));
+  }
+  return { element, show, later, fillVisible };
+})();

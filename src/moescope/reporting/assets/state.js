@@ -1,0 +1,75 @@
+// The state of the page lives in the URL fragment: #/routing?layer=9&expert=24. Every view is a link; back works.
+M.state = (() => {
+  const listeners = [];
+  const NUMBERS = new Set(["run", "vs", "layer", "expert", "pinned"]);
+  let current = parse();
+
+  function parse() {
+    const [path, query = ""] = decodeURI(location.hash.replace(/^#\/?/, "")).split("?");
+    const state = { tab: path || "overview" };
+    for (const [key, value] of new URLSearchParams(query)) {
+      const number = Number(value);
+      if (!NUMBERS.has(key)) state[key] = value;
+      else if (Number.isInteger(number) && number >= 0) state[key] = number;
+    }
+    if (!M.data.tabs.some((tab) => tab.name === state.tab)) state.tab = "overview";
+    return state;
+  }
+
+  // The link of the present state with some values changed; null removes one.
+  function link(changes = {}) {
+    const { tab, ...rest } = { ...current, ...changes };
+    const query = new URLSearchParams();
+    for (const [key, value] of Object.entries(rest)) if (value !== null && value !== undefined && value !== "") query.set(key, value);
+    const words = query.toString();
+    return `#/${tab}${words ? "?" + words : ""}`;
+  }
+
+  function changed() {
+    const before = current;
+    current = parse();
+    listeners.forEach((listener) => listener(current, before));
+  }
+  window.addEventListener("hashchange", changed);
+
+  return {
+    get: () => current,
+    link,
+    set: (changes) => { location.hash = link(changes); },
+    // a change that is no step of its own: back leaves it out
+    replace: (changes) => {
+      history.replaceState(null, "", link(changes));
+      changed();
+    },
+    onChange: (listener) => listeners.push(listener),
+  };
+})();
+
+// Which runs and views are selected. Of a verb with several runs the selected one is shown, with its parts.
+M.selected = (() => {
+  const { runs, roots, views } = M.data;
+  const verbs = new Map();
+  runs.forEach((run, index) => verbs.set(run.verb, [...(verbs.get(run.verb) ?? []), index]));
+
+  const root = (key) => {
+    const value = M.state.get()[key];
+    return value !== undefined && value < roots.length ? value : key === "run" ? 0 : null;
+  };
+  // the run of a verb under the selected root; a verb with one run has only that
+  function run(verb, key = "run") {
+    const mine = verbs.get(verb) ?? [];
+    const wanted = root(key);
+    if (wanted === null) return null;
+    const found = mine.find((index) => runs[index].root === wanted);
+    return found ?? (key === "run" ? mine[0] ?? null : null);
+  }
+  function view(verb) {
+    const selector = views.find((entry) => entry.verb === verb);
+    if (!selector) return null;
+    const chosen = M.state.get()[verb];
+    return selector.views.includes(chosen) ? chosen : selector.views[selector.first];
+  }
+  const matchesRun = (entry) => entry.run === null || entry.run === undefined || run(runs[entry.run].verb) === entry.run;
+  const matchesView = (entry) => !entry.view || view(entry.verb) === null || view(entry.verb) === entry.view;
+  return { run, view, root, verbs, matches: (entry) => matchesRun(entry) && matchesView(entry) };
+})();

@@ -1,0 +1,188 @@
+"""A trace's part of the overview map and of the expert pages: load, gate weight, domains, tokens, contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from scipy.special import ndtri
+
+from moescope.plotting.style import RANDOM, number, values_of
+from moescope.reporting.pack import plain
+from moescope.routing.figures_experts import NAMED_FROM, expected_pairs
+from moescope.routing.report_views import (
+    COACTIVATED,
+    CONTEXTS,
+    CONTEXTS_OF_MANY,
+    LARGE,
+    ROLES,
+    View,
+    contexts_by_expert,
+    load_trace,
+    ranked,
+    routing_views,
+    tokens_by_expert,
+)
+from moescope.run import Run
+from moescope.verb import LayerCards, Measure, Payload, Strip
+
+FAMILY_WISE = 0.05  # the share of maps of random routing with any cell beyond chance
+ROLE_TITLES = {"input": "Input tokens", "next": "Next tokens", "predicted": "Predicted tokens"}
+STRIPS = (("cv", "load CV"), ("routing_entropy", "routing entropy"), ("domain_information", "I(expert; domain)"))
+
+
+def measures(run: Run) -> list[Measure]:
+    """Load first, then gate weight, lift per domain and the strongest co-activation, for every view."""
+    return [measure for view in routing_views(load_trace(run)) for measure in view_measures(view)]
+
+
+def view_measures(view: View) -> Iterator[Measure]:
+    load = view.tables["load"].groupby(["layer", "expert"])[["tokens", "gate_weight"]].sum(min_count=1)
+    by_layer = load.groupby("layer")
+    n_experts = by_layer["tokens"].transform("size")
+    choices = by_layer["tokens"].transform("sum")
+    tokens = tokens_by_layer(view).reindex(load.index.get_level_values("layer")).to_numpy()
+    even = choices / n_experts
+    share = (even / np.maximum(tokens, 1)).clip(upper=1)
+    spread = np.sqrt(even * (1 - share)) / even.clip(lower=1e-12)
+    times = load["tokens"] / even.where(even > 0)
+    z = float(ndtri(1 - FAMILY_WISE / (2 * max(len(load), 1))))
+    frame = pd.DataFrame({"value": times, "chance": 1.0, "beyond": (times - 1).abs() > z * spread})
+    yield Measure(
+        "load",
+        "Load per expert",
+        frame.reset_index(),
+        "× even share",
+        f"Tokens per expert, as multiples of an even share. {RANDOM.capitalize()} stays within "
+        f"{number(1 - z * spread.max())} to {number(1 + z * spread.max())} in all {len(load):,} cells.",
+        1.0,
+        True,
+        (0.25, 4.0),
+        view.label,
+    )
+    if load["gate_weight"].notna().any():
+        weight = load["gate_weight"] / by_layer["gate_weight"].transform("mean")
+        yield Measure(
+            "gate_weight",
+            "Share of routing weight",
+            pd.DataFrame({"value": weight, "chance": 1.0}).reset_index(),
+            "× even share",
+            "Sum of an expert's gate weights, as a multiple of the layer's mean.",
+            1.0,
+            True,
+            (0.25, 4.0),
+            view.label,
+        )
+    yield from domain_measures(view)
+    yield from coactivation_measure(view)
+
+
+def tokens_by_layer(view: View) -> pd.Series:
+    """Return the number of tokens per layer, from the metrics' column, else the number of choices."""
+    rows = view.tables["routing_layers"]
+    rows = rows[(rows["domain"] == "") & rows["tokens"].notna()] if "tokens" in rows else rows.iloc[:0]
+    if len(rows):
+        return rows.groupby("layer")["tokens"].first()
+    return view.tables["load"].groupby("layer")["tokens"].sum()
+
+
+def domain_measures(view: View) -> Iterator[Measure]:
+    rows = view.tables.get("domains")
+    if rows is None or rows.empty or rows["domain"].nunique() < 2:
+        return
+    for domain, frame in rows.groupby("domain", sort=True):
+        columns = {"layer": frame["layer"], "expert": frame["expert"], "value": frame["affinity"], "chance": 1.0}
+        if "low" in frame and "high" in frame:
+            columns |= {
+                "low": frame["low"],
+                "high": frame["high"],
+                "beyond": (frame["low"] > 1) | (frame["high"] < 1),
+            }
+        yield Measure(
+            f"domain-{domain}",
+            f"Domain lift: {domain}",
+            pd.DataFrame(columns),
+            "× all text",
+            f"How much more often tokens of {domain} choose an expert than tokens of all domains do.",
+            1.0,
+            True,
+            (0.25, 4.0),
+            view.label,
+        )
+
+
+def coactivation_measure(view: View) -> Iterator[Measure]:
+    pairs = view.tables.get("coactivation")
+    if pairs is None or pairs.empty or not len(values_of(view.tables, "expert_overlap")):
+        return
+    pairs = expected_pairs(pairs)
+    pairs = pairs[pairs["expected"] >= NAMED_FROM]
+    if pairs.empty:
+        return
+    both = pd.concat([pairs, pairs.rename(columns={"expert_a": "expert_b", "expert_b": "expert_a"})])
+    top = both.groupby(["layer", "expert_a"])["over"].max().rename_axis(["layer", "expert"])
+    yield Measure(
+        "coactivation",
+        "Strongest co-activation",
+        pd.DataFrame({"value": top, "chance": 1.0}).reset_index(),
+        "× chance",
+        "The most frequent partner of each expert, as a multiple of its expected count.",
+        1.0,
+        True,
+        (0.25, 4.0),
+        view.label,
+    )
+
+
+def strips(run: Run) -> list[Strip]:
+    found = []
+    for view in routing_views(load_trace(run)):
+        for metric, title in STRIPS:
+            if len(rows := values_of(view.tables, metric)):
+                found.append(Strip(metric, title, rows[["layer", "value", "chance"]], view.label))
+    return found
+
+
+# --- expert pages
+
+
+def experts(run: Run) -> Iterator[LayerCards]:
+    """Domains, co-activated experts, tokens and contexts of every expert, layer by layer."""
+    for view in routing_views(load_trace(run)):
+        many = len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE
+        grouped = {
+            name: dict(tuple(frame.groupby("layer")))
+            for name, frame in view.tables.items()
+            if name in ("domains", "coactivation", "vocabulary", "contexts", "load")
+        }
+        for layer in view.layers:
+            rows = {name: groups[layer] for name, groups in grouped.items() if layer in groups}
+            yield LayerCards(layer, layer_cards(rows, CONTEXTS_OF_MANY if many else CONTEXTS), view.label)
+
+
+def layer_cards(rows: dict[str, pd.DataFrame], most: int) -> dict[int, list[Payload]]:
+    blocks: dict[int, list[Payload]] = {}
+
+    def add(expert: int, kind: str, title: str, content: list, **more: object) -> None:
+        if content:
+            blocks.setdefault(int(expert), []).append({"kind": kind, "title": title, "rows": content, **more})
+
+    domains = rows.get("domains")
+    if domains is not None and domains["domain"].nunique() > 1:
+        columns = ["domain", "affinity", *(name for name in ("low", "high") if name in domains)]
+        ordered = domains.sort_values("affinity", ascending=False)
+        for expert, frame in ordered.groupby("expert"):
+            add(expert, "bars", "Domain lift", plain(frame[columns].to_numpy(object).tolist()), middle=1)
+    pairs = rows.get("coactivation")
+    if pairs is not None and len(pairs):
+        pairs = expected_pairs(pairs)
+        pairs = pairs[pairs["expected"] >= NAMED_FROM]
+        for expert, partners in ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED).items():
+            add(expert, "experts", "Co-activated experts", partners, unit="× chance")
+    for (expert, role), tokens in tokens_by_expert(rows.get("vocabulary")).items():
+        if role in ROLES:
+            add(expert, "tokens", ROLE_TITLES[role], tokens)
+    for expert, places in contexts_by_expert(rows.get("contexts"), most).items():
+        add(expert, "contexts", "Contexts with the largest gates", places)
+    return blocks

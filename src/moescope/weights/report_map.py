@@ -1,0 +1,185 @@
+"""A scan's part of the overview map and of the expert pages: alignment, margin, redundancy, spectrum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from moescope.plotting.style import number
+from moescope.reporting.pack import plain
+from moescope.run import Run
+from moescope.verb import LayerCards, Measure, Payload, Strip, Tables
+from moescope.weights.figures_redundancy import closest_by_chance, d_model_by_layer
+from moescope.weights.report_findings import View, views
+
+NEAREST = 3
+SPECTRUM_POINTS = 48
+
+
+def measures(run: Run) -> list[Measure]:
+    """Alignment first, then margin, redundancy and effective rank, for every view."""
+    return [measure for view in views(run) for measure in view_measures(view)]
+
+
+def view_measures(view: View) -> Iterator[Measure]:
+    if view.has_rows:
+        rows = at_best_k(view.tables)
+        largest = float(rows["delta_vs_shuffle"].abs().max()) or 1.0
+        yield Measure(
+            "alignment",
+            "Alignment above random pairing",
+            frame_of(rows, "delta_vs_shuffle", chance=0.0, beyond=rows["identified"].astype(bool)),
+            "",
+            "Alignment of a router row with its own expert, minus the mean over all pairings, at the layer's "
+            "best k. Outlined: the row finds its own expert.",
+            0.0,
+            False,
+            (-largest, largest),
+            view.label,
+        )
+        widest = float(rows["margin"].abs().max()) or 1.0
+        yield Measure(
+            "margin",
+            "Alignment margin",
+            frame_of(rows, "margin", chance=0.0, beyond=rows["margin"] > 0),
+            "",
+            "Alignment with its own expert, minus the highest with another; positive: the row finds its own.",
+            0.0,
+            False,
+            (-widest, widest),
+            view.label,
+        )
+    if "similarity" in view.tables and len(view.tables["similarity"]):
+        yield redundancy(view)
+    spectra = view.tables["spectra"]
+    yield Measure(
+        "effective_rank",
+        "Effective rank",
+        frame_of(spectra, "effective_rank"),
+        f"of {number(spectra['rank'].max())}",
+        "How many directions carry the expert's matrix: exp of the entropy of its squared singular values.",
+        view=view.label,
+    )
+
+
+def frame_of(rows: pd.DataFrame, column: str, **more: object) -> pd.DataFrame:
+    return rows[["layer", "expert"]].assign(value=rows[column], **more)
+
+
+def at_best_k(tables: Tables) -> pd.DataFrame:
+    best = tables["alignment_tests"][["layer", "best_k"]]
+    rows = tables["alignment"].merge(best, on="layer")
+    return rows[rows["k"] == rows["best_k"]]
+
+
+def both_directions(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Rows (layer, expert, other, cosine >= 0) of the pairs at k = 1, each pair from both sides."""
+    pairs = pairs[pairs["k"] == 1]
+    sides = [("expert_a", "expert_b"), ("expert_b", "expert_a")]
+    return pd.concat(
+        [
+            pd.DataFrame(
+                {"layer": pairs["layer"], "expert": pairs[a], "other": pairs[b], "cosine": pairs["cosine"].abs()}
+            )
+            for a, b in sides
+        ]
+    )
+
+
+def redundancy(view: View) -> Measure:
+    pairs, widths = both_directions(view.tables["similarity"]), d_model_by_layer(view.tables)
+    closest = pairs.groupby(["layer", "expert"])["cosine"].max().reset_index()
+    others = pairs.groupby("layer")["expert"].nunique() - 1
+    chance = {layer: closest_by_chance(int(others[layer]), int(widths[layer])) for layer in others.index}
+    every = {
+        layer: closest_by_chance(int(others[layer] * len(closest) * 20), int(widths[layer])) for layer in chance
+    }
+    return Measure(
+        "redundancy",
+        "Similarity to the nearest expert",
+        frame_of(
+            closest.rename(columns={"cosine": "value"}),
+            "value",
+            chance=closest["layer"].map(chance),
+            beyond=closest["cosine"] > closest["layer"].map(every),
+        ),
+        "|cos|",
+        "Largest |cosine| of an expert's top singular vector with another expert's; random directions reach "
+        f"about {number(max(chance.values()))}. Above 0.7: severe redundancy.",
+        limits=(0.0, 1.0),
+        view=view.label,
+    )
+
+
+def strips(run: Run) -> list[Strip]:
+    found = []
+    for view in views(run):
+        if view.has_rows:
+            tests = view.tables["alignment_tests"]
+            sizes = view.tables["alignment_layers"].groupby("layer")["n_experts"].first()
+            accuracy = pd.DataFrame(
+                {
+                    "layer": tests["layer"],
+                    "value": tests["best_accuracy"],
+                    "chance": 1 / tests["layer"].map(sizes),
+                    "word": tests["verdict"].str.replace("_", " "),
+                }
+            )
+            found.append(Strip("best_accuracy", "accuracy", accuracy, view.label))
+            score = view.tables["ambiguity"]
+            score = pd.DataFrame(
+                {
+                    "layer": score["layer"],
+                    "value": score["absolute_score"],
+                    "chance": score["absolute_chance"],
+                }
+            )
+            found.append(Strip("absolute_score", "ambiguity", score, view.label))
+    return found
+
+
+def experts(run: Run) -> Iterator[LayerCards]:
+    """Alignment over k with the null band, nearest experts and spectrum of every expert, layer by layer."""
+    for view in views(run):
+        for layer, tables in view.by_layer():
+            yield LayerCards(layer, layer_cards(tables), view.label)
+
+
+def layer_cards(tables: Tables) -> dict[int, list[Payload]]:
+    blocks: dict[int, list[Payload]] = {}
+    if "alignment" in tables:
+        for expert, rows in tables["alignment"].sort_values("k").groupby("expert"):
+            mean, spread = rows["shuffle_mean"].to_numpy(float), rows["shuffle_std"].to_numpy(float)
+            curve = {
+                "kind": "curve",
+                "title": "Alignment over k",
+                "x": plain(rows["k"].tolist()),
+                "y": plain(rows["align"].tolist()),
+                "low": plain(np.clip(mean - 2 * spread, 0, 1).tolist()),
+                "high": plain(np.clip(mean + 2 * spread, 0, 1).tolist()),
+                "logarithmic": True,
+                "labels": ["k", "alignment"],
+                "band": "random pairings, mean ± 2 sd",
+            }
+            blocks.setdefault(int(expert), []).append(curve)
+    if "similarity" in tables and len(tables["similarity"]):
+        pairs = both_directions(tables["similarity"]).sort_values("cosine", ascending=False, kind="stable")
+        for expert, rows in pairs.groupby("expert"):
+            nearest = rows.head(NEAREST)[["other", "cosine"]].to_numpy(object).tolist()
+            block = {"kind": "experts", "title": "Nearest experts", "rows": plain(nearest), "unit": "|cos|"}
+            blocks.setdefault(int(expert), []).append(block)
+    for row in tables["spectra"].itertuples():
+        values = np.asarray(row.singular_values, float)
+        places = np.unique(np.geomspace(1, len(values), SPECTRUM_POINTS).round().astype(int)) - 1
+        block = {
+            "kind": "curve",
+            "title": "Singular values",
+            "x": plain((places + 1).tolist()),
+            "y": plain(values[places].tolist()),
+            "logarithmic": True,
+            "labels": ["index", "singular value"],
+        }
+        blocks.setdefault(int(row.expert), []).append(block)
+    return blocks
