@@ -167,6 +167,7 @@ class KeyNumber:
     unit: str = ""
     word: str = ""
     reference: str = "chance"  # what `chance` is
+    most: float | None = None  # the end of its bar, such as the value at collapse
 
 
 @dataclass(frozen=True)

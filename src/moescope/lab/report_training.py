@@ -111,12 +111,14 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
     tables = select(run, selection)
     steps = tables["steps"]
+    losses = [(spec, tables) for spec in LOSSES if spec.can_draw(tables)]
     parts = [
+        Section("overview", "Training curves", figures=losses[:1], tab="overview"),
         Section(
             "losses",
             "Training curves",
             "Loss on held-out text, by step and by domain.",
-            [(spec, tables) for spec in LOSSES if spec.can_draw(tables)],
+            losses,
             [table_payload(TRAIN_TABLES["steps"], steps, STEP_COLUMNS, "All steps")],
         )
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
 HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
 DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1.0, "#B2182B"]]
 LEGEND_UP_TO = 10
+LINES_UP_TO = 12  # more layers are drawn as a map
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("solid", "dash", "dot", "dashdot")
 CATEGORIES: dict[str, object] = {"type": "category", "nticks": 20, "tickangle": 0}
@@ -127,6 +129,7 @@ def layer_lines(
                 "type": "scatter",
                 "mode": mode,
                 "name": f"layer {layer}",
+                "meta": {"layer": int(layer)},
                 "x": ordered[x].to_numpy(),
                 "y": ordered[y].to_numpy(),
                 "customdata": ordered[order or x].to_numpy(),
@@ -142,6 +145,35 @@ def layer_lines(
     if many:
         traces.append(layer_colorbar(layers))
     return traces
+
+
+def lines_or_map(figure: Figure) -> Figure:
+    """Return a figure with one line per layer as it is, or as a layer x value map if there are many layers.
+
+    The map has a row per layer and, below them, one per reference line.
+    """
+    lines = [trace for trace in figure.data if "meta" in trace]
+    if len(lines) <= LINES_UP_TO:
+        return figure
+    columns = sorted({float(x) for trace in lines for x in trace["x"]})
+    rows: dict[str, np.ndarray] = {}
+    for trace in figure.data:
+        if trace.get("mode", "").startswith("lines") and len(trace["x"]):
+            x, y = (np.asarray(trace[axis], float) for axis in ("x", "y"))
+            order = np.argsort(x)
+            name = str(trace["meta"]["layer"]) if "meta" in trace else trace["name"]
+            rows[name] = np.interp(columns, x[order], y[order], left=np.nan, right=np.nan)
+    label = figure.layout["yaxis"]["title"]["text"]
+    x_label = figure.layout["xaxis"]["title"]["text"]
+    trace = heatmap(
+        np.array(list(rows.values())),
+        [f"{x:,.0f}" if x == int(x) else number(x) for x in columns],
+        list(rows),
+        label=label,
+        axes=(x_label, "layer"),
+    )
+    layout = base_layout(x_label, "layer", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
+    return replace(figure, data=[trace], layout=layout, height=max(340, 14 * len(rows) + 90))
 
 
 def layer_colorbar(layers: Sequence[int]) -> Trace:

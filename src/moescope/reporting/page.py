@@ -16,7 +16,7 @@ from moescope.reporting.pack import figure_payload, plain, script_json
 from moescope.reporting.untrusted import visible
 from moescope.run import Run
 from moescope.tables import Column
-from moescope.verb import FigureSpec, Finding, Measure, Section, Selection, Strip, Tables
+from moescope.verb import FigureSpec, Finding, Measure, Section, Selection, Strip, Summary, Tables
 
 DIGITS = 4  # of numbers in the map
 FINDINGS = 5
@@ -74,6 +74,7 @@ class Page:
         self.payloads: dict[str, Any] = {}
         self.views: dict[str, list[str]] = {}  # verb -> labels of its views
         self.notices: list[str] = []
+        self.summaries = {run.path: summary_of(run) for run in self.runs}
 
     def keep(self, name: str, value: Any) -> str:
         """Keep a payload and return its name."""
@@ -94,9 +95,7 @@ class Page:
 
     def run_data(self, run: Run) -> dict[str, Any]:
         """Return a run's summary and provenance."""
-        if run.verb.summary is None:
-            raise BadInput(f"{run.path}: a run of {run.verb.name!r} has no report; give another folder")
-        summary = run.verb.summary(run)
+        summary = self.summaries[run.path]
         self.notices += [line for line in summary.notices if line not in self.notices]
         prefix = f"summary{self.number(run)}"
         return {
@@ -110,7 +109,6 @@ class Page:
                 {"text": str(line), "place": line.place if isinstance(line, Finding) else {}}
                 for line in summary.findings
             ],
-            "sections": [self.entry(section, prefix, run) for section in summary.sections],
             "warnings": run.info.get("warnings", []),
             "info": self.keep(f"{prefix}-info", run.info),
         }
@@ -118,19 +116,25 @@ class Page:
     # --- tabs
 
     def tabs(self) -> list[dict[str, Any]]:
-        """Return every tab with its sections, in the order of the runs; overlays first."""
+        """Return every tab with its sections, in the order of the runs; what compares runs comes first."""
         found: dict[str, list[dict[str, Any]]] = {tab.name: [] for tab in TABS}
         groups: dict[str, list[Run]] = {}
         for run in self.runs:
             groups.setdefault(run.verb.name, []).append(run)
         for group in groups.values():
             verb = group[0].verb
-            for section in verb.overlay(group):
-                found[section.tab or verb.tab].append(self.entry(section, f"{verb.name}-overlay"))
+            overlays = [
+                (section.tab or verb.tab, self.entry(section, f"{verb.name}-overlay"))
+                for section in verb.overlay(group)
+            ]
+            for tab, entry in overlays if len(group) > 1 else ():
+                found[tab].append(entry)
             for run in group:
-                for section in verb.sections(run, Selection()):
+                for section in [*verb.sections(run, Selection()), *self.summaries[run.path].sections]:
                     entry = self.entry(section, f"{verb.name}{self.number(run)}", run)
                     found[section.tab or verb.tab].append(entry)
+            for tab, entry in overlays if len(group) == 1 else ():
+                found[tab].append(entry)
         for section in joint_sections(self.runs):
             found[section.tab or "overview"].append(self.entry(section, "joint"))
         return [
@@ -208,9 +212,21 @@ class Page:
                 name = f"cards{index}-{slug(cards.view)}-{cards.layer}"
                 self.keep(name, {str(expert): plain(blocks) for expert, blocks in cards.cards.items()})
                 found.append(
-                    {"run": index, "verb": run.verb.name, "view": cards.view, "layer": cards.layer, "payload": name}
+                    {
+                        "run": index,
+                        "verb": run.verb.name,
+                        "view": cards.view,
+                        "layer": cards.layer,
+                        "payload": name,
+                    }
                 )
         return found
+
+
+def summary_of(run: Run) -> Summary:
+    if run.verb.summary is None:
+        raise BadInput(f"{run.path}: a run of {run.verb.name!r} has no report; give another folder")
+    return run.verb.summary(run)
 
 
 def measure_payload(measure: Measure) -> dict[str, Any]:
@@ -251,7 +267,11 @@ def strip_payload(strip: Strip) -> dict[str, Any]:
         "name": strip.name,
         "title": strip.title,
         "view": strip.view,
-        **{name: plain(frame[name].tolist()) for name in ("layer", "value", "chance", "word") if name in frame},
+        **{
+            name: plain(frame[name].tolist())
+            for name in ("layer", "value", "chance", "word")
+            if name in frame
+        },
     }
 
 

@@ -17,6 +17,7 @@ from moescope.plotting.style import (
     counted,
     grey_line,
     layer_lines,
+    lines_or_map,
     named_layers,
     number,
     ratio_heatmap,
@@ -215,7 +216,9 @@ def usage_by_rank(tables: Tables) -> Figure:
         xaxis={"dtick": 1} if max(sizes) <= ALL_TICKS_UP_TO else {},
         yaxis=plain_log([{"y": frame["times"].to_numpy(float)}]),
     )
-    return Figure("usage_by_rank", "Load by rank", caption, ("tokens", "cv", "unused"), data, layout)
+    return lines_or_map(
+        Figure("usage_by_rank", "Load by rank", caption, ("tokens", "cv", "unused"), data, layout)
+    )
 
 
 def load_heatmap(tables: Tables) -> Figure:

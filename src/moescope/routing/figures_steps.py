@@ -21,6 +21,7 @@ from moescope.plotting.style import (
     grey_line,
     heatmap,
     layer_lines,
+    lines_or_map,
     number,
     ratio_heatmap,
     ratio_range,
@@ -122,7 +123,7 @@ class StepMetric:
             "One line per layer; in training each point is a mean over the steps since the previous one."
         )
         name, title = self.spec.name, f"{self.title} by step"
-        return Figure(name, title, caption, columns, data, layout, details=details)
+        return lines_or_map(Figure(name, title, caption, columns, data, layout, details=details))
 
 
 METRICS_BY_STEP = [
@@ -286,7 +287,9 @@ def router_gradient_by_step(tables: Tables) -> Figure:
     columns = ("lm_gradient_norm", "aux_gradient_norm")
     title = "Gradient norm of the text loss per router"
     details = "A router that the loss of the text does not reach learns nothing from it."
-    return Figure("router_gradient_by_step", title, caption, columns, data, layout, details=details)
+    return lines_or_map(
+        Figure("router_gradient_by_step", title, caption, columns, data, layout, details=details)
+    )
 
 
 @dataclass(frozen=True)
@@ -430,7 +433,7 @@ def saturation_curves(tables: Tables) -> Figure:
     layout = base_layout("step", f"shared with step {last}", **axes)
     details = f"Share of a token's experts at step {last} that it already has at an earlier step, per layer."
     title = "Routing saturation by step"
-    return Figure("saturation_curves", title, caption, columns, data, layout, details=details)
+    return lines_or_map(Figure("saturation_curves", title, caption, columns, data, layout, details=details))
 
 
 def consistency_matrix(tables: Tables) -> Figure:

@@ -29,6 +29,7 @@ from moescope.routing.figures_steps import OVER_STEPS, rows_of
 from moescope.routing.report_views import (
     TraceTables,
     View,
+    layer_sections,
     load_trace,
     read_excerpt,
     routing_views,
@@ -222,8 +223,14 @@ def key_numbers(view: View) -> list[KeyNumber]:
     ):
         if len(rows := values_of(view.tables, metric)):
             top = highest(rows)
-            chance = float(top["chance"])
-            keys.append(KeyNumber(name, float(top["value"]), chance if np.isfinite(chance) else None, unit))
+            chance, most = (
+                float(top[end]) if np.isfinite(top[end]) else None for end in ("chance", "collapse")
+            )
+            if metric == "domain_information":
+                most = float(np.log(view.tables["load"]["domain"].nunique()))
+            keys.append(
+                KeyNumber(name, float(top["value"]), chance, unit, f"layer {top['layer']}", most=most)
+            )
     if len(rows := values_of(view.tables, "routing_entropy")):
         means = rows[["value", "chance"]].mean()
         entropy = KeyNumber("Mean routing entropy", float(means["value"]), float(means["chance"]), "nats")
@@ -328,7 +335,10 @@ def sections(run: Run, selection: Selection) -> list[Section]:
 
 def view_sections(view: View) -> list[Section]:
     """Figures and tables by theme, the layers with their experts, and the text where tokens were saved."""
-    parts = [Section("findings", "Findings of this view", findings=routing_findings(view), view=view.label)]
+    parts = []
+    if not view.last or not view.main:  # the summary has those of the last step
+        findings = routing_findings(view)
+        parts.append(Section("findings", "Findings of this view", findings=findings, view=view.label))
     for name, title, specs, text, missing in SECTIONS:
         usable = [spec for spec in specs if spec.can_draw(view.tables)]
         why = missing if view.main else "recorded for the other phase only"
@@ -339,6 +349,7 @@ def view_sections(view: View) -> list[Section]:
         figures = [(spec, view.tables) for spec in usable]
         tables = folded_tables(name, view.tables) if usable else []
         parts.append(Section(name, title, text + words, figures, tables, view=view.label))
+    parts += layer_sections(view)
     excerpt = read_excerpt(view)
     if excerpt is not None:
         widget = ("text", text_payload(excerpt, view))

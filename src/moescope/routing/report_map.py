@@ -29,7 +29,7 @@ from moescope.verb import LayerCards, Measure, Payload, Strip
 
 FAMILY_WISE = 0.05  # the share of maps of random routing with any cell beyond chance
 ROLE_TITLES = {"input": "Input tokens", "next": "Next tokens", "predicted": "Predicted tokens"}
-STRIPS = (("cv", "load CV"), ("routing_entropy", "routing entropy"), ("domain_information", "I(expert; domain)"))
+STRIPS = (("cv", "load CV"), ("routing_entropy", "routing entropy"), ("domain_information", "I(domain)"))
 
 
 def measures(run: Run) -> list[Measure]:
@@ -92,7 +92,12 @@ def domain_measures(view: View) -> Iterator[Measure]:
     if rows is None or rows.empty or rows["domain"].nunique() < 2:
         return
     for domain, frame in rows.groupby("domain", sort=True):
-        columns = {"layer": frame["layer"], "expert": frame["expert"], "value": frame["affinity"], "chance": 1.0}
+        columns = {
+            "layer": frame["layer"],
+            "expert": frame["expert"],
+            "value": frame["affinity"],
+            "chance": 1.0,
+        }
         if "low" in frame and "high" in frame:
             columns |= {
                 "low": frame["low"],

@@ -12,8 +12,6 @@ from moescope.errors import BadInput
 from moescope.plotting.style import number, values_of
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
-from moescope.routing.figures_experts import NAMED_FROM, expected_pairs
-from moescope.routing.figures_load import usages
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
 from moescope.verb import Section, Tables
@@ -154,65 +152,32 @@ def select_rows(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:
 
 
 def layer_sections(view: View) -> list[Section]:
-    """One folded section per layer with its expert cards and every metric."""
+    """One section per layer with every metric."""
     metrics = {name: values_of(view.tables, name).set_index("layer") for name in ("cv", "routing_entropy")}
-    grouped = {
-        name: dict(tuple(frame.groupby("layer"))) for name, frame in view.tables.items() if "layer" in frame
-    }
-    many = len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE
+    rows = view.tables["routing_layers"]
+    by_layer = dict(tuple(rows[rows["domain"] == ""].groupby("layer")))
     sections = []
-    for usage in usages(view.tables):
-        rows = {name: groups.get(usage.layer, view.tables[name].iloc[:0]) for name, groups in grouped.items()}
+    for layer in view.layers:
         line = [
-            f"{name.replace('_', ' ')} {number(frame.loc[usage.layer, 'value'])} "
-            f"(chance {number(frame.loc[usage.layer, 'chance'])})"
+            f"{name.replace('_', ' ')} {number(frame.loc[layer, 'value'])} "
+            f"(chance {number(frame.loc[layer, 'chance'])})"
             for name, frame in metrics.items()
-            if usage.layer in frame.index
+            if layer in frame.index
         ]
-        overall = rows["routing_layers"][rows["routing_layers"]["domain"] == ""]
-        title = f"Every metric of layer {usage.layer}"
-        cards = {
-            "experts": expert_cards(rows, usage.times, CONTEXTS_OF_MANY if many else CONTEXTS),
-            "table": table_payload(TRACE_TABLES["routing_layers"], overall, METRIC_TABLE, title),
-        }
+        title = f"Every metric of layer {layer}"
+        overall = by_layer.get(layer, rows.iloc[:0])
+        table = table_payload(TRACE_TABLES["routing_layers"], overall, METRIC_TABLE, title)
         sections.append(
             Section(
-                f"layer-{usage.layer}",
-                f"Layer {usage.layer}",
-                widget=("experts", cards),
-                folded=True,
-                line=f"{len(usage.experts)} experts; {', '.join(line)}",
+                f"layer-{layer}",
+                f"Layer {layer}",
+                tables=[table],
+                layer=layer,
+                view=view.label,
+                line=", ".join(line),
             )
         )
     return sections
-
-
-def expert_cards(rows: dict[str, pd.DataFrame], times: np.ndarray, most: int) -> list[dict[str, Any]]:
-    """One card per expert; parts that a trace does not hold are empty."""
-    load = rows["load"].groupby("expert")
-    gate_weight = load["gate_weight"].sum(min_count=1)
-    relative, mean_gate = gate_weight / gate_weight.mean(), gate_weight / load["tokens"].sum()
-    contexts = contexts_by_expert(rows.get("contexts"), most)
-    domains = ranked(rows.get("domains"), "expert", "domain", "affinity")
-    pairs = rows.get("coactivation")
-    if pairs is not None and len(pairs):
-        pairs = expected_pairs(pairs)
-        pairs = pairs[pairs["expected"] >= NAMED_FROM]
-    coactivated = ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED)
-    vocabulary = tokens_by_expert(rows.get("vocabulary"))
-    return [
-        {
-            "expert": expert,
-            "times": plain(float(times[expert])),
-            "gates": plain(float(relative.get(expert, float("nan")))),
-            "domains": domains.get(expert, []),
-            "partners": coactivated.get(expert, []),
-            "tokens": {role: vocabulary.get((expert, role), []) for role in ROLES},
-            "contexts": contexts.get(expert, []),
-            "mean_gate": plain(float(mean_gate.get(expert, float("nan")))),
-        }
-        for expert in range(len(times))
-    ]
 
 
 def ranked(

@@ -12,6 +12,7 @@ from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     GREY,
     LEGEND_UP_TO,
+    LINES_UP_TO,
     base_layout,
     capital,
     counted,
@@ -23,6 +24,7 @@ from moescope.plotting.style import (
     layer_colorbar,
     layer_colors,
     layer_lines,
+    lines_or_map,
     listed,
     named_layers,
     number,
@@ -107,7 +109,7 @@ def by_k(
     label = {"align": "alignment", "z_vs_shuffle": "mean z"}.get(column, column.replace("_", " "))
     data = [*layer_lines(frame, "k", column), *lines]
     layout = base_layout("k", label, xaxis=k_axis(frame["k"]), **layout)
-    return Figure(name, title, caption, columns, data, layout)
+    return lines_or_map(Figure(name, title, caption, columns, data, layout))
 
 
 def constant(tables: Tables, value: float, name: str, dash: str = "dash") -> Trace:
@@ -274,13 +276,15 @@ def shuffle_log_std_by_k(tables: Tables) -> Figure:
     layout = base_layout(
         "k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(drawn) or {}
     )
-    return Figure(
-        "shuffle_log_std_by_k",
-        "Spread of alignment, log scale",
-        f"{caption}Dashed: random directions.",
-        ("shuffle_std", "random_expectation"),
-        data,
-        layout,
+    return lines_or_map(
+        Figure(
+            "shuffle_log_std_by_k",
+            "Spread of alignment, log scale",
+            f"{caption}Dashed: random directions.",
+            ("shuffle_std", "random_expectation"),
+            data,
+            layout,
+        )
     )
 
 
@@ -290,7 +294,8 @@ def z_decomposed(tables: Tables) -> Figure:
     widest = float(frame["shuffle_std"].max()) or 1.0
     ceiling = float(frame["z_ceiling"].max())
     hover = "std %{x:.4g}<br>delta %{y:.4g}"
-    data = layer_lines(frame, "shuffle_std", "delta_vs_shuffle", order="k", hover=hover)
+    mode = "lines+markers" if frame["layer"].nunique() <= LINES_UP_TO else "markers"
+    data = layer_lines(frame, "shuffle_std", "delta_vs_shuffle", order="k", hover=hover, mode=mode)
     rays = (
         (ceiling, f"z = {ceiling:.2f}, the ceiling", "dash"),
         (1.0, "z = 1", "dot"),

@@ -19,6 +19,7 @@ from moescope.plotting.style import (
     grey_line,
     layer_axis,
     layer_lines,
+    lines_or_map,
     named_layers,
     number,
 )
@@ -311,7 +312,9 @@ def by_step(compared: Compared) -> FigureSpec:
         )
         layout = base_layout("step", compared.label[:1].lower() + compared.label[1:])
         title = f"{compared.label} by step"
-        return Figure(f"steps_{compared.name}", title, caption, (compared.column,), data, layout)
+        return lines_or_map(
+            Figure(f"steps_{compared.name}", title, caption, (compared.column,), data, layout)
+        )
 
     description = f"{compared.label} by training step, one line per layer."
     return FigureSpec(f"steps_{compared.name}", compared.needs, draw, description=description)

@@ -18,6 +18,7 @@ from moescope.plotting.style import (
     heatmap,
     layer_axis,
     layer_lines,
+    lines_or_map,
     named_layers,
     number,
 )
@@ -143,14 +144,16 @@ def overlap_by_k(tables: Tables) -> Figure:
     data.append(grey_line(ks, np.ones(len(ks)), "chance k/d"))
     top = frame.loc[frame["over"].idxmax()]
     axis = {"type": "log", "tickvals": ks.tolist(), "ticktext": [str(k) for k in ks]}
-    return Figure(
-        "overlap_by_k",
-        "Overlap of leading subspaces, relative to chance",
-        f"Mean overlap is at most {number(top['over'])} times chance (layer {top['layer']:.0f}, "
-        f"k = {top['k']:.0f}).",
-        ("overlap",),
-        data,
-        base_layout("k", "mean overlap / chance", xaxis=axis),
+    return lines_or_map(
+        Figure(
+            "overlap_by_k",
+            "Overlap of leading subspaces, relative to chance",
+            f"Mean overlap is at most {number(top['over'])} times chance (layer {top['layer']:.0f}, "
+            f"k = {top['k']:.0f}).",
+            ("overlap",),
+            data,
+            base_layout("k", "mean overlap / chance", xaxis=axis),
+        )
     )
 
 
@@ -179,13 +182,15 @@ def spectra_by_layer(tables: Tables) -> Figure:
         xaxis=log_axis(drawn["place"]) or {},
         yaxis=log_axis(drawn["share"]) or {},
     )
-    return Figure(
-        "spectra_by_layer",
-        "Singular values of the median expert",
-        f"Median stable rank, in % of full rank, {span}.",
-        ("singular_values", "stable_rank"),
-        layer_lines(drawn, "place", "share", hover="%{y:.3g} of the largest", mode="lines"),
-        layout,
+    return lines_or_map(
+        Figure(
+            "spectra_by_layer",
+            "Singular values of the median expert",
+            f"Median stable rank, in % of full rank, {span}.",
+            ("singular_values", "stable_rank"),
+            layer_lines(drawn, "place", "share", hover="%{y:.3g} of the largest", mode="lines"),
+            layout,
+        )
     )
 
 

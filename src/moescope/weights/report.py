@@ -200,20 +200,35 @@ def first_cosines(tables: Tables) -> pd.DataFrame:
 
 # --- sections
 
+THEMES = (  # anchor, title, figures; what is in none stands under "More"
+    (
+        "alignment",
+        "Router-expert alignment",
+        ("accuracy_by_k", "margin_by_k", "delta_by_k", "absolute_ambiguity_by_layer", "null_density"),
+    ),
+    ("similarity", "Expert similarity", ("cosine_heatmap", "orthogonality_by_layer")),
+    ("spectra", "Spectra", ("spectra_by_layer", "ranks_by_layer")),
+)
+
 
 def sections(run: Run, selection: Selection) -> list[Section]:
-    """Per view: figures and tables across layers, then one folded section per layer."""
+    """Per view: figures across layers by theme, one section per layer, then further figures and tables."""
     parts = []
     for view in chosen_views(run, selection):
-        figures = [(spec, view.tables) for spec in view.drawable(ACROSS_LAYERS)]
-        tables = [across_table(view, name) for name in ACROSS_TABLES if name in view.tables]
-        parts.append(Section("across", "Across layers", "", figures, tables, view=view.label))
-        layers = [
+        shown = {spec.name: (spec, view.tables) for spec in view.drawable(ACROSS_LAYERS)}
+        for anchor, title, names in THEMES:
+            if figures := [shown.pop(name) for name in names if name in shown]:
+                parts.append(Section(anchor, title, "", figures, view=view.label))
+        parts += [
             layer_section(view, layer, tables)
             for layer, tables in view.by_layer()
             if selection.values.get("layer", layer) == layer
         ]
-        parts += layers
+        tables = [across_table(view, name) for name in ACROSS_TABLES if name in view.tables]
+        line = f"{len(shown)} figures and {len(tables)} tables on all layers"
+        parts.append(
+            Section("more", "More", "", list(shown.values()), tables, view=view.label, folded=True, line=line)
+        )
     return parts
 
 

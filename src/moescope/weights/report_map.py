@@ -81,7 +81,12 @@ def both_directions(pairs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(
         [
             pd.DataFrame(
-                {"layer": pairs["layer"], "expert": pairs[a], "other": pairs[b], "cosine": pairs["cosine"].abs()}
+                {
+                    "layer": pairs["layer"],
+                    "expert": pairs[a],
+                    "other": pairs[b],
+                    "cosine": pairs["cosine"].abs(),
+                }
             )
             for a, b in sides
         ]
@@ -94,7 +99,8 @@ def redundancy(view: View) -> Measure:
     others = pairs.groupby("layer")["expert"].nunique() - 1
     chance = {layer: closest_by_chance(int(others[layer]), int(widths[layer])) for layer in others.index}
     every = {
-        layer: closest_by_chance(int(others[layer] * len(closest) * 20), int(widths[layer])) for layer in chance
+        layer: closest_by_chance(int(others[layer] * len(closest) * 20), int(widths[layer]))
+        for layer in chance
     }
     return Measure(
         "redundancy",

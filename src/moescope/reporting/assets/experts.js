@@ -60,14 +60,15 @@ M.experts = (() => {
       const rank = values.filter((cell) => cell > value).length + 1;
       const chance = measure.chance?.[row][expert];
       const interval = measure.low?.[row][expert] !== undefined && measure.low?.[row][expert] !== null ? ` [${M.number(measure.low[row][expert])}, ${M.number(measure.high[row][expert])}]` : "";
-      const line = make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, measure.title), make("td", {}, `${M.number(value)}${interval} ${measure.unit}`),
-        make("td", { class: "soft" }, chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`), make("td", { class: "soft" }, `${rank} of ${values.length}`));
+      const notes = [chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`, `rank ${rank} of ${values.length}`].filter(Boolean);
+      const line = make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, measure.title),
+        make("td", {}, make("b", {}, M.number(value)), `${interval} ${measure.unit}`, make("div", { class: "soft" }, notes.join(" · "))));
       groups.set(measure.verb, [...(groups.get(measure.verb) ?? []), line]);
     }
     return groups;
   }
   async function content(layer, expert) {
-    await M.payload(M.data.map);
+    await M.map.ready;
     const parts = [];
     const groups = numbers(layer, expert);
     const places = M.data.experts.filter((entry) => entry.layer === layer && M.selected.matches(entry));
@@ -111,8 +112,8 @@ M.experts = (() => {
     const draw = async () => {
       const state = M.state.get();
       if (state.tab !== "experts") return;
-      const data = await M.payload(M.data.map);
-      const measure = M.map.candidates()[0] ?? data.measures[0];
+      await M.map.ready;
+      const measure = M.map.candidates()[0];
       const layer = measure?.layers.includes(state.layer) ? state.layer : measure?.layers[0];
       const expert = state.expert ?? 0;
       const column = async (index, key) => {

@@ -78,7 +78,7 @@
 
   // ---- overview
   function card(key, baseline) {
-    const top = Math.max(key.value, key.chance ?? 0, baseline?.value ?? 0, 1e-12);
+    const top = Math.max(key.most ?? 0, key.value, key.chance ?? 0, baseline?.value ?? 0, 1e-12);
     const bar = make("span", { class: "bar" }, make("i", { style: `width:${(100 * Math.max(key.value, 0)) / top}%` }),
       key.chance === null ? null : make("u", { class: "chance", style: `left:${(100 * Math.max(key.chance, 0)) / top}%` }));
     const words = [key.word ? make("b", {}, key.word) : null, key.chance === null ? null : ` ${key.reference} ${M.number(key.chance)}`];
@@ -105,8 +105,8 @@
     for (let turn = 0; some.length < 5 && lists.some((list) => list.length > turn); turn++) for (const list of lists) if (list[turn] && some.length < 5) some.push(list[turn]);
     const rest = lists.flat().filter((finding) => !some.includes(finding));
     const line = ({ text, place }) => {
-      const [head, ...tail] = text.split(/(?<=[a-z0-9)]): /);
-      return make("li", {}, make("a", { href: M.state.link({ ...place }) }, head), tail.length ? ": " + tail.join(": ") : "");
+      const head = text.match(/^[^:(,;]{3,70}(?=:)/)?.[0] ?? text.match(/^[^(,;.]{3,90}(?=[(,;. ])/)?.[0] ?? text;
+      return make("li", {}, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, ...place }) }, head), text.slice(head.length));
     };
     const box = [make("h2", {}, "Findings"), make("ol", {}, ...some.map(line))];
     if (rest.length) box.push(make("details", {}, make("summary", {}, `${rest.length} more`), make("ol", {}, ...rest.map(line))));
@@ -125,8 +125,7 @@
     fill();
     M.state.onChange(fill);
     map.append(await M.map.element());
-    const entries = [...runs.flatMap((run) => run.sections), ...tabs[0].sections];
-    panel.append(...entries.map((entry) => M.sections.element(entry)));
+    panel.append(...tabs[0].sections.map((entry) => M.sections.element(entry)));
   }
   function coverage() {
     return [...new Set([...M.selected.verbs.keys()].flatMap((verb) => runs[M.selected.run(verb)]?.coverage ?? []))].map((words) => make("p", { class: "coverage" }, words));
@@ -158,7 +157,13 @@
 
   header();
   tabBar();
-  M.state.onChange((state) => { showSelections(state); show(state); });
+  M.state.onChange((state, before) => {
+    if (state.run !== before.run || state.vs !== before.vs) {
+      for (const name of [...panels.keys()].filter((tab) => !["overview", "methods", "experts"].includes(tab))) { panels.get(name).remove(); panels.delete(name); }
+    }
+    showSelections(state);
+    show(state);
+  });
   showSelections(M.state.get());
   show(M.state.get()).then(() => M.experts.show());
   window.addEventListener("beforeprint", () => M.sections.fillVisible(main));

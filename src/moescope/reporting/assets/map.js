@@ -9,7 +9,7 @@ M.map = (() => {
 
   // ---- what is drawn
   function candidates() {
-    return data.measures.filter((measure) => M.selected.matches({ ...measure, verb: measure.verb }));
+    return (data?.measures ?? []).filter((measure) => M.selected.matches(measure));
   }
   function chosen() {
     const all = candidates();
@@ -223,8 +223,9 @@ M.map = (() => {
     if (measure) colour.value = measure.name;
     beyond.parentElement.hidden = !measure?.beyond;
   }
+  const ready = M.payload(M.data.map).then((value) => { data = value; });
   async function element() {
-    data = await M.payload(M.data.map);
+    await ready;
     canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Map of layers and experts. Arrow keys move, Enter opens the expert." });
     tip = make("div", { class: "tip", role: "status", hidden: true });
     title = make("h2", {});
@@ -250,5 +251,5 @@ M.map = (() => {
   window.addEventListener("resize", refresh);
   M.theme.changed(refresh);
   M.state.onChange(refresh);
-  return { element, refresh, data: () => data, candidates };
+  return { element, refresh, ready, candidates };
 })();

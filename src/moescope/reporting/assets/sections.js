@@ -20,11 +20,11 @@ M.sections = (() => {
     return slot;
   }
 
-  function figureSlot(entry) {
-    const slot = later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async () => {
-      slot.append(M.figures.element(entry.payload ? await M.payload(entry.payload) : entry));
+  function figureSlot(entry, section) {
+    return later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async (slot) => {
+      const figure = entry.payload ? await M.payload(entry.payload) : entry;
+      slot.replaceChildren(M.figures.element(M.versus.together(structuredClone(figure), await M.versus.counterpart(entry, section))));
     });
-    return slot;
   }
   function factsTable(facts) {
     const rows = Object.entries(facts).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value)));
@@ -33,23 +33,25 @@ M.sections = (() => {
   const paragraphs = (text) => text.split("\n").filter(Boolean).map((words) => make("p", { class: "prose" }, words));
 
   // The content of a section, from the page's data or from a payload in one piece.
-  function fillSection(body, content) {
+  function fillSection(body, content, section) {
     body.append(...paragraphs(content.text));
     if (content.findings.length) body.append(make("ul", { class: "findings" }, ...content.findings.map((line) => make("li", {}, line))));
-    if (content.figures.length) body.append(make("div", { class: "grid" }, ...content.figures.map(figureSlot)));
+    if (content.figures.length) body.append(make("div", { class: "grid" }, ...content.figures.map((figure) => figureSlot(figure, section))));
     if (content.widget) {
       const [name, payload] = Array.isArray(content.widget) ? [content.widget[0], content.widget[1]] : [content.widget.name, content.widget.payload];
       body.append(later({ class: "widget-slot", "data-widget": name }, async (slot) => M.widgets[name](slot, typeof payload === "string" ? await M.payload(payload) : payload)));
     }
     for (const table of content.tables) {
-      body.append(later({ class: "table-slot" }, async (slot) => slot.append(M.tableElement(table.payload ? await M.payload(table.payload) : table, content.figures.length > 0))));
+      const titled = table.title === content.title ? { title: "" } : {};
+      const fillTable = async (slot) => slot.append(M.tableElement({ ...(table.payload ? await M.payload(table.payload) : table), ...titled }, content.figures.length > 0));
+      body.append(later({ class: "table-slot" }, fillTable));
     }
-    for (const inner of content.sections) body.append(inner.payload || inner.folded !== undefined ? element(inner, 3) : inside(inner));
+    for (const inner of content.sections) body.append(inner.payload || inner.folded !== undefined ? element(inner, 3) : inside(inner, section));
     if (Object.keys(content.facts).length) body.append(make("details", { class: "setup" }, make("summary", {}, "Setup"), factsTable(content.facts)));
   }
-  function inside(content) {
+  function inside(content, section) {
     const body = make("details", { class: "inner" }, make("summary", {}, content.title));
-    body.addEventListener("toggle", () => { if (body.open && !body.dataset.done) { body.dataset.done = "1"; fillSection(body, content); } });
+    body.addEventListener("toggle", () => { if (body.open && !body.dataset.done) { body.dataset.done = "1"; fillSection(body, content, section); } });
     return body;
   }
 
@@ -63,7 +65,7 @@ M.sections = (() => {
       details.addEventListener("toggle", async () => {
         if (!details.open || details.dataset.done) return;
         details.dataset.done = "1";
-        fillSection(body, await M.payload(entry.payload));
+        fillSection(body, await M.payload(entry.payload), entry);
       });
       details.entry = entry;
       return details;
@@ -73,7 +75,7 @@ M.sections = (() => {
     section.fill = async () => {
       if (section.dataset.done) return;
       section.dataset.done = "1";
-      fillSection(body, entry.payload ? await M.payload(entry.payload) : entry);
+      fillSection(body, entry.payload ? await M.payload(entry.payload) : entry, entry);
       show(section);
     };
     return section;
@@ -86,7 +88,7 @@ M.sections = (() => {
   };
   // Show the sections of the present state; fill those that were never shown.
   function show(container) {
-    const children = [...container.querySelectorAll(":scope > .section, :scope > .body > .section")];
+    const children = [...container.querySelectorAll(":scope > .section, :scope > .body > .section")].filter((child) => child.entry);
     const layer = selectedLayer(children.map((child) => child.entry));
     for (const child of children) {
       const { entry } = child;

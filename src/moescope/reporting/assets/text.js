@@ -25,7 +25,19 @@
       const layer = layerChoices(text, Number(range.value));
       const rows = layer.experts[index].map((expert, place) => [expert, layer.gates[index][place]]).filter(([expert]) => expert >= 0);
       return [make("strong", {}, word(text.words[index])), ` at ${index - first}`,
-        ...rows.map(([expert, gate]) => make("div", {}, `expert ${expert}`, make("span", {}, gate === null ? "" : ` gate ${times(gate)}`)))];
+        ...rows.map(([expert, gate]) => make("div", {}, `expert ${expert}`, make("span", {}, gate === null ? "" : ` gate ${times(gate)}`))), strip(index)];
+    }
+    // the token's first choice in every layer; shade: its share of the gates
+    function strip(index) {
+      const cells = text.layers.map((entry) => {
+        const [expert] = entry.experts[index];
+        const gates = entry.gates[index].filter((gate) => gate !== null);
+        const total = gates.reduce((sum, gate) => sum + gate, 0);
+        const share = total > 0 ? gates[0] / total : 0.5;
+        const here = entry.layer === text.layers[Number(range.value)].layer;
+        return make("i", { class: here ? "here" : null, style: `opacity:${(0.15 + 0.85 * share).toFixed(2)}` }, expert < 0 ? "" : text.layers.length <= 16 ? String(expert) : "");
+      });
+      return make("div", { class: "strip" }, make("span", {}, `layers ${text.layers[0].layer} to ${text.layers.at(-1).layer}, first choice`), make("div", {}, ...cells));
     }
     function showTip(index) {
       if (spans[at]) spans[at].classList.remove("current");
@@ -91,14 +103,23 @@
       else if (event.key === "Escape") showTip(-1);
     });
     documents.addEventListener("change", showDocument);
-    range.addEventListener("input", () => { fillExperts(); paint(); });
-    focus.addEventListener("change", paint);
+    range.addEventListener("input", () => M.state.replace({ layer: text.layers[Number(range.value)].layer }));
+    focus.addEventListener("change", () => M.state.replace({ expert: focus.value === "" ? null : focus.value }));
+    function follow() {
+      const { layer, expert } = M.state.get();
+      const place = text.layers.findIndex((entry) => entry.layer === layer);
+      if (place >= 0) range.value = place;
+      fillExperts();
+      focus.value = expert !== undefined && expert < text.layers[Number(range.value)].n ? expert : "";
+      paint();
+    }
+    M.state.onChange(() => { if (slot.offsetParent) follow(); });
     slot.append(title, make("div", { class: "controls" }, make("label", {}, "layer", range, shownLayer), make("label", {}, "text", documents), make("label", {}, "colour", focus)), legend, body, tip,
       make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"),
         make("p", {}, "The first tokens of some documents of every domain. A token has the colour of its first choice, the expert with the largest gate, stronger where that gate is a larger share of the token's gates; the eight experts that come first most often here are coloured. Point at a token, or go along with the arrow keys, to see all its experts and gates. Colours are given anew in every layer and document."),
         make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B]." + (text.unnamed ? ` ${text.unnamed} of ${text.words.length} tokens are shown by number: the run does not hold their words.` : ""))));
-    fillExperts();
     showDocument();
+    follow();
   }
   M.widgets.text = fillText;
 

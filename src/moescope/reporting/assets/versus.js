@@ -1,0 +1,62 @@
+// Two runs in one figure: lines of the second are dotted beside those of the first, maps show the difference.
+M.versus = (() => {
+  const DIVERGING = [[0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1, "#B2182B"]];
+  const name = (key) => M.data.roots[M.selected.root(key)];
+
+  // The figure of the run to compare with: same tab, section, layer and name.
+  async function counterpart(entry, section) {
+    if (section.run === null || section.run === undefined) return null;
+    const run = M.selected.run(M.data.runs[section.run].verb, "vs");
+    if (run === null || run === section.run) return null;
+    const all = M.data.tabs.flatMap((tab) => tab.sections).flatMap(function inside(item) { return [item, ...(item.sections ?? []).flatMap(inside)]; });
+    const same = all.filter((item) => item.run === run && item.id === section.id && item.layer === section.layer);
+    const found = same.find((item) => item.view === section.view) ?? same.at(-1);
+    if (!found) return null;
+    if (!found.payload) {
+      const figure = found.figures.find((item) => item.name === entry.name);
+      return figure ? M.payload(figure.payload) : null;
+    }
+    const content = await M.payload(found.payload);
+    return [content, ...content.sections].flatMap((item) => item.figures).find((item) => item.name === entry.name) ?? null;
+  }
+
+  const numbers = (values) => (values?.bdata === undefined ? Array.from(values ?? [], (row) => (Array.isArray(row) ? row : Number(row))) : decode(values));
+  const KINDS = { f4: Float32Array, f8: Float64Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
+  function decode({ dtype, bdata, shape }) {
+    const bytes = Uint8Array.from(atob(bdata), (letter) => letter.charCodeAt(0));
+    const flat = Array.from(new KINDS[dtype](bytes.buffer));
+    const [, width] = (shape ?? "").split(",").map(Number);
+    return width ? Array.from({ length: flat.length / width }, (_, row) => flat.slice(row * width, (row + 1) * width)) : flat;
+  }
+
+  function difference(mine, other) {
+    const [a, b] = [numbers(mine.z), numbers(other.z)];
+    if (a.length !== b.length || a[0]?.length !== b[0]?.length) return null;
+    const z = a.map((row, i) => row.map((cell, j) => (cell === null || b[i][j] === null ? null : cell - b[i][j])));
+    const widest = Math.max(...z.flat().map(Math.abs).filter(Number.isFinite), 1e-12);
+    const label = mine.colorbar?.title?.text ?? "value";
+    return { ...mine, z, zmin: -widest, zmax: widest, colorscale: DIVERGING, customdata: undefined, text: undefined, texttemplate: undefined,
+      colorbar: { ...mine.colorbar, tickvals: undefined, ticktext: undefined, title: { ...mine.colorbar?.title, text: `difference in ${label}` } },
+      hovertemplate: "%{x}, %{y}: difference %{z:.3g}<extra></extra>" };
+  }
+
+  // The figure with the other run in it; as it is where the two cannot share one.
+  function together(figure, other) {
+    if (!other) return figure;
+    const maps = figure.data.some((trace) => trace.type === "heatmap");
+    if (maps) {
+      if (other.data.length !== figure.data.length) return figure;
+      const data = figure.data.map((trace, index) => (trace.type === "heatmap" && other.data[index].type === "heatmap" ? difference(trace, other.data[index]) : trace));
+      if (data.some((trace) => trace === null)) return figure;
+      const caption = `${name("run")} minus ${name("vs")}; the scale ends at the largest difference.`;
+      return { ...figure, data, caption, slider: figure.slider && { ...figure.slider, captions: figure.slider.values.map(() => caption) } };
+    }
+    if (figure.slider) return figure;
+    const known = new Set(figure.data.map((trace) => trace.name));
+    const reference = (trace) => trace.line?.color === "#8A9099";
+    const added = other.data.filter((trace) => ["scatter", "bar"].includes(trace.type) && !(reference(trace) && known.has(trace.name)))
+      .map((trace) => ({ ...trace, name: `${trace.name ?? ""} · ${name("vs")}`, opacity: 0.85, ...(trace.type === "bar" ? { marker: { ...trace.marker, pattern: { shape: "/" } } } : { line: { ...trace.line, dash: "dot" }, marker: { ...trace.marker, symbol: "circle-open" } }) }));
+    return { ...figure, data: [...figure.data, ...added], caption: `${figure.caption} Dotted: ${name("vs")}. ${other.caption}` };
+  }
+  return { counterpart, together };
+})();
