@@ -27,7 +27,17 @@ RANKS = [
     {"weights", "routing", "comparison", "compression", "lab", "demo"},
     {"reporting", "plotting", "execution"},
     {"spectral", "geometry", "decoder", "families", "run", "engine", "verb", "verbs"},
-    {"checkpoint", "tables", "types", "statistics", "storage", "progress", "arguments", "errors"},
+    {
+        "checkpoint",
+        "tables",
+        "types",
+        "statistics",
+        "storage",
+        "progress",
+        "arguments",
+        "errors",
+        "processor",
+    },
 ]
 RANK = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
 SIDEWAYS = {

@@ -19,6 +19,7 @@ from moescope.decoder.saving import config_json, is_lab_checkpoint, is_own_layou
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.execution.models import TracedModel
+from moescope.processor import avoid_broken_amx
 from moescope.types import Routing
 
 
@@ -155,6 +156,7 @@ def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
     """Load a lab checkpoint ready to be run by the lab's own model, without transformers."""
     model, vocabulary = load_model(name, device)
     if dtype not in ("auto", "float32"):
+        avoid_broken_amx(device, True)
         model.cast(getattr(torch, dtype))
     traceable = Traceable(model, vocabulary).eval()
     return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)

@@ -17,8 +17,10 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import check_transformers
 from moescope.execution.documents import WINDOW
+from moescope.processor import avoid_broken_amx
 from moescope.types import Integers
 
+HALF = (torch.bfloat16, torch.float16)
 HEAD_TOKENS = 1024  # positions whose logits over the vocabulary exist at once
 
 
@@ -86,6 +88,7 @@ def load_model(name: str, dtype: str, device: str) -> TracedModel:
                 f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be random, so "
                 "nothing was traced"
             )
+    avoid_broken_amx(device, any(weight.dtype in HALF for weight in model.parameters()))
     model = model.to(device).eval()
     return TracedModel(name, model, runner_of(model), load_tokenizer(path, more), device)
 

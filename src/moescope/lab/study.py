@@ -27,6 +27,7 @@ from moescope.lab.study_task import (
 )
 from moescope.lab.tables import TABLES
 from moescope.lab.train import bytes_on_disk
+from moescope.processor import avoid_broken_amx
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,
@@ -102,6 +103,8 @@ def study(
     check_options(engine, address, device, jobs)
     folder, plan = read_config(config, resume, out, overwrite)
     target_device = choose_device(device) if engine == "local" else device
+    here = choose_device("auto") if target_device == "auto" else target_device
+    avoid_broken_amx(here, plan.base.train.dtype == "bfloat16")
     corpus = read_corpus(plan.base)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference

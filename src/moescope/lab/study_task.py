@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.lab.train import STATE, Job, lock_training, make_data, run_training, saved_checkpoints
+from moescope.processor import avoid_broken_amx
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
 from moescope.storage import check_disk, sync_file, sync_folder
@@ -78,6 +79,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     from moescope.decoder.ranks import Ranks
     from moescope.lab.training import Diverged
 
+    avoid_broken_amx(device, task.config.train.dtype == "bfloat16")  # in a worker on another machine
     text = load_text(task.study, task.corpus, task.config)
     identity = {"arguments": {**jsonable(asdict(task.config)), "from": None}, "corpus": task.corpus}
     sources = (task.config, text.corpus, text.vocabulary, identity, None)

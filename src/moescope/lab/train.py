@@ -27,6 +27,7 @@ from moescope.lab.corpus import (
 from moescope.lab.figures_training import TRAIN_FIGURES
 from moescope.lab.report_training import guide, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
+from moescope.processor import avoid_broken_amx
 from moescope.progress import progress, unsaid_alerts
 from moescope.routing.report_monitor import MONITOR
 from moescope.routing.trace import trace
@@ -124,6 +125,7 @@ def train(
     folder = None if out is None else Path(out)
     folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
+    avoid_broken_amx(place, settled.train.dtype == "bfloat16")
     with process_group(place) as ranks:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
