@@ -105,7 +105,8 @@ def test_values_are_those_of_the_training_s_own_tables(whole: Run):
     own = training(whole, "top2", 5)
     row = whole.table("study_runs").query("arm == 'top2' and seed == 5").iloc[0]
     layers = own.table("routing_layers")
-    last = layers[(layers["step"] == 6) & (layers["domain"] == "")].groupby("metric")["value"].mean()
+    by_metric = layers[(layers["step"] == 6) & (layers["domain"] == "")].groupby("metric")
+    last, chance = by_metric["value"].mean(), by_metric["chance"].mean()
     named = {
         "load_cv": "cv",
         "max_over_mean": "max_over_mean",
@@ -124,6 +125,13 @@ def test_values_are_those_of_the_training_s_own_tables(whole: Run):
         steps["validation_loss"].to_dict(), nan_ok=True
     )
     assert curves.loc[6, "load_cv"] == pytest.approx(last["cv"])
+    for column, metric in (
+        ("load_cv", "cv"),
+        ("routing_entropy", "routing_entropy"),
+        ("unused_share", "unused"),
+    ):
+        assert curves.loc[6, f"{column}_chance"] == pytest.approx(chance[metric])
+    assert (row["load_cv_chance"], row["routing_entropy_chance"]) == pytest.approx((chance["cv"], np.log(4)))
     assert row["parameters_total"] == own.info["parameters_total"]
 
 

@@ -35,7 +35,7 @@ LOAD = {
     "unused_share": "unused",
     "dropped_share": "dropped",
 }
-CURVES = ("load_cv", "routing_entropy", "unused_share")
+CURVES = ("load_cv", "routing_entropy", "unused_share")  # with the chance levels that the Monitor states
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,15 @@ def measure(
     last = load_over_steps(run)
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
     values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
-    values |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
+    named = (*LOAD, "load_cv_chance", "routing_entropy_chance")
+    values |= {column: last[column].iloc[-1] for column in named if len(last) and column in last}
     if stability is not None:
         values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}
     return {**values, **speed(run)}, documents
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
-    """Return step and the columns of LOAD, means over layers; empty for a dense model."""
+    """Return step, the columns of LOAD and *_chance of each, means over layers; empty for a dense model."""
     import pandas as pd
 
     facts = run.info["router_facts"]
@@ -181,8 +182,10 @@ def load_over_steps(run: Run) -> pd.DataFrame:
     rows = rows[rows["metric"].isin(list(names)) & (rows["domain"] == "")]
     if facts["experts_choose"]:  # a slot per token and expert, most of them empty by design
         rows = rows[rows["metric"] != "dropped"]
-    wide = rows.pivot_table(index="step", columns="metric", values="value", aggfunc="mean")
-    return wide.rename(columns=names).reset_index().rename_axis(None, axis=1)
+    kinds = {"value": "", "chance": "_chance"}
+    wide = rows.pivot_table(index="step", columns="metric", values=list(kinds), aggfunc="mean")
+    wide.columns = pd.Index([f"{names[metric]}{kinds[kind]}" for kind, metric in wide.columns])
+    return wide.reset_index()
 
 
 def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
@@ -191,7 +194,8 @@ def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
         return None
     steps = run.table("steps")[["step", "train_loss", "validation_loss"]]
     load = load_over_steps(run)
-    columns = ["step", *(column for column in CURVES if column in load)]
+    named = (name for column in CURVES for name in (column, f"{column}_chance"))
+    columns = ["step", *(column for column in named if column in load)]
     joined = steps.merge(load[columns], on="step", how="outer").sort_values("step", ignore_index=True)
     return joined.assign(**task.keys)
 
