@@ -73,7 +73,7 @@ def compress(
     apply : DIR
         Write the compressed checkpoint into this folder, and judge it.
     max_tokens : int, default all
-        Tokens to read at most, shared evenly by the domains.
+        Tokens to read at most, shared evenly by domains and documents.
     out : DIR, default runs/compress-MODEL-N
         Run folder to write.
     device : DEVICE

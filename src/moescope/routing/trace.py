@@ -74,7 +74,7 @@ def trace(
     token_ids : FILE
         Token ids instead of text: .npy, or .jsonl with one list per line.
     max_tokens : int, default all
-        Tokens to read at most, shared evenly by the domains.
+        Tokens to read at most, shared evenly by domains and documents.
     phase : PHASE
         prefill reads documents at once, decode token by token.
     out : DIR, default runs/trace-MODEL-N
