@@ -49,7 +49,11 @@ class Traceable(nn.Module):
         self.model = model
         shape = model.config
         self.config = TraceableConfig(
-            layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad, stored=config_json(shape)
+            layout_of(shape),
+            shape.vocabulary,
+            model.trained_length,
+            vocabulary.pad,
+            stored=config_json(model),
         )
 
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:

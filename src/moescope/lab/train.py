@@ -391,15 +391,18 @@ def initial_model(config: LabConfig, origin: str | None, device: str) -> LabMode
     from moescope.decoder.model import LabModel, seeded_by_part, unseeded
     from moescope.decoder.saving import load_model
 
-    torch.manual_seed(config.train.seed)
+    train = config.train
+    torch.manual_seed(train.seed)
     if origin is not None:
-        return load_model(origin, device, config.train.compile)[0]
-    paired = config.train.paired_weights
-    before = seeded_by_part(config.train.seed) if paired else unseeded
+        model = load_model(origin, device, train.compile)[0]
+        model.trained_length = max(model.trained_length, train.sequence_length)
+        return model
+    before = seeded_by_part(train.seed) if train.paired_weights else unseeded
     with torch.device(device):
-        model = LabModel(config.model, compile=config.train.compile, before=before)
-    if paired:  # draws in training must not depend on the draws for the weights
-        torch.manual_seed(config.train.seed)
+        model = LabModel(config.model, compile=train.compile, before=before)
+    model.trained_length = train.sequence_length
+    if train.paired_weights:  # draws in training must not depend on the draws for the weights
+        torch.manual_seed(train.seed)
     return model
 
 
