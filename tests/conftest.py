@@ -140,7 +140,7 @@ def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     from routing.tiny_text import save_model, texts, write_jsonl
 
     folder = tmp_path_factory.mktemp("compressed")
-    model, text = save_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(60))
+    model, text = save_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(150))
     return compress(
         model,
         method="reap",

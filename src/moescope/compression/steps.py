@@ -336,10 +336,10 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         record |= task
     names = work.layer_names
     predicted, judged = record.get("predicted", {}), record.get("models", {})
-    perplexity = record.get("perplexity_original")
+    original = (record.get("perplexity_original"), record.get("facts", {}).get("judged_documents"))
     frames = {
         "clusters": cluster_rows(plan, names),
-        "damage": damage_rows(plan, names, predicted, judged, perplexity, record["bytes"]),
+        "damage": damage_rows(plan, names, predicted, judged, *original, record["bytes"]),
     }
     frames |= {name: writer.joined(name) for name in writer.verb.tables if writer.has(name)}
     router = lab_router(work.moe)

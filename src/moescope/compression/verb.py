@@ -138,6 +138,7 @@ def compress(
     reading = ReadSettings(max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(text, domain, token_ids) if with_text else []
+    texts.sort(key=lambda source: source.domain)  # the order of --domain changes nothing
     settings = PlanSettings(seed, merge_weights, distance, not unsigned, router, adaptive, sequential)
     moe = read_moe(open_checkpoint(model))
     work = prepare(moe, method, keep, plan, apply, add, settings, judge and with_text, controls, with_text)
