@@ -89,6 +89,7 @@ class Traced:
     window: int | None = None
     has_gates: bool = True
     has_logits: bool = True
+    has_tokens: bool = True  # not only counts: order of tokens and pairs of experts
 
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
@@ -108,9 +109,10 @@ class Traced:
 
         for counts in self.counts:
             add("load", counts, load_rows(counts, self.corpus, self.has_gates))
-            metrics = metric_rows(counts, self.corpus, self.has_gates, self.has_logits)
+            metrics = metric_rows(counts, self.corpus, self.has_gates, self.has_logits, self.has_tokens)
             add("routing_layers", counts, metrics)
-            add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
+            if self.has_tokens:
+                add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
             add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
         contexts = self.context_rows()
         for counts in self.main():
@@ -119,7 +121,7 @@ class Traced:
             for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
                 if counts.layer in vectors:
                     add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
-            if counts.k > 1:
+            if counts.k > 1 and self.has_tokens:
                 add("coactivation", counts, coactivation_columns(counts))
             if self.probe is not None:
                 add("routing_layers", counts, vocabulary_metric_rows(self.probe, counts, seed))

@@ -85,11 +85,11 @@ def trace(
     Other Parameters
     ----------------
     recorded : FILE
-        A trace that another tool wrote, instead of running a model.
+        A trace that vLLM, SGLang, llama.cpp or moescope wrote, instead of running a model.
     format : FORMAT
         Format of the recorded trace.
     experts : int
-        Experts per layer of the recorded trace.
+        Experts per layer of the recorded trace; not needed if a model folder is given.
     revisions : LIST
         Revisions of one hub model, as steps: step1000,step2000.
     save_tokens : bool
