@@ -63,7 +63,8 @@ class CalibrationText:
         return self.loaded
 
     def load(self, model: str) -> TracedModel:
-        return load_any_model(model, self.settings.dtype, self.device, prefer_transformers=True)
+        settings = self.settings
+        return load_any_model(model, settings.dtype, self.device, True, settings.trust_remote_code)
 
     def release(self) -> None:
         """Free the model's memory: the compressed one comes next."""

@@ -48,6 +48,7 @@ def compress(
     dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
+    trust_remote_code: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
@@ -109,6 +110,8 @@ def compress(
         Documents per batch.
     chat_template : bool
         Read each document as a user's message.
+    trust_remote_code : bool
+        Run the Python code that the checkpoint brings with it.
     seed : int
         Seed of the sample, the bootstrap and the controls.
     overwrite : bool
@@ -135,7 +138,8 @@ def compress(
     for name, (value, least) in {**minimums, "controls": (controls, 0)}.items():
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
-    reading = ReadSettings(max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template)
+    one_of("dtype", dtype, get_args(Dtype))
+    reading = ReadSettings(max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(text, domain, token_ids) if with_text else []
     texts.sort(key=lambda source: source.domain)  # the order of --domain changes nothing

@@ -99,7 +99,7 @@ def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: i
     if isinstance(content, list) and all(isinstance(part, int) for part in content):
         ids = content[:most]
     elif traced.tokenizer is None:
-        raise BadInput(f"{traced.name}: the model has no tokenizer; give token ids with --token-ids FILE")
+        raise BadInput(f"{traced.name}: {traced.no_tokenizer}")
     elif chat_template:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         ids = traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)

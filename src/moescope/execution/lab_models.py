@@ -166,12 +166,19 @@ def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
     return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)
 
 
-def load_any_model(name: str, dtype: str, device: str, prefer_transformers: bool = False) -> TracedModel:
+def load_any_model(
+    name: str,
+    dtype: str,
+    device: str,
+    prefer_transformers: bool = False,
+    trust_remote_code: bool = False,
+) -> TracedModel:
     """Load a lab checkpoint with the lab's decoder, any other model with transformers.
 
     With `prefer_transformers`, lab checkpoints in a layout that transformers supports are loaded with it too.
     """
     from moescope.execution.models import load_model as load_transformers_model
 
-    by_lab = is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name)
-    return (load_traced if by_lab else load_transformers_model)(name, dtype, device)
+    if is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name):
+        return load_traced(name, dtype, device)
+    return load_transformers_model(name, dtype, device, trust_remote_code)

@@ -83,6 +83,7 @@ class ReadSettings:
     dtype: str = "auto"
     batch_size: int = 8
     chat_template: bool = False
+    trust_remote_code: bool = False
 
 
 def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | Path | None) -> list[Source]:

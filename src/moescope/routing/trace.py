@@ -53,6 +53,7 @@ def trace(
     dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
+    trust_remote_code: bool = False,
     device: str = "auto",
     seed: int = 0,
     overwrite: bool = False,
@@ -100,6 +101,8 @@ def trace(
         Documents per batch; changes no number.
     chat_template : bool
         Read each document as a user's message.
+    trust_remote_code : bool
+        Run the Python code that the checkpoint brings with it.
     seed : int
         Seed of permutations.
     overwrite : bool
@@ -147,7 +150,8 @@ def trace(
     if done:
         return done
     phases = ("prefill", "decode") if phase == "both" else (str(phase),)
-    settings = TraceSettings(max_tokens, dtype, batch_size, chat_template, phases, save_tokens, seed)
+    reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
+    settings = TraceSettings(*reads, phases, save_tokens, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
         done_tasks = writer.done_tasks()
@@ -176,7 +180,7 @@ def trace_step(
     from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
-        traced = load_any_model(name, settings.dtype, device)
+        traced = load_any_model(name, settings.dtype, device, trust_remote_code=settings.trust_remote_code)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:

@@ -32,7 +32,15 @@ MOST_EXPERTS = 4096
 MOST_PAIRS = 20_000_000  # of experts, all layers together: 2 GB as a table
 MOST_CELLS = 500_000  # layers x experts x domains: 2 GB of counts by group of documents
 AT_ONCE = 2**23  # tokens x experts counted together
-OF_A_MODEL_RUN = ("max_tokens", "phase", "save_tokens", "dtype", "batch_size", "chat_template")
+OF_A_MODEL_RUN = (
+    "max_tokens",
+    "phase",
+    "save_tokens",
+    "dtype",
+    "batch_size",
+    "chat_template",
+    "trust_remote_code",
+)
 
 
 def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
