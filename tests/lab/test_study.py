@@ -378,6 +378,23 @@ def test_dry_run_counts_everything_and_touches_nothing(
     assert "no significance" in said
 
 
+def test_epochs_of_a_study_are_steps_by_each_arms_batch(config: Path):
+    content = tomlized(config)
+    content["base"]["train"] |= {"steps": 0, "epochs": 2}
+    content["arms"]["unbalanced"]["train"] = {"batch_size": 8}
+    content["arms"]["broken"]["train"]["steps"] = 5
+    base = study_from(content).base
+    corpus = read_corpus(base)
+    rows = make_data(base, corpus, training_vocabulary(base, corpus)).train.rows
+    tokens = {arm["arm"]: arm["tokens"] for arm in plan_study(content)["arms"]}
+    assert tokens == {
+        "top2": 2 * (rows // 4) * 4 * 16,
+        "unbalanced": 2 * (rows // 8) * 8 * 16,
+        "broken": 5 * 4 * 16,
+    }
+    assert study_from(study_from(content).as_dict()) == study_from(content)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

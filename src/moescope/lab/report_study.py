@@ -294,9 +294,10 @@ def coverage(run: Run) -> list[str]:
     base = run.info.get("base", {})
     if base:
         model, train = base["model"], base["train"]
+        duration = f"{train['steps']:,} steps" if train["steps"] else f"{train['epochs']} epochs in steps"
         lines.append(
             f"base: {counted(model['layers'], 'layer')} of "
-            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {train['steps']:,} steps of "
+            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {duration} of "
             f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus "
             f"{run.info.get('corpus', 'unknown')}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
-from moescope.lab.config import LabConfig, TrainConfig, resumed_config, settle
+from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, resumed_config, settle
 from moescope.lab.corpus import (
     Corpus,
     check_texts,
@@ -131,11 +131,12 @@ def train(
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
+        vocabulary = training_vocabulary(settled, corpus, origin)
+        (settled,) = with_steps([settled], corpus, vocabulary)
         identity = {"arguments": {**jsonable(asdict(settled)), "from": origin}, "corpus": corpus.identity}
         path = config if isinstance(config, str | Path) else None
         name = f"{preset or 'nano'}-{settled.model.router}" if path is None else Path(path).stem
         folder = Path(ranks.broadcast_object(folder or default_folder("train", name, identity)))
-        vocabulary = training_vocabulary(settled, corpus, origin)
         # a config made in Python is in run.json alone
         command = VERB.command(given if config is path else {"resume": True, "out": folder})
         job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet, command)
@@ -168,6 +169,9 @@ def count_parameters(
     folder = None if out is None else Path(out)
     _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
     check_texts(settled)
+    if settled.train.epochs:
+        corpus = read_corpus(settled)
+        (settled,) = with_steps([settled], corpus, training_vocabulary(settled, corpus, origin))
     return {**training_size(settled), "from": origin}
 
 
@@ -350,6 +354,17 @@ def make_data(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data
     held_out = TokenRows.of(corpus.validation, vocabulary, length, layout)
     rows = held_out.sample(config.train.evaluation_rows)
     return Data(TokenRows.of(corpus.train, vocabulary, length, layout), rows)
+
+
+def with_steps(configs: Sequence[LabConfig], corpus: Corpus, vocabulary: Vocabulary) -> Sequence[LabConfig]:
+    """Return configs of one text, row length and layout with the steps of their epochs."""
+    from moescope.lab.batches import TokenRows
+
+    if not any(config.train.epochs for config in configs):
+        return configs
+    length, layout = configs[0].train.sequence_length, configs[0].data.layout
+    rows = TokenRows.of(corpus.train, vocabulary, length, layout).rows
+    return [epochs_to_steps(config, rows) for config in configs]
 
 
 def bytes_on_disk(config: LabConfig) -> int:
