@@ -37,7 +37,7 @@ from moescope.routing.specialisation import (
 )
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Probe
-from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, jackknife_interval
+from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, jackknife_interval
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
@@ -279,7 +279,9 @@ class Scope:
         for metric in metrics:
             assert metric.function is not None
             value = float(metric.function(load_BE.sum(0)))
-            interval = jackknife_interval(load_BE, metric.function, self.documents)
+            interval = NOT_AVAILABLE
+            if metric.interval is not None and self.documents >= FEWEST_DOCUMENTS:
+                interval = metric.interval(load_BE)
             yield self.row(metric, value, interval, setting)
 
     @property
@@ -293,7 +295,7 @@ class Scope:
             interval = jackknife_interval(parts, ratio, self.documents)
             yield self.row(metric, ratio(parts.sum(0)), interval, self.setting)
 
-    def row(self, metric: Metric, value: float, interval: tuple[float, float], setting: Setting) -> Row:
+    def row(self, metric: Metric, value: float, interval: Interval, setting: Setting) -> Row:
         levels = metric.chance(setting), metric.collapse(setting)
         return {
             **layer_columns(self.counts, self.domain, self.setting.tokens),
@@ -317,16 +319,13 @@ def layer_columns(counts: LayerCounts, domain: str = "", tokens: int | None = No
     }
 
 
-def row(
-    metric: str, value: float, chance: float, collapse: float, interval: tuple[float, float] = NOT_AVAILABLE
-) -> Row:
+def row(metric: str, value: float, chance: float, collapse: float, interval: Interval = NOT_AVAILABLE) -> Row:
     return {
         "metric": metric,
         "value": value,
         "chance": chance,
         "collapse": collapse,
-        "low": interval[0],
-        "high": interval[1],
+        **interval._asdict(),
     }
 
 
