@@ -10,7 +10,6 @@ import pytest
 
 from moescope.execution import budget
 from moescope.execution.budget import deal, spread_tokens
-from moescope.execution.documents import Document, spread_documents
 
 
 def dealt_one_by_one(sizes: list[int], tokens: int) -> list[int]:
@@ -94,13 +93,3 @@ def test_ids_beyond_the_memory_limit_lie_in_a_file_and_are_the_same(monkeypatch)
     before = [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)]
     monkeypatch.setattr(budget, "IN_MEMORY", 64)
     assert [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)] == before
-
-
-def test_documents_of_token_ids_are_spread_the_same_way():
-    domains = {
-        "b": lambda: [Document(number, 0, np.arange(40)) for number in range(30)],
-        "a": lambda: [Document(7, 1, np.arange(10))],
-    }
-    found = list(spread_documents(domains, 100))
-    assert [(part.domain, len(part.ids)) for part in found] == [(0, 4)] * 21 + [(0, 3)] * 2 + [(1, 10)]
-    assert [part.number for part in found] == list(range(len(found)))

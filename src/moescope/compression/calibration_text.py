@@ -26,6 +26,7 @@ from moescope.compression.calibration import (
 from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
+from moescope.execution.budget import deal
 from moescope.execution.collect import Collected
 from moescope.execution.documents import Document, fingerprint, read_documents
 from moescope.execution.lab_models import load_any_model
@@ -167,16 +168,14 @@ class JudgedSample:
             self.tokens -= largest
 
     def documents(self) -> list[Document]:
-        """The documents in the order of their hashes, cut to one length so that the quota holds."""
+        """The documents in the order of their hashes, the quota dealt to them."""
         ordered = [document for *_, document in sorted(self.heap, reverse=True)]
-        lengths = sorted(len(document.ids) for document in ordered)
-        left, longest = self.quota, 0
-        for number, length in enumerate(lengths):
-            longest = left // (len(lengths) - number)
-            if length > longest:
-                break
-            left, longest = left - length, length
-        return [replace(document, ids=document.ids[: max(longest, 2)]) for document in ordered]
+        shares = deal([len(document.ids) for document in ordered], self.quota)
+        return [
+            replace(document, ids=document.ids[:share])
+            for document, share in zip(ordered, shares, strict=True)
+            if share > 1
+        ]
 
 
 @dataclass(frozen=True)

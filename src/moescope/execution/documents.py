@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -70,28 +70,6 @@ def read_documents(
     found = ((domain, part) for domain, part in ids if len(part))
     for number, (domain, part) in enumerate(found):
         yield Document(number, index[domain], part)
-
-
-def spread_documents(
-    domains: dict[str, Callable[[], Iterable[Document]]], max_tokens: int
-) -> Iterator[Document]:
-    """Yield prefixes of the documents, `max_tokens` in total, shared as `spread_tokens` says.
-
-    A domain's function starts reading its documents and may be called more than once. Documents are numbered
-    anew, domains in the order given.
-    """
-
-    def prefixes(read: Callable[[], Iterable[Document]]) -> Iterator[Prefix]:
-        return (partial(first_ids, document.ids) for document in read())
-
-    index = {name: number for number, name in enumerate(domains)}
-    parts = spread_tokens({name: partial(prefixes, read) for name, read in domains.items()}, max_tokens)
-    for number, (name, ids) in enumerate(parts):
-        yield Document(number, index[name], ids)
-
-
-def first_ids(ids: Integers, most: int | None) -> Integers:
-    return ids[:most]
 
 
 def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: int | None = None) -> Integers:
