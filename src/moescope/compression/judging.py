@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.compression.applying import apply_plan
+from moescope.compression.applying import apply_plan, share_experts
 from moescope.compression.calibration import StateSample, calibrate
 from moescope.compression.calibration_text import CalibrationText
 from moescope.compression.damage import measured_errors, original_outputs
@@ -84,14 +84,16 @@ def judge_models(
     text: CalibrationText,
     moe: MoeCheckpoint,
     seed: int,
-    compressed: tuple[str, Path],
+    compressed: tuple[str, Plan, Fits],
+    folder: Path | None,
     controls: Sequence[tuple[str, Plan, Fits]],
     scratch: Path,
     quiet: bool,
 ) -> dict[str, Any]:
     """Judge the original, the compressed model and the controls, one model in memory at a time.
 
-    A control is written into `scratch`, judged, and removed.
+    The compressed model lies in `folder`; a control is written into `scratch`, judged, and removed. A plan
+    that keeps all router rows (`tie`) is not written: the original runs with its experts shared.
     """
     size = text.settings.batch_size
     documents = text.held_out_documents()
@@ -102,19 +104,26 @@ def judge_models(
         reference = judge_original(text.traced, documents, size, partial(advance, "the original"))
         text.release()
 
-        def judge_folder(label: str, folder: Path) -> tuple[Judged, dict[int, float]]:
-            traced = text.load(str(folder))
+        def judge_model(label: str, traced: TracedModel) -> tuple[Judged, dict[int, float]]:
             result = judge(traced, documents, reference, size, partial(advance, label))
             return result, measured_errors(traced, held_out)
 
-        name, folder = compressed
-        judged = {name: judge_folder("compressed", folder)}
+        def load(plan: Plan, fits: Fits, written: Path | None) -> TracedModel:
+            if plan.router != "tie":
+                return text.load(str(written))
+            traced = text.load(text.model)
+            share_experts(traced.model, plan, fits)
+            return traced
+
+        name, plan, fits = compressed
+        judged = {name: judge_model("compressed", load(plan, fits, folder))}
         for name, plan, fits in controls:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
             try:
-                apply_plan(moe, plan, fits, scratch / "model")
-                judged[name] = judge_folder(name, scratch / "model")
+                if plan.router != "tie":
+                    apply_plan(moe, plan, fits, scratch / "model")
+                judged[name] = judge_model(name, load(plan, fits, scratch / "model"))
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     differences = judged_differences(reference, [result for result, _ in judged.values()], seed)

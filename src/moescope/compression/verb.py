@@ -39,6 +39,7 @@ def compress(
     add: str | Path | Iterable[str | Path] = (),
     merge_weights: MergeWeights = "usage",
     distance: str = "default",
+    dominant: str = "default",
     router: RouterAfter = "fold",
     unsigned: bool = False,
     adaptive: bool = False,
@@ -92,8 +93,12 @@ def compress(
         Weights of a group's members in the merged expert.
     distance : DISTANCE
         Distance to cluster by: euclidean or cosine (hc_smoe), l2 or sv (weights).
+    dominant : HOW
+        Member whose neurons the others are matched to: usage, the most used, or centre, the nearest to the
+        mean output (hc_smoe).
     router : HOW
-        Router of merged experts: fold fits new rows, tie keeps all rows (plan only).
+        Router of merged experts: fold fits new rows; tie keeps all rows and shares experts, which is judged
+        but cannot be written.
     unsigned : bool
         Match neurons by order alone, without signs.
     adaptive : bool
@@ -143,7 +148,9 @@ def compress(
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(text, domain, token_ids) if with_text else []
     texts.sort(key=lambda source: source.domain)  # the order of --domain changes nothing
-    settings = PlanSettings(seed, merge_weights, distance, not unsigned, router, adaptive, sequential)
+    settings = PlanSettings(
+        seed, merge_weights, distance, not unsigned, router, adaptive, sequential, dominant
+    )
     moe = read_moe(open_checkpoint(model))
     work = prepare(moe, method, keep, plan, apply, add, settings, judge and with_text, controls, with_text)
     if with_text:
