@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from moescope.processor import avoid_broken_amx
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, this process ignores it, and so would every process that a test
     # interrupts.
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 # The matrices of the tests are tiny: threads that wait for each other cost more than they bring. Before
 # torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+avoid_broken_amx("cpu", half_precision=True)
 # Subprocesses test this source tree, not one that happens to be installed.
 SOURCE = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
@@ -137,7 +140,7 @@ def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     from routing.tiny_text import save_model, texts, write_jsonl
 
     folder = tmp_path_factory.mktemp("compressed")
-    model, text = save_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(60))
+    model, text = save_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(150))
     return compress(
         model,
         method="reap",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from collections.abc import Iterable
@@ -11,8 +13,24 @@ from moescope.verb import FigureSpec, Section
 
 
 def payloads(html: str) -> dict[str, Any]:
-    found = re.findall(r'<script type="application/json" id="p-([^"]+)">(.*?)</script>', html, re.DOTALL)
-    return {name: json.loads(text) for name, text in found}
+    """Return every payload of the page by name."""
+    found = re.findall(r'<script type="text/plain" id="p-([^"]+)">(.*?)</script>', html, re.DOTALL)
+    return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in found}
+
+
+def page_data(html: str) -> dict[str, Any]:
+    """Return what the page knows from the start: runs, tabs with their sections, findings."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found.group(1))
+    return data
+
+
+def page_sections(html: str, tab: str = "") -> list[dict[str, Any]]:
+    """Return the sections of a tab, or of all tabs."""
+    return [
+        entry for item in page_data(html)["tabs"] if tab in ("", item["name"]) for entry in item["sections"]
+    ]
 
 
 def figures_in(sections: Iterable[Section]) -> list[FigureSpec]:

@@ -27,7 +27,17 @@ RANKS = [
     {"weights", "routing", "comparison", "compression", "lab", "demo"},
     {"reporting", "plotting", "execution"},
     {"spectral", "geometry", "decoder", "families", "run", "engine", "verb", "verbs"},
-    {"checkpoint", "tables", "types", "statistics", "storage", "progress", "arguments", "errors"},
+    {
+        "checkpoint",
+        "tables",
+        "types",
+        "statistics",
+        "storage",
+        "progress",
+        "arguments",
+        "errors",
+        "processor",
+    },
 ]
 RANK = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
 SIDEWAYS = {
@@ -37,6 +47,7 @@ SIDEWAYS = {
     ("run", "verbs"),
     ("verbs", "verb"),
     ("verb", "run"),  # for type checkers only; a cycle otherwise
+    ("geometry", "spectral"),  # one rule of numerical rank
     ("families", "verb"),  # inspect is a verb without tables
     ("families", "decoder"),  # the lab's layouts ask routers for their facts
 }

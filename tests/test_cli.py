@@ -395,6 +395,47 @@ def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of the command line in this process."""
+    monkeypatch.setattr(sys, "argv", ["moescope", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [300, 500, 100_000])
+def test_an_error_line_is_short_and_keeps_its_beginning_and_its_remedy(monkeypatch, capsys, length):
+    def fail(*_):
+        raise BadInput(f"model/config.json: broken at {'x' * length}; download the file again")
+
+    monkeypatch.setattr("moescope.families.inspect.open_checkpoint", fail)
+    code, line = run_main(monkeypatch, capsys, "inspect", "model")
+    assert code == 2
+    assert len(line) <= 401  # with its line end
+    assert line.startswith("moescope: model/config.json: broken at xxx")
+    assert line.endswith("xxx; download the file again\n")
+
+
+@pytest.mark.parametrize("verb", ["inspect", "scan", "trace", "compress", "report"])
+def test_debug_shows_the_whole_cause_before_the_line(tmp_path, monkeypatch, capsys, verb):
+    folder = tiny_checkpoint(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    (folder / "config.json").write_text("{broken")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{broken")
+    (tmp_path / "text.txt").write_text("a b c")
+    arguments = {"trace": ["--text", "text.txt"], "compress": ["--keep", "2", "--text", "text.txt"]}
+    words = [verb, "run" if verb == "report" else "model", *arguments.get(verb, [])]
+    code, line = run_main(monkeypatch, capsys, *words)
+    assert code == 2
+    assert "Traceback" not in line
+    debug_code, shown = run_main(monkeypatch, capsys, *words, "--debug")
+    assert debug_code == 2
+    assert shown.startswith("Traceback")
+    assert "JSONDecodeError" in shown, "the cause that the line replaces"
+    assert shown.endswith(line)
+
+
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("moescope.weights.verb.open_steps", lambda *_: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["moescope", "scan", "model"])

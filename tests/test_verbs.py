@@ -38,7 +38,8 @@ def test_help_lists_every_option_on_one_screen(name):
     assert shown.exit_code == 0, shown.output
     assert len(shown.output.splitlines()) <= MOST_HELP_LINES
     words = set(re.findall(r"--[a-z][a-z-]*", shown.output))
-    assert {option.flag for option in load_verb(name).options if not option.positional} | {"--json"} <= words
+    assert {option.flag for option in load_verb(name).options if not option.positional} <= words
+    assert {"--json", "--debug"} <= words
 
 
 @pytest.mark.parametrize("name", NAMES)

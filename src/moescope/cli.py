@@ -8,13 +8,14 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moescope.errors import BadInput, unknown_name
+from moescope.errors import BadInput, shortened, unknown_name
 from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
@@ -55,9 +56,17 @@ def command_of(verb: Verb) -> TyperCommand:
         dry = flag("--dry-run", help="Print what would be done and what it takes, and stop.")
         parameters.append(named("dry_run", dry))
     parameters.append(named("as_json", flag("--json", help="Print the result as JSON.")))
+    debugging = "Print the traceback of an error before its line."
+    parameters.append(named("debug", flag("--debug", help=debugging, rich_help_panel=MORE)))
 
     def callback(**values: Any) -> None:
-        execute(verb, values)
+        debug = values.pop("debug")
+        try:
+            execute(verb, values)
+        except BadInput as error:
+            if debug:
+                print_traceback(error)
+            raise
 
     callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -189,6 +198,15 @@ def common(
     pass
 
 
+def print_traceback(error: BaseException) -> None:
+    """Print where the error was raised and every error that it replaced."""
+    replaced: BaseException | None = error
+    while replaced is not None:
+        replaced.__suppress_context__ = False
+        replaced = replaced.__cause__ or replaced.__context__
+    traceback.print_exception(error)
+
+
 def main() -> None:
     """Run the command line.
 
@@ -199,7 +217,7 @@ def main() -> None:
     try:
         app()
     except BadInput as error:
-        typer.echo(f"moescope: {error}", err=True)
+        typer.echo(shortened(f"moescope: {error}"), err=True)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, SystemExit) and ended.code != 130:

@@ -1,10 +1,21 @@
 """The one exception that users see."""
 
+LONGEST_LINE = 400  # characters of an error on the terminal
+REMEDY = 140  # of them at its end
+
 
 def printable(text: str) -> str:
     """Return the text on one line, control characters escaped: a name must not steer the terminal."""
     flat = " ".join(text.splitlines())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
+
+
+def shortened(line: str) -> str:
+    """Return the line with at most LONGEST_LINE characters: its beginning and its remedy, at the end."""
+    if len(line) <= LONGEST_LINE:
+        return line
+    cut = " ... "
+    return line[: LONGEST_LINE - REMEDY - len(cut)] + cut + line[-REMEDY:]
 
 
 class BadInput(Exception):

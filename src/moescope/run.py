@@ -110,7 +110,7 @@ class Run:
         import pandas as pd
 
         columns = list(self.verb.tables[name].columns)
-        frames = [read_parquet(str(file))[columns] for file in self.files(name)]
+        frames = [read_parquet(str(file)).reindex(columns=columns) for file in self.files(name)]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     def figures(self) -> dict[str, str]:

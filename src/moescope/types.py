@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+# Of stored elements, the leading one included. Integers share a scale with their largest neighbour: 2^-p of
+# the rms is half a step where that is about 4 times the rms.
+SIGNIFICAND_BITS = {
+    "F64": 53,
+    "F32": 24,
+    "F16": 11,
+    "BF16": 8,
+    "F8_E4M3": 4,
+    "F8_E5M2": 3,
+    "MXFP4": 2,
+    "I8": 6,
+    "INT8": 6,
+    "INT4": 2,
+}
+
 
 @dataclass(frozen=True)
 class LazyTensor:
@@ -62,6 +77,11 @@ class ExpertStack:
     files: tuple[str, ...]
     read: Callable[[int], Tensor]
     stored: StoredParts | None = None  # None if it cannot be written back: quantised, or not from a file
+
+    @property
+    def significand_bits(self) -> int:
+        """Precision p of the stored elements: rounding changes each by up to 2^-p of it."""
+        return SIGNIFICAND_BITS[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -120,6 +140,12 @@ class LayerWeights:
     @property
     def d_ff(self) -> int:
         return self.gate_EFD.shape[1]
+
+    @property
+    def projections(self) -> dict[str, ExpertStack]:
+        """gate, up and down, those that the experts have."""
+        stacks = {"gate": self.gate_EFD, "up": self.up_EFD, "down": self.down_EDF}
+        return {name: stack for name, stack in stacks.items() if stack is not None}
 
     def expert(self, number: int) -> ExpertWeights:
         """Read one expert, in the stored dtype."""

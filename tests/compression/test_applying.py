@@ -91,7 +91,7 @@ def test_a_merged_model_loads_without_a_word_generates_and_holds_weighted_sums_o
                 first = first[:, order] * sign
             elif name != "down_bias":
                 first = first[order] * (sign[:, None] if name == "up" else 1)
-            expected = (0.25 * first + 0.75 * part[2].float()).to(part.dtype)
+            expected = (0.25 * first.double() + 0.75 * part[2].double()).float().to(part.dtype)
             assert torch.equal(made[name][0], expected), name
             same_bits({"a": made[name][1], "b": made[name][2]}, {"a": part[3], "b": part[1]})
         rows = fits[layer.layer].router_KD.to(dtype)

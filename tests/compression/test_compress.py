@@ -10,6 +10,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,15 @@ from typer.testing import CliRunner
 import moescope
 from families.test_writing import on_disk, same_bits
 from moescope import cli
-from moescope.compression import steps
-from moescope.compression.calibration_text import is_held_out
+from moescope.compression import calibration_text, steps
+from moescope.compression.calibration_text import CalibrationText, is_held_out
 from moescope.compression.plan import read_plan
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
+from moescope.execution.texts import ReadSettings
+from moescope.execution.texts import sources as texts_of
 from moescope.run import Run, write_json
 from routing.tiny_text import save_model, texts, write_jsonl
 
@@ -63,6 +66,14 @@ def test_all_three_tables_are_there_and_every_column_is_filled(run):
         spec, frame = TABLES[name], run.table(name)
         assert pq.read_schema(run.path / f"{name}.parquet").names == list(spec.columns)
         assert [column for column in spec.columns if frame[column].isna().all()] == []
+    whole = run.table("damage").query("layer.isna()").set_index("method")
+    of_controls = [column for column in whole if "above_plan" in column]
+    assert whole.loc["reap", of_controls].isna().all()
+    assert whole.drop("reap")[of_controls].notna().all(axis=None)
+    for name in ("loss_increase", "js_divergence", "loss_above_plan", "js_above_plan"):
+        known = whole[whole[name].notna()]
+        assert (known[f"{name}_low"] < known[name]).all()
+        assert (known[name] < known[f"{name}_high"]).all()
     assert sorted(path.name for path in run.path.iterdir()) == [
         "calibration.safetensors",
         "clusters.parquet",
@@ -269,7 +280,12 @@ def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_pat
     words = len((tmp_path / "book.txt").read_text().split())
     assert facts["calibration_tokens"] == words - words // 5
     assert facts["judged_tokens"] == words // 5 - 1
-    assert any("last fifth of every document" in warning for warning in run.info["warnings"])
+    assert any("last fifth" in warning for warning in run.info["warnings"])
+    assert any("no intervals of the judgement" in warning for warning in run.info["warnings"])
+    whole = run.table("damage").query("layer.isna()").iloc[0]
+    assert whole["loss_increase"] == pytest.approx(np.log(whole["perplexity"] / whole["perplexity_original"]))
+    assert whole[["loss_increase_low", "loss_increase_high", "js_divergence_low"]].isna().all()
+    assert any("No claim" in finding for finding in run.verb.summary(run).findings)
     assert any("need 20 calibration documents, not 1" in warning for warning in run.info["warnings"])
     assert run.table("saliency")["rank_low"].isna().all()
 
@@ -284,7 +300,7 @@ def test_no_judge_calibrates_on_everything_and_a_later_judgement_says_so(place, 
         out=tmp_path / "run",
         quiet=True,
     )
-    assert run.info["setup"]["calibration_documents"] == 60
+    assert run.info["setup"]["calibration_documents"] == 150
     assert run.table("damage")["perplexity"].isna().all()
     later = compress(
         place / "model",
@@ -448,6 +464,52 @@ def test_a_text_without_tokens_is_rejected_and_leaves_nothing_behind(place, tmp_
     given = {"keep": 2, "text": tmp_path / "words.jsonl", "apply": tmp_path / "small"}
     rejected("no token to predict; give a longer text, or --no-judge", tmp_path, place / "model", **given)
     assert not (tmp_path / "small").exists()
+
+
+# --- domains
+
+
+def two_domains(folder: Path, documents: int = 120) -> dict[str, Path]:
+    """Documents of two vocabularies: the halves of the tokenizer's words."""
+    halves = {"code": texts(documents, 1, 0, 25), "prose": texts(documents, 2, 25, 25)}
+    return {name: write_jsonl(folder / f"{name}.jsonl", lines) for name, lines in halves.items()}
+
+
+def test_the_order_of_domains_changes_no_number(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration_text, "JUDGED_TOKENS", 400)
+    files = two_domains(tmp_path)
+    runs = [
+        compress(
+            place / "model",
+            keep=2,
+            domain=[f"{name}={files[name]}" for name in order],
+            apply=tmp_path / "small" / order[0],
+            out=tmp_path / "runs" / order[0],
+            controls=1,
+            quiet=True,
+        )
+        for order in (["code", "prose"], ["prose", "code"])
+    ]
+    assert plain(runs[0]) == plain(runs[1])
+    first, second = (run.verb.summary(run).findings for run in runs)
+    assert first == second
+
+
+def test_every_domain_has_its_part_in_judging_and_in_calibrating(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration_text, "JUDGED_TOKENS", 900)
+    files = two_domains(tmp_path)
+    files["single"] = write_jsonl(tmp_path / "single.jsonl", [" ".join(texts(100, 3))])
+    sources = texts_of([], [f"{name}={file}" for name, file in files.items()], None)
+    reader = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings())
+
+    def tokens(documents: Iterable[Document]) -> list[int]:
+        found = [(document.domain, len(document.ids)) for document in documents]
+        return [sum(size for at, size in found if at == domain) for domain in range(3)]
+
+    judged = tokens(reader.held_out_documents())
+    assert all(280 < count <= 300 for count in judged)
+    single = len(files["single"].read_text().split())
+    assert tokens(reader.calibration_documents())[2] == pytest.approx(0.8 * single, rel=0.01)
 
 
 # --- the command line

@@ -10,6 +10,7 @@ from moescope.compression.figures import (
     SALIENCY,
     divergences,
     errors_by_layer,
+    loss_differences,
     perplexities,
     rank_intervals,
     saliency_heatmap,
@@ -45,7 +46,11 @@ def test_every_figure_is_drawn_from_a_judged_run(tables):
 
 def planned_only(tables):
     damage = tables["damage"].assign(
-        perplexity=np.nan, perplexity_original=np.nan, js_divergence=np.nan, measured_error=np.nan
+        perplexity=np.nan,
+        perplexity_original=np.nan,
+        loss_increase=np.nan,
+        js_divergence=np.nan,
+        measured_error=np.nan,
     )
     return {**tables, "damage": damage}
 
@@ -83,6 +88,24 @@ def test_perplexity_stands_between_the_original_and_every_control_in_grey(tables
     assert sorted(grey) == sorted([whole["perplexity_original"].iloc[0], *whole.drop("reap")["perplexity"]])
     assert f"the original's {whole['perplexity_original'].iloc[0]:.3g}" in figure.caption
     assert f"random controls: {whole.drop('reap')['perplexity'].mean():.3g}" in figure.caption
+
+
+def test_loss_differences_have_their_intervals_and_a_line_at_zero(tables):
+    figure = loss_differences(tables)
+    whole = tables["damage"][tables["damage"]["layer"].isna()].set_index("method")
+    for trace in figure.data[1:]:
+        row = whole.loc[trace["name"].split(" − ")[0]]
+        column = "loss_increase" if row.name == "reap" else "loss_above_plan"
+        (value,), bars = trace["x"], trace["error_x"]
+        ends = [value, value - bars["arrayminus"][0], value + bars["array"][0]]
+        assert ends == pytest.approx([row[f"{column}{end}"] for end in ("", "_low", "_high")])
+    assert len(figure.data) == 1 + len(whole)
+    assert figure.data[0]["x"] == [0, 0]
+    few = tables["damage"].assign(**{name: np.nan for name in whole if name.endswith(("_low", "_high"))})
+    bare = loss_differences({**tables, "damage": few})
+    validate(bare)
+    assert "too few" in bare.caption
+    assert "random" not in bare.caption
 
 
 def test_divergence_names_its_bound_and_draws_it(tables):

@@ -7,13 +7,22 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from scipy.spatial.distance import jensenshannon
 
 from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
 from moescope.compression import judging
-from moescope.compression.calibration_text import first_tokens, is_held_out, split_document
-from moescope.compression.judging import check_judgeable, js_divergence, judge, judge_original
+from moescope.compression.calibration_text import JudgedSample, is_held_out, split_document
+from moescope.compression.judging import (
+    Judged,
+    Reference,
+    check_judgeable,
+    js_divergence,
+    judge,
+    judge_original,
+    judged_differences,
+)
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
 
@@ -39,11 +48,11 @@ def test_divergence_is_scipy_s_squared():
     generator = torch.Generator().manual_seed(0)
     first, second = (3 * torch.randn(9, 20, generator=generator) for _ in range(2))
     p, q = first.double().softmax(-1).numpy(), second.double().softmax(-1).numpy()
-    expected = sum(jensenshannon(a, b) ** 2 for a, b in zip(p, q, strict=True))
+    expected = [jensenshannon(a, b) ** 2 for a, b in zip(p, q, strict=True)]
     assert js_divergence(first, second) == pytest.approx(expected, rel=1e-6)
-    assert js_divergence(first, first) == pytest.approx(0, abs=1e-12)
+    assert js_divergence(first, first) == pytest.approx([0] * 9, abs=1e-12)
     apart = torch.tensor([[100.0, -100.0]])
-    assert js_divergence(apart, -apart) == pytest.approx(math.log(2))
+    assert js_divergence(apart, -apart) == pytest.approx([math.log(2)])
 
 
 def test_a_model_beside_itself_does_not_diverge_and_another_one_does_by_what_scipy_says():
@@ -89,13 +98,72 @@ def test_one_document_in_five_is_held_out_whatever_its_number_and_place():
     assert moved == held
 
 
-def test_a_document_in_two_parts_is_whole_again_and_the_judged_part_is_bounded():
+def test_a_document_in_two_parts_is_whole_again():
     document = Document(0, 0, np.arange(23))
     first, second = split_document(document)
     assert [*first.ids, *second.ids] == list(range(23))
     assert len(second.ids) == 4
-    assert sum(len(part.ids) for part in first_tokens(documents(50), 100)) == 100
-    assert first_tokens(documents(3), 10**6)[1].ids.tolist() == documents(3)[1].ids.tolist()
+
+
+def sampled(texts: list[Document], quota: int) -> list[Document]:
+    sample = JudgedSample(quota)
+    for document in texts:
+        sample.add(document)
+    return sample.documents()
+
+
+def test_the_judged_sample_is_bounded_and_the_same_in_any_order():
+    texts = documents(300, longest=200)
+    chosen = sampled(texts, 3200)
+    assert 2900 < sum(len(document.ids) for document in chosen) <= 3200
+    assert len(chosen) >= 32
+    moved = [Document(number, 0, document.ids) for number, document in enumerate(texts[::-1])]
+    again = sampled(moved, 3200)
+    assert [document.ids.tolist() for document in again] == [document.ids.tolist() for document in chosen]
+
+
+def test_one_long_document_does_not_take_the_quota_of_the_others():
+    texts = [Document(0, 0, np.arange(5000) % 61), *documents(40, longest=60)[1:]]
+    lengths = {document.number: len(document.ids) for document in sampled(texts, 2000)}
+    whole = sum(len(document.ids) for document in texts[1:])
+    assert len(lengths) == 40
+    assert lengths[0] == 2000 - whole
+    assert [lengths[document.number] for document in texts[1:]] == [
+        len(document.ids) for document in texts[1:]
+    ]
+    assert sum(len(document.ids) for document in sampled(documents(3), 10**6)) == sum(
+        len(document.ids) for document in documents(3)
+    )
+
+
+def judged_by_hand(differences: list[float], tokens: list[int], domains: list[int]) -> dict:
+    """Plan and one control; the control's loss per token exceeds the plan's by the differences."""
+    count, sizes = len(tokens), np.array(tokens, float)
+    reference = Reference(np.zeros(count), sizes, sizes, np.array(domains), [])
+    plan = Judged(0.5 * sizes, 0.1 * sizes, reference)
+    control = Judged((0.5 + np.array(differences)) * sizes, 0.2 * sizes, reference)
+    return judged_differences(reference, [plan, control], 0)[1]
+
+
+def test_differences_and_intervals_of_a_hand_worked_case():
+    """Half of 20 documents of 4 tokens have a control worse by 1 nat: the mean is Bin(19, 1/2) / 19."""
+    row = judged_by_hand([0.0, 1.0] * 10, [4] * 20, [0] * 20)
+    assert row["loss_above_plan"] == pytest.approx(0.5)
+    assert row["loss_increase"] == pytest.approx(1.0)
+    assert row["perplexity"] == pytest.approx(math.e)
+    # the percentiles of a normal distribution at Student's quantile of 19 degrees of freedom: 1.8 and 98.2 %
+    low, high = stats.binom.ppf([0.0182, 0.9818], 19, 0.5) / 19
+    assert (low, high) == (5 / 19, 14 / 19)
+    assert (row["loss_above_plan_low"], row["loss_above_plan_high"]) == pytest.approx((low, high))
+    assert [row[f"js_above_plan{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.1] * 3)
+
+
+def test_long_documents_weigh_by_their_tokens_and_too_few_documents_have_no_interval():
+    row = judged_by_hand([1.0] + [0.0] * 18, [18] + [1] * 18, [0] * 19)
+    assert row["loss_above_plan"] == pytest.approx(0.5)
+    assert row["loss_above_plan_low"] is row["loss_increase_high"] is row["js_divergence_low"] is None
+    alone = judged_by_hand([1.0] * 25, [3] * 25, [0] * 24 + [1])
+    assert alone["loss_above_plan_low"] is None
 
 
 def test_texts_and_models_that_predict_nothing_are_rejected():

@@ -11,7 +11,8 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from moescope.compression.report import control_range, rank_finding
+from moescope.compression.figures import loss_differences
+from moescope.compression.report import control_range, findings, rank_finding
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.plotting.style import byte_size
@@ -32,17 +33,36 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     assert "reap: 4 experts per layer become 2 in 3 layers (6 experts dropped)" in found[0]
     assert "37.9 % less than the original's 73.9 kB" in found[1]
     random = sorted(whole.drop("reap")["perplexity"])
-    worse = whole.loc["reap", "perplexity"] >= random[0]
     for value in (whole.loc["reap", "perplexity"], whole.loc["reap", "perplexity_original"], *random):
         assert f"{value:.3g}" in found[2]
-    assert ("not better than random" in found[2]) == worse
-    assert "0.693 nats (random controls: " in found[3]
-    assert found[4].startswith("Measured error")
-    assert "random controls" in found[4]
-    assert "of 12 experts could be on either side" in found[5]
+    for value in whole.loc["reap", ["loss_increase", "loss_increase_low", "loss_increase_high"]]:
+        assert f"{abs(value):.3g}" in found[3]
+    assert "0.693 nats (random controls: " in found[4]
+    assert found[5].startswith("Measured error")
+    assert "random controls" in found[5]
+    assert "of 12 experts could be on either side" in found[6]
     tables = all_rows(compressed_run, Selection())
-    assert rank_finding(tables) == found[5]
+    assert rank_finding(tables) == found[6]
     assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
+
+
+@pytest.mark.parametrize(
+    ("intervals", "expected"),
+    [
+        ([(0.1, 0.3), (0.2, 0.4)], "better than all 2 random controls"),
+        ([(-0.3, -0.1), (-0.4, -0.2)], "worse than all 2 random controls"),
+        ([(-0.1, 0.9), (-0.4, 0.2)], "no better than random"),
+        ([(-0.1, 0.9), (0.1, 0.2)], "better than 1 of 2 random controls"),
+    ],
+)
+def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, intervals, expected):
+    tables = all_rows(compressed_run, Selection())
+    damage = tables["damage"].copy()
+    at = damage.index[damage["layer"].isna() & (damage["method"] != "reap")]
+    damage.loc[at, ["loss_above_plan_low", "loss_above_plan_high"]] = intervals
+    damage.loc[at, "perplexity"] = 1.0  # below the plan's: no claim follows from it
+    assert expected in findings(compressed_run, {**tables, "damage": damage})[3]
+    assert expected in loss_differences({**tables, "damage": damage}).caption
 
 
 def test_the_page_has_every_figure_and_explains_every_column(page, compressed_run):
@@ -50,9 +70,10 @@ def test_the_page_has_every_figure_and_explains_every_column(page, compressed_ru
     names = set(payloads(html))
     for name in (
         "damage-0-perplexities",
-        "damage-1-divergences",
-        "damage-2-errors_by_layer",
-        "damage-3-router_kl_by_layer",
+        "damage-1-loss_differences",
+        "damage-2-divergences",
+        "damage-3-errors_by_layer",
+        "damage-4-router_kl_by_layer",
         "saliency-0-saliency_heatmap",
         "saliency-1-rank_intervals",
     ):
@@ -134,7 +155,7 @@ def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(b
     opened.on("pageerror", lambda error: troubles.append(str(error)))
     opened.goto(page.as_uri())
     scroll_through(opened)
-    expect(opened.locator(".figure-slot:visible .plot.drawn")).to_have_count(6)
+    expect(opened.locator(".figure-slot:visible .plot.drawn")).to_have_count(7)
     assert opened.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     context.close()
     assert troubles == []

@@ -74,7 +74,7 @@ def test_sv_is_one_less_the_alignment_of_polar_factors_by_svd():
     moved = match_neurons(experts[0], experts[1]).apply(experts[1])
     alike = []
     for name in ("gate_FD", "up_FD", "down_DF"):
-        (one, rank), (other, _) = (by_svd(getattr(expert, name)) for expert in (experts[0], moved))
+        (one, rank), (other, _) = (by_svd(getattr(expert, name), 24) for expert in (experts[0], moved))
         alike.append(float((one * other).sum()) / rank)
     assert matched_distances(experts, "sv").distance_EE[0, 1] == pytest.approx(1 - np.mean(alike), abs=1e-5)
 

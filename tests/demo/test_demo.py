@@ -9,16 +9,20 @@ import tomllib
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralForCausalLM
+from transformers import AutoTokenizer, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from lab.tiny_training import TOML
 from moescope.cli import app
+from moescope.compression.judging import next_token_logits
 from moescope.decoder.saving import load_model
 from moescope.demo.planted import LAYERS, planted_layer
 from moescope.demo.recipe import make_demo_model, store_model
 from moescope.demo.verb import CHARACTERS, SHIPPED, demo, truncate
 from moescope.errors import BadInput
+from moescope.execution.documents import read_documents
+from moescope.execution.lab_models import load_any_model
+from moescope.execution.texts import sources
 from moescope.lab.batches import TokenRows
 from moescope.lab.config import config_from, settle
 from moescope.lab.corpus import embedded_corpus
@@ -146,6 +150,34 @@ def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):
     assert set(load["domain"]) == set(corpus.domains)
     read = load[load["layer"] == 0].groupby("domain")["tokens"].sum()
     assert read.min() > 0.9 * read.max()
+
+
+def test_the_demo_reads_code_within_the_trained_length_as_plain_transformers_does(shown):
+    run, _ = shown
+    length = run.info["arguments"]["train"]["sequence_length"]
+    lines = (run.path / "validation" / "code.jsonl").read_text().splitlines()
+    model = str(SHIPPED / "model")
+    theirs = MixtralForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [torch.tensor(tokenizer(json.loads(line)["text"])["input_ids"]) for line in lines]
+
+    def perplexity(window: int) -> float:
+        losses = []
+        for ids in texts:
+            for start in range(0, len(ids) - 1, window):
+                after = ids[start + 1 : start + window + 1]
+                with torch.no_grad():
+                    logits = theirs(ids[start : start + len(after)][None]).logits[0]
+                losses.append(torch.nn.functional.cross_entropy(logits, after, reduction="none"))
+        return float(torch.cat(losses).mean().exp())
+
+    traced = load_any_model(model, "float32", "cpu")
+    documents = list(read_documents(traced, sources([], [f"code={run.path}/validation/code.jsonl"], None)))
+    judged = next_token_logits(traced, documents, 8)
+    losses = torch.cat([torch.nn.functional.cross_entropy(*pair, reduction="none") for pair in judged])
+    assert float(losses.mean().exp()) == pytest.approx(perplexity(length), rel=1e-3)
+    assert perplexity(4 * length) > 2 * perplexity(length)  # what reading longer windows would cost
+    assert run.parts["trace"].info["setup"][0]["window"] == length
 
 
 def test_the_same_demo_again_computes_nothing_and_says_the_same_as_json(shown, monkeypatch):

@@ -19,7 +19,8 @@ from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.execution.adapters import RouterReads, find_blocks
 from moescope.execution.documents import Document
-from moescope.execution.lab_models import Traceable, TraceableVocabulary, load_traced
+from moescope.execution.lab_models import Traceable, TraceableVocabulary, load_any_model, load_traced
+from moescope.lab.train import initial_model
 from moescope.routing.collectors import trace_model
 from moescope.routing.contexts import TokenText
 from moescope.routing.counts_to_tables import Traced
@@ -73,6 +74,18 @@ def test_decoding_and_batches_of_any_size_count_the_same(router: str, tmp_path: 
             assert mine.sums("tokens").sum() == total
             moved = np.abs(mine.counts_MBE - other.counts_MBE).sum() / 2
             assert moved <= (1 - SURE) * total
+
+
+@pytest.mark.parametrize("router", ["top2", "switch_top1", "loss_free"])
+def test_windows_are_no_longer_than_the_length_that_was_trained(router: str, tmp_path: Path):
+    short, long = (tiny_config(router, sequence_length=length) for length in (12, 20))
+    save_model(initial_model(short, None, "cpu"), Bytes(), tmp_path / "a")
+    save_model(initial_model(long, str(tmp_path / "a"), "cpu"), Bytes(), tmp_path / "b")
+    save_model(initial_model(short, str(tmp_path / "b"), "cpu"), Bytes(), tmp_path / "c")
+    for name, length in (("a", 12), ("b", 20), ("c", 20)):
+        for prefer_transformers in (False, True):
+            loaded = load_any_model(str(tmp_path / name), "auto", "cpu", prefer_transformers)
+            assert loaded.window == length
 
 
 def test_tokens_are_spelled_as_they_stand_in_the_text():

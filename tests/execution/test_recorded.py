@@ -5,14 +5,19 @@ from __future__ import annotations
 import base64
 import io
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from moescope.errors import BadInput
 from moescope.execution.recorded import Shape, inferred_k, read_trace
+from moescope.routing import trace_recorded
 from moescope.routing.trace import trace
 from moescope.run import Run
 from routing.tiny_text import save_model, texts, write_jsonl
@@ -210,9 +215,10 @@ def test_llama_cpp_s_rows_give_the_same_load_with_k_told_or_found(own, place, tm
 
 
 def test_k_is_the_most_for_which_groups_name_different_experts():
-    assert inferred_k([[0, 1, 2, 3, 1, 0, 3, 2]], 8) == 4
-    assert inferred_k([[0, 1, 2, 3, 1, 0, 3, 2], [0, 1, 0, 1, 0, 1, 0, 1]], 8) == 2
-    assert inferred_k([[0, 0, 0]], 8) == 1
+    four, two = np.array([0, 1, 2, 3, 1, 0, 3, 2]), np.array([0, 1, 0, 1, 0, 1])
+    assert inferred_k([four], 8) == 4
+    assert inferred_k([four, two], 8) == 2
+    assert inferred_k([np.array([0, 0, 0])], 8) == 1
 
 
 @pytest.mark.parametrize(
@@ -221,9 +227,9 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
         ("a.jsonl", "{}\n", "vllm", 'answer 1: no "routed_experts"'),
         ("a.jsonl", "nonsense\n", "vllm", "not valid JSON"),
         ("a.jsonl", '{"routed_experts": "%%%"}\n', "vllm", "not base64"),
-        ("a.jsonl", '{"routed_experts": "AAAA"}\n', "vllm", "no .npy array"),
+        ("a.jsonl", '{"routed_experts": "AAAA"}\n', "vllm", "no valid .npy array"),
         ("a.jsonl", '{"routed_experts": [[1, 2]]}\n', "vllm", r"shape \[1, 2\]; expected whole numbers"),
-        ("a.jsonl", '{"routed_experts": [[[9]]]}\n', "vllm", "expert 9 in document 0, but --experts says 4"),
+        ("a.jsonl", '{"routed_experts": [[[9]]]}\n', "vllm", "document 0: expert 9, but a layer has 4"),
         (
             "a.jsonl",
             '{"routed_experts": [[[0]]]}\n{"routed_experts": [[[0, 1]]]}\n',
@@ -231,7 +237,6 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
             "give traces of one model",
         ),
         ("a.csv", "layer,expert\n0;1\n", "llamacpp", "line 2: '0;1' is not layer,expert"),
-        ("a.csv", "0,1\n0,2\n1,3\n", "llamacpp", "layers have 1 to 2 rows"),
         ("a.csv", "layer,expert\n", "llamacpp", "no rows"),
         ("a.parquet", "nothing", "moescope", "damaged parquet file"),
     ],
@@ -250,6 +255,7 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
         ({"format": None}, "give --format too; known: vllm, sglang, llamacpp, moescope"),
         ({"format": "ollama"}, "unknown format 'ollama'"),
         ({"experts": None}, "--experts N"),
+        ({"experts": 100_000}, "^--experts 100000: at most 4096"),
         ({"recorded": "nowhere"}, "nowhere: no such file"),
         ({"text": "x"}, "--recorded replaces the text"),
         ({"max_tokens": 9}, "^--max-tokens applies to a model run, not to --recorded; leave it out$"),
@@ -291,3 +297,307 @@ def test_reading_alone_checks_expert_numbers(tmp_path):
     (tmp_path / "a.csv").write_text("0,1\n0,-2\n")
     with pytest.raises(BadInput, match="expert -2"):
         list(read_trace(tmp_path / "a.csv", "llamacpp", Shape(4)))
+
+
+# --- dense layers, several answers, ragged layers
+
+
+def test_layers_whose_slots_name_one_expert_are_dense_and_are_skipped_with_their_numbers(place, tmp_path):
+    run = trace(place / "qwen", text=place / "a.jsonl", out=tmp_path / "own", save_tokens=True, quiet=True)
+    lines = []
+    for chosen in arrays(run):
+        full = np.zeros((len(chosen), 4, 2), dtype=np.int32)
+        full[:, [1, 3]] = chosen
+        lines.append(json.dumps({"routed_experts": full.tolist()}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    imported = trace(recorded=tmp_path / "a.jsonl", format="vllm", experts=4, out=tmp_path / "imported")
+    same_load(imported, run, names=False)
+    assert [line for line in imported.info["warnings"] if line.startswith("layers 0, 2 ")]
+    np.save(tmp_path / "dense.npy", np.zeros((5, 3, 2), dtype=np.int32))
+    with pytest.raises(BadInput, match="no routing in it"):
+        trace(recorded=tmp_path / "dense.npy", format="vllm", experts=4, out=tmp_path / "none")
+
+
+def test_a_top_1_layer_with_one_busy_expert_is_not_called_dense(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((5, 2, 1), dtype=np.int32))
+    run = trace(recorded=tmp_path / "a.npy", format="vllm", experts=4, out=tmp_path / "run", quiet=True)
+    assert run.table("load").groupby("layer")["tokens"].max().tolist() == [5, 5]
+
+
+def test_complete_arrays_of_several_answers_count_their_prompt_once(tmp_path):
+    prompt, answers = [[[0, 1]], [[2, 3]]], [[[[3, 0]]], [[[2, 1]]], [[[1, 2]]]]
+    choices = [{"routed_experts": prompt + answer} for answer in answers]
+
+    def phases(answer: object) -> list[tuple[int, str, list[list[list[int]]]]]:
+        (tmp_path / "a.json").write_text(json.dumps(answer))
+        stretches = read_trace(tmp_path / "a.json", "vllm", Shape(4))
+        return [(part.document, part.phase, part.chosen_TLK.tolist()) for part in stretches]
+
+    expected = [(number, "decode", answer) for number, answer in enumerate(answers)]
+    counted = phases({"usage": {"prompt_tokens": 2}, "choices": choices})
+    assert counted == [(0, "prefill", prompt), *expected]
+    for choice, ids in zip(choices, ([5, 6], [7, 8], [5, 6]), strict=True):
+        choice["prompt_token_ids"] = ids
+    assert phases({"choices": choices}) == [
+        (0, "prefill", prompt),
+        expected[0],
+        (1, "prefill", prompt),
+        *expected[1:],
+    ]
+    for choice in choices:
+        del choice["prompt_token_ids"]
+    for usage in ({}, {"prompt_tokens": 4}):
+        with pytest.raises(BadInput, match="3 choices share a prompt"):
+            phases({"usage": usage, "choices": choices})
+
+
+def test_layers_of_a_real_llama_cpp_trace_have_different_numbers_of_tokens(tmp_path):
+    """Qwen3-30B-A3B: 28 tokens of a prompt, of which the last layer routes the last only, and 24 generated.
+
+    Excerpt of layers 0, 46 and 47 of the route trace in Helldez/BigMoeOnEdge (docs/bench-data), Apache-2.0.
+    """
+    golden = Path(__file__).parents[1] / "golden" / "qwen3_30b_a3b_route.csv"
+    run = trace(recorded=golden, format="llamacpp", experts=128, out=tmp_path / "run", quiet=True)
+    rows = pd.read_csv(golden)
+    load = run.table("load").set_index(["layer", "expert"])["tokens"]
+    for (layer, expert), count in rows.groupby(["layer", "expert"]).size().items():
+        assert load[layer, expert] == count
+    assert load.groupby("layer").sum().to_dict() == {0: 52 * 6, 46: 52 * 6, 47: 25 * 6}
+    assert run.info["coverage"][0]["k"] == [6]
+    tokens = metrics(run)["tokens"].groupby("layer").first()
+    assert tokens.to_dict() == {0: 52, 46: 52, 47: 25}
+
+
+def test_our_own_table_may_lack_tokens_in_some_layers(own, tmp_path):
+    table = pq.read_table(own.path / "tokens.parquet")
+    frame = table.to_pandas()
+    kept = frame[(frame["layer"] != 2) | (frame["position"] > 0)]
+    pq.write_table(pa.Table.from_pandas(kept, schema=table.schema), tmp_path / "t.parquet")
+    run = trace(recorded=tmp_path / "t.parquet", format="moescope", experts=4, out=tmp_path / "run")
+    expected = kept.explode("experts").groupby(["layer", "experts"]).size()
+    counted = run.table("load").groupby(["layer", "expert"])["tokens"].sum()
+    assert counted[counted > 0].tolist() == expected.tolist()
+
+
+def test_experts_are_those_of_the_model_s_folder(own, place, tmp_path):
+    np.save(tmp_path / "a.npy", np.concatenate(arrays(own)))
+    run = trace(place / "mixtral", recorded=tmp_path / "a.npy", format="vllm", out=tmp_path / "run")
+    same_load(run, own)
+
+
+def test_long_documents_are_counted_in_parts_with_equal_numbers(own, tmp_path, monkeypatch):
+    file = tmp_path / "a.npy"
+    np.save(file, np.concatenate(arrays(own)))
+    run = trace(recorded=file, format="vllm", experts=4, out=tmp_path / "1", quiet=True)
+    monkeypatch.setattr(trace_recorded, "AT_ONCE", 28)
+    parts = trace(recorded=file, format="vllm", experts=4, out=tmp_path / "2", quiet=True)
+    same_load(parts, run)
+    pd.testing.assert_frame_equal(metrics(parts), metrics(run))
+
+
+# --- SGLang's expert distribution recorder
+
+
+def recorder_file(file: Path, **content: object) -> Path:
+    torch.save(content, file)
+    return file
+
+
+def test_logical_counts_of_sglang_s_recorder_are_the_load(own, place, tmp_path):
+    load = own.table("load").pivot(index="layer", columns="expert", values="tokens").to_numpy()
+    first = np.minimum(load, 7)
+    counts = torch.tensor(np.stack([first, load - first]), dtype=torch.int32)
+    for name, logical in (("steps", counts), ("sum", counts.sum(0))):
+        file = recorder_file(tmp_path / f"{name}.pt", rank=0, logical_count=logical)
+        run = trace(place / "mixtral", recorded=file, format="sglang", out=tmp_path / name, quiet=True)
+        columns = ["layer", "layer_name", "expert", "tokens"]
+        pd.testing.assert_frame_equal(run.table("load")[columns], own.table("load")[columns])
+        ours, theirs = metrics(own), metrics(run)
+        for metric in ("cv", "gini", "max_violation", "load_entropy"):
+            columns = ["value", "chance", "collapse", "tokens"]
+            pd.testing.assert_frame_equal(
+                theirs.xs(metric, level=1)[columns], ours.xs(metric, level=1)[columns]
+            )
+        assert not set(theirs.index.get_level_values(1)) & {"expert_overlap", "sequential_consistency"}
+        assert run.table("coactivation").empty
+    with pytest.raises(BadInput, match="give the model's folder too"):
+        trace(recorded=file, format="sglang", experts=4, out=tmp_path / "no")
+
+
+def test_tokens_of_sglang_s_recorder_are_mapped_to_logical_experts(tmp_path):
+    """Layer 0 is dense; physical experts 0 1 2 3 4 of layer 1 are copies of experts 1 0 3 2 1."""
+    empty = [-1, -1, -1]
+
+    def record(
+        mode: int, ids: list[int], positions: list[int], lengths: list[int] | None, chosen: list
+    ) -> dict:
+        layers = torch.tensor([[empty] * len(ids), [[*pair, -1] for pair in chosen]], dtype=torch.int32)
+        names = {"input_ids": ids, "positions": positions, "extend_seq_lens": lengths, "forward_mode": mode}
+        return {**names, "topk_ids_of_layer": layers, "misc_objects": [], "rank": 0, "forward_pass_id": mode}
+
+    records = [
+        record(1, [10, 11, 12], [0, 1, 0], [2, 1], [[0, 1], [2, 4], [3, 0]]),
+        record(2, [13, 14], [2, 1], None, [[4, 2], [1, 0]]),
+        record(4, [], [], None, torch.zeros(0, 2).tolist()),
+        record(2, [15, 16], [3, 2], None, [[4, 2], [1, 3]]),
+    ]
+    records[2]["topk_ids_of_layer"] = torch.zeros(2, 0, 3, dtype=torch.int32)
+    physical = torch.tensor([[0, 1, 2, 3, 0], [1, 0, 3, 2, 1]])
+    file = recorder_file(tmp_path / "a.pt", records=records, last_physical_to_logical_map=physical)
+    run = trace(recorded=file, format="sglang", experts=4, out=tmp_path / "run", quiet=True)
+    load = run.table("load").pivot(index="expert", columns="phase", values="tokens")
+    assert set(run.table("load")["layer"]) == {1}
+    assert load["prefill"].tolist() == [1, 3, 1, 1]
+    assert load["decode"].tolist() == [2, 3, 1, 2]
+    assert run.info["coverage"][0]["k"] == [2]
+    assert run.info["coverage"][0]["domains"] == {"text": 3}
+    values = run.table("routing_layers").set_index(["phase", "metric"])["value"]
+    assert values["prefill", "sequential_consistency"] == 0  # one pair of tokens: expert 1, then expert 3
+    assert np.isnan(values["decode", "sequential_consistency"])  # of different requests
+    vocabulary = run.table("vocabulary")
+    assert set(vocabulary.loc[vocabulary["role"] == "input", "token_id"]) == {10, 11, 12}
+
+
+def test_code_in_a_recorder_file_is_not_executed(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "touched",))
+
+    file = recorder_file(tmp_path / "a.pt", logical_count=Harmful())
+    with pytest.raises(BadInput, match="no file of tensors"):
+        trace(recorded=file, format="sglang", experts=4, out=tmp_path / "run")
+    assert not (tmp_path / "touched").exists()
+
+
+# --- hostile files
+
+
+def npy_header(shape: str, dtype: str = "<i4") -> bytes:
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(24)
+
+
+def answer(value: object, **more: object) -> bytes:
+    return json.dumps({"routed_experts": value, **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "content", "words"),
+    [
+        ("a.jsonl", "vllm", answer([[[0, 1]], [[0]]]), "different lengths"),
+        ("a.jsonl", "vllm", answer([[[0, 1], [0]]]), "different lengths"),
+        ("a.jsonl", "vllm", answer([[[10**30, 1]]]), "expected whole numbers"),
+        ("a.jsonl", "vllm", answer([[[2**63, 2**63]]]), "expert 9223372036854775808"),
+        ("a.jsonl", "vllm", answer([[[0.5, 1]]]), "expected whole numbers"),
+        ("a.jsonl", "vllm", answer([[[], []]]), "expected whole numbers"),
+        ("a.jsonl", "vllm", answer({"a": 1}), "expected whole numbers"),
+        ("a.jsonl", "vllm", answer("\ud800"), "not base64"),
+        ("a.jsonl", "vllm", answer([[[0, 1]]], prompt_tokens=-1), "prompt_tokens -1"),
+        ("a.jsonl", "vllm", answer([[[0, 1]]], prompt_tokens="2"), "prompt_tokens '2'"),
+        ("a.jsonl", "vllm", answer([[[0] * 5]]), "1 layers with 5 experts per token"),
+        ("a.jsonl", "vllm", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
+        ("a.jsonl", "vllm", bytes(range(256)), "not valid JSON"),
+        ("a.npy", "vllm", npy_header("(1000000000000, 4, 2)"), "no valid .npy array"),
+        ("a.npy", "vllm", npy_header("(-1, -6, 1)"), "no valid .npy array"),
+        ("a.npy", "vllm", npy_header("(1, 3, 1)", "|O8"), "no valid .npy array"),
+        ("a.npy", "vllm", npy_header("(1, 2, 3)", "<f4"), "expected whole numbers"),
+        ("a.npy", "vllm", npy_header("(1, 2, 3)" + "(" * 60), "no valid .npy array"),
+        ("a.npy", "vllm", b"PK\x03\x04" + bytes(50), "no valid .npy array"),
+        ("a.jsonl", "sglang", answer("AAAA"), "give the model's folder too"),
+        ("a.jsonl", "sglang", answer([[[0, 1]]], prompt_tokens=-3), "prompt_tokens -3"),
+        ("a.pt", "sglang", b"nothing", "no file of tensors"),
+        ("a.csv", "llamacpp", bytes(range(256)) * 20, "is not layer,expert"),
+        ("a.csv", "llamacpp", b"\x80\x02\xff" * 9, "line 1: .* is not layer,expert"),
+        ("a.csv", "llamacpp", b"0," + b"1" * 200_000, "is not layer,expert|expert 1"),
+        ("a.csv", "llamacpp", b'0,"' + b"a" * 200_000, "is not layer,expert"),
+        ("a.csv", "llamacpp", b"0,99999999999999999999999\n", "line 1: expert 99999999999999999999999"),
+        ("a.csv", "llamacpp", b"99999999999999999999999,0\n", "line 1: layer 99999999999999999999999"),
+        ("a.csv", "llamacpp", b"layer\n0\n", "line 2: '0' is not layer,expert"),
+    ],
+)
+def test_hostile_traces_are_one_line_in_little_memory(tmp_path, name, format, content, words):
+    (tmp_path / name).write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadInput, match=words) as caught:
+        trace(recorded=tmp_path / name, format=format, experts=4, out=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
+
+
+def test_counts_that_would_not_fit_in_memory_are_one_line(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(600).reshape(1, 300, 2))
+    with pytest.raises(BadInput, match="300 layers x 4096 experts x 1 domains: too many to count in memory"):
+        trace(recorded=tmp_path / "a.npy", format="vllm", experts=4096, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def recorded_tokens(**changes: object) -> dict[str, object]:
+    record = {
+        "input_ids": [1, 2],
+        "positions": [0, 1],
+        "extend_seq_lens": [2],
+        "forward_mode": 1,
+        "topk_ids_of_layer": torch.tensor([[[0, 1], [2, 3]]]),
+    }
+    return {"records": [record | changes]}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "neither logical_count nor topk_ids_of_layer"),
+        ({"records": [{"global_physical_count": torch.ones(2, 4)}]}, "per_token"),
+        ({"records": [1]}, "per_token"),
+        ({"logical_count": [1, 2]}, "no tensor of whole numbers"),
+        ({"logical_count": torch.ones(3, 4)}, "no tensor of whole numbers"),
+        ({"logical_count": torch.ones(3, 5, dtype=torch.int64)}, r"shape \[3, 5\]"),
+        ({"logical_count": -torch.ones(3, 4, dtype=torch.int64)}, "expected .* counts"),
+        ({"logical_count": torch.ones(1, 1, dtype=torch.int64).expand(10**9, 4)}, "stored in this file"),
+        (recorded_tokens(input_ids=[1]), "do not fit 2 tokens"),
+        (recorded_tokens(input_ids=[1, "a"]), "input_ids is no list"),
+        (recorded_tokens(input_ids=[1, -1]), "token id -1"),
+        (recorded_tokens(input_ids=[1, 10**12]), "token id 1000000000000"),
+        (recorded_tokens(positions=[-5, 0]), "do not fit"),
+        (recorded_tokens(extend_seq_lens=[3, -1]), "do not fit"),
+        (recorded_tokens(forward_mode=5), "speculative"),
+        (recorded_tokens(topk_ids_of_layer=torch.zeros(2, 2)), "no tensor of whole numbers"),
+        (recorded_tokens(topk_ids_of_layer=torch.tensor([[0, 1]])), "three axes"),
+        (recorded_tokens(topk_ids_of_layer=torch.tensor([[[0, 1], [2, 9]]])), "expert 9"),
+        (recorded_tokens() | {"last_physical_to_logical_map": torch.tensor([[0, 1]])}, "has shape"),
+        (recorded_tokens() | {"last_physical_to_logical_map": torch.tensor(3)}, "has shape"),
+    ],
+)
+def test_files_of_sglang_s_recorder_that_do_not_fit_are_one_line(tmp_path, content, words):
+    with pytest.raises(BadInput, match=words):
+        trace(
+            recorded=recorder_file(tmp_path / "a.pt", **content),
+            format="sglang",
+            experts=4,
+            out=tmp_path / "run",
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda frame: frame.drop(columns=["phase", "gates"]), "no column phase, gates"),
+        (lambda frame: frame.assign(position=-1), "column position"),
+        (lambda frame: frame.assign(layer="a"), "column layer"),
+        (lambda frame: frame.assign(token_id=10**13), "token id 10000000000000"),
+        (lambda frame: frame.assign(document=None), "column document"),
+        (lambda frame: frame.assign(experts=1), "column experts"),
+        (lambda frame: frame.assign(experts=None), "column experts"),
+        (lambda frame: frame.assign(experts=[[0.5, 1.5]] * len(frame)), "column experts"),
+        (lambda frame: frame.assign(experts=[[0] * 6] * len(frame)), "6 experts of 4"),
+        (lambda frame: frame.assign(gates=[[0.5]] * len(frame)), "more or fewer gates"),
+        (lambda frame: frame.iloc[:0], "no token"),
+    ],
+)
+def test_a_changed_tokens_table_is_one_line(own, tmp_path, change, words):
+    table = pq.read_table(own.path / "tokens.parquet")
+    frame = pd.concat([table.to_pandas()] * 5, ignore_index=True)
+    changed = pa.Table.from_pandas(change(frame), preserve_index=False)
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), tmp_path / "t.parquet")
+    with pytest.raises(BadInput, match=words):
+        trace(recorded=tmp_path / "t.parquet", format="moescope", experts=4, out=tmp_path / "run")

@@ -13,6 +13,7 @@ from moescope.families import read_moe
 from moescope.geometry.distances import polar_factor
 from moescope.geometry.matching import match_neurons
 from moescope.geometry.pairs import layer_geometry
+from spectral.builders import STORED_BITS, stored_low_rank
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="NO CUDA DEVICE: geometry on a GPU was not tested"
@@ -28,9 +29,15 @@ def test_polar_factors_are_those_of_the_cpu(shape):
         np.testing.assert_allclose(found.matrix.cpu().numpy(), expected.matrix.numpy(), atol=2e-4)
 
 
-def test_low_rank_falls_back_to_eigenvectors():
-    weight = torch.randn(256, 20) @ torch.randn(20, 512)
-    assert polar_factor(weight, "cuda").rank == 20
+@pytest.mark.parametrize("shape", [(256, 512), (512, 256), (768, 2048)], ids=str)
+@pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
+def test_a_low_rank_is_found_in_every_stored_dtype(dtype, shape):
+    stored, bits = stored_low_rank(0, shape, 10, dtype).double(), STORED_BITS[dtype]
+    found, expected = polar_factor(stored, "cuda", bits), polar_factor(stored, bits=bits)
+    assert (found.rank, expected.rank) == (10, 10)
+    np.testing.assert_allclose(found.matrix.cpu().numpy(), expected.matrix.numpy(), atol=2e-4)
+    full = torch.randn(shape).to(dtype).double()
+    assert polar_factor(full, "cuda", bits).rank == polar_factor(full, bits=bits).rank
 
 
 def test_a_signed_permutation_is_undone():

@@ -17,10 +17,12 @@ from moescope.geometry.distances import (
     by_newton_schulz,
     by_svd,
     distance,
+    has_full_rank,
     polar_factor,
     sv_alignment,
 )
 from moescope.geometry.matching import match_neurons
+from spectral.builders import STORED_BITS, stored_low_rank
 
 
 def test_hand_worked_pairs():
@@ -82,7 +84,7 @@ def test_the_polar_factor_is_that_of_the_svd(shape):
     factor = polar_factor(weight)
     np.testing.assert_allclose(factor.matrix.numpy(), oracle(weight), atol=1e-5)
     assert factor.rank == min(shape)
-    by_definition, rank = by_svd(weight)
+    by_definition, rank = by_svd(weight, bits=24)
     np.testing.assert_allclose(by_definition.numpy(), oracle(weight), atol=1e-12)
     assert rank == min(shape)
 
@@ -105,18 +107,39 @@ def test_newton_schulz_steps_say_that_they_did_not_arrive():
 
 @pytest.mark.parametrize("tall", [True, False])
 def test_low_rank_gives_a_partial_isometry(tall):
-    weight = torch.randn(30, 6) @ torch.randn(6, 50)
+    weight = stored_low_rank(0, (30, 50), 6, torch.float32)
     weight = weight.T if tall else weight
-    factor = by_eigenvectors(weight)
+    factor = by_eigenvectors(weight, bits=24)
     assert factor.rank == 6
     np.testing.assert_allclose(factor.matrix.numpy(), oracle(weight, 6), atol=1e-5)
     assert sv_alignment(factor, factor) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30), (40, 40), (200, 120)], ids=str)
+@pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
+def test_rounding_to_the_stored_dtype_does_not_fill_up_a_polar_factor(dtype, shape):
+    stored = stored_low_rank(1, shape, 10, dtype)
+    factor = polar_factor(stored.double(), bits=STORED_BITS[dtype])
+    assert factor.rank == 10
+    np.testing.assert_allclose(factor.matrix.numpy(), oracle(stored, 10), atol=2e-5)
+    random = torch.randn(shape[0], 3 * shape[0]).to(dtype).float()
+    assert polar_factor(random, bits=STORED_BITS[dtype]).rank == shape[0]
+
+
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30), (200, 120)], ids=str)
+def test_converged_newton_schulz_steps_are_checked_for_the_stored_rank(shape):
+    """They make a full isometry of low-rank weights stored in bf16: its noise is within their reach."""
+    low, full = stored_low_rank(2, shape, 10, torch.bfloat16).float(), torch.randn(shape).bfloat16().float()
+    factors, converged = by_newton_schulz(torch.stack([low, full]))
+    assert converged.all()
+    assert [has_full_rank(*pair, bits=8) for pair in zip((low, full), factors, strict=True)] == [False, True]
+    assert has_full_rank(low, factors[0], bits=24)
+
+
 def test_ill_conditioned_matrices_keep_their_full_rank():
     other = torch.from_numpy(oracle(torch.randn(40, 60)))
     weight = torch.logspace(0, -4, 40, dtype=torch.float64)[:, None] * other
-    factor = by_eigenvectors(weight)
+    factor = by_eigenvectors(weight, bits=24)
     assert factor.rank == 40
     np.testing.assert_allclose(factor.matrix.numpy(), other.numpy(), atol=1e-5)
 

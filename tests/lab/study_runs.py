@@ -89,6 +89,19 @@ def routing_size(arm: Arm) -> dict[str, int | None]:
     }
 
 
+def chances(arm: Arm) -> dict[str, float | None]:
+    """Chance levels of a window of 50 steps, as the Monitor states them."""
+    n, k, tokens = routing_size(arm).values()
+    if n is None:
+        return {}
+    tokens *= 50
+    return {
+        "load_cv_chance": np.sqrt((n - k) / (tokens * k)),
+        "routing_entropy_chance": np.log(n),
+        "unused_share_chance": (1 - k / n) ** tokens,
+    }
+
+
 def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
     write(TABLES[name], frame, path)
 
@@ -146,6 +159,7 @@ def study_run(
                     "noise_high": loss + 0.05,
                     "noise_std": 0.025,
                     "load_cv": cv * (1 + 0.1 * generator.uniform()),
+                    **{name: value for name, value in chances(arm).items() if "unused" not in name},
                     "max_over_mean": 1.2,
                     "routing_entropy": 1.5,
                     "unused_share": 0.0,
@@ -169,6 +183,7 @@ def study_run(
                         "routing_entropy": 2.0 - 0.5 * (1 - gone) if step else None,
                         "load_cv": cv + 0.4 * gone if step else None,
                         "unused_share": 0.05 * gone if step else None,
+                        **(chances(arm) if step else {}),
                     }
                 )
             documents += [

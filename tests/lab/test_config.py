@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
 
 from moescope.decoder.config import ModelConfig
+from moescope.decoder.routers.some import SoME
+from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
+from moescope.lab.batches import TokenRows
 from moescope.lab.config import (
     PRESETS,
     LabConfig,
     check,
     config_from,
+    epochs_to_steps,
     preset_config,
     read_config,
     with_router,
@@ -24,6 +29,35 @@ def test_every_preset_can_be_built_and_survives_json():
     for config in PRESETS.values():
         check(config)
         assert config_from(json.loads(json.dumps(asdict(config)))) == config
+
+
+@pytest.mark.parametrize(("name", "experts"), [("a4", 64), ("b1", 128), ("b2", 256), ("b3", 512)])
+def test_presets_of_some_are_the_published_runs(name: str, experts: int):
+    config = PRESETS[f"some_{name}"]
+    model, train = config.model, config.train
+    assert (model.d_model, model.layers, model.heads, model.d_ff, model.top_k) == (512, 10, 8, 1024, 4)
+    assert (model.experts, model.vocabulary, config.data.layout) == (experts, 8192, "documents")
+    assert (train.learning_rate, train.sequence_length, train.steps) == (6e-4, 768, 1248)
+    ten_thousand_rows = epochs_to_steps(replace(config, train=replace(train, steps=0, epochs=4)), 10_000)
+    assert ten_thousand_rows.train == train
+    deviations = {option for option in SoME.OPTIONS if option.startswith("published_")}
+    assert {option for option, value in model.router_options.items() if value} == deviations
+
+
+def test_epochs_replace_the_steps_of_the_preset_and_steps_its_epochs(tmp_path):
+    epochs = config_from({"train": {"epochs": 3}})
+    assert (epochs.train.steps, epochs.train.epochs) == (0, 3)
+    assert config_from(json.loads(json.dumps(asdict(epochs)))) == epochs
+    assert config_from({"train": {"steps": 7}}, epochs).train == replace(PRESETS["nano"].train, steps=7)
+
+
+def test_every_row_is_read_as_often_as_epochs_say():
+    rows = TokenRows.of({"a": ["".join(f"{number:04d}" for number in range(250))]}, Bytes(), 25)
+    config = config_from({"train": {"epochs": 3, "batch_size": rows.rows // 4, "sequence_length": 25}})
+    train = epochs_to_steps(config, rows.rows).train
+    read = [rows.of_step(step, train.batch_size, 0).ids_BL for step in range(train.steps)]
+    assert list(Counter(tuple(row) for batch in read for row in batch).values()) == [3] * 40
+    assert epochs_to_steps(config, 1).train.steps == 3  # fewer rows than a batch
 
 
 def test_a_file_is_laid_over_the_preset_it_names(tmp_path):
@@ -49,7 +83,10 @@ def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
     [
         ("[model]\nlayer = 3", "[model]: unknown key 'layer'; did you mean 'layers'?"),
         ("[modell]\nlayers = 3", "unknown table 'modell'; did you mean 'model'?"),
-        ("[train]\nquux = 3", "[train]: unknown key 'quux'; known: steps, batch_size"),
+        ("[train]\nquux = 3", "[train]: unknown key 'quux'; known: steps, epochs, batch_size"),
+        ("[train]\nsteps = 9\nepochs = 2", "[train] steps = 9 and epochs = 2; give one of them"),
+        ("[train]\nsteps = 0", "[train] steps = 0 and epochs = 0; give one of them, above 0"),
+        ("[train]\nepochs = -1", "[train] epochs must be 0 or more, not -1"),
         ('[model]\nlayers = "3"', "[model]: layers must be an integer, not '3'"),
         ("[model]\nlayers = true", "[model]: layers must be an integer, not True"),
         ("[model]\nlayers = 2.5", "[model]: layers must be an integer, not 2.5"),

@@ -105,7 +105,8 @@ def test_values_are_those_of_the_training_s_own_tables(whole: Run):
     own = training(whole, "top2", 5)
     row = whole.table("study_runs").query("arm == 'top2' and seed == 5").iloc[0]
     layers = own.table("routing_layers")
-    last = layers[(layers["step"] == 6) & (layers["domain"] == "")].groupby("metric")["value"].mean()
+    by_metric = layers[(layers["step"] == 6) & (layers["domain"] == "")].groupby("metric")
+    last, chance = by_metric["value"].mean(), by_metric["chance"].mean()
     named = {
         "load_cv": "cv",
         "max_over_mean": "max_over_mean",
@@ -124,6 +125,13 @@ def test_values_are_those_of_the_training_s_own_tables(whole: Run):
         steps["validation_loss"].to_dict(), nan_ok=True
     )
     assert curves.loc[6, "load_cv"] == pytest.approx(last["cv"])
+    for column, metric in (
+        ("load_cv", "cv"),
+        ("routing_entropy", "routing_entropy"),
+        ("unused_share", "unused"),
+    ):
+        assert curves.loc[6, f"{column}_chance"] == pytest.approx(chance[metric])
+    assert (row["load_cv_chance"], row["routing_entropy_chance"]) == pytest.approx((chance["cv"], np.log(4)))
     assert row["parameters_total"] == own.info["parameters_total"]
 
 
@@ -368,6 +376,23 @@ def test_dry_run_counts_everything_and_touches_nothing(
     said = "\n".join(plan_lines(facts))
     assert "6 trainings: 3 arms, seeds 3, 5" in said
     assert "no significance" in said
+
+
+def test_epochs_of_a_study_are_steps_by_each_arms_batch(config: Path):
+    content = tomlized(config)
+    content["base"]["train"] |= {"steps": 0, "epochs": 2}
+    content["arms"]["unbalanced"]["train"] = {"batch_size": 8}
+    content["arms"]["broken"]["train"]["steps"] = 5
+    base = study_from(content).base
+    corpus = read_corpus(base)
+    rows = make_data(base, corpus, training_vocabulary(base, corpus)).train.rows
+    tokens = {arm["arm"]: arm["tokens"] for arm in plan_study(content)["arms"]}
+    assert tokens == {
+        "top2": 2 * (rows // 4) * 4 * 16,
+        "unbalanced": 2 * (rows // 8) * 8 * 16,
+        "broken": 5 * 4 * 16,
+    }
+    assert study_from(study_from(content).as_dict()) == study_from(content)
 
 
 @pytest.mark.parametrize(

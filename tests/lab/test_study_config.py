@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from moescope.decoder.routers import ROUTERS as EVERY_ROUTER
+from moescope.decoder.routers.hash import Hash
 from moescope.decoder.routers.some import CONTROLS
 from moescope.decoder.routers.spectra import ABLATIONS
 from moescope.errors import BadInput
@@ -31,6 +33,23 @@ def test_a_list_of_routers_is_an_arm_each_under_five_seeds():
     assert [arm.config.model.router for arm in study.arms] == ["top2", "loss_free"]
     assert {arm.config.train.seed for arm, _ in study.trainings} == {0}
     assert study.arms[1].of_seed(4).train.seed == 4
+
+
+def test_a_router_that_is_drawn_is_drawn_anew_per_seed_unless_the_study_sets_its_seed():
+    arms = {
+        "top2": {},
+        "hash": {"model": {"router": "hash"}},
+        "one table": {"model": {"router": "hash", "router_options": {"seed": 7}}},
+    }
+    study = study_from({"reference": "top2", "arms": arms})
+    tables = {
+        arm.name: [Hash(arm.of_seed(seed).model, 0).table_VK for seed in study.seeds]
+        for arm in study.arms[1:]
+    }
+    drawn, fixed = tables["hash"], tables["one table"]
+    assert all(not one.equal(other) for one, other in itertools.combinations(drawn, 2))
+    assert all(one.equal(fixed[0]) for one in fixed)
+    assert study.arms[0].of_seed(3).model == study.arms[0].config.model
 
 
 def test_trainings_go_seed_by_seed_so_that_a_study_stopped_early_is_balanced():

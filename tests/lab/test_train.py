@@ -318,6 +318,22 @@ def test_counting_parameters_allocates_and_touches_nothing(tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
+def test_epochs_are_as_many_steps_as_the_training_documents_make(tmp_path: Path):
+    lines = [json.dumps({"text": f"{number} " * 8}) for number in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    config = {
+        "model": {"d_model": 16, "layers": 1, "heads": 2, "d_ff": 8, "experts": 4},
+        "data": {"text": [str(tmp_path / "text.jsonl")], "layout": "documents", "validation_share": 0.2},
+        "train": {"epochs": 2, "batch_size": 4, "sequence_length": 16, "warmup": 2},
+    }
+    run = train(config, out=tmp_path / "run", device="cpu", quiet=True)
+    documents = run.info["domains"]["text"]["train_documents"]
+    assert run.info["arguments"]["train"]["steps"] == 2 * (documents // 4) == run.table("steps")["step"].max()
+    assert count_parameters(config)["steps"] == 2 * (documents // 4)
+    again = train(config, out=tmp_path / "run", device="cpu", quiet=True)
+    assert again.info["finished"] == run.info["finished"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -37,6 +37,15 @@ def test_an_error_bar_that_no_logarithmic_axis_can_show_is_cut_and_the_caption_s
     assert "0.1" in cut_words(bottom)
 
 
+def test_an_estimate_of_zero_stands_where_a_logarithmic_axis_ends():
+    estimate = {**whiskered([0.0, 0.4], [0.0, 0.2], [0.5, 0.6]), "mode": "markers"}
+    made, bottom = cut_whiskers([estimate, {"y": [0.3]}])
+    np.testing.assert_allclose(made[0]["y"], [0.1, 0.4])
+    ends = [made[0]["y"] - made[0]["error_y"]["arrayminus"], made[0]["y"] + made[0]["error_y"]["array"]]
+    np.testing.assert_allclose(ends, [[0.1, 0.2], [0.5, 0.6]])
+    assert bottom == 0.3 / 3
+
+
 def test_whiskers_that_fit_stay_as_they_are():
     whole = whiskered([0.6, np.nan], [0.4, np.nan], [0.7, np.nan])
     made, bottom = cut_whiskers([whole])

@@ -126,6 +126,14 @@ def test_group_limited_choice_is_recognised_and_its_losers_ruled_out(function, g
     assert (selection_margin(seen) >= 0).all()
 
 
+def test_experts_ruled_out_by_minus_infinity_do_not_hide_the_rule():
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    logits[:, 5] = float("-inf")
+    gates, chosen = logits.softmax(-1).topk(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert find_scoring(logits, chosen, gates, None, (1, 1), dtype=dtype).explains
+
+
 def test_a_choice_nobody_can_explain_says_so():
     logits = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
     chosen = torch.stack(

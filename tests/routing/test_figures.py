@@ -120,7 +120,12 @@ def test_a_line_draws_the_tables_numbers_with_chance_and_collapse_in_grey(tables
     figure = next(spec for spec in ROUTING if spec.name == "cv_by_layer").draw(tables)
     rows = values_of(tables, "cv")
     np.testing.assert_array_equal(figure.data[0]["y"], rows["value"])
-    np.testing.assert_allclose(figure.data[0]["y"] + figure.data[0]["error_y"]["array"], rows["high"])
+    corrected = figure.data[1]
+    np.testing.assert_array_equal(
+        corrected["y"][rows["corrected"] > 0.01], rows["corrected"][rows["corrected"] > 0.01]
+    )
+    np.testing.assert_allclose(corrected["y"] + corrected["error_y"]["array"], rows["high"])
+    assert "error_y" not in figure.data[0], "an interval around a number that it does not belong to"
     grey = {trace["name"]: trace for trace in figure.data if trace["line"]["color"] == GREY}
     np.testing.assert_array_equal(grey["random routing"]["y"], rows["chance"])
     np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])

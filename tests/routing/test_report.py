@@ -110,7 +110,8 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     top = rows.loc[rows["value"].idxmax()]
     words = re.search(
         (
-            r"Load balance: worst in layer (\d), CV ([\d.]+) \[([\d.]+), ([\d.]+)\]; ([\d.]+) for "
+            r"Load balance: worst in layer (\d), CV ([\d.]+) \(corrected for few documents: ([\d.]+) "
+            r"\[([\d.]+), ([\d.]+)\]\); ([\d.]+) for "
             r"random routing, ([\d.]+) at collapse"
         ),
         html,
@@ -118,7 +119,7 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     assert words is not None
     numbers = [float(word) for word in words.groups()]
     assert numbers == pytest.approx(
-        [top[key] for key in ("layer", "value", "low", "high", "chance", "collapse")], rel=6e-3
+        [top[key] for key in ("layer", "value", "corrected", "low", "high", "chance", "collapse")], rel=6e-3
     )
     assert "Routing consistency between steps 100 and 200" in html
 

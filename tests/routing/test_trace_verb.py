@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 import moescope
 from moescope import cli
 from moescope.errors import BadInput
-from moescope.execution.documents import quota
 from moescope.routing import trace as trace_module
 from moescope.routing.tables import TRACE_TABLES
 from moescope.routing.trace import trace
@@ -216,10 +215,19 @@ def test_the_same_trace_is_not_made_twice_and_another_is_refused(place, tmp_path
         )
 
 
-def test_max_tokens_is_shared_evenly_and_kept_exactly(place, domains, tmp_path):
-    run = trace(place / "checkpoint-100", domain=domains, max_tokens=101, out=tmp_path / "run", quiet=True)
-    assert run.info["coverage"][0]["tokens"] == {"a": 51, "b": 50}
-    assert [quota(10, 3, index) for index in range(3)] == [4, 3, 3]
+def test_max_tokens_is_shared_evenly_by_domains_and_documents_whatever_their_order(place, domains, tmp_path):
+    first, other = (
+        trace(place / "checkpoint-100", domain=order, max_tokens=301, out=tmp_path / name, quiet=True)
+        for name, order in (("1", domains), ("2", domains[::-1]))
+    )
+    coverage = first.info["coverage"][0]
+    assert coverage["tokens"] == {"a": 151, "b": 150}
+    assert min(coverage["domains"].values()) >= 20
+    metrics = first.table("routing_layers").query("metric == 'cv' and domain == ''")
+    assert metrics["low"].notna().all(), "intervals need 20 documents"
+    by = ["step", "phase", "layer", "domain", "expert"]
+    both = [run.table("load").sort_values(by).reset_index(drop=True) for run in (first, other)]
+    pd.testing.assert_frame_equal(*both, rtol=1e-5)
 
 
 def test_the_chat_template_is_applied_where_there_is_one(tmp_path):

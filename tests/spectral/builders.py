@@ -28,6 +28,26 @@ def expert_with_spectrum(
     ).T
 
 
+STORED_BITS = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 3,
+}
+
+
+def stored_low_rank(seed: int, shape: tuple[int, int], rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """A product of Gaussian factors in fp64, stored in `dtype`."""
+    draw = torch.Generator().manual_seed(seed)
+    left, right = (
+        torch.randn(*sides, generator=draw, dtype=torch.float64)
+        for sides in ((shape[0], rank), (rank, shape[1]))
+    )
+    return (left @ right).to(dtype)
+
+
 def lapack_align(matrix_FD: np.ndarray, rows_ED: np.ndarray, k: int) -> np.ndarray:
     """[E]: the energy of each unit row in the first k right singular vectors, straight from the
     definition."""

@@ -14,6 +14,7 @@ from moescope.spectral.alignment import cumulative_energy
 from moescope.spectral.batched_eigen import divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, decompose, make_k_grid
 from moescope.weights.verb import scan
+from spectral.builders import STORED_BITS, stored_low_rank
 from spectral.test_batched_eigen import KINDS as TRIDIAGONAL
 from spectral.test_batched_eigen import check_eigenbasis, tridiagonal
 from spectral.test_decompose import expert_and_rows, spectrum
@@ -135,6 +136,23 @@ def test_a_batch_on_the_gpu_gives_what_each_expert_gives_on_the_cpu(shape):
         assert theirs.leading_DK.shape == (shape[1], count)
         agreement = np.abs((ours.leading_DK * theirs.leading_DK.cpu().numpy()).sum(0))
         np.testing.assert_allclose(agreement, 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (130, 260), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
+def test_a_batch_on_the_gpu_finds_the_rank_that_the_stored_dtype_allows(dtype, shape):
+    matrices = [stored_low_rank(seed, shape, 10, dtype).double() for seed in range(3)]
+    matrices.append(torch.randn(shape).to(dtype).double())
+    rows, bits, k_grid = torch.randn(6, shape[1]).double(), STORED_BITS[dtype], make_k_grid(min(shape))
+    rows /= rows.norm(dim=1, keepdim=True)
+    batch = gpu.decompose_batch([matrix.cuda() for matrix in matrices], rows.cuda(), k_grid, 1e-6, bits)
+    alone = [decompose(matrix, rows, k_grid, bits=bits) for matrix in matrices]
+    assert [result.rank for result in batch[:3]] == [10, 10, 10]
+    for ours, theirs in zip(alone, batch, strict=True):
+        assert ours.rank == theirs.rank
+        np.testing.assert_allclose(
+            cumulative_energy(ours.energy_ER, k_grid), cumulative_energy(theirs.energy_ER, k_grid), atol=1e-6
+        )
 
 
 def test_a_scan_on_the_gpu_has_the_tables_of_one_on_the_cpu(tmp_path):

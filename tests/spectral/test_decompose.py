@@ -11,9 +11,17 @@ from moescope.spectral.decompose import (
     decompose,
     gram_suffices,
     make_k_grid,
+    numerical_rank,
+    random_rank,
     spectrum_statistics,
 )
-from spectral.builders import expert_with_spectrum, lapack_align, unit_rows
+from spectral.builders import (
+    STORED_BITS,
+    expert_with_spectrum,
+    lapack_align,
+    stored_low_rank,
+    unit_rows,
+)
 
 SHAPES = {"tall": (96, 40), "wide": (40, 96), "square": (48, 48)}
 BOUND = {"exact": 1e-9, "fast": 1e-6}
@@ -111,6 +119,58 @@ def test_rank_is_found_and_rank_deficient_experts_take_the_fallback(shape, missi
     matrix, rows = expert_and_rows(2, shape, np.linspace(2, 1, rank))
     result = decompose(torch.from_numpy(matrix), torch.from_numpy(rows), make_k_grid(min(shape)))
     assert (result.rank, result.full_rank, result.fallback) == (rank, min(shape), True)
+
+
+STORED_SHAPES = [(96, 40), (40, 96), (64, 64), (300, 120), (128, 384)]
+
+
+@pytest.mark.parametrize("precision", BOUND)
+@pytest.mark.parametrize("shape", STORED_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
+def test_rounding_to_the_stored_dtype_does_not_fill_up_a_rank(dtype, shape, precision):
+    """Beyond the rank there is nothing: align at every k >= 10 is that of the 10 leading vectors by numpy."""
+    stored = stored_low_rank(sum(shape), shape, 10, dtype).double()
+    rows = unit_rows(np.random.default_rng(0), 6, shape[1])
+    k_grid = make_k_grid(min(shape), extra=(10,))
+    result = decompose(stored, torch.from_numpy(rows), k_grid, precision, STORED_BITS[dtype])
+    _, values, right = np.linalg.svd(stored.numpy(), full_matrices=False)
+    assert result.rank == 10
+    np.testing.assert_allclose(result.singular_values_R, values[:10], rtol=1e-10)
+    energy = cumulative_energy(result.energy_ER, k_grid)
+    for index, k in enumerate(k_grid):
+        expected = ((rows @ right[: min(k, 10)].T) ** 2).sum(axis=1)
+        np.testing.assert_allclose(energy[:, index], expected, atol=BOUND[precision])
+    assert result.leading_DK.shape == (shape[1], 10)
+
+
+@pytest.mark.parametrize("shape", [(96, 40), (40, 96), (300, 120), (128, 384)], ids=str)
+@pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
+def test_a_random_matrix_keeps_its_full_rank_in_every_stored_dtype(dtype, shape):
+    for seed in range(5):
+        draw = torch.Generator().manual_seed(seed)
+        stored = torch.randn(shape, generator=draw).to(dtype).double()
+        rows = torch.from_numpy(unit_rows(np.random.default_rng(seed), 4, shape[1]))
+        result = decompose(stored, rows, make_k_grid(min(shape)), bits=STORED_BITS[dtype])
+        assert result.rank == min(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits"), [((200, 200), 8), ((200, 200), 4), ((200, 300), 2), ((60, 300), 2)]
+)
+def test_the_rank_of_random_matrices_is_the_expected_one(shape, bits):
+    values = np.linalg.svd(np.random.default_rng(0).standard_normal((40, *shape)), compute_uv=False)
+    ranks = numerical_rank(values, shape, bits)
+    assert ranks.mean() == pytest.approx(random_rank(shape, bits), abs=0.5)
+
+
+def test_the_tolerance_lies_at_the_norm_of_rounding_errors_worked_by_hand():
+    """Singular values 1 and t of a 2 x 8 matrix in bf16: rms sqrt((1 + t^2) / 16), so t counts above
+    2^-8 (1/4) (sqrt 2 + sqrt 8) = 0.004143."""
+    for t, rank in ((0.0042, 2), (0.0041, 1)):
+        matrix = torch.zeros(2, 8, dtype=torch.float64)
+        matrix[0, 0], matrix[1, 1] = 1.0, t
+        assert decompose(matrix, torch.eye(8, dtype=torch.float64), [1, 2], bits=8).rank == rank
+        assert decompose(matrix.float(), torch.eye(8, dtype=torch.float64), [1, 2]).rank == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

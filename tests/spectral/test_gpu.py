@@ -9,7 +9,7 @@ from moescope.spectral import gpu
 from moescope.spectral.alignment import cumulative_energy
 from moescope.spectral.decompose import LEADING_VECTORS, decompose, make_k_grid
 from moescope.spectral.subspaces import similarities
-from spectral.builders import orthonormal
+from spectral.builders import STORED_BITS, orthonormal, stored_low_rank, unit_rows
 from spectral.test_decompose import BOUND, SHAPES, expert_and_rows, spectrum
 
 KINDS = [
@@ -42,6 +42,32 @@ def test_a_batch_gives_what_each_expert_alone_gives_on_the_cpu(shape):
             assert theirs.leading_DK.shape == (shape[1], count)
             np.testing.assert_allclose(
                 np.abs((ours.leading_DK * theirs.leading_DK.numpy()).sum(0)), 1, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("shape", [(96, 40), (40, 96), (64, 64)], ids=str)
+@pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
+def test_a_batch_finds_the_rank_that_the_stored_dtype_allows(dtype, shape):
+    """Of one batch: rank 10, rank 20 and full rank, as each alone on the CPU."""
+    ranks = [10, 20, min(shape)]
+    matrices = [stored_low_rank(rank, shape, rank, dtype).double() for rank in ranks]
+    matrices[2] = matrices[2] + 3 * torch.eye(*shape, dtype=torch.float64)  # far from rank-deficient
+    rows, k_grid = torch.from_numpy(unit_rows(np.random.default_rng(0), 5, shape[1])), make_k_grid(min(shape))
+    bits = STORED_BITS[dtype]
+    batch = gpu.decompose_batch(matrices, rows, k_grid, 1e-6, bits)
+    for rank, matrix, theirs in zip(ranks, matrices, batch, strict=True):
+        ours, one = (
+            decompose(matrix, rows, k_grid, bits=bits),
+            gpu.decompose_one(matrix, rows, k_grid, 1e-6, bits),
+        )
+        if rank < min(shape):
+            assert ours.rank == rank
+        for other in (theirs, one):
+            assert (other.rank, other.leading_DK.shape[1]) == (ours.rank, ours.leading_DK.shape[1])
+            np.testing.assert_allclose(
+                cumulative_energy(other.energy_ER, k_grid),
+                cumulative_energy(ours.energy_ER, k_grid),
+                atol=1e-6,
             )
 
 
@@ -145,7 +171,7 @@ def test_experts_are_solved_in_their_order_batch_by_batch(monkeypatch):
     made = [expert_and_rows(seed, (30, 20), spectrum("flat", 20)) for seed in range(8)]
     rows = torch.from_numpy(made[0][1])
     given = [(10 + number, torch.from_numpy(matrix)) for number, (matrix, _) in enumerate(made)]
-    found = list(gpu.in_batches(given, 8, rows, [1, 20], "fast", nullcontext))
+    found = list(gpu.in_batches(given, 8, rows, [1, 20], "fast", 53, nullcontext))
     assert sizes == [3, 3, 2]
     assert [number for number, _ in found] == list(range(10, 18))
     for (_, matrix), (_, result) in zip(given, found, strict=True):

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.weights import report_findings as words
@@ -96,7 +97,15 @@ def test_rank_deficient_experts_are_named(tmp_path):
     weight = tensors["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
     weight[:] = weight[:1].clone()  # every row the same: rank one whatever the rounding
     (sentence,) = words.rank_findings(scanned(tmp_path, tensors, layers=1, experts=4))
-    assert sentence == "1 rank-deficient expert: expert 1 of layer 0 (rank 1)."
+    assert sentence == "1 rank-deficient expert: expert 1 of layer 0 (rank 1, random matrices 16)."
+
+
+def test_random_square_experts_in_bf16_are_not_called_rank_deficient(tmp_path):
+    """A few lose a direction to rounding, as random matrices do."""
+    tensors = tiny_tensors(layers=1, experts=8, d_model=256, d_ff=256, dtype=torch.bfloat16)
+    view = scanned(tmp_path, tensors, layers=1, experts=8)
+    assert view.tables["spectra"]["rank"].min() < 256
+    assert words.rank_findings(view) == []
 
 
 def test_routers_that_avoid_their_experts_are_named(tmp_path):

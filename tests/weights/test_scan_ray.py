@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
+import torch
 
 import ray_work
 from checkpoints import edit_json, expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
@@ -28,6 +29,7 @@ from moescope.errors import BadInput
 from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
 from moescope.weights.tables import TABLES
+from spectral.builders import stored_low_rank
 
 LAYERS = 5
 
@@ -55,6 +57,16 @@ def assert_equal_tables(left: Run, right: Run) -> None:
 
 def on_ray(model: Path, out: Path, **options) -> Run:
     return scan(model, out=out, engine="ray", **{"matrix": "gate,down", "router": "raw,centered", **options})
+
+
+def test_workers_know_the_stored_dtype(connected, tmp_path):
+    tensors = tiny_tensors(d_model=48, d_ff=64, dtype=torch.bfloat16)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = stored_low_rank(0, tuple(tensor.shape), 10, torch.bfloat16)
+    write_checkpoint(tmp_path / "low", tensors, tiny_config())
+    run = on_ray(tmp_path / "low", tmp_path / "run")
+    assert set(run.table("spectra")["rank"]) == {10}
 
 
 def test_tables_are_equal_bit_for_bit(connected, tmp_path, model, here):

@@ -54,12 +54,18 @@ def new_top_k(moe: MoeCheckpoint, plan: Plan) -> int | None:
 
 def new_layers(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> dict[int, NewLayer]:
     """The layers to write, after checking that the plan fits the checkpoint."""
-    check_same_checkpoint(plan, moe.checkpoint)
+    check_fits(moe, plan, fits)
     if plan.router == "tie":
         raise BadInput(
             "router 'tie' keeps a router row per old expert, which no checkpoint format can hold; "
             "plan with --router fold"
         )
+    return {layer.layer: new_layer(moe.layers[layer.layer], layer, plan, fits) for layer in plan.layers}
+
+
+def check_fits(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> None:
+    """Raise where the plan was made for other layers, from headers only."""
+    check_same_checkpoint(plan, moe.checkpoint)
     for layer in plan.layers:
         weights = moe.layers.get(layer.layer)
         if weights is None or weights.n_experts != layer.n_experts:
@@ -74,7 +80,6 @@ def new_layers(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> dict[int, NewLayer
                     f"layer {layer.layer}: the plan orders {len(order_F)} neurons of expert {member}, "
                     f"which has {weights.d_ff}; plan again"
                 )
-    return {layer.layer: new_layer(moe.layers[layer.layer], layer, plan, fits) for layer in plan.layers}
 
 
 def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -> NewLayer:
@@ -114,14 +119,17 @@ def merge_lazily(
 def merged_part(
     weights: LayerWeights, stack: str, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit
 ) -> Tensor:
-    """A merged projection or bias: sum of share x member, neurons in the dominant's order; fp32."""
+    """A merged projection or bias: sum of share x member, neurons in the dominant's order; fp32.
+
+    Summed in fp64, so that equal members give exactly what they are, whatever their shares.
+    """
     read = getattr(weights, stack).read
     total: Tensor | None = None
     for member, share in zip(group, shares, strict=True):
-        part = share * reorder(stack, read(member).to(torch.float32), member, fit)
+        part = share * reorder(stack, read(member).to(torch.float64), member, fit)
         total = part if total is None else total.add_(part)
     assert total is not None
-    return total
+    return total.float()
 
 
 def reorder(stack: str, part: Tensor, member: int, fit: LayerFit) -> Tensor:
@@ -188,3 +196,15 @@ class RunningExperts:
         finally:
             for expert, parts in originals.items():
                 self.put(layer, expert, ExpertWeights(**parts))
+
+
+def share_experts(model: nn.Module, plan: Plan, fits: Fits) -> None:
+    """Give every member of a group the merged expert: n router rows then point at K experts (`tie`)."""
+    running = RunningExperts(model)
+    for layer in plan.layers:
+        for group, shares in zip(layer.groups, layer.weights, strict=True):
+            if len(group) > 1:
+                fit = fits.get(layer.layer, LayerFit())
+                new = merged_expert(running.layers[layer.layer], group, shares, fit)
+                for member in group:
+                    running.put(layer.layer, member, new)

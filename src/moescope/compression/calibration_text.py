@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from moescope.compression.calibration import (
 from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
+from moescope.execution.budget import deal
 from moescope.execution.collect import Collected
 from moescope.execution.documents import Document, fingerprint, read_documents
 from moescope.execution.lab_models import load_any_model
@@ -36,7 +38,7 @@ from moescope.run import Run
 from moescope.statistics import FEWEST_DOCUMENTS
 
 ONE_IN = 5  # documents: one is held out, the others calibrate
-JUDGED_TOKENS = 32_768
+JUDGED_TOKENS = 32_768  # shared evenly by the domains
 CALIBRATION_FILE = "calibration.safetensors"
 
 
@@ -50,7 +52,8 @@ class CalibrationText:
     hold_out: bool
     settings: ReadSettings
     loaded: TracedModel | None = field(default=None, repr=False)
-    split: str | None = None
+    split: dict[int, str] | None = None
+    judged: list[Document] | None = field(default=None, repr=False)
 
     @property
     def traced(self) -> TracedModel:
@@ -61,44 +64,62 @@ class CalibrationText:
         return self.loaded
 
     def load(self, model: str) -> TracedModel:
-        return load_any_model(model, self.settings.dtype, self.device, prefer_transformers=True)
+        settings = self.settings
+        return load_any_model(model, settings.dtype, self.device, True, settings.trust_remote_code)
 
     def release(self) -> None:
         """Free the model's memory: the compressed one comes next."""
         self.loaded = None
         gc.collect()
 
-    def find_split(self) -> str:
-        """How text is held out: "documents", "tails" if that leaves one part empty, or "none"."""
+    def splits(self) -> dict[int, str]:
+        """Domain -> how it is held out: "documents", "tails" if that leaves one part empty, or "none"."""
         if self.split is None:
-            parts: set[bool] = set()
-            for document in self.documents() if self.hold_out else ():
-                parts.add(is_held_out(document))
-                if len(parts) == 2:  # a long text need not be read to its end
+            parts: dict[int, set[bool]] = {}
+            for document in self.documents():
+                parts.setdefault(document.domain, set()).add(is_held_out(document))
+                # a long text need not be read to its end
+                if not self.hold_out or sum(map(len, parts.values())) == 2 * len(self.sources):
                     break
-            if self.hold_out and not parts:
+            if not parts:
                 raise BadInput("the text holds no token; give a longer one")
-            self.split = "none" if not self.hold_out else "documents" if len(parts) == 2 else "tails"
+            by_size = {1: "tails", 2: "documents"}
+            self.split = {
+                domain: by_size[len(parts.get(domain, (1,)))] if self.hold_out else "none"
+                for domain in range(len(self.sources))
+            }
         return self.split
+
+    def held_out(self) -> str:
+        """How the text is held out: "documents" where that is so in every domain."""
+        kinds = set(self.splits().values())
+        return kinds.pop() if len(kinds) == 1 else "tails"
 
     def documents(self) -> Iterator[Document]:
         settings = self.settings
         return read_documents(self.traced, self.sources, settings.max_tokens, settings.chat_template)
 
     def calibration_documents(self) -> Iterator[Document]:
-        split = self.find_split()
+        splits = self.splits()
         for document in self.documents():
+            split = splits[document.domain]
             part = split_document(document)[0] if split == "tails" else document
             if len(part.ids) and not (split == "documents" and is_held_out(document)):
                 yield part
 
     def held_out_documents(self) -> list[Document]:
-        split = self.find_split()
-        if split == "tails":
-            return first_tokens(split_document(document)[1] for document in self.documents())
-        return first_tokens(
-            document for document in self.documents() if split == "none" or is_held_out(document)
-        )
+        """The documents to judge on: every domain has the same quota of tokens."""
+        if self.judged is None:
+            splits = self.splits()
+            samples = {domain: JudgedSample(JUDGED_TOKENS // len(splits)) for domain in splits}
+            for document in self.documents():
+                split = splits[document.domain]
+                if split == "tails":
+                    samples[document.domain].add(split_document(document)[1])
+                elif split == "none" or is_held_out(document):
+                    samples[document.domain].add(document)
+            self.judged = [document for sample in samples.values() for document in sample.documents()]
+        return self.judged
 
     def calibrate(
         self, collectors: Sequence[SumCollector], advance: Callable[[int], None] = lambda tokens: None
@@ -122,15 +143,39 @@ def split_document(document: Document) -> tuple[Document, Document]:
     )
 
 
-def first_tokens(documents: Iterable[Document], most: int = JUDGED_TOKENS) -> list[Document]:
-    """The first documents up to so many tokens in total; the last is cut."""
-    parts: list[Document] = []
-    for document in documents:
-        if most <= 0:
-            break
-        parts.append(Document(document.number, document.domain, document.ids[:most]))
-        most -= len(document.ids)
-    return parts
+class JudgedSample:
+    """One domain's documents to judge on: those with the smallest hashes, up to a quota of tokens.
+
+    The sample depends on the content of the documents and not on their order. No document takes more than a
+    32nd of the quota while others are left, since intervals need documents.
+    """
+
+    def __init__(self, quota: int):
+        self.quota = quota
+        self.share = max(2, quota // 32)
+        self.tokens = 0  # of all documents in the sample, each counted up to its share
+        self.heap: list[tuple[int, int, Document]] = []  # the largest hash first
+
+    def add(self, document: Document) -> None:
+        """Consider a document; one without a next token is skipped."""
+        if len(document.ids) < 2:
+            return
+        cut = replace(document, ids=document.ids[: self.quota])
+        heapq.heappush(self.heap, (-fingerprint(document.ids), -document.number, cut))
+        self.tokens += min(len(cut.ids), self.share)
+        while self.tokens - (largest := min(len(self.heap[0][2].ids), self.share)) >= self.quota:
+            heapq.heappop(self.heap)
+            self.tokens -= largest
+
+    def documents(self) -> list[Document]:
+        """The documents in the order of their hashes, the quota dealt to them."""
+        ordered = [document for *_, document in sorted(self.heap, reverse=True)]
+        shares = deal([len(document.ids) for document in ordered], self.quota)
+        return [
+            replace(document, ids=document.ids[:share])
+            for document, share in zip(ordered, shares, strict=True)
+            if share > 1
+        ]
 
 
 @dataclass(frozen=True)
@@ -157,7 +202,7 @@ class Calibration:
         warnings = []
         if self.held_out == "tails":
             warnings.append(
-                "too few documents to hold some out: the last fifth of every document is held out"
+                "too few documents in a domain to hold some out: the last fifth of each of its documents is"
             )
         if documents < FEWEST_DOCUMENTS:
             warnings.append(
@@ -251,7 +296,7 @@ def calibrate_text(
     facts = {
         "documents": calibrated.documents,
         "tokens": calibrated.tokens,
-        "held_out": text.find_split(),
+        "held_out": text.held_out(),
         "scoring": scoring,
         "asked": [layer for layer, block in calibrated.blocks.items() if block.with_router is not None],
     }

@@ -159,7 +159,15 @@ def router_kl_by_layer(tables: Tables) -> Figure:
 # --- the whole model
 
 
-def points(name: str, values: Iterable[float], color: str, labels: Iterable[str]) -> list[Trace]:
+def points(
+    name: str,
+    values: Iterable[float],
+    color: str,
+    labels: Iterable[str],
+    intervals: Iterable[tuple[float, float]] | None = None,
+) -> list[Trace]:
+    values, labels = list(values), list(labels)
+    limits = [(math.nan, math.nan)] * len(values) if intervals is None else list(intervals)
     return [
         {
             "type": "scatter",
@@ -170,9 +178,15 @@ def points(name: str, values: Iterable[float], color: str, labels: Iterable[str]
             "marker": {"size": 12, "color": color},
             "showlegend": False,
             "cliponaxis": False,
+            "error_y": {
+                "type": "data",
+                "symmetric": False,
+                "array": [high - value],
+                "arrayminus": [value - low],
+            },
             "hovertemplate": f"{label}: %{{y:.4g}}<extra></extra>",
         }
-        for value, label in zip(values, labels, strict=True)
+        for value, label, (low, high) in zip(values, labels, limits, strict=True)
     ]
 
 
@@ -213,15 +227,86 @@ def perplexities(tables: Tables) -> Figure:
     )
 
 
+def verdict(controls: pd.DataFrame) -> str:
+    """How the plan compares with its random controls, from the interval of each difference."""
+    better, worse = controls["loss_above_plan_low"] > 0, controls["loss_above_plan_high"] < 0
+    everyone = "the random control" if len(controls) == 1 else f"all {len(controls)} random controls"
+    if better.all():
+        return f"better than {everyone}"
+    if worse.all():
+        return f"worse than {everyone}"
+    if not better.any():
+        return "no better than random"
+    return f"better than {int(better.sum())} of {len(controls)} random controls"
+
+
+def loss_differences(tables: Tables) -> Figure:
+    """Differences of loss with their 95 % intervals: to the original, and of every control to the plan."""
+    plan, controls = whole_model(tables, "loss_above_plan")
+    method = method_of(tables)
+    rows = [(f"{row['method']} − {method}", row, "loss_above_plan", GREY) for _, row in controls.iterrows()]
+    rows = [*rows[::-1], (f"{method} − original", plan, "loss_increase", CATEGORICAL[0])]  # the last on top
+    names = [name for name, *_ in rows]
+    zero = {**grey_line([0, 0], [names[0], names[-1]], "no difference"), "showlegend": False}
+    documents = counted(int(plan["judged_documents"]), "document")
+    above = f"{number(plan['loss_increase'])} nats per token"
+    if pd.isna(plan["loss_increase_low"]):
+        caption = f"{above} above the original; {documents}: too few for intervals."
+    else:
+        interval = f"[{number(plan['loss_increase_low'])}, {number(plan['loss_increase_high'])}]"
+        compared = f"; {verdict(controls)}" if len(controls) else ""
+        caption = f"{above} {interval} above the original, {documents}{compared}."
+    return Figure(
+        "loss_differences",
+        "Loss differences with 95 % intervals",
+        caption,
+        ("loss_increase", "loss_above_plan", "loss_above_plan_low", "judged_documents"),
+        [zero, *(difference_trace(*row) for row in rows)],
+        base_layout(
+            "difference in loss (nats per token)",
+            "models",
+            yaxis={"type": "category", "range": [-0.5, len(names) - 0.5], "automargin": True},
+        ),
+        height=max(260, 160 + 40 * len(names)),
+        details="Intervals: held-out documents resampled 2,000 times within domains, the same ones for both "
+        "models of a difference. A control right of 0 is worse than the plan. The intervals are over "
+        "documents; other random controls differ too.",
+    )
+
+
+def difference_trace(name: str, row: pd.Series, column: str, color: str) -> Trace:
+    value, low, high = (float(row[f"{column}{end}"]) for end in ("", "_low", "_high"))
+    limits = {"array": np.array([high - value]), "arrayminus": np.array([value - low])}
+    interval = "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": np.array([value]),
+        "y": [name],
+        "error_x": {"type": "data", "symmetric": False, **limits, "thickness": 1.5, "width": 4},
+        "marker": {"size": 9, "color": color},
+        "showlegend": False,
+        "hovertemplate": f"{name}: %{{x:.3g}}{interval}<extra></extra>",
+    }
+
+
 def divergences(tables: Tables) -> Figure:
     """Divergence of next-token distributions from the original's, with random controls."""
     plan, controls = whole_model(tables, "js_divergence")
     value, method = float(plan["js_divergence"]), method_of(tables)
+    limits = ["js_divergence_low", "js_divergence_high"]
     names = [method, *([CONTROL] if len(controls) else [])]
     data = [
         {**grey_line(names, [math.log(2)] * len(names), "maximum", "dot"), "showlegend": False},
-        *points(method, [value], CATEGORICAL[0], [method]),
-        *points(CONTROL, controls["js_divergence"], GREY, controls["method"]),
+        *points(method, [value], CATEGORICAL[0], [method], [(plan[limits[0]], plan[limits[1]])]),
+        *points(
+            CONTROL,
+            controls["js_divergence"],
+            GREY,
+            controls["method"],
+            controls[limits].itertuples(index=False, name=None),
+        ),
     ]
     return Figure(
         "divergences",
@@ -231,7 +316,8 @@ def divergences(tables: Tables) -> Figure:
         ("js_divergence",),
         data,
         base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
-        details="Mean over held-out positions of the divergence from the original's distribution.",
+        details="Mean over held-out positions of the divergence from the original's distribution. Bars: 95 % "
+        "intervals over documents.",
     )
 
 
@@ -402,6 +488,7 @@ def of_numbers(draw: Callable[[Tables], Figure], table: str, *columns: str) -> C
 
 DAMAGE = [
     of_numbers(perplexities, "damage", "perplexity"),
+    of_numbers(loss_differences, "damage", "loss_increase"),
     of_numbers(divergences, "damage", "js_divergence"),
     of_numbers(errors_by_layer, "damage", "predicted_error", "measured_error"),
     of_numbers(router_kl_by_layer, "damage", "router_kl"),

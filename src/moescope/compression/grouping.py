@@ -113,6 +113,23 @@ def most_central(distance_EE: Array) -> ChooseDominant:
     return lambda group: min(group, key=lambda expert: (distance_EE[expert, list(group)].sum(), expert))
 
 
+def nearest_centre(feature_ED: Array, usage_E: Array) -> ChooseDominant:
+    """Choose the member whose feature is nearest to the group's mean; of equals the most used.
+
+    The members of a pair are equally near.
+    """
+
+    def choose(group: tuple[int, ...]) -> int:
+        features = feature_ED[list(group)]
+        distance = np.linalg.norm(features - features.mean(0), axis=1)
+        near = distance <= distance.min() + 1e-9 * distance.max()
+        return most_used(usage_E)(
+            tuple(expert for expert, is_near in zip(group, near, strict=True) if is_near)
+        )
+
+    return choose
+
+
 def adaptive_dominants(usage_LE: Sequence[Array], keep: int) -> list[list[int]]:
     """Dominant experts of every layer, layers x keep in total, under one budget (Li et al. 2024, M-SMoE).
 

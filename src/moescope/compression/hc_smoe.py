@@ -10,7 +10,7 @@ from scipy.spatial.distance import pdist, squareform
 from torch import Tensor
 
 from moescope.compression.calibration import Sums, add_to_layer, named_sums, real_tokens
-from moescope.compression.grouping import Grouping, average_linkage, most_used
+from moescope.compression.grouping import Grouping, average_linkage, most_used, nearest_centre
 from moescope.compression.merging import LayerEvidence, merge_by
 from moescope.compression.method import Evidence
 from moescope.errors import unknown_name
@@ -18,6 +18,7 @@ from moescope.execution.adapters import Block, ungated_output
 from moescope.types import Array, Routing
 
 MEASURES = ("euclidean", "cosine")
+DOMINANTS = ("usage", "centre")
 CHUNK = 2048  # tokens per call of an expert
 
 
@@ -47,18 +48,28 @@ class ExpertMeans:
 
 
 def hc_smoe(
-    mean_output_ED: Array, usage_E: Array, keep: int, measure: str = "euclidean", n_groups: int = 1
+    mean_output_ED: Array,
+    usage_E: Array,
+    keep: int,
+    measure: str = "euclidean",
+    n_groups: int = 1,
+    dominant: str = "usage",
 ) -> Grouping:
     """Group one layer's experts by average linkage of their mean outputs.
 
     The feature of an expert is the mean of its ungated output over all calibration tokens. A mean hides what
     an expert does differently at different tokens: two experts may share one and still differ.
+
+    The dominant member is the most used one, or, as in the authors' code, the one nearest to the centre of
+    its group's outputs (`dominant="centre"`). The most used one is the default: it has the largest share of
+    the merged expert, and of a pair, the usual group, both members are equally near to the centre.
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, list(MEASURES))
     # an output of zeros has no direction: distance 1
     distance_EE = np.nan_to_num(squareform(pdist(mean_output_ED, measure)), nan=1.0)
-    grouping = average_linkage(distance_EE, keep, most_used(usage_E), n_groups)
+    choose = nearest_centre(mean_output_ED, usage_E) if dominant == "centre" else most_used(usage_E)
+    grouping = average_linkage(distance_EE, keep, choose, n_groups)
     return replace(grouping, unrelated=unrelated_distance(mean_output_ED) if measure == "euclidean" else 1.0)
 
 
@@ -72,7 +83,8 @@ def unrelated_distance(mean_output_ED: Array) -> float:
 def group_by_outputs(evidence: Evidence, layer: LayerEvidence) -> Grouping:
     mean_ED = (layer.sums["output_sum_ED"] / layer.sums["output_tokens"].clamp(min=1)).double().numpy()
     assert layer.usage_E is not None
-    return hc_smoe(mean_ED, layer.usage_E, layer.keep, layer.measure(MEASURES), layer.n_groups)
+    dominant = layer.settings.dominant
+    return hc_smoe(mean_ED, layer.usage_E, layer.keep, layer.measure(MEASURES), layer.n_groups, dominant)
 
 
 METHOD = merge_by(
@@ -82,6 +94,7 @@ METHOD = merge_by(
     matched=False,
     collectors=(ExpertMeans,),
     distances=MEASURES,
+    dominants=DOMINANTS,
 )
 PERMUTED = merge_by(
     group_by_outputs,
@@ -90,4 +103,5 @@ PERMUTED = merge_by(
     matched=True,
     collectors=(ExpertMeans,),
     distances=MEASURES,
+    dominants=DOMINANTS,
 )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.compression.applying import apply_plan
+from moescope.compression.applying import apply_plan, share_experts
 from moescope.compression.calibration import StateSample, calibrate
 from moescope.compression.calibration_text import CalibrationText
 from moescope.compression.damage import measured_errors, original_outputs
@@ -24,7 +24,8 @@ from moescope.execution.documents import Batch, Document, batches, windows
 from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.progress import progress
-from moescope.types import Plan
+from moescope.statistics import FEWEST_DOCUMENTS, bootstrap_interval
+from moescope.types import Array, Integers, Plan
 
 COMPARED_TOKENS = 8_192  # positions whose full distributions are compared
 COMPARED_BYTES = 2**29
@@ -35,34 +36,64 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Reference:
-    """The original's perplexity, and its logits at the first positions in its own dtype."""
+    """The original's loss per document, and its logits at the compared positions in its own dtype."""
 
-    perplexity: float
-    tokens: int  # predicted next tokens
+    loss_D: Array  # sums over a document's next tokens
+    tokens_D: Array  # predicted next tokens
+    compared_D: Array  # positions whose distributions are compared
+    domain_D: Integers
     logits: list[Tensor]  # per batch
-    compared: int
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss_D, self.tokens_D)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.tokens_D.sum())
+
+    @property
+    def compared(self) -> int:
+        return int(self.compared_D.sum())
 
 
 @dataclass(frozen=True)
 class Judged:
     """A compressed model against the reference. Divergence in nats: 0 if equal, ln 2 at most."""
 
-    perplexity: float
-    js_divergence: float
+    loss_D: Array
+    divergence_D: Array  # sums over a document's compared positions
+    reference: Reference
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss_D, self.reference.tokens_D)
+
+    @property
+    def js_divergence(self) -> float:
+        return float(self.divergence_D.sum() / max(self.reference.compared, 1))
+
+
+def perplexity(loss_D: Array, tokens_D: Array) -> float:
+    """exp(-mean log p(next token)), the mean over all tokens."""
+    loss = float(loss_D.sum() / tokens_D.sum())
+    return math.exp(loss) if not loss >= 700 else math.inf
 
 
 def judge_models(
     text: CalibrationText,
     moe: MoeCheckpoint,
     seed: int,
-    compressed: tuple[str, Path],
+    compressed: tuple[str, Plan, Fits],
+    folder: Path | None,
     controls: Sequence[tuple[str, Plan, Fits]],
     scratch: Path,
     quiet: bool,
 ) -> dict[str, Any]:
     """Judge the original, the compressed model and the controls, one model in memory at a time.
 
-    A control is written into `scratch`, judged, and removed.
+    The compressed model lies in `folder`; a control is written into `scratch`, judged, and removed. A plan
+    that keeps all router rows (`tie`) is not written: the original runs with its experts shared.
     """
     size = text.settings.batch_size
     documents = text.held_out_documents()
@@ -73,27 +104,44 @@ def judge_models(
         reference = judge_original(text.traced, documents, size, partial(advance, "the original"))
         text.release()
 
-        def judge_folder(label: str, folder: Path) -> dict[str, Any]:
-            traced = text.load(str(folder))
-            judged = judge(traced, documents, reference, size, partial(advance, label))
-            errors = measured_errors(traced, held_out)
-            return {"perplexity": judged.perplexity, "js_divergence": judged.js_divergence, "errors": errors}
+        def judge_model(label: str, traced: TracedModel) -> tuple[Judged, dict[int, float]]:
+            result = judge(traced, documents, reference, size, partial(advance, label))
+            return result, measured_errors(traced, held_out)
 
-        name, folder = compressed
-        results = {name: judge_folder("compressed", folder)}
+        def load(plan: Plan, fits: Fits, written: Path | None) -> TracedModel:
+            if plan.router != "tie":
+                return text.load(str(written))
+            traced = text.load(text.model)
+            share_experts(traced.model, plan, fits)
+            return traced
+
+        name, plan, fits = compressed
+        judged = {name: judge_model("compressed", load(plan, fits, folder))}
         for name, plan, fits in controls:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
             try:
-                apply_plan(moe, plan, fits, scratch / "model")
-                results[name] = judge_folder(name, scratch / "model")
+                if plan.router != "tie":
+                    apply_plan(moe, plan, fits, scratch / "model")
+                judged[name] = judge_model(name, load(plan, fits, scratch / "model"))
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    unmeasured = sorted(set(sample.states) - set(held_out.reads))
-    warning = (
-        f"no measured error in layers {', '.join(map(str, unmeasured))}: their blocks read more than the "
-        "experts' input"
-    )
+    differences = judged_differences(reference, [result for result, _ in judged.values()], seed)
+    results = {
+        name: {**row, "errors": errors}
+        for (name, (_, errors)), row in zip(judged.items(), differences, strict=True)
+    }
+    warnings = []
+    if unmeasured := sorted(set(sample.states) - set(held_out.reads)):
+        warnings.append(
+            f"no measured error in layers {', '.join(map(str, unmeasured))}: their blocks read more than the "
+            "experts' input"
+        )
+    if differences[0]["loss_increase_low"] is None:
+        warnings.append(
+            f"no intervals of the judgement: they need {FEWEST_DOCUMENTS} held-out documents and two per "
+            f"domain, not {len(documents)}; give more documents"
+        )
     return {
         "models": results,
         "perplexity_original": reference.perplexity,
@@ -102,7 +150,7 @@ def judge_models(
             "judged_tokens": reference.tokens,
             "compared_tokens": reference.compared,
         },
-        "warnings": [warning] if unmeasured else [],
+        "warnings": warnings,
     }
 
 
@@ -116,24 +164,67 @@ def check_judgeable(traced: TracedModel, documents: Sequence[Document]) -> None:
         raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
 
 
+def judged_differences(
+    reference: Reference, judged: Sequence[Judged], seed: int
+) -> list[dict[str, float | None]]:
+    """Per model its numbers, differences and their 95 % intervals; the plan comes first, then its controls.
+
+    Differences are of loss in nats per token and of divergence in nats: from the original, and of every
+    control from the plan. Intervals are paired: models are compared on the same resampled documents.
+    """
+    plan, *controls = judged
+    losses = [model.loss_D - reference.loss_D for model in judged]
+    losses += [control.loss_D - plan.loss_D for control in controls]
+    divergences = [model.divergence_D for model in judged]
+    divergences += [control.divergence_D - plan.divergence_D for control in controls]
+    rows: list[dict[str, float | None]] = [
+        {"perplexity": model.perplexity, "js_divergence": model.js_divergence} for model in judged
+    ]
+    for kind, of_model, parts, tokens_D in (
+        ("loss", "loss_increase", losses, reference.tokens_D),
+        ("js", "js_divergence", divergences, reference.compared_D),
+    ):
+        table_DX = np.stack([*parts, tokens_D], -1)
+        low, high = bootstrap_interval(table_DX, mean_per_token, reference.domain_D, seed)
+        values = mean_per_token(table_DX.sum(0))
+        places = [(row, of_model) for row in rows] + [(row, f"{kind}_above_plan") for row in rows[1:]]
+        for (row, name), value, lower, upper in zip(places, values, low, high, strict=True):
+            row |= {name: value, f"{name}_low": lower, f"{name}_high": upper}
+    return [
+        {name: None if value is None or math.isnan(value) else float(value) for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def mean_per_token(sums: Array) -> Array:
+    """Sums over tokens divided by their number, which comes last."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return sums[..., :-1] / sums[..., -1:]
+
+
 def judge_original(
     traced: TracedModel,
     documents: Sequence[Document],
     batch_size: int = 8,
     advance: Advance = lambda tokens: None,
 ) -> Reference:
-    """The original's perplexity exp(-mean log p(next token)), and its logits at the positions to compare."""
-    loss, tokens, logits, compared = 0.0, 0, [], 0
-    for logits_NV, next_N in next_token_logits(traced, documents, batch_size):
-        loss += negative_log_likelihood(logits_NV, next_N)
-        tokens += len(next_N)
-        most = min(COMPARED_TOKENS, COMPARED_BYTES // (logits_NV.shape[1] * logits_NV.element_size()))
-        logits.append(logits_NV[: max(0, most - compared)].cpu())
-        compared += len(logits[-1])
-        advance(len(next_N))
-    if not tokens:
+    """The original's loss on every document, and its logits at the positions to compare."""
+    tokens_D = np.array([max(len(document.ids) - 1, 0) for document in documents], dtype=float)
+    if not tokens_D.sum():
         raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
-    return Reference(math.exp(loss / tokens), tokens, logits, compared)
+    loss_D, compared_D = np.zeros_like(tokens_D), np.zeros_like(tokens_D)
+    logits = []
+    for part in next_token_logits(traced, documents, batch_size):
+        loss_D += part.sum_by_document(negative_log_likelihood(part.logits_NV, part.next_N), part.document_N)
+        most = min(
+            COMPARED_TOKENS, COMPARED_BYTES // (part.logits_NV.shape[1] * part.logits_NV.element_size())
+        )
+        places = part.compared(most)
+        compared_D += part.sum_by_document(np.ones(len(places)), part.document_N[places])
+        logits.append(part.logits_NV[torch.from_numpy(places).to(part.logits_NV.device)].cpu())
+        advance(len(part.next_N))
+    domain_D = np.array([document.domain for document in documents], dtype=np.int64)
+    return Reference(loss_D, tokens_D, compared_D, domain_D, logits)
 
 
 def judge(
@@ -143,53 +234,89 @@ def judge(
     batch_size: int = 8,
     advance: Advance = lambda tokens: None,
 ) -> Judged:
-    """Perplexity of a compressed model, and mean Jensen-Shannon divergence of next-token distributions.
+    """Loss of a compressed model, and Jensen-Shannon divergence of next-token distributions, per document.
 
     JS(p, q) = KL(p || m)/2 + KL(q || m)/2 with m = (p + q)/2 (Lin 1991).
     """
-    loss, tokens, divergence = 0.0, 0, 0.0
-    for number, (logits_NV, next_N) in enumerate(next_token_logits(traced, documents, batch_size)):
-        loss += negative_log_likelihood(logits_NV, next_N)
-        tokens += len(next_N)
-        before_NV = reference.logits[number]
-        divergence += js_divergence(before_NV, logits_NV[: len(before_NV)])
-        advance(len(next_N))
-    perplexity = math.exp(loss / tokens) if loss / tokens < 700 else math.inf
-    return Judged(perplexity, divergence / max(reference.compared, 1))
+    loss_D, divergence_D = np.zeros(len(documents)), np.zeros(len(documents))
+    for part, before_NV in zip(
+        next_token_logits(traced, documents, batch_size), reference.logits, strict=True
+    ):
+        loss_D += part.sum_by_document(negative_log_likelihood(part.logits_NV, part.next_N), part.document_N)
+        places = part.compared(reference.compared)
+        after_NV = part.logits_NV[torch.from_numpy(places).to(part.logits_NV.device)]
+        divergence_D += part.sum_by_document(js_divergence(before_NV, after_NV), part.document_N[places])
+        advance(len(part.next_N))
+    return Judged(loss_D, divergence_D, reference)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The logits of one batch at every position that has a next token, and where those positions are."""
+
+    logits_NV: Tensor
+    next_N: Tensor
+    document_N: Integers  # index into the documents
+    place_N: Integers  # number of the position among those of all documents
+    documents: int
+    positions: int  # of all documents
+
+    def compared(self, most: int) -> Integers:
+        """The positions whose distributions are compared: at most so many, evenly spread over all text."""
+        most = min(most, self.positions)
+        return np.flatnonzero(self.place_N * most % self.positions < most)
+
+    def sum_by_document(self, values: Array, document: Integers) -> Array:
+        return np.bincount(document, values, minlength=self.documents).astype(np.float64)
 
 
 def next_token_logits(
     traced: TracedModel, documents: Sequence[Document], batch_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per batch: logits [N, V] at every position that has a next token, and those tokens."""
+) -> Iterator[Predictions]:
     size = max(1, min(batch_size, LOGITS_PER_PASS // (traced.vocabulary * traced.window)))
+    index = {document.number: place for place, document in enumerate(documents)}
+    first = np.cumsum([0, *(max(len(document.ids) - 1, 0) for document in documents)])
     for rows in batches(windows(documents, traced.window), size):
         batch = Batch.of(rows, traced.padding)
-        known = torch.from_numpy(batch.real_BL & (batch.next_BL >= 0))
+        known_BL = batch.real_BL & (batch.next_BL >= 0)
         inputs = {
             "input_ids": torch.from_numpy(batch.ids_BL).to(traced.device),
             "attention_mask": torch.from_numpy(batch.real_BL.astype(np.int64)).to(traced.device),
         }
         with torch.no_grad():
             logits = traced.model(**inputs, use_cache=False).logits
-        yield logits[known.to(logits.device)], torch.from_numpy(batch.next_BL)[known].to(logits.device)
+        row_N, column_N = np.nonzero(known_BL)
+        document_N = np.array([index[row.number] for row in rows], dtype=np.int64)[row_N]
+        start_N = np.array([row.start for row in rows], dtype=np.int64)[row_N]
+        known = torch.from_numpy(known_BL)
+        yield Predictions(
+            logits[known.to(logits.device)],
+            torch.from_numpy(batch.next_BL)[known].to(logits.device),
+            document_N,
+            first[document_N] + start_N + column_N,
+            len(documents),
+            int(first[-1]),
+        )
 
 
-def negative_log_likelihood(logits_NV: Tensor, next_N: Tensor) -> float:
+def negative_log_likelihood(logits_NV: Tensor, next_N: Tensor) -> Array:
+    """-log p(next token) at every position."""
     parts = zip(torch.split(logits_NV, POSITIONS), torch.split(next_N, POSITIONS), strict=True)
-    return sum(
-        float(torch.nn.functional.cross_entropy(logits.float(), after, reduction="sum").double())
+    losses = [
+        torch.nn.functional.cross_entropy(logits.float(), after, reduction="none").double().cpu()
         for logits, after in parts
-    )
+    ]
+    return torch.cat(losses).numpy() if losses else np.zeros(0)
 
 
-def js_divergence(before_NV: Tensor, after_NV: Tensor) -> float:
-    """The sum over positions of JS between both softmaxes."""
-    total = 0.0
+def js_divergence(before_NV: Tensor, after_NV: Tensor) -> Array:
+    """JS between both softmaxes at every position."""
+    divergences = [np.zeros(0)]
     parts = zip(torch.split(before_NV, POSITIONS), torch.split(after_NV, POSITIONS), strict=True)
     for first, second in parts:
         if len(first):
             p, q = (part.to(second.device).double().log_softmax(-1) for part in (first, second))
             m = torch.logaddexp(p, q) - math.log(2)
-            total += 0.5 * float((p.exp() * (p - m)).sum() + (q.exp() * (q - m)).sum())
-    return total
+            both = (p.exp() * (p - m)).sum(-1) + (q.exp() * (q - m)).sum(-1)
+            divergences.append(0.5 * both.cpu().numpy())
+    return np.concatenate(divergences)

@@ -110,6 +110,7 @@ def merge_by(
     needs_text: bool = True,
     collectors: tuple[Callable[[], SumCollector], ...] = (),
     distances: tuple[str, ...] = (),
+    dominants: tuple[str, ...] = (),
     needs_logits: bool = False,
     adapts: bool = False,
     caveats: Callable[[int], list[str]] = lambda n_experts: [],
@@ -137,6 +138,7 @@ def merge_by(
         control="random_merge",
         collectors=collectors,
         distances=distances,
+        dominants=dominants,
         needs_logits=needs_logits,
         adapts=adapts,
     )

@@ -31,6 +31,7 @@ class PlanSettings:
     router: str = "fold"
     adaptive: bool = False
     sequential: bool = False
+    dominant: str = "default"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Method:
     collectors: tuple[Callable[[], SumCollector], ...] = ()  # besides `RoutedSums`
     score: Score | None = None  # the saliency it prunes by; rank intervals use REAP where there is none
     distances: tuple[str, ...] = ()  # what `distance` may be; the first is the default
+    dominants: tuple[str, ...] = ()  # how `dominant` members may be chosen; the first is the default
     needs_logits: bool = False
     adapts: bool = False  # whether layers may keep different numbers of experts
 

@@ -54,6 +54,7 @@ def check_settings(method: Method, settings: PlanSettings, written: bool) -> Non
         ("merge weights", settings.merge_weights, MERGE_WEIGHTS),
         ("router", settings.router, get_args(RouterAfter)),
         (f"distance of {method.name}", settings.distance, ("default", *method.distances)),
+        (f"dominant of {method.name}", settings.dominant, ("default", *method.dominants)),
     ):
         if value not in known:
             raise unknown_name(kind, value, list(known))
@@ -62,7 +63,8 @@ def check_settings(method: Method, settings: PlanSettings, written: bool) -> Non
         raise BadInput(f"method {method.name} has no adaptive budget; use one of {adaptive}")
     if written and settings.router == "tie":
         raise BadInput(
-            "router tie keeps a row per old expert, which no checkpoint format can hold; use --router fold"
+            "router tie keeps a row per old expert, which no checkpoint format can hold; omit --apply to "
+            "judge it without writing, or use --router fold"
         )
     if written and settings.adaptive:
         raise BadInput(

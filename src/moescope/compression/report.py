@@ -21,6 +21,7 @@ from moescope.compression.figures import (
     of_controls,
     of_plan,
     score_column,
+    verdict,
     worst_layer,
 )
 from moescope.compression.tables import TABLES
@@ -95,12 +96,11 @@ def findings(run: Run, tables: Tables) -> list[str]:
             f"{number(saved)} % less than the original's {byte_size(plan['bytes_original'])}."
         )
     if pd.notna(plan["perplexity"]):
-        worse = plan["perplexity"] >= controls["perplexity"].min()
         sentences.append(
             f"Perplexity on held-out text: {number(plan['perplexity'])}, original "
-            f"{number(plan['perplexity_original'])}{control_range(controls['perplexity'])}"
-            + ("; not better than random." if worse else ".")
+            f"{number(plan['perplexity_original'])}{control_range(controls['perplexity'])}."
         )
+        sentences.append(judgement_finding(plan, controls))
         sentences.append(
             f"Next-token JS divergence from the original: {number(plan['js_divergence'])} of at most "
             f"{number(math.log(2))} nats{control_range(controls['js_divergence'])}."
@@ -114,6 +114,19 @@ def findings(run: Run, tables: Tables) -> list[str]:
     if ranks := rank_finding(tables):
         sentences.append(ranks)
     return sentences
+
+
+def judgement_finding(plan: pd.Series, controls: pd.DataFrame) -> str:
+    """Loss against original and controls; a claim is made only where a 95 % interval excludes 0."""
+    documents = counted(int(plan["judged_documents"]), "held-out document")
+    if pd.isna(plan["loss_increase_low"]):
+        return f"No claim about original or random controls: {documents} give no interval."
+    low, high = number(plan["loss_increase_low"]), number(plan["loss_increase_high"])
+    sentence = (
+        f"Loss above the original's: {number(plan['loss_increase'])} nats per token [{low}, {high}] "
+        f"(95 % interval over {documents})"
+    )
+    return f"{sentence}; {verdict(controls)}." if len(controls) else f"{sentence}."
 
 
 def compression_finding(tables: Tables) -> str:
@@ -179,7 +192,7 @@ def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSp
 def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
     damage, model, layers = TABLES["damage"], model_rows(tables), layer_rows(tables)
     errors = ["predicted_error", "measured_error", "router_kl"]
-    of_model = ["perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"]
+    of_model = [name for name in damage.values if name not in errors]
     payloads = []
     if model[["bytes", "perplexity"]].notna().any(axis=None):
         payloads.append(table_payload(damage, model, ["method", *of_model], "Whole model, with controls"))

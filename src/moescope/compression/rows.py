@@ -24,6 +24,13 @@ from moescope.types import Array, Plan
 MOST_PAIRS = 32  # compared per layer: matching and decomposing more would take longer than planning
 RESAMPLED = 1000
 CONFIDENCE = 0.95
+# what `judging.judged_differences` gives per model; the last six of controls only
+JUDGED = (
+    *("perplexity", "loss_increase", "loss_increase_low", "loss_increase_high"),
+    *("js_divergence", "js_divergence_low", "js_divergence_high"),
+    *("loss_above_plan", "loss_above_plan_low", "loss_above_plan_high"),
+    *("js_above_plan", "js_above_plan_low", "js_above_plan_high"),
+)
 
 
 def cluster_rows(plan: Plan, layer_names: Mapping[int, str]) -> pd.DataFrame:
@@ -81,6 +88,7 @@ def damage_rows(
     predicted: Mapping[str, Mapping[str, Any]],
     judged: Mapping[str, Mapping[str, Any]],
     perplexity_original: float | None,
+    judged_documents: int | None,
     bytes_after_before: tuple[int | None, int | None],
 ) -> pd.DataFrame:
     """The table `damage`: one row per layer and one for the whole model, of the plan and of every control."""
@@ -105,17 +113,16 @@ def damage_rows(
                 "method": method,
                 "layer": None,
                 "layer_name": None,
-                "perplexity": measured.get("perplexity"),
+                **{name: measured.get(name) for name in JUDGED},
                 "perplexity_original": perplexity_original,
-                "js_divergence": measured.get("js_divergence"),
+                "judged_documents": judged_documents,
                 "bytes": after,  # a control keeps as many experts, so it is as large as the plan
                 "bytes_original": before,
             }
         )
-    integers = ("layer", "bytes", "bytes_original")
-    floats = ("predicted_error", "measured_error", "router_kl", "perplexity", "perplexity_original")
-    dtypes = dict.fromkeys(integers, "Int64") | dict.fromkeys((*floats, "js_divergence"), "float64")
-    return pd.DataFrame(rows).astype(dtypes)
+    integers = ("layer", "judged_documents", "bytes", "bytes_original")
+    floats = ("predicted_error", "measured_error", "router_kl", "perplexity_original", *JUDGED)
+    return pd.DataFrame(rows).astype(dict.fromkeys(integers, "Int64") | dict.fromkeys(floats, "float64"))
 
 
 def saliency_rows(

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moescope.compression.applying import apply_plan, planned_bytes
+from moescope.compression.applying import apply_plan, check_fits, planned_bytes
 from moescope.compression.calibration import save_sums
 from moescope.compression.calibration_text import (
     CALIBRATION_FILE,
@@ -25,7 +25,7 @@ from moescope.compression.judging import check_judgeable, judge_models
 from moescope.compression.merging import check_adaptive
 from moescope.compression.method import Evidence, Method, PlanSettings, Proposal, rescaling_warnings
 from moescope.compression.methods import check_settings, method_named
-from moescope.compression.plan import Fits, check_same_checkpoint, checkpoint_mark, read_plan, write_plan
+from moescope.compression.plan import Fits, checkpoint_mark, read_plan, write_plan
 from moescope.compression.pruning import keep_counts
 from moescope.compression.reap import reap
 from moescope.compression.rows import cluster_geometry, cluster_rows, damage_rows, merge_rows, saliency_rows
@@ -90,11 +90,18 @@ def prepare(
     if plan is not None:
         if method is not None or keep is not None:
             raise BadInput("--plan already defines method and experts; omit --method and --keep, or --plan")
-        if target is None:
-            raise BadInput(f"{plan}: a plan is applied to a folder; give --apply DIR")
         loaded = read_plan(plan)
-        check_same_checkpoint(loaded[0], moe.checkpoint)
-        planned_bytes(moe, *loaded)
+        check_fits(moe, *loaded)
+        tied = loaded[0].router == "tie"
+        if tied and (target is not None or not judge):
+            raise BadInput(
+                f"{plan}: no checkpoint format can hold its router, tie; to judge it, omit --apply and give "
+                "--text"
+            )
+        if target is None and not tied:
+            raise BadInput(f"{plan}: a plan is applied to a folder; give --apply DIR")
+        if not tied:
+            planned_bytes(moe, *loaded)
         chosen = method_named(loaded[0].method)
         counts = {layer.layer: len(layer.groups) for layer in loaded[0].layers}
         plan_settings = dict(loaded[0].settings)
@@ -133,7 +140,7 @@ def prepare(
     ):
         if needs and not with_text and plan is None:
             raise BadInput(f"{option} needs a text; give --text PATH, or omit it")
-    judges = judge and target is not None
+    judges = judge and (target is not None or settings.router == "tie")
     return Work(moe, chosen, counts, settings, plan_settings, loaded, target, judges, controls, earlier)
 
 
@@ -182,12 +189,12 @@ def carry_out(writer: RunWriter, work: Work, text: CalibrationText | None, devic
     if work.apply is not None and "applied" not in done:
         apply_step(writer, work, plan, fits, quiet)
     if work.judge and text is not None and "judged" not in done:
-        assert work.apply is not None
         controls = [(name, *control(seed, plan)) for name, seed in work.control_seeds().items()]
         scratch = writer.path / "parts" / "controls.tmp"
-        compressed = (work.method.name, work.apply)
+        compressed = (work.method.name, plan, fits)
+        seed = work.settings.seed
         with writer.timed("judge"):
-            results = judge_models(text, work.moe, work.settings.seed, compressed, controls, scratch, quiet)
+            results = judge_models(text, work.moe, seed, compressed, work.apply, controls, scratch, quiet)
         writer.flush_task("judged", {}, results)
         writer.save_info()
     return finish(writer, work, plan, calibration)
@@ -336,10 +343,10 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         record |= task
     names = work.layer_names
     predicted, judged = record.get("predicted", {}), record.get("models", {})
-    perplexity = record.get("perplexity_original")
+    original = (record.get("perplexity_original"), record.get("facts", {}).get("judged_documents"))
     frames = {
         "clusters": cluster_rows(plan, names),
-        "damage": damage_rows(plan, names, predicted, judged, perplexity, record["bytes"]),
+        "damage": damage_rows(plan, names, predicted, judged, *original, record["bytes"]),
     }
     frames |= {name: writer.joined(name) for name in writer.verb.tables if writer.has(name)}
     router = lab_router(work.moe)
@@ -373,9 +380,11 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         warnings.append(
             "sums of --add runs cover all of their text: they may include text that is judged here"
         )
-    if work.apply is None:
+    if plan.router == "tie":
+        warnings.append("not written: no checkpoint format can hold a router row per old expert")
+    elif work.apply is None:
         warnings.append("not written: give --apply DIR to write and judge a checkpoint")
-    elif not work.judge:
+    if not work.judge and (work.apply is not None or plan.router == "tie"):
         warnings.append("not judged: " + ("no text was given" if calibration is None else "--no-judge"))
     if work.plan is not None and work.plan[0].settings.get("held_out") == "none":
         warnings.append(

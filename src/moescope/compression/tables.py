@@ -121,6 +121,22 @@ COLUMNS: dict[str, Column] = {
     "perplexity_original": Column(
         "float", "Perplexity of the original on the same text.", title="original's"
     ),
+    "loss_increase": Column(
+        "float",
+        "Loss on held-out text above the original's, in nats per token.",
+        "ln(perplexity / perplexity_original)",
+        chance="that of the random control",
+        best="0",
+        title="loss increase",
+    ),
+    "loss_increase_low": Column(
+        "float",
+        "Lower end of its 95 % interval: a paired bootstrap over held-out documents, within domains.",
+        "2,000 resamples",
+        misleads="Null under 20 documents, and where a domain has only one.",
+        title="loss increase, low",
+    ),
+    "loss_increase_high": Column("float", "Upper end of that interval.", title="loss increase, high"),
     "js_divergence": Column(
         "float",
         "Jensen-Shannon divergence in nats of next-token distributions from the original's, mean over at "
@@ -130,6 +146,40 @@ COLUMNS: dict[str, Column] = {
         chance="that of the random control",
         best="0",
         title="JS divergence",
+    ),
+    "js_divergence_low": Column(
+        "float", "Lower end of its 95 % interval, as for loss_increase.", title="JS divergence, low"
+    ),
+    "js_divergence_high": Column("float", "Upper end of that interval.", title="JS divergence, high"),
+    "loss_above_plan": Column(
+        "float",
+        "Loss of this random control above the plan's, in nats per token: above 0 the plan is better. Null "
+        "for the plan.",
+        "ln(perplexity of the control / perplexity of the plan)",
+        chance="0",
+        title="loss above the plan's",
+    ),
+    "loss_above_plan_low": Column(
+        "float",
+        "Lower end of its 95 % interval, paired by document.",
+        misleads="The interval is over documents; another control of the same kind differs too.",
+        title="loss above the plan's, low",
+    ),
+    "loss_above_plan_high": Column(
+        "float", "Upper end of that interval.", title="loss above the plan's, high"
+    ),
+    "js_above_plan": Column(
+        "float",
+        "JS divergence of this random control above the plan's, in nats. Null for the plan.",
+        chance="0",
+        title="JS above the plan's",
+    ),
+    "js_above_plan_low": Column(
+        "float", "Lower end of its 95 % interval, paired by document.", title="JS above the plan's, low"
+    ),
+    "js_above_plan_high": Column("float", "Upper end of that interval.", title="JS above the plan's, high"),
+    "judged_documents": Column(
+        "int", "Held-out documents that were judged; every domain has the same quota of tokens."
     ),
     "bytes": Column(
         "int",
@@ -165,7 +215,11 @@ DAMAGE = Table(
     ("method", "layer"),
     (
         *("predicted_error", "measured_error", "router_kl"),
-        *("perplexity", "perplexity_original", "js_divergence", "bytes", "bytes_original"),
+        *("perplexity", "perplexity_original", "loss_increase", "loss_increase_low", "loss_increase_high"),
+        *("js_divergence", "js_divergence_low", "js_divergence_high"),
+        *("loss_above_plan", "loss_above_plan_low", "loss_above_plan_high"),
+        *("js_above_plan", "js_above_plan_low", "js_above_plan_high"),
+        *("judged_documents", "bytes", "bytes_original"),
     ),
     optional=("layer",),
 )

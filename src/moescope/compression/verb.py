@@ -39,6 +39,7 @@ def compress(
     add: str | Path | Iterable[str | Path] = (),
     merge_weights: MergeWeights = "usage",
     distance: str = "default",
+    dominant: str = "default",
     router: RouterAfter = "fold",
     unsigned: bool = False,
     adaptive: bool = False,
@@ -48,6 +49,7 @@ def compress(
     dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
+    trust_remote_code: bool = False,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
@@ -73,7 +75,7 @@ def compress(
     apply : DIR
         Write the compressed checkpoint into this folder, and judge it.
     max_tokens : int, default all
-        Tokens to read at most, shared evenly by the domains.
+        Tokens to read at most, shared evenly by domains and documents.
     out : DIR, default runs/compress-MODEL-N
         Run folder to write.
     device : DEVICE
@@ -91,8 +93,12 @@ def compress(
         Weights of a group's members in the merged expert.
     distance : DISTANCE
         Distance to cluster by: euclidean or cosine (hc_smoe), l2 or sv (weights).
+    dominant : HOW
+        Member whose neurons the others are matched to: usage, the most used, or centre, the nearest to the
+        mean output (hc_smoe).
     router : HOW
-        Router of merged experts: fold fits new rows, tie keeps all rows (plan only).
+        Router of merged experts: fold fits new rows; tie keeps all rows and shares experts, which is judged
+        but cannot be written.
     unsigned : bool
         Match neurons by order alone, without signs.
     adaptive : bool
@@ -109,6 +115,8 @@ def compress(
         Documents per batch.
     chat_template : bool
         Read each document as a user's message.
+    trust_remote_code : bool
+        Run the Python code that the checkpoint brings with it.
     seed : int
         Seed of the sample, the bootstrap and the controls.
     overwrite : bool
@@ -135,10 +143,14 @@ def compress(
     for name, (value, least) in {**minimums, "controls": (controls, 0)}.items():
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
-    reading = ReadSettings(max_tokens, one_of("dtype", dtype, get_args(Dtype)), batch_size, chat_template)
+    one_of("dtype", dtype, get_args(Dtype))
+    reading = ReadSettings(max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(text, domain, token_ids) if with_text else []
-    settings = PlanSettings(seed, merge_weights, distance, not unsigned, router, adaptive, sequential)
+    texts.sort(key=lambda source: source.domain)  # the order of --domain changes nothing
+    settings = PlanSettings(
+        seed, merge_weights, distance, not unsigned, router, adaptive, sequential, dominant
+    )
     moe = read_moe(open_checkpoint(model))
     work = prepare(moe, method, keep, plan, apply, add, settings, judge and with_text, controls, with_text)
     if with_text:

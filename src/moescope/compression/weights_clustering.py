@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,12 +38,14 @@ def weights_clusters(
     n_groups: int = 1,
     most_pairs: int = MOST_PAIRS,
     device: str = "cpu",
+    bits: Mapping[str, int] | None = None,
 ) -> tuple[Grouping, WeightDistances]:
     """Average linkage of distances after signed neuron matching; the dominant is the most central member.
+    `bits`: significand bits of each stored projection (those of the tensors' dtypes unless given).
 
     Compare the heights with `random_distance`: matching finds some similarity in any two experts.
     """
-    distances = matched_distances(experts, measure, most_pairs, device)
+    distances = matched_distances(experts, measure, most_pairs, device, bits)
     grouping = average_linkage(distances.distance_EE, keep, most_central(distances.distance_EE), n_groups)
     return replace(grouping, unrelated=random_distance(experts[0], measure)), distances
 
@@ -58,7 +60,11 @@ def random_distance(expert: ExpertWeights, measure: str) -> float:
 
 
 def matched_distances(
-    experts: Sequence[ExpertWeights], measure: str = "l2", most_pairs: int = MOST_PAIRS, device: str = "cpu"
+    experts: Sequence[ExpertWeights],
+    measure: str = "l2",
+    most_pairs: int = MOST_PAIRS,
+    device: str = "cpu",
+    bits: Mapping[str, int] | None = None,
 ) -> WeightDistances:
     """Distances after matching, of at most `most_pairs` pairs.
 
@@ -73,7 +79,7 @@ def matched_distances(
         raise unknown_name("measure", measure, list(MEASURES))
     n_experts = len(experts)
     pairs = candidate_pairs(experts, most_pairs, device)
-    between = l2_after_matching if measure == "l2" else sv_after_matching(experts, device)
+    between = l2_after_matching if measure == "l2" else sv_after_matching(experts, device, bits or {})
     distance_EE = np.full((n_experts, n_experts), np.nan)
     np.fill_diagonal(distance_EE, 0.0)
     for a, b in pairs:
@@ -91,14 +97,15 @@ def l2_after_matching(experts: Sequence[ExpertWeights], a: int, b: int, matching
 
 
 def sv_after_matching(
-    experts: Sequence[ExpertWeights], device: str
+    experts: Sequence[ExpertWeights], device: str, bits: Mapping[str, int]
 ) -> Callable[[Sequence[ExpertWeights], int, int, Matching], float]:
     """1 - mean R. polar(P W) = P polar(W), so each expert is decomposed once."""
     factors: dict[tuple[int, str], PolarFactor] = {}
 
     def factor(expert: int, name: str) -> PolarFactor:
         if (expert, name) not in factors:
-            factors[expert, name] = polar_factor(projections_of(experts[expert])[name], device)
+            matrix = projections_of(experts[expert])[name]
+            factors[expert, name] = polar_factor(matrix, device, bits.get(name))
         return factors[expert, name]
 
     def between(experts: Sequence[ExpertWeights], a: int, b: int, matching: Matching) -> float:
@@ -169,7 +176,8 @@ def fingerprint_similarity(experts: Sequence[ExpertWeights], device: str = "cpu"
 def group_by_weights(evidence: Evidence, layer: LayerEvidence) -> Grouping:
     experts = [layer.weights.expert(number) for number in range(layer.weights.n_experts)]
     measure = layer.measure(MEASURES)
-    return weights_clusters(experts, layer.keep, measure, layer.n_groups, device=layer.device)[0]
+    bits = {name: stack.significand_bits for name, stack in layer.weights.projections.items()}
+    return weights_clusters(experts, layer.keep, measure, layer.n_groups, device=layer.device, bits=bits)[0]
 
 
 def sketch_warnings(n_experts: int) -> list[str]:

@@ -123,8 +123,11 @@ POSITIVE = {
         *("rope_base", "norm_epsilon"),
     ),
     "train": (
-        *("steps", "batch_size", "micro_batches", "sequence_length", "learning_rate"),
+        *("batch_size", "micro_batches", "sequence_length", "learning_rate"),
         *("evaluate_every", "evaluation_rows", "checkpoint_every"),
     ),
 }
-NOT_NEGATIVE = {"model": (), "train": ("final_learning_rate", "warmup", "weight_decay", "clip", "seed")}
+NOT_NEGATIVE = {
+    "model": (),
+    "train": ("steps", "epochs", "final_learning_rate", "warmup", "weight_decay", "clip", "seed"),
+}

@@ -137,6 +137,7 @@ class LabModel(nn.Module):
         super().__init__()
         check_model(config)
         self.config = config
+        self.trained_length = config.max_positions  # set by the training: longer texts are read in windows
         self.elementwise = compiled() if compile else EAGER
         D, V = config.d_model, config.vocabulary
         modern = config.modern

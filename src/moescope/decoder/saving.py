@@ -45,11 +45,13 @@ def layout_of(config: ModelConfig) -> str:
     return SIGMOID if router.sigmoid_scores else LAB
 
 
-def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+def config_json(model: LabModel, dtype: str = "float32") -> dict[str, Any]:
     """Return config.json: what transformers and families read, the ModelConfig, and facts about the router.
 
-    `dtype` is that of the stored weights.
+    `dtype` is that of the stored weights. `max_position_embeddings` is the trained length, since positions
+    that were never trained predict badly; the ModelConfig has the positions that the model can compute.
     """
+    config = model.config
     layout, router = layout_of(config), router_class(config.router)
     experts, d_ff = router.expert_shape(config)
     common: dict[str, Any] = {
@@ -61,7 +63,7 @@ def config_json(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.heads,
         "head_dim": config.d_model // config.heads,
-        "max_position_embeddings": config.max_positions,
+        "max_position_embeddings": model.trained_length,
         "hidden_act": "silu" if config.modern else "gelu",
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": config.rope_base,
@@ -129,7 +131,7 @@ def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as extra:
         vocabulary.save(Path(extra))
         dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")  # frozen experts may differ
-        write_checkpoint(folder, tensors, config_json(model.config, dtype), Path(extra))
+        write_checkpoint(folder, tensors, config_json(model, dtype), Path(extra))
 
 
 def is_lab_checkpoint(folder: str | Path) -> bool:
@@ -167,6 +169,17 @@ def load_config(folder: Path) -> ModelConfig:
     return replace(config, experts=experts, top_k=content["num_experts_per_tok"])
 
 
+def trained_length(folder: Path, config: ModelConfig) -> int:
+    """Return the length of text that a lab checkpoint was trained with."""
+    length = read_json(folder).get("max_position_embeddings", config.max_positions)
+    if type(length) is not int or not 0 < length <= config.max_positions:
+        raise BadInput(
+            f"{folder / 'config.json'}: max_position_embeddings is {length!r}, not a number from 1 to "
+            f"max_positions, {config.max_positions}; copy the checkpoint again"
+        )
+    return length
+
+
 def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -> tuple[LabModel, Vocabulary]:
     """Return model and vocabulary of a lab checkpoint, in evaluation mode."""
     place = Path(folder)
@@ -176,6 +189,7 @@ def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -
         with safe_open(file, framework="pt") as opened:
             stored.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     model = LabModel(config, compile=compile)
+    model.trained_length = trained_length(place, config)
     state = model.state_dict()
     for name, tensor in stored_tensors(model):  # views: copying into them fills the model
         if name not in stored:

@@ -354,20 +354,28 @@ def ungated_output(block: Block, x_TD: Tensor, expert: int) -> Tensor:
 def router_logits(block: Block) -> Tensor:
     """Return the logits of the current pass: the router's output, or recomputed where it has none.
 
-    Which output holds the logits differs by class; the one that agrees with weight times input on the first
-    batch is used from then on.
+    Which output holds the logits differs by class: the one that agrees with weight times input on the first
+    batch.
     """
-    if block.logits_at is not None and block.logits_at >= 0:
-        return block.router_outputs[block.logits_at].reshape(-1, block.n_experts).float()
-    recomputed_TE = recomputed_logits(block)
     if block.logits_at is None:
+        recomputed_TE = recomputed_logits(block)
         block.logits_at = -1
         for index, output in enumerate(block.router_outputs):
             wide = output.is_floating_point() and output.numel() == recomputed_TE.numel()
             if wide and relative_error(output.reshape(recomputed_TE.shape), recomputed_TE) < SAME_LOGITS:
                 block.logits_at = index
                 break
-    return recomputed_TE
+    if block.logits_at >= 0:
+        return block.router_outputs[block.logits_at].reshape(-1, block.n_experts).float()
+    return recomputed_logits(block)
+
+
+def logits_dtype(block: Block) -> torch.dtype:
+    """Return the precision in which the router computed the logits of the current pass."""
+    if block.logits_at is not None and block.logits_at >= 0:
+        return block.router_outputs[block.logits_at].dtype
+    kind = block.weight_ED.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else block.weight_ED.dtype
 
 
 def recomputed_logits(block: Block) -> Tensor:

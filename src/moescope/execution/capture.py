@@ -17,6 +17,7 @@ from moescope.execution.adapters import (
     adapter_of,
     find_blocks,
     hands_out_routing,
+    logits_dtype,
     relative_error,
     router_logits,
 )
@@ -155,7 +156,9 @@ class Capture:
                 logits_TE = router_logits(block)
                 if block.scoring is None:
                     bias_E, groups, expected = block.correction_bias_E, block.groups, block.expected_scoring
-                    block.scoring = find_scoring(logits_TE, *decision[1:], bias_E, groups, expected)
+                    block.scoring = find_scoring(
+                        logits_TE, *decision[1:], bias_E, groups, expected, logits_dtype(block)
+                    )
                 if self.check and not block.checked:
                     self.pending = decision
                 block.calls += 1

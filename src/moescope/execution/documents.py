@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from moescope.errors import BadInput
+from moescope.execution.budget import Prefix, spread_tokens
 from moescope.execution.texts import Content, Source
 from moescope.statistics import BUCKETS
 from moescope.types import Integers, Tokens
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 WINDOW = 4096  # tokens per window at most; longer documents are cut, and each part starts without context
 TOKENS_PER_PASS = 16_384  # rows x length of a batch: bounds activations whatever the batch size
 SORTED_BATCHES = 16  # batches whose windows are sorted by length together, so that padding is rare
+MARGIN = 64  # tokens after a prefix that are read too, since a cut changes how the text before it is split
 
 
 @dataclass(frozen=True)
@@ -52,43 +55,49 @@ class Window:
 def read_documents(
     traced: TracedModel, reading: list[Source], max_tokens: int | None = None, chat_template: bool = False
 ) -> Iterator[Document]:
-    """Yield every document as token ids, domain by domain; each domain gets the same share of max_tokens."""
-    number = 0
-    for index, source in enumerate(reading):
-        left = None if max_tokens is None else quota(max_tokens, len(reading), index)
-        for content in source.read():
-            if left == 0:
-                break
-            ids = np.asarray(tokenize(traced, content, chat_template)[:left], dtype=np.int64)
-            if len(ids):
-                check_ids(ids, traced)
-                yield Document(number, index, ids)
-                number += 1
-                left = None if left is None else left - len(ids)
+    """Yield every document as token ids, domain by domain; `spread_tokens` says how max_tokens is shared."""
+
+    def prefixes(source: Source) -> Iterator[Prefix]:
+        read = source.read if max_tokens is None else source.read_in_turn
+        return (partial(tokenize, traced, content, chat_template) for content in read())
+
+    ids: Iterable[tuple[str, Integers]]
+    if max_tokens is None:
+        ids = ((source.domain, prefix(None)) for source in reading for prefix in prefixes(source))
+    else:
+        ids = spread_tokens({source.domain: partial(prefixes, source) for source in reading}, max_tokens)
+    index = {source.domain: number for number, source in enumerate(reading)}
+    found = ((domain, part) for domain, part in ids if len(part))
+    for number, (domain, part) in enumerate(found):
+        yield Document(number, index[domain], part)
 
 
-def quota(tokens: int, domains: int, index: int) -> int:
-    """Return a domain's equal share of the tokens; the first domains get the remainder."""
-    return tokens // domains + (index < tokens % domains)
-
-
-def tokenize(traced: TracedModel, content: Content, chat_template: bool) -> list[int]:
+def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: int | None = None) -> Integers:
+    """Return the content's token ids, or the first `most`; of a long text only as much as needed is read."""
     if isinstance(content, list) and all(isinstance(part, int) for part in content):
-        return content
-    if traced.tokenizer is None:
-        raise BadInput(f"{traced.name}: the model has no tokenizer; give token ids with --token-ids FILE")
-    if chat_template:
+        ids = content[:most]
+    elif traced.tokenizer is None:
+        raise BadInput(f"{traced.name}: {traced.no_tokenizer}")
+    elif chat_template:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        return list(traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-    if isinstance(content, list):
-        content = "\n".join(
-            str(message.get("content", "")) for message in content if isinstance(message, dict)
-        )
-    return list(traced.tokenizer(content, verbose=False)["input_ids"])
+        ids = traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    else:
+        if isinstance(content, list):
+            content = "\n".join(
+                str(message.get("content", "")) for message in content if isinstance(message, dict)
+            )
+        length = len(content) if most is None else 8 * (most + MARGIN)
+        ids = traced.tokenizer(content[:length], verbose=False)["input_ids"]
+        while length < len(content) and len(ids) < (most or 0) + MARGIN:
+            length *= 4
+            ids = traced.tokenizer(content[:length], verbose=False)["input_ids"]
+    found = np.asarray(ids[:most], dtype=np.int64)
+    check_ids(found, traced)
+    return found
 
 
 def check_ids(ids: Any, traced: TracedModel) -> None:
-    if ids.min() < 0 or ids.max() >= traced.vocabulary:
+    if len(ids) and (ids.min() < 0 or ids.max() >= traced.vocabulary):
         worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
         raise BadInput(
             f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; "

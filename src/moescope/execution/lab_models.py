@@ -19,6 +19,7 @@ from moescope.decoder.saving import config_json, is_lab_checkpoint, is_own_layou
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.execution.models import TracedModel
+from moescope.processor import avoid_broken_amx
 from moescope.types import Routing
 
 
@@ -48,7 +49,11 @@ class Traceable(nn.Module):
         self.model = model
         shape = model.config
         self.config = TraceableConfig(
-            layout_of(shape), shape.vocabulary, shape.max_positions, vocabulary.pad, stored=config_json(shape)
+            layout_of(shape),
+            shape.vocabulary,
+            model.trained_length,
+            vocabulary.pad,
+            stored=config_json(model),
         )
 
     def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
@@ -155,17 +160,25 @@ def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
     """Load a lab checkpoint ready to be run by the lab's own model, without transformers."""
     model, vocabulary = load_model(name, device)
     if dtype not in ("auto", "float32"):
+        avoid_broken_amx(device, True)
         model.cast(getattr(torch, dtype))
     traceable = Traceable(model, vocabulary).eval()
     return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)
 
 
-def load_any_model(name: str, dtype: str, device: str, prefer_transformers: bool = False) -> TracedModel:
+def load_any_model(
+    name: str,
+    dtype: str,
+    device: str,
+    prefer_transformers: bool = False,
+    trust_remote_code: bool = False,
+) -> TracedModel:
     """Load a lab checkpoint with the lab's decoder, any other model with transformers.
 
     With `prefer_transformers`, lab checkpoints in a layout that transformers supports are loaded with it too.
     """
     from moescope.execution.models import load_model as load_transformers_model
 
-    by_lab = is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name)
-    return (load_traced if by_lab else load_transformers_model)(name, dtype, device)
+    if is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name):
+        return load_traced(name, dtype, device)
+    return load_transformers_model(name, dtype, device, trust_remote_code)

@@ -17,8 +17,13 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import check_transformers
 from moescope.execution.documents import WINDOW
+from moescope.processor import avoid_broken_amx
 from moescope.types import Integers
 
+HALF = (torch.bfloat16, torch.float16)
+TRUST = "read it, and pass --trust-remote-code if you trust it"
+CODE_NEEDED = f"is defined by Python code inside the checkpoint, which moescope does not run; {TRUST}"
+GIVE_IDS = "give token ids with --token-ids FILE"
 HEAD_TOKENS = 1024  # positions whose logits over the vocabulary exist at once
 
 
@@ -31,6 +36,7 @@ class TracedModel:
     runner: Any  # the part with every MoE block but no head: logits over the vocabulary are large
     tokenizer: Any
     device: str
+    no_tokenizer: str = f"the model has no tokenizer; {GIVE_IDS}"  # why there is none, and what to do
 
     @property
     def config(self) -> Any:
@@ -60,23 +66,31 @@ class TracedModel:
         return int(self.config.get_text_config().vocab_size)
 
 
-def load_model(name: str, dtype: str, device: str) -> TracedModel:
-    """Load the model and tokenizer of a folder or hub id (owner/name, owner/name@revision)."""
+def load_model(name: str, dtype: str, device: str, trust_remote_code: bool = False) -> TracedModel:
+    """Load the model and tokenizer of a folder or hub id (owner/name, owner/name@revision).
+
+    Python inside the checkpoint runs only with `trust_remote_code`.
+    """
     check_transformers()
     from transformers import AutoConfig
 
     path, _, revision = name.partition("@") if not name.startswith((".", "/")) else (name, "", "")
-    more = {"revision": revision} if revision else {}
+    more: dict[str, Any] = {"revision": revision} if revision else {}
+    more["trust_remote_code"] = trust_remote_code
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(path, **more)
-            model, info = model_class(config).from_pretrained(
+            if not trust_remote_code:
+                check_no_hub_code(name, config)
+            model, info = model_class(config, trust_remote_code).from_pretrained(
                 path,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 output_loading_info=True,
                 **more,
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            if needs_code(error):
+                raise BadInput(f"{name}: the model {CODE_NEEDED}") from None
             raise BadInput(
                 f"{name}: transformers cannot load it ({first_line(error)}); give a model folder or hub id"
             ) from None
@@ -86,26 +100,48 @@ def load_model(name: str, dtype: str, device: str) -> TracedModel:
                 f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be random, so "
                 "nothing was traced"
             )
+    avoid_broken_amx(device, any(weight.dtype in HALF for weight in model.parameters()))
     model = model.to(device).eval()
-    return TracedModel(name, model, runner_of(model), load_tokenizer(path, more), device)
+    traced = TracedModel(name, model, runner_of(model), None, device)
+    try:
+        traced.tokenizer = load_tokenizer(path, more)
+    except BadInput as error:
+        traced.no_tokenizer = f"{error}, or {GIVE_IDS}"
+    return traced
 
 
-def load_tokenizer(path: str, more: dict[str, str]) -> Any:
+def needs_code(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
+
+
+def check_no_hub_code(name: str, config: Any) -> None:
+    """Reject a config that names kernels of the hub: transformers would download and run them."""
+    for key in ("_attn_implementation", "_experts_implementation"):
+        for part in (config, config.get_text_config()):
+            if "/" in str(getattr(part, key, None)):
+                raise BadInput(f"{name}: config.json names code of the hub ({getattr(part, key)}); {TRUST}")
+
+
+def load_tokenizer(path: str, more: dict[str, Any]) -> Any:
     """Return the model's tokenizer, or None where it has none."""
     from transformers import AutoTokenizer
 
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **more)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            if needs_code(error):
+                raise BadInput(f"the tokenizer {CODE_NEEDED}") from None
             return None
     # transformers makes an empty tokenizer where a folder holds none
     return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
 
 
-def model_class(config: Any) -> Any:
+def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ()):
+        return auto.AutoModelForCausalLM
     nested = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if hasattr(config, "text_config") else []
     mappings = [
         *nested,

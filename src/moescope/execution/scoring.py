@@ -32,9 +32,10 @@ class Scoring:
 
     def selection(self, logits_TE: Tensor) -> Tensor:
         """Return the scores whose k largest are chosen: bias included, -inf in excluded groups."""
-        selection_TE = self.raw(logits_TE)
-        if self.bias_E is not None:
-            selection_TE = selection_TE + self.bias_E
+        raw_TE = self.raw(logits_TE)
+        return self.in_best_groups(raw_TE if self.bias_E is None else raw_TE + self.bias_E)
+
+    def in_best_groups(self, selection_TE: Tensor) -> Tensor:
         n_groups, n_allowed = self.groups
         if not self.group_score or n_groups == n_allowed:
             return selection_TE
@@ -68,19 +69,25 @@ def find_scoring(
     bias_E: Tensor | None,
     groups: tuple[int, int],
     expected: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Scoring:
     """Return the scoring that reproduces these choices; among several, the one closest to the gates.
+
+    `dtype` is that of the router's logits. The rounding to it moves near ties, so a choice counts as
+    reproduced if logits and scores within that rounding give it.
 
     Softmax and sigmoid order experts alike, so without a bias only the gates tell them apart: by their values
     (k = 1) or their ratios (k > 1). Gates made in another way (sparsemixer) tell nothing: softmax is assumed.
     The same where nothing reproduces the choices; then `explains` is False. `expected` is the function known
     from the model type; then only the rest is inferred, so that a pass of a few tokens cannot mislead. Of
-    equal fits the first counts: bias and groups are used where there are some.
+    fits equally close to the gates the one that reproduces most choices without rounding counts, then the
+    first: bias and groups are used where there are some.
     """
     complete = (chosen_TK >= 0).all(-1)
     logits_TE, chosen_TK, gates_TK = logits_TE[complete], chosen_TK[complete], gates_TK[complete].float()
     known = expected in ("softmax", "sigmoid")
-    fits: list[tuple[float, Scoring]] = []
+    unit = torch.finfo(dtype).eps / 2
+    fits: list[tuple[float, float, Scoring]] = []
     for function, with_bias in product(
         (expected or "",) if known else ("softmax", "sigmoid"),
         (True, False) if bias_E is not None else (False,),
@@ -88,23 +95,33 @@ def find_scoring(
         group_scores = ("two best", "best", "") if function == "sigmoid" else ("best", "two best", "")
         for group_score in group_scores if groups[0] > groups[1] else ("",):
             scoring = Scoring(function, bias_E if with_bias else None, groups, group_score)
-            if reproduced(scoring.selection(logits_TE), chosen_TK) >= AGREES:
+            if reproduced(scoring, logits_TE, chosen_TK, unit) >= AGREES:
                 error = 0.0
                 if len(gates_TK):
                     error = gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK)
-                fits.append((error if error < GATES_FIT and not known else 1.0, scoring))
+                missed = 1 - reproduced(scoring, logits_TE, chosen_TK, 0.0)
+                fits.append((error if error < GATES_FIT and not known else 1.0, missed, scoring))
     if fits:
-        return min(fits, key=lambda pair: pair[0])[1]
+        return min(fits, key=lambda fit: fit[:2])[2]
     if known:
-        return find_scoring(logits_TE, chosen_TK, gates_TK, bias_E, groups)
+        return find_scoring(logits_TE, chosen_TK, gates_TK, bias_E, groups, dtype=dtype)
     return Scoring("softmax", explains=False)
 
 
-def reproduced(selection_TE: Tensor, chosen_TK: Tensor) -> float:
-    """Return the share of tokens whose chosen experts have the largest selection scores."""
+def reproduced(scoring: Scoring, logits_TE: Tensor, chosen_TK: Tensor, unit: float) -> float:
+    """Return the share of tokens whose chosen experts have the largest selection scores.
+
+    Rounding may move every number by its `unit`-th part. It moves a near tie the way that was chosen if the
+    choice follows once chosen experts are moved up and all others down.
+    """
     if not len(chosen_TK):
         return 1.0
-    best_TK = selection_TE.topk(chosen_TK.shape[1], dim=-1).indices
+    error_TE = torch.full_like(logits_TE, -unit).scatter(1, chosen_TK, unit)  # of logits, scores and bias
+    moved_TE = logits_TE + (error_TE * logits_TE.abs()).nan_to_num()  # -inf rules an expert out
+    selection_TE = scoring.raw(moved_TE) * (1 + error_TE)
+    if scoring.bias_E is not None:
+        selection_TE = selection_TE + scoring.bias_E + error_TE * scoring.bias_E.abs()
+    best_TK = scoring.in_best_groups(selection_TE).topk(chosen_TK.shape[1], dim=-1).indices
     return (best_TK.sort(-1).values == chosen_TK.sort(-1).values).all(-1).float().mean().item()
 
 

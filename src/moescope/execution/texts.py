@@ -11,17 +11,20 @@ import io
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
 
 STDIN = "-"
 CHUNK = 2**20  # bytes or token ids per document at most: longer ones are split, so that memory stays flat
+OPEN_FILES = 32  # read in turn
 LINES = (".jsonl", ".ndjson")
 TEXT_FIELDS = ("text", "content", "messages")
 Content = str | list[Any]  # a text, messages of a chat, or token ids
@@ -34,13 +37,42 @@ HUB_ADDRESS = re.compile(
 )
 
 
+class Part(NamedTuple):
+    """One file or dataset."""
+
+    name: str  # without the folders above the one that the user gave, so equal wherever that is
+    read: Callable[[], Iterator[Content]]
+
+
 @dataclass(frozen=True)
 class Source:
-    """The texts of one domain. `read` starts from the beginning each time it is called."""
+    """The texts of one domain. Reading starts from the beginning each time."""
 
     domain: str
-    read: Callable[[], Iterator[Content]]
+    parts: list[Part]
     identity: list[Any]  # what must be equal for a run to be resumed
+
+    def read(self) -> Iterator[Content]:
+        """Yield all documents, file by file."""
+        for part in self.parts:
+            yield from part.read()
+
+    def read_in_turn(self) -> Iterator[Content]:
+        """Yield one document of each file in turn, from a fixed random order of the files.
+
+        So the first documents represent all files. At most 32 are open at once.
+        """
+        waiting = deque(sorted(self.parts, key=lambda part: hashlib.blake2b(part.name.encode()).digest()))
+        opened: deque[Iterator[Content]] = deque()
+        while waiting or opened:
+            if waiting and len(opened) < OPEN_FILES:
+                reader = waiting.popleft().read()
+            else:
+                reader = opened.popleft()
+            for content in reader:
+                yield content
+                opened.append(reader)
+                break
 
 
 @dataclass(frozen=True)
@@ -51,6 +83,7 @@ class ReadSettings:
     dtype: str = "auto"
     batch_size: int = 8
     chat_template: bool = False
+    trust_remote_code: bool = False
 
 
 def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | Path | None) -> list[Source]:
@@ -65,7 +98,8 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
         )
     if token_ids:
         file = existing(str(token_ids))
-        return [Source("text", lambda: read_ids(file), [file_identity(file)])]
+        part = Part(file.name, partial(read_ids, file))
+        return [Source("text", [part], [file_identity(file)])]
     if texts:
         return [text_source("text", [str(path) for path in texts])]
     by_name: dict[str, list[str]] = {}
@@ -78,25 +112,24 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
 
 
 def text_source(domain: str, paths: list[str]) -> Source:
-    if STDIN in paths:
-        content = sys.stdin.buffer.read()  # kept in memory, since several models may read it
-        stdin = decoded(content, "standard input")
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    local = [path for path in paths if path != STDIN and not is_hub_text(path)]
-    files = [file for path in local for file in text_files(existing(path))]
-    hub = [find_hub_text(path) for path in paths if is_hub_text(path)]
-
-    def read() -> Iterator[Content]:
-        if STDIN in paths:
-            yield stdin
-        for file in files:
-            yield from read_file(file)
-        for dataset in hub:
-            yield from dataset.read()
-
-    identity: list[Any] = [file_identity(file) for file in files]
-    identity += [[dataset.address] for dataset in hub]
-    return Source(domain, read, identity + ([digest] if STDIN in paths else []))
+    parts: list[Part] = []
+    identity: list[Any] = []
+    for path in dict.fromkeys(paths):
+        if path == STDIN:
+            content = sys.stdin.buffer.read()  # kept in memory, since several models may read it
+            text = decoded(content, "standard input")
+            parts.append(Part(path, partial(iter, [text])))
+            identity.append(hashlib.blake2b(content, digest_size=16).hexdigest())
+        elif is_hub_text(path):
+            dataset = find_hub_text(path)
+            parts.append(Part(dataset.address, dataset.read))
+            identity.append([dataset.address])
+        else:
+            root = existing(path)
+            for file in text_files(root):
+                parts.append(Part(f"{root.name}/{file.relative_to(root)}", partial(read_file, file)))
+                identity.append(file_identity(file))
+    return Source(domain, parts, identity)
 
 
 def existing(path: str) -> Path:

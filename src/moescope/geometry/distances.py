@@ -3,6 +3,7 @@ one)."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moescope.errors import BadInput
+from moescope.spectral.decompose import numerical_rank, tensor_bits
 
 CHUNK = 1 << 21  # numbers per matrix converted to fp64 at a time: 16 MiB
-RANK_TOLERANCE = 1e-6  # of the largest singular value; fp32 rounding of a smaller rank lies below 1e-7
+GRAM_RESOLUTION = 1e-6  # of the largest singular value; an fp64 Gram matrix errs by 1e-8
 WELL_CONDITIONED = 1e-3  # smallest over largest singular value
 NEWTON_STEPS = 30  # each multiplies small singular values by 1.5: from 1e-4 of the largest they reach 1
 NEWTON_RESIDUAL = 1e-5  # largest allowed || Q Q' - I ||_F / sqrt(rank): ten times the rounding of fp32
@@ -58,23 +60,37 @@ class PolarFactor:
     rank: int
 
 
-def polar_factor(weight: Tensor, device: str = "cpu") -> PolarFactor:
+def polar_factor(weight: Tensor, device: str = "cpu", bits: int | None = None) -> PolarFactor:
     """Return the polar factor U V' of one matrix: a partial isometry where the rank is deficient.
 
     Q = (W W')^(-1/2) W (Higham 2008, Functions of Matrices, chapter 8). On a GPU by Newton-Schulz steps,
-    which are matrix products only, with the residual checked; elsewhere, and where that fails, by the
-    eigenvectors of the fp64 Gram matrix. Singular values below 1e-6 of the largest count as zero. A low rank
-    stored in bf16 is not detected: rounding fills it up.
+    which are matrix products only, with residual and rank checked; elsewhere, and where that fails, by the
+    eigenvectors of the fp64 Gram matrix. The rank is that of `numerical_rank`, for weights stored with `bits`
+    significand bits (those of the tensor's dtype unless given).
     """
     if not torch.isfinite(weight).all():
         raise BadInput(
             "a matrix with NaN or infinity has no polar factor; inspect the checkpoint with `moescope scan`"
         )
+    bits = bits or tensor_bits(weight)
     if device != "cpu":
-        factors, converged = by_newton_schulz(weight.to(device, torch.float32)[None])
-        if converged:
+        single = weight.to(device, torch.float32)
+        factors, converged = by_newton_schulz(single[None])
+        if converged and has_full_rank(single, factors[0], bits):
             return PolarFactor(factors[0], min(weight.shape))
-    return by_eigenvectors(weight.to(device))
+    return by_eigenvectors(weight.to(device), bits)
+
+
+def has_full_rank(weight: Tensor, factor: Tensor, bits: int) -> bool:
+    """Whether all singular values are above the rank tolerance, by a margin: W Q' - t I is positive definite,
+    since the eigenvalues of W Q' are the singular values of W."""
+    wide, other = (weight.T, factor.T) if weight.shape[0] > weight.shape[1] else (weight, factor)
+    product = wide @ other.T
+    product = (product + product.T) / 2
+    norm = torch.linalg.matrix_norm(wide)
+    tolerance = 2.0**-bits * norm * (wide.shape[0] ** -0.5 + wide.shape[1] ** -0.5)
+    product.diagonal().sub_(1.01 * tolerance)
+    return int(torch.linalg.cholesky_ex(product).info) == 0
 
 
 def sv_alignment(a: PolarFactor, b: PolarFactor) -> float:
@@ -90,29 +106,31 @@ def sv_alignment(a: PolarFactor, b: PolarFactor) -> float:
     return inner / float(np.sqrt(a.rank * b.rank))
 
 
-def by_eigenvectors(weight: Tensor) -> PolarFactor:
-    """Use the eigenvectors of the smaller fp64 Gram matrix, or the SVD where the solver does not converge."""
+def by_eigenvectors(weight: Tensor, bits: int) -> PolarFactor:
+    """Use the eigenvectors of the smaller fp64 Gram matrix, or the SVD where that has too few digits or its
+    solver does not converge."""
     tall = weight.shape[0] > weight.shape[1]
     wide = (weight.T if tall else weight).double()
-    try:
+    squares, vectors = torch.zeros(1), torch.zeros(1)
+    with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not in its list of names
         squares, vectors = torch.linalg.eigh(wide @ wide.T)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # documented, but not in its list of names
-        factor, rank = by_svd(wide)
-        return PolarFactor((factor.T if tall else factor).float(), rank)
-    nonzero = squares > RANK_TOLERANCE**2 * squares[-1]
-    basis, squares = vectors[:, nonzero], squares[nonzero]
+    if not squares[0] > GRAM_RESOLUTION**2 * squares[-1]:
+        factor, rank = by_svd(wide, bits)
+        return PolarFactor((factor.T if tall else factor).float().contiguous(), rank)
+    rank = int(numerical_rank(squares.sqrt().flip(0), wide.shape, bits))
+    basis, squares = vectors[:, len(squares) - rank :], squares[len(squares) - rank :]
     root = (basis * squares.rsqrt()) @ basis.T
     if len(squares) and squares[0] > WELL_CONDITIONED**2 * squares[-1]:
         factor = root.float() @ wide.float()  # fp32 keeps four digits of the weakest direction
     else:
         factor = root @ wide
-    return PolarFactor((factor.T if tall else factor).float().contiguous(), int(nonzero.sum()))
+    return PolarFactor((factor.T if tall else factor).float().contiguous(), rank)
 
 
-def by_svd(weight: Tensor) -> tuple[Tensor, int]:
+def by_svd(weight: Tensor, bits: int) -> tuple[Tensor, int]:
     """(U V', rank) by the definition, which is slow."""
     left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
-    rank = int((values > RANK_TOLERANCE * values[0]).sum())
+    rank = int(numerical_rank(values, weight.shape, bits))
     return left[:, :rank] @ right[:rank], rank
 
 

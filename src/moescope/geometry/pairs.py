@@ -107,10 +107,8 @@ class LoadedExpert:
         self.weights = on_device(layer.expert(number), device) if all_weights else None
         self.matrices: dict[str, Tensor] = {}
         self.factors: dict[str, PolarFactor] = {}
-        stacks = {"gate": layer.gate_EFD, "up": layer.up_EFD, "down": layer.down_EDF}
         for name in matrices:
-            stack = stacks[name]
-            assert stack is not None
+            stack = layer.projections[name]
             matrix = projection_matrix(self.weights, name) if self.weights else stack.read(number).to(device)
             assert matrix is not None
             if not torch.isfinite(matrix).all():
@@ -120,7 +118,7 @@ class LoadedExpert:
                 )
             self.matrices[name] = matrix
             if sv:
-                self.factors[name] = polar_factor(matrix, device)
+                self.factors[name] = polar_factor(matrix, device, stack.significand_bits)
 
 
 def on_device(expert: ExpertWeights, device: str) -> ExpertWeights:

@@ -32,6 +32,7 @@ class TrainConfig:
     """The training: AdamW, linear warm-up, cosine decay to `final_learning_rate`."""
 
     steps: int = 300
+    epochs: int = 0  # instead of steps, which is then 0: so often every row is read
     batch_size: int = 16  # rows per optimiser step, over all ranks and micro-batches
     micro_batches: int = 1
     sequence_length: int = 128
@@ -67,11 +68,30 @@ SOME = ModelConfig(
     experts=64,
     top_k=4,
     router="some",
+    router_options={
+        "published_usage": True,
+        "published_peers": True,
+        "published_order": True,
+        "published_pads": True,
+        "published_temperature": True,
+    },
     max_positions=1024,
     frozen_experts=True,
     frozen_dtype="bfloat16",
 )
+SOME_DATA = DataConfig(vocabulary="bpe", layout="documents")
 SOME_TRAIN = TrainConfig(
+    steps=1248,  # 4 epochs of 10,000 rows
+    batch_size=32,
+    sequence_length=768,
+    learning_rate=6e-4,
+    final_learning_rate=6e-5,
+    weight_decay=0.01,
+    evaluate_every=312,
+    checkpoint_every=312,
+    dtype="bfloat16",
+)
+MEDIUM_TRAIN = TrainConfig(
     steps=20_000,
     batch_size=32,
     sequence_length=768,
@@ -84,7 +104,14 @@ SOME_TRAIN = TrainConfig(
     dtype="bfloat16",
 )
 BPE = DataConfig(vocabulary="bpe")
-MEDIUM = replace(SOME, block="modern", router="topk", frozen_experts=False, frozen_dtype="float32")
+MEDIUM = replace(
+    SOME,
+    block="modern",
+    router="topk",
+    router_options={},
+    frozen_experts=False,
+    frozen_dtype="float32",
+)
 
 PRESETS: dict[str, LabConfig] = {
     "nano": LabConfig(),
@@ -102,11 +129,11 @@ PRESETS: dict[str, LabConfig] = {
             checkpoint_every=500,
         ),
     ),
-    "medium": LabConfig(MEDIUM, BPE, SOME_TRAIN),
-    "some_a4": LabConfig(SOME, BPE, SOME_TRAIN),
-    "some_b1": LabConfig(replace(SOME, experts=128), BPE, SOME_TRAIN),
-    "some_b2": LabConfig(replace(SOME, experts=256), BPE, SOME_TRAIN),
-    "some_b3": LabConfig(replace(SOME, experts=512), BPE, SOME_TRAIN),
+    "medium": LabConfig(MEDIUM, BPE, MEDIUM_TRAIN),
+    "some_a4": LabConfig(SOME, SOME_DATA, SOME_TRAIN),
+    "some_b1": LabConfig(replace(SOME, experts=128), SOME_DATA, SOME_TRAIN),
+    "some_b2": LabConfig(replace(SOME, experts=256), SOME_DATA, SOME_TRAIN),
+    "some_b3": LabConfig(replace(SOME, experts=512), SOME_DATA, SOME_TRAIN),
 }
 
 
@@ -159,11 +186,26 @@ def config_from(tables: dict[str, Any], base: LabConfig | None = None, where: st
     model = tables.get("model", {})
     if isinstance(model, dict) and isinstance(model.get("router"), str):  # first: it sets top_k
         base = with_router(base, model["router"])
+    tables["train"] = one_duration(tables.get("train", {}))
     config = LabConfig(
         **{part: override(getattr(base, part), tables.get(part, {}), f"{where}: [{part}]") for part in parts}
     )
     check(config, where)
     return config
+
+
+def one_duration(train: Any) -> Any:
+    """Return the table [train] in which epochs alone replace the preset's steps, and steps its epochs."""
+    pairs = (("steps", "epochs"), ("epochs", "steps"))
+    replaced = {other: 0 for key, other in pairs if isinstance(train, dict) and train.get(key)}
+    return {**train, **replaced} if len(replaced) == 1 else train
+
+
+def epochs_to_steps(config: LabConfig, rows: int) -> LabConfig:
+    """Return the config with the steps of its epochs over so many rows; a rest below a batch is no step."""
+    train = config.train
+    steps = train.epochs * max(rows // train.batch_size, 1)
+    return replace(config, train=replace(train, steps=steps, epochs=0)) if train.epochs else config
 
 
 def check(config: LabConfig, where: str = "config") -> None:
@@ -173,6 +215,10 @@ def check(config: LabConfig, where: str = "config") -> None:
     check_model(config.model, where)
     model, train = config.model, config.train
     check_numbers("train", train, where)
+    if (train.steps > 0) == (train.epochs > 0):
+        raise BadInput(
+            f"{where}: [train] steps = {train.steps} and epochs = {train.epochs}; give one of them, above 0"
+        )
     if train.dtype not in DTYPES:
         raise unknown_name("dtype", train.dtype, list(DTYPES))
     if train.parallel not in PARALLEL:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from moescope.plotting.style import (
@@ -193,15 +192,11 @@ def describe_differences(comparisons: pd.DataFrame) -> str:
 
 def detectable_text(alike: pd.DataFrame) -> str:
     """State which difference would have been detected in arms not distinguishable; "" if unknown."""
-    known = alike[np.isfinite(alike["detectable_difference"].astype(float))]
-    known = known.sort_values("detectable_difference")
+    known = alike["detectable_difference"].astype(float).dropna()
     if known.empty:
         return ""
-    low, high = (number(known["detectable_difference"].iloc[place]) for place in (0, -1))
-    if low == high:
-        return f"; detectable with 80 % power: {high} nats"
-    first, last = (known["arm"].iloc[place] for place in (0, -1))
-    return f"; detectable with 80 % power: {low} ({first}) to {high} nats ({last})"
+    span = " to ".join(dict.fromkeys((number(known.min()), number(known.max()))))
+    return f"; detectable (80 % power): {span} nats"
 
 
 def losses(tables: Tables) -> Figure:
@@ -257,29 +252,26 @@ def noise_and_spread(tables: Tables) -> Figure:
     values = done.groupby("arm").agg(spread=("validation_loss", "std"), noise=("noise_std", "mean"))
     arms = [arm for arm in ordered_arms(comparisons) if arm in values.index]
     values = values.reindex(arms)
-    wide = done.pivot(index="arm", columns="seed", values="validation_loss").dropna(axis=1)
-    left = wide.sub(wide.mean(axis=1), axis=0)
-    left = left - left.mean(axis=0)
-    degrees = (wide.shape[0] - 1) * (wide.shape[1] - 1)
-    within = float(np.sqrt((left.to_numpy() ** 2).sum() / degrees)) if degrees > 0 else math.nan
+    paired_std = comparisons.set_index("arm")["difference_std"].astype(float).reindex(arms).dropna()
     measured = bool(values["noise"].notna().any())
     data = [dots(values["spread"], "over seeds", CATEGORICAL[0], "circle")]
     if measured:
         data.append(dots(values["noise"], "over documents", CATEGORICAL[4], "diamond"))
-    if math.isfinite(within):
-        data.append(vertical_line(within, arms, "residual within seeds, all arms"))
+    if len(paired_std):
+        data.append(dots(paired_std, "of differences from the reference", CATEGORICAL[2], "square"))
     caption = f"Medians over arms: {number(values['spread'].median())} nats over seeds"
     caption += f", {number(values['noise'].median())} over documents" if measured else ""
-    caption += f"; residual of the tests {number(within)}." if math.isfinite(within) else "."
+    caption += f"; differences from the reference {number(paired_std.median())}." if len(paired_std) else "."
     caption += "" if measured else " Noise over documents: too few documents."
     layout = base_layout(
         "standard deviation (nats per token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)
     )
-    title, columns = "Spread over seeds and evaluation noise", ("study_runs.validation_loss", "noise_std")
+    title = "Spread over seeds and evaluation noise"
+    columns = ("study_runs.validation_loss", "noise_std", "difference_std")
     details = (
         "Over seeds: of an arm's trainings. Over documents: of one model's loss under resampled validation "
-        "documents, the same for all arms and used in no test. Dashed: the residual after removing arm and "
-        "seed effects, which the tests use."
+        "documents, the same for all arms and used in no test. Of differences: over the seeds that arm and "
+        "reference share, which the tests use."
     )
     height = arm_height(len(arms))
     return Figure("noise_and_spread", title, caption, columns, data, layout, height=height, details=details)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-import numpy as np
 import pandas as pd
 
 from moescope.lab.figures_study import ARM_FIGURES, StudyFigure, format_loss, ordered_arms, reference_of
@@ -160,26 +158,18 @@ def band(values: pd.DataFrame, color: str) -> list[Trace]:
 
 
 def chances(tables: Tables, column: str) -> dict[str, tuple[pd.Series, pd.Series]]:
-    """Return the chance level per step: one line per pair of expert count and top-k among the arms.
-
-    CV: √((n − k)/(N k)), N the tokens since the row before. Unused: (1 − k/n)^N. Entropy: log n.
-    """
-    if column == "validation_loss":
+    """Return the chance level per step: one line per expert count, top-k and batch among the arms."""
+    level = f"{column}_chance"
+    if level not in tables["study_curves"]:
         return {}
-    rows = finished(tables, column)
-    runs = tables["study_runs"]
-    arms = runs[runs["n_experts"].notna() & runs["arm"].isin(rows["arm"])].drop_duplicates("arm")
+    sizes = ["n_experts", "top_k", "tokens_per_step"]
+    runs = tables["study_runs"][["arm", "seed", *sizes]].dropna()
+    rows = finished(tables, level).merge(runs, on=["arm", "seed"])
     levels = {}
-    for (experts, chosen, tokens), group in arms.groupby(["n_experts", "top_k", "tokens_per_step"]):
-        steps = pd.Series(sorted(rows.loc[rows["arm"].isin(group["arm"]), "step"].unique()))
-        n, k = float(experts), float(chosen)
-        seen = steps.diff().fillna(steps.iloc[0]).clip(lower=1) * tokens
-        value = {
-            "routing_entropy": steps * 0 + math.log(n),
-            "load_cv": np.sqrt((n - k) / (seen * k)),
-            "unused_share": (1 - k / n) ** seen,
-        }[column]
-        levels[f", {k:.0f} of {n:.0f}"] = (steps, value)
+    for (n, k, tokens), group in rows.groupby(sizes):
+        by_step = group.groupby("step")[level].mean()
+        batch = f", {tokens:,} tokens per step" if rows["tokens_per_step"].nunique() > 1 else ""
+        levels[f", {k:.0f} of {n:.0f}{batch}"] = (by_step.index.to_series(), by_step)
     lines = {
         tuple(number(each) for each in (*steps, *values)): (steps, values)
         for steps, values in levels.values()

@@ -27,10 +27,10 @@ from moescope.run import Run
 from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
 
 GUIDE = (
-    "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint: "
-    "validation loss. Better and worse are stated from five seeds on, where p ≤ 0.05 after Holm's correction "
-    "for all arms of the question; else the page states the detectable difference. Noise over validation "
-    "documents is shown separately and used in no test."
+    "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint, "
+    "validation loss, with a paired t per arm. Better and worse are stated from five seeds on, if p ≤ 0.05 "
+    "after Holm's correction for all arms of the question; else the page states the detectable difference. "
+    "Noise over validation documents is shown separately and used in no test."
 )
 QUESTIONS = {
     "main": ("Router comparison", "Validation loss of each arm against {reference} under the same seed."),
@@ -46,8 +46,8 @@ QUESTIONS = {
 }
 COMPARED = [
     "arm", "verdict", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high",
-    "statistic", "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p", "hedges_g",
-    "rank_p", "detectable_difference",
+    "difference_std", "statistic", "degrees_of_freedom", "p_value", "p_adjusted", "hedges_g", "rank_p",
+    "detectable_difference",
 ]  # fmt: skip
 TRAINED = [
     "arm", "seed", "question", "status", "validation_loss", "noise_low", "noise_high", "load_cv",
@@ -139,29 +139,11 @@ def question_section(tables: Tables, question: str, first: bool) -> Section:
     for places in axis_frames(tables, question):
         along = {**tables, "study_axes": places}
         figures += [(spec, along) for spec in ALONG if spec.can_draw(along)]
-    text = f"{text.format(reference=reference_of(comparisons))} {how_tested(comparisons)}".strip()
+    text = f"{text.format(reference=reference_of(comparisons))} Paired t per arm, Holm-corrected."
     table = table_payload(
         TABLES["study_comparisons"], comparisons, COMPARED, "All arms against the reference"
     )
     return Section(f"question-{question}", title, text, figures, [table])
-
-
-def how_tested(comparisons: pd.DataFrame) -> str:
-    """State which test was used, and why."""
-    known = compared(comparisons)
-    equal = comparisons["equal_variances_p"].dropna()
-    if known["test"].isna().all():
-        return ""
-    if (known["test"] == "blocked").any():
-        return (
-            f"All arms share one residual variance within seeds ({number(known['degrees_of_freedom'].max())} "
-            f"degrees of freedom; equal variances: p = {number(equal.iloc[0])}, rejected below 0.1)."
-        )
-    if (known["test"] == "paired t, shared seeds").all():
-        return "No arm has all seeds of the reference: paired t per arm on the shared seeds."
-    if len(equal):
-        return f"Variances differ between arms (p = {number(equal.iloc[0])}): paired t per arm."
-    return "With two arms the test is a paired t."
 
 
 def summary(run: Run) -> Summary:
@@ -200,7 +182,7 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
         numbers.append(KeyNumber("Detectable difference", detectable, None, "nats/token", "80 % power"))
     means = arm_means(tables).loc[best["arm"]]
     if math.isfinite(means["load_cv"]):
-        chance = means["chance_cv"] if math.isfinite(means["chance_cv"]) else None
+        chance = means["load_cv_chance"] if math.isfinite(means["load_cv_chance"]) else None
         numbers.append(KeyNumber(f"Load CV of {best['arm']}", means["load_cv"], chance))
     return [*numbers, done]
 
@@ -247,7 +229,7 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
         sentences.append(
             f"{label}every seed gave the same difference from {reference} for {arm_list(flat)}: no test."
         )
-    partial = known[known["test"] == "paired t, shared seeds"]
+    partial = known[known["seeds"] < comparisons.loc[comparisons["arm"] == reference, "seeds"].max()]
     if len(partial):
         sentences.append(
             f"{label}missing seeds of {reference}: {arm_list(partial)}, compared on {seed_range(partial)}; "
@@ -312,9 +294,10 @@ def coverage(run: Run) -> list[str]:
     base = run.info.get("base", {})
     if base:
         model, train = base["model"], base["train"]
+        duration = f"{train['steps']:,} steps" if train["steps"] else f"{train['epochs']} epochs in steps"
         lines.append(
             f"base: {counted(model['layers'], 'layer')} of "
-            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {train['steps']:,} steps of "
+            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {duration} of "
             f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus "
             f"{run.info.get('corpus', 'unknown')}"
         )
@@ -362,10 +345,10 @@ def balance_table(tables: Tables) -> dict[str, Any]:
     """Load at the end of training, with the level of balanced random routing over as many tokens."""
     heads: Heads = [
         ("load_cv", "load CV", "load_cv"),
-        ("chance_cv", "balanced random routing", "chance_cv"),
+        ("load_cv_chance", "balanced random routing", "load_cv_chance"),
         ("study_runs.max_over_mean", "max/mean", "max_over_mean"),
         ("study_runs.routing_entropy", "routing entropy", "routing_entropy"),
-        ("log_n", "log n", "log_n"),
+        ("routing_entropy_chance", "uniform router", "routing_entropy_chance"),
         ("unused_share", "unused experts", "unused_share"),
         ("dropped_share", "dropped", "dropped_share"),
     ]
@@ -396,9 +379,8 @@ def cost_table(tables: Tables) -> dict[str, Any]:
     return arm_table("cost_of_arms", "Size, speed and memory", tables, heads)
 
 
-SIZES = ("n_experts", "top_k", "tokens_per_step")
 KNOWN_BEFORE = (
-    "parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "log_n", "k_of_n",
+    "parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "k_of_n",
 )  # fmt: skip
 
 
@@ -422,7 +404,7 @@ def arm_table(name: str, title: str, tables: Tables, heads: Heads) -> dict[str, 
 
 
 def arm_means(tables: Tables) -> pd.DataFrame:
-    """Return means over finished trainings by arm, and chance levels for as many tokens."""
+    """Return means over finished trainings by arm."""
     runs = tables["study_runs"]
     numbers = [
         column for column in runs.columns if column not in ("arm", "seed", "question", "status", "message")
@@ -431,20 +413,9 @@ def arm_means(tables: Tables) -> pd.DataFrame:
     means = runs[runs["status"] == "done"].groupby("arm")[numbers].mean().reindex(runs["arm"].unique())
     before = [column for column in KNOWN_BEFORE if column in numbers]
     means[before] = runs.groupby("arm")[before].first()
-    n, k, tokens = (runs.groupby("arm")[name].first().reindex(means.index) for name in SIZES)
-    means["log_n"], means["k_of_n"] = n.map(math.log, na_action="ignore"), k / n
-    means["chance_cv"] = ((n - k) / (k * last_stretch(tables).reindex(means.index) * tokens)) ** 0.5
+    sizes = runs.groupby("arm")[["top_k", "n_experts"]].first().reindex(means.index)
+    means["k_of_n"] = sizes["top_k"] / sizes["n_experts"]
     means["peak_gb"] = means["peak_memory_bytes"] / 1e9
     reference = str(tables["study_comparisons"]["reference"].iloc[0])
     means["relative_speed"] = means["tokens_per_second"] / means["tokens_per_second"].get(reference, math.nan)
     return means
-
-
-def last_stretch(tables: Tables) -> pd.Series:
-    """Return the steps between the last two measurements of load, by arm."""
-    if "study_curves" not in tables:
-        return pd.Series(dtype=float)
-    rows = tables["study_curves"]
-    rows = rows[rows["load_cv"].notna()]
-    steps = rows.groupby("arm")["step"].unique().map(sorted)
-    return steps.map(lambda at: float(at[-1] - at[-2] if len(at) > 1 else at[-1]))

@@ -120,7 +120,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
             "Loss on held-out text, by step and by domain.",
             losses,
             [table_payload(TRAIN_TABLES["steps"], steps, STEP_COLUMNS, "All steps")],
-        )
+        ),
     ]
     if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
         parts += [load_section(run, []), *diagnostic_sections(run)]

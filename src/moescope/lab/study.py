@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,8 @@ from moescope.lab.study_task import (
     save_text,
 )
 from moescope.lab.tables import TABLES
-from moescope.lab.train import bytes_on_disk
+from moescope.lab.train import bytes_on_disk, with_steps
+from moescope.processor import avoid_broken_amx
 from moescope.progress import progress
 from moescope.run import (
     DamagedRun,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from moescope.decoder.config import ModelConfig
+    from moescope.decoder.vocabulary import Vocabulary
+    from moescope.lab.corpus import Corpus
     from moescope.lab.study_config import Study
 
 TASK_TABLES = ("study_runs", "study_documents", "study_curves")  # written by single trainings
@@ -102,6 +106,8 @@ def study(
     check_options(engine, address, device, jobs)
     folder, plan = read_config(config, resume, out, overwrite)
     target_device = choose_device(device) if engine == "local" else device
+    here = choose_device("auto") if target_device == "auto" else target_device
+    avoid_broken_amx(here, plan.base.train.dtype == "bfloat16")
     corpus = read_corpus(plan.base)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference
@@ -109,6 +115,7 @@ def study(
     if done:
         return done
     vocabulary = training_vocabulary(plan.base, corpus)
+    plan = count_steps(plan, corpus, vocabulary)
     replaces = overwrite and holds_study(folder)
     command = VERB.command(given if isinstance(config, str | Path) else {"resume": True, "out": folder})
     with open_run(folder, VERB, identity, overwrite, command) as writer:
@@ -128,8 +135,11 @@ def study(
 def plan_study(
     config: str | Path | dict[str, Any] | None = None, resume: bool = False, out: str | Path | None = None
 ) -> dict[str, Any]:
-    """Return the arms of a study with their sizes and total work; reads only the config, trains nothing."""
+    """Return the arms of a study with their sizes and total work; of the text it reads what epochs need."""
     _, plan = read_config(config, resume, out, overwrite=False)
+    if any(arm.config.train.epochs for arm in plan.arms):
+        corpus = read_corpus(plan.base)
+        plan = count_steps(plan, corpus, training_vocabulary(plan.base, corpus))
     arms: list[dict[str, Any]] = []
     for arm in plan.arms:
         train = arm.config.train
@@ -148,6 +158,13 @@ def plan_study(
         "bytes_kept": checkpoint_bytes(plan),
         "claims": plan.claims,
     }
+
+
+def count_steps(plan: Study, corpus: Corpus, vocabulary: Vocabulary) -> Study:
+    """Return the study with the steps of its arms' epochs."""
+    configs = with_steps([arm.config for arm in plan.arms], corpus, vocabulary)
+    arms = (replace(arm, config=config) for arm, config in zip(plan.arms, configs, strict=True))
+    return replace(plan, arms=tuple(arms))
 
 
 def plan_lines(facts: dict[str, Any]) -> list[str]:

@@ -53,7 +53,11 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9._=+-]+", "_", self.name)
 
     def of_seed(self, seed: int) -> LabConfig:
-        return replace(self.config, train=replace(self.config.train, seed=seed))
+        """Return the config under that seed, which is also the seed of the router's own draws."""
+        model = self.config.model
+        drawn = dict.fromkeys(ROUTERS[model.router].seed_options, seed)
+        model = replace(model, router_options={**drawn, **model.router_options})
+        return replace(self.config, model=model, train=replace(self.config.train, seed=seed))
 
     def training_name(self, seed: int) -> str:
         return f"{self.folder}-seed-{seed}"

@@ -1,7 +1,8 @@
-"""Compare a study's arms with their reference, blocked by seed and Holm-corrected for the number of arms.
+"""Compare a study's arms with their reference: a paired t per arm, Holm-corrected for the number of arms.
 
-The model is loss = arm + seed + residual. Seeds are blocks: a seed fixes initial weights and text order and
-shifts all arms together, so arms are compared within seeds. Evaluation noise (other documents) enters no
+A seed fixes initial weights and text order and shifts all arms together, so arms are compared within seeds.
+Each arm is tested by its own differences: one variance for all arms makes false claims where arms scatter
+differently, and five seeds are too few to check that first. Evaluation noise (other documents) enters no
 test: it says how precisely one model was measured, not how another training of it would end.
 """
 
@@ -24,56 +25,56 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 LEVEL = 0.05
-SPREAD_LEVEL = 0.1  # of the equal-variance check: lenient, since a missed noisy arm makes false claims
 MIN_SEEDS = 5  # with fewer, numbers are reported and nothing is claimed
 RANKS_FROM = 8  # seeds; with 5 the smallest p of the signed-rank test is 0.0625
 POWER = 0.8
-DRAWS = 20_000
 ROUNDING = 1e-12  # relative to the losses: smaller spread is rounding
 
-BLOCKED, PAIRED, SHARED = "blocked", "paired t", "paired t, shared seeds"
 BETTER, WORSE, ALIKE = "better", "worse", "not distinguishable"
 TOO_FEW, NO_SPREAD = "too few seeds to say", "no spread over seeds"
 NOT_RUN, FAILED, REFERENCE = "not run", "failed", "reference"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Arm minus reference over shared seeds: mean, standard error (NaN for one seed), degrees of freedom."""
+class Differences:
+    """Arms minus the reference over the seeds they share; leading axes are studies."""
 
-    value: float
-    error: float
-    degrees: int
-    seeds: int
-    test: str
-    flat: bool  # every seed gave the same difference, to rounding
+    value: Array  # mean; NaN without a shared seed
+    spread: Array  # standard deviation over seeds, ddof 1; NaN for one seed
+    seeds: NDArray[np.int64]
+    flat: NDArray[np.bool_]  # every seed gave the same difference, to rounding
 
     @property
-    def statistic(self) -> float:
-        return self.value / self.error if self.error > 0 and not self.flat else np.nan
+    def degrees(self) -> NDArray[np.int64]:
+        return np.maximum(self.seeds - 1, 0)
 
     @property
-    def p_value(self) -> float:
+    def error(self) -> Array:
+        return np.asarray(self.spread / np.sqrt(np.maximum(self.seeds, 1)))
+
+    @property
+    def statistic(self) -> Array:
+        return np.divide(self.value, self.error, out=np.full(self.value.shape, np.nan), where=~self.flat)
+
+    @property
+    def p_value(self) -> Array:
         """Two-sided p; 1 for arms equal in every seed, NaN if all seeds give the same nonzero difference."""
-        if self.degrees < 1:
-            return np.nan
-        if self.flat:
-            return 1.0 if self.value == 0 else np.nan
-        return float(2 * stats.t.sf(abs(self.statistic), self.degrees))
+        p = 2 * stats.t.sf(np.abs(self.statistic), self.degrees)
+        return np.where(self.flat & (self.value == 0), 1.0, p)
 
     @property
-    def hedges_g(self) -> float:
+    def hedges_g(self) -> Array:
         """J(df) d/s: the difference in units of one training's spread within its seed (Hedges 1981).
 
-        s is the residual standard deviation, of a pair sd(differences)/√2, so that t = d/(s √(2/S)) in both.
-        Unbiased for normal residuals. Spread between seeds is excluded: it is common to both arms.
+        s is sd(differences)/√2, so that t = d/(s √(2/S)). Unbiased for normal differences. Spread between
+        seeds is excluded: it is common to both arms.
         """
-        return hedges_factor(self.degrees) * self.statistic * np.sqrt(2 / max(self.seeds, 1))
+        return np.asarray(
+            hedges_factor(self.degrees) * self.statistic * np.sqrt(2 / np.maximum(self.seeds, 1))
+        )
 
-    def interval(self) -> tuple[float, float]:
-        if self.degrees < 1:
-            return np.nan, np.nan
-        half = float(stats.t.ppf(1 - LEVEL / 2, self.degrees)) * self.error
+    def interval(self) -> tuple[Array, Array]:
+        half = stats.t.ppf(1 - LEVEL / 2, self.degrees) * self.error
         return self.value - half, self.value + half
 
 
@@ -81,9 +82,8 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
     """Return the table `study_comparisons`: one row per question and arm, including the reference.
 
     `references` names another reference for single questions, such as the complete router for its ablations.
-    Each question is its own family of tests. Arms with every seed of the reference are compared by `blocked`
-    differences; an arm that lacks some by a paired t on shared seeds, which favours an arm that fails where
-    it does badly: read `study_runs.status` with it.
+    Each question is its own family of tests. An arm that lacks seeds of the reference is compared on those
+    they share, which favours an arm that fails where it does badly: read `study_runs.status` with it.
     """
     import pandas as pd
 
@@ -119,10 +119,27 @@ def question_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of one question, the reference first; of `failed` arms some training failed."""
     losses_RS = losses.loc[[reference, *arms]].to_numpy(float)
-    compared, equal_p = differences(losses_RS)
-    p_R = holm(np.array([one.p_value for one in compared]))
-    rank_R = holm(np.array([signed_rank_p(row - losses_RS[0]) for row in losses_RS[1:]]))
-    tests = int(np.isfinite([one.p_value for one in compared]).sum())
+    compared = differences(losses_RS)
+    p_R = compared.p_value
+    tests = max(int(np.isfinite(p_R).sum()), 1)
+    low_R, high_R = compared.interval()
+    columns: dict[str, Any] = {
+        "seeds": compared.seeds,
+        "difference": compared.value,
+        "difference_low": low_R,
+        "difference_high": high_R,
+        "difference_std": compared.spread,
+        "statistic": compared.statistic,
+        "degrees_of_freedom": [int(df) or None for df in compared.degrees],
+        "p_value": p_R,
+        "p_adjusted": holm(p_R),
+        "hedges_g": compared.hedges_g,
+        "rank_p": holm(np.array([signed_rank_p(row - losses_RS[0]) for row in losses_RS[1:]])),
+        "detectable_difference": [
+            detectable_errors(int(df), tests) * error if df > 0 and not flat else np.nan
+            for df, error, flat in zip(compared.degrees, compared.error, compared.flat, strict=True)
+        ],
+    }
     rows = [
         {
             **means(question, reference, reference, losses_RS[0]),
@@ -130,27 +147,10 @@ def question_rows(
             "seeds": finite_count(losses_RS[0]),
         }
     ]
-    for arm, one, adjusted, rank_p, losses_S in zip(arms, compared, p_R, rank_R, losses_RS[1:], strict=True):
-        low, high = one.interval()
-        rows.append(
-            {
-                **means(question, arm, reference, losses_S),
-                "seeds": one.seeds,
-                "difference": one.value,
-                "difference_low": low,
-                "difference_high": high,
-                "statistic": one.statistic,
-                "degrees_of_freedom": one.degrees if one.degrees > 0 else None,
-                "p_value": one.p_value,
-                "p_adjusted": adjusted,
-                "test": one.test if one.degrees > 0 else None,
-                "equal_variances_p": equal_p,
-                "hedges_g": one.hedges_g,
-                "rank_p": rank_p,
-                "detectable_difference": detectable(one, max(tests, 1)),
-                "verdict": verdict(one, adjusted) if finite_count(losses_S) else without_result(arm, failed),
-            }
-        )
+    for place, (arm, losses_S) in enumerate(zip(arms, losses_RS[1:], strict=True)):
+        row = {name: values[place] for name, values in columns.items()}
+        judged = verdict(row) if finite_count(losses_S) else without_result(arm, failed)
+        rows.append({**means(question, arm, reference, losses_S), **row, "verdict": judged})
     return rows
 
 
@@ -172,111 +172,47 @@ def without_result(arm: str, failed: set[str]) -> str:
     return FAILED if arm in failed else NOT_RUN
 
 
-def verdict(one: Difference, adjusted: float) -> str:
-    if one.seeds < MIN_SEEDS:
+def verdict(row: dict[str, Any]) -> str:
+    if row["seeds"] < MIN_SEEDS:
         return TOO_FEW
-    if not np.isfinite(adjusted):
+    if not np.isfinite(row["p_adjusted"]):
         return NO_SPREAD
-    if adjusted > LEVEL:
+    if row["p_adjusted"] > LEVEL:
         return ALIKE
-    return BETTER if one.value < 0 else WORSE
+    return BETTER if row["difference"] < 0 else WORSE
 
 
-def differences(losses_RS: Array) -> tuple[list[Difference], float]:
-    """Return (each arm minus the first row, p of equal variances); NaN marks missing losses.
-
-    Blocked: s² = Σ residual²/((S−1)(R−1)), standard error √(2 s²/S), over the arms with all seeds of the
-    reference. One s² serves all arms only if they scatter alike; where `equal_variances_p` rejects that, each
-    arm is paired with the reference separately.
-    """
-    seeds = np.isfinite(losses_RS[0])
-    complete_R: NDArray[np.bool_] = np.isfinite(losses_RS[:, seeds]).all(1) & seeds.any()
-    block_RS = losses_RS[complete_R][:, seeds]
-    equal_p = equal_variances_p(block_RS)
-    pooled = len(block_RS) > 2 and not equal_p < SPREAD_LEVEL
-    results = []
-    for row, complete in zip(losses_RS[1:], complete_R[1:], strict=True):
-        pair_2S = np.stack([losses_RS[0], row])
-        pair_2S = pair_2S[:, np.isfinite(pair_2S).all(0)]
-        test = SHARED if not complete else BLOCKED if pooled else PAIRED
-        results.append(difference(pair_2S, block_RS if complete and pooled else pair_2S, test))
-    return results, equal_p
-
-
-def difference(pair_2S: Array, block_RS: Array, test: str) -> Difference:
-    """Return second row minus first, its error from the block's residuals: of a pair, the paired t."""
-    seeds = pair_2S.shape[1]
-    if seeds == 0:
-        return Difference(np.nan, np.nan, 0, 0, test, False)
-    value = float((pair_2S[1] - pair_2S[0]).mean())
-    rounding = ROUNDING * float(np.abs(block_RS).max())
-    value = value if abs(value) > rounding else 0.0
-    degrees = (seeds - 1) * (len(block_RS) - 1)
-    if degrees < 1:
-        return Difference(value, np.nan, 0, seeds, test, False)
-    error = float(np.sqrt(2 * (residuals(block_RS) ** 2).sum() / degrees / seeds))
-    return Difference(value, error, degrees, seeds, test, error <= rounding)
-
-
-def residuals(losses_RS: Array) -> Array:
-    """Return losses minus arm and seed effects; leading axes are studies."""
-    centred = losses_RS - losses_RS.mean(-1, keepdims=True)
-    return np.asarray(centred - centred.mean(-2, keepdims=True))
-
-
-def equal_variances_p(losses_RS: Array) -> float:
-    """Return p of the hypothesis of one residual variance for all arms; NaN for two arms or one seed.
-
-    Arms share seeds, so Levene's and Bartlett's tests, which need independent groups, would also test the
-    seeds. Residuals are free of arms and seeds, and any scale-free function of them has one distribution
-    under the hypothesis, which is simulated: p is exact for normal residuals. The function is Cochran's C,
-    the noisiest arm's share of all squares: a noisy arm makes one s² too small for its own comparison, or for
-    all if it is the reference. In simulations C detects it more often than Bartlett's or John's function:
-    with five seeds and level 0.1, 9 in 10 arms that scatter four times as much as eight others, 4 in 10 that
-    scatter twice as much. For two arms residuals are mirror images, and the blocked test is the paired t.
-    """
-    arms, seeds = losses_RS.shape
-    if arms < 3 or seeds < 2:
-        return np.nan
-    residuals_RS = residuals(losses_RS)
-    if np.abs(residuals_RS).max() <= ROUNDING * np.abs(losses_RS).max():
-        return np.nan
-    drawn = null_shares(arms, seeds)
-    above = len(drawn) - np.searchsorted(drawn, largest_share(residuals_RS), side="left")
-    return float((1 + above) / (1 + len(drawn)))
-
-
-def largest_share(residuals_RS: Array) -> Array:
-    """Return Cochran's C; leading axes are studies."""
-    squares = (residuals_RS**2).sum(-1)
-    return np.asarray(squares.max(-1) / squares.sum(-1))
-
-
-@lru_cache(maxsize=64)
-def null_shares(arms: int, seeds: int) -> Array:
-    """Return sorted C of simulated studies with equal variances."""
-    generator = np.random.default_rng(0)
-    block = max(1, 2_000_000 // (arms * seeds))  # studies at a time, to bound memory
-    counts = [min(block, DRAWS - start) for start in range(0, DRAWS, block)]
-    drawn = [largest_share(residuals(generator.standard_normal((count, arms, seeds)))) for count in counts]
-    return np.sort(np.concatenate(drawn))
+def differences(losses_RS: Array) -> Differences:
+    """Return each arm minus the first row; NaN marks missing losses, leading axes are studies."""
+    by_seed = losses_RS[..., 1:, :] - losses_RS[..., :1, :]
+    shared = np.isfinite(by_seed)
+    seeds = shared.sum(-1)
+    size = np.maximum(np.abs(losses_RS[..., 1:, :]), np.abs(losses_RS[..., :1, :]))
+    rounding = ROUNDING * np.where(shared, size, 0.0).max(-1)
+    value = np.where(seeds > 0, np.where(shared, by_seed, 0.0).sum(-1) / np.maximum(seeds, 1), np.nan)
+    value = np.where(np.abs(value) <= rounding, 0.0, value)
+    squares = np.where(shared, by_seed - value[..., None], 0.0) ** 2
+    spread = np.where(seeds > 1, np.sqrt(squares.sum(-1) / np.maximum(seeds - 1, 1)), np.nan)
+    return Differences(value, spread, seeds, spread <= rounding * np.sqrt(np.maximum(seeds, 1)))
 
 
 def holm(p: Array) -> Array:
-    """Return Holm's (1979) step-down p: the i-th smallest of m times m − i + 1, monotone, at most 1."""
-    adjusted = np.full(len(p), np.nan)
-    order = np.argsort(p)[: int(np.isfinite(p).sum())]  # NaN sorts last
-    if len(order):
-        adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
+    """Return Holm's (1979) step-down p: the i-th smallest of m times m − i + 1, monotone, at most 1.
+
+    The last axis is the family; NaN is no test.
+    """
+    order = np.argsort(p, axis=-1)  # NaN last
+    left = np.isfinite(p).sum(-1, keepdims=True) - np.arange(p.shape[-1])
+    steps = np.maximum.accumulate(np.take_along_axis(p, order, -1) * left, axis=-1)
+    adjusted = np.empty_like(p)
+    np.put_along_axis(adjusted, order, np.minimum(steps, 1.0), -1)
     return adjusted
 
 
-def hedges_factor(degrees: int) -> float:
+def hedges_factor(degrees: NDArray[np.int64]) -> Array:
     """Return J(df) = Γ(df/2)/(√(df/2) Γ((df−1)/2)), about 1 − 3/(4 df − 1); NaN below df 2."""
-    if degrees < 2:
-        return np.nan
-    ratio = np.exp(special.gammaln(degrees / 2) - special.gammaln((degrees - 1) / 2))
-    return float(ratio / np.sqrt(degrees / 2))
+    df = np.where(np.asarray(degrees) < 2, np.nan, degrees)
+    return np.asarray(np.exp(special.gammaln(df / 2) - special.gammaln((df - 1) / 2)) / np.sqrt(df / 2))
 
 
 def signed_rank_p(differences_S: Array) -> float:
@@ -289,14 +225,9 @@ def signed_rank_p(differences_S: Array) -> float:
     return float(stats.wilcoxon(pairs).pvalue)
 
 
-def detectable(one: Difference, tests: int) -> float:
-    """Return the true difference that this comparison finds with probability POWER."""
-    return detectable_errors(one.degrees, tests) * one.error if one.degrees > 0 and not one.flat else np.nan
-
-
 @lru_cache(maxsize=256)
 def detectable_errors(degrees: int, tests: int) -> float:
-    """Return how many standard errors a difference needs to be found with probability POWER at 0.05/tests.
+    """Return how many standard errors a true difference needs for power POWER at level 0.05/tests.
 
     0.05/tests is Holm's first step: what a single arm with a difference must pass.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.lab.train import STATE, Job, lock_training, make_data, run_training, saved_checkpoints
+from moescope.processor import avoid_broken_amx
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
 from moescope.storage import check_disk, sync_file, sync_folder
@@ -34,7 +35,7 @@ LOAD = {
     "unused_share": "unused",
     "dropped_share": "dropped",
 }
-CURVES = ("load_cv", "routing_entropy", "unused_share")
+CURVES = ("load_cv", "routing_entropy", "unused_share")  # with the chance levels that the Monitor states
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     from moescope.decoder.ranks import Ranks
     from moescope.lab.training import Diverged
 
+    avoid_broken_amx(device, task.config.train.dtype == "bfloat16")  # in a worker on another machine
     text = load_text(task.study, task.corpus, task.config)
     identity = {"arguments": {**jsonable(asdict(task.config)), "from": None}, "corpus": task.corpus}
     sources = (task.config, text.corpus, text.vocabulary, identity, None)
@@ -161,14 +163,15 @@ def measure(
     last = load_over_steps(run)
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
     values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
-    values |= {column: last[column].iloc[-1] for column in LOAD if len(last) and column in last}
+    named = (*LOAD, "load_cv_chance", "routing_entropy_chance")
+    values |= {column: last[column].iloc[-1] for column in named if len(last) and column in last}
     if stability is not None:
         values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}
     return {**values, **speed(run)}, documents
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
-    """Return step and the columns of LOAD, means over layers; empty for a dense model."""
+    """Return step, the columns of LOAD and *_chance of each, means over layers; empty for a dense model."""
     import pandas as pd
 
     facts = run.info["router_facts"]
@@ -179,8 +182,10 @@ def load_over_steps(run: Run) -> pd.DataFrame:
     rows = rows[rows["metric"].isin(list(names)) & (rows["domain"] == "")]
     if facts["experts_choose"]:  # a slot per token and expert, most of them empty by design
         rows = rows[rows["metric"] != "dropped"]
-    wide = rows.pivot_table(index="step", columns="metric", values="value", aggfunc="mean")
-    return wide.rename(columns=names).reset_index().rename_axis(None, axis=1)
+    kinds = {"value": "", "chance": "_chance"}
+    wide = rows.pivot_table(index="step", columns="metric", values=list(kinds), aggfunc="mean")
+    wide.columns = pd.Index([f"{names[metric]}{kinds[kind]}" for kind, metric in wide.columns])
+    return wide.reset_index()
 
 
 def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
@@ -189,7 +194,8 @@ def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
         return None
     steps = run.table("steps")[["step", "train_loss", "validation_loss"]]
     load = load_over_steps(run)
-    columns = ["step", *(column for column in CURVES if column in load)]
+    named = (name for column in CURVES for name in (column, f"{column}_chance"))
+    columns = ["step", *(column for column in named if column in load)]
     joined = steps.merge(load[columns], on="step", how="outer").sort_values("step", ignore_index=True)
     return joined.assign(**task.keys)
 

@@ -67,6 +67,17 @@ COLUMNS: dict[str, Column] = {
         best="0; sweeps target below 0.1",
         title="load CV",
     ),
+    "load_cv_chance": Column(
+        "float",
+        "The load CV of balanced random routing over as many tokens, mean over layers.",
+        title="balanced random routing",
+    ),
+    "routing_entropy_chance": Column(
+        "float", "The routing entropy of a uniform router.", "log n", title="uniform router"
+    ),
+    "unused_share_chance": Column(
+        "float", "The share of unused experts for balanced random routing over as many tokens."
+    ),
     "study_runs.max_over_mean": Column(
         "float",
         "Largest expert load over the mean load at the end of training, mean over layers.",
@@ -211,17 +222,23 @@ COLUMNS: dict[str, Column] = {
     "difference_high": Column(
         "float", "Upper end of that interval.", chance="above 0", title="difference, high"
     ),
+    "difference_std": Column(
+        "float",
+        "Standard deviation of that difference over shared seeds; the arm's test uses no other.",
+        "sd of (arm − reference), ddof 1",
+        title="difference σ",
+    ),
     "statistic": Column(
         "float",
         "t: the difference over its standard error.",
-        "difference/√(2 s²/S); paired: difference/√(var/S)",
+        "paired t: difference · √S/difference_std",
         chance="0 ± 1",
         title="t",
     ),
     "degrees_of_freedom": Column(
         "int",
         "Degrees of freedom of t.",
-        "(S − 1)(R − 1) blocked, S − 1 paired; R arms, S seeds",
+        "S − 1, S the shared seeds",
         title="df",
     ),
     "study_comparisons.p_value": Column(
@@ -237,25 +254,10 @@ COLUMNS: dict[str, Column] = {
         chance="above 0.05 in 95 of 100 studies, for all arms together",
         title="p, Holm",
     ),
-    "test": Column(
-        "text",
-        "blocked: loss = arm + seed, one residual variance for all arms. paired t: only the arm and the "
-        "reference, if variances differ or there are two arms. paired t, shared seeds: the same, because the "
-        "arm lacks seeds of the reference.",
-    ),
-    "equal_variances_p": Column(
-        "float",
-        "p of equal residual variances in all arms; below 0.1 each arm is compared by a paired t. Null for "
-        "two arms, where both tests agree.",
-        "Cochran's C of residuals (the noisiest arm's share of all squares) against 20,000 simulated studies",
-        chance="uniform on 0 to 1",
-        misleads="With five seeds only ratios of several times are detected.",
-        title="equal variances p",
-    ),
     "hedges_g": Column(
         "float",
         "The difference in units of one training's spread within its seed, corrected for few df.",
-        "J(df) · difference/s",
+        "J(df) · difference/s, s = difference_std/√2",
         chance="0 ± √(2/S)",
         misleads="Large where seeds hardly matter: a large g may be a small difference in loss.",
         title="Hedges' g",
@@ -270,7 +272,8 @@ COLUMNS: dict[str, Column] = {
     "detectable_difference": Column(
         "float",
         "The true difference that this study would detect with 80 % power.",
-        "noncentral t with the same standard error and df, at level 0.05/arms",
+        "noncentral t with the same standard error and df, at Holm's first level, 0.05/arms",
+        misleads="Uses the observed spread, which few seeds estimate poorly.",
         title="detectable",
     ),
     "study_comparisons.verdict": Column(
@@ -295,14 +298,8 @@ TABLES: dict[str, Table] = define_tables(
         ("arm", "seed"),
         (
             *("question", "status", "validation_loss", "noise_low", "noise_high", "noise_std", "load_cv"),
-            *(
-                "max_over_mean",
-                "routing_entropy",
-                "unused_share",
-                "dropped_share",
-                "consistency",
-                "usage_sigma",
-            ),
+            *("load_cv_chance", "max_over_mean", "routing_entropy", "routing_entropy_chance"),
+            *("unused_share", "dropped_share", "consistency", "usage_sigma"),
             *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
             *("parameters_trainable", "parameters_active", "flops_per_token"),
             *("n_experts", "top_k", "tokens_per_step", "message"),
@@ -324,7 +321,10 @@ TABLES: dict[str, Table] = define_tables(
         "study_curves",
         "Training curves of each arm and seed, at the logged steps.",
         ("arm", "seed", "step"),
-        ("train_loss", "validation_loss", "routing_entropy", "load_cv", "unused_share"),
+        (
+            *("train_loss", "validation_loss", "routing_entropy", "routing_entropy_chance"),
+            *("load_cv", "load_cv_chance", "unused_share", "unused_share_chance"),
+        ),
     ),
     Table(
         "study_comparisons",
@@ -332,8 +332,8 @@ TABLES: dict[str, Table] = define_tables(
         ("question", "arm"),
         (
             *("reference", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high"),
-            *("statistic", "degrees_of_freedom", "p_value", "p_adjusted", "test", "equal_variances_p"),
-            *("hedges_g", "rank_p", "detectable_difference", "verdict"),
+            *("difference_std", "statistic", "degrees_of_freedom", "p_value", "p_adjusted", "hedges_g"),
+            *("rank_p", "detectable_difference", "verdict"),
         ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
-from moescope.lab.config import LabConfig, TrainConfig, resumed_config, settle
+from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, resumed_config, settle
 from moescope.lab.corpus import (
     Corpus,
     check_texts,
@@ -27,6 +27,7 @@ from moescope.lab.corpus import (
 from moescope.lab.figures_training import TRAIN_FIGURES
 from moescope.lab.report_training import guide, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
+from moescope.processor import avoid_broken_amx
 from moescope.progress import progress, unsaid_alerts
 from moescope.routing.report_monitor import MONITOR
 from moescope.routing.trace import trace
@@ -124,16 +125,18 @@ def train(
     folder = None if out is None else Path(out)
     folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
+    avoid_broken_amx(place, settled.train.dtype == "bfloat16")
     with process_group(place) as ranks:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
         corpus = read_corpus(settled)
+        vocabulary = training_vocabulary(settled, corpus, origin)
+        (settled,) = with_steps([settled], corpus, vocabulary)
         identity = {"arguments": {**jsonable(asdict(settled)), "from": origin}, "corpus": corpus.identity}
         path = config if isinstance(config, str | Path) else None
         name = f"{preset or 'nano'}-{settled.model.router}" if path is None else Path(path).stem
         folder = Path(ranks.broadcast_object(folder or default_folder("train", name, identity)))
-        vocabulary = training_vocabulary(settled, corpus, origin)
         # a config made in Python is in run.json alone
         command = VERB.command(given if config is path else {"resume": True, "out": folder})
         job = Job(folder, settled, corpus, vocabulary, identity, origin, place, ranks, quiet, command)
@@ -166,6 +169,9 @@ def count_parameters(
     folder = None if out is None else Path(out)
     _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
     check_texts(settled)
+    if settled.train.epochs:
+        corpus = read_corpus(settled)
+        (settled,) = with_steps([settled], corpus, training_vocabulary(settled, corpus, origin))
     return {**training_size(settled), "from": origin}
 
 
@@ -350,6 +356,17 @@ def make_data(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data
     return Data(TokenRows.of(corpus.train, vocabulary, length, layout), rows)
 
 
+def with_steps(configs: Sequence[LabConfig], corpus: Corpus, vocabulary: Vocabulary) -> Sequence[LabConfig]:
+    """Return configs of one text, row length and layout with the steps of their epochs."""
+    from moescope.lab.batches import TokenRows
+
+    if not any(config.train.epochs for config in configs):
+        return configs
+    length, layout = configs[0].train.sequence_length, configs[0].data.layout
+    rows = TokenRows.of(corpus.train, vocabulary, length, layout).rows
+    return [epochs_to_steps(config, rows) for config in configs]
+
+
 def bytes_on_disk(config: LabConfig) -> int:
     """Return the bytes of all checkpoints and of the saved state, of which two exist for a moment.
 
@@ -389,15 +406,18 @@ def initial_model(config: LabConfig, origin: str | None, device: str) -> LabMode
     from moescope.decoder.model import LabModel, seeded_by_part, unseeded
     from moescope.decoder.saving import load_model
 
-    torch.manual_seed(config.train.seed)
+    train = config.train
+    torch.manual_seed(train.seed)
     if origin is not None:
-        return load_model(origin, device, config.train.compile)[0]
-    paired = config.train.paired_weights
-    before = seeded_by_part(config.train.seed) if paired else unseeded
+        model = load_model(origin, device, train.compile)[0]
+        model.trained_length = max(model.trained_length, train.sequence_length)
+        return model
+    before = seeded_by_part(train.seed) if train.paired_weights else unseeded
     with torch.device(device):
-        model = LabModel(config.model, compile=config.train.compile, before=before)
-    if paired:  # draws in training must not depend on the draws for the weights
-        torch.manual_seed(config.train.seed)
+        model = LabModel(config.model, compile=train.compile, before=before)
+    model.trained_length = train.sequence_length
+    if train.paired_weights:  # draws in training must not depend on the draws for the weights
+        torch.manual_seed(train.seed)
     return model
 
 

@@ -181,5 +181,6 @@ def unsharded_model(model: LabModel, keep: bool) -> LabModel | None:
         return None
     with torch.device("meta"):
         full = LabModel(model.config)
+    full.trained_length = model.trained_length
     full.load_state_dict(weights, assign=True)
     return full

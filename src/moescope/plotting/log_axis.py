@@ -55,9 +55,11 @@ def reach(trace: Trace) -> np.ndarray:
 def cut_whiskers(data: list[Trace]) -> tuple[list[Trace], float | None]:
     """The traces with error bars cut to fit a logarithmic axis, and the value where any was cut.
 
-    An interval that reaches 0 would leave such an axis, or stretch it until nothing else is visible.
+    An interval that reaches 0 would leave such an axis, or stretch it until nothing else is visible. So would
+    an estimate of 0, a point without a line: it stands where the axis ends.
     """
-    points = np.concatenate([np.asarray(trace["y"], float) for trace in data])
+    lines = [trace for trace in data if trace.get("mode") != "markers"]
+    points = np.concatenate([np.asarray(trace["y"], float) for trace in lines])
     points = points[np.isfinite(points) & (points > 0)]
     if not points.size:
         return data, None
@@ -65,9 +67,12 @@ def cut_whiskers(data: list[Trace]) -> tuple[list[Trace], float | None]:
     for trace in data:
         if whiskers := trace.get("error_y"):
             y, minus = np.asarray(trace["y"], float), np.asarray(whiskers["arrayminus"], float)
-            beyond = (y > 0) & (y - minus < bottom)
+            placed = np.maximum(y, bottom) if trace.get("mode") == "markers" else y
+            plus = np.maximum(y + np.asarray(whiskers["array"], float) - placed, 0)
+            beyond = (placed > 0) & (y - minus < bottom)
             cut = cut or bool(beyond.any())
-            trace = {**trace, "error_y": {**whiskers, "arrayminus": np.where(beyond, y - bottom, minus)}}
+            ends = {"array": plus, "arrayminus": np.where(beyond, placed - bottom, minus)}
+            trace = {**trace, "y": placed, "error_y": {**whiskers, **ends}}
         traces.append(trace)
     return traces, bottom if cut else None
 

@@ -43,10 +43,10 @@ TABS = (
 
 
 def page_content(runs: list[Run]) -> dict[str, Any]:
-    """Return what the template needs: the page's data, and payloads that the page unpacks when it needs them."""
+    """Return what the template needs: the page's data, and payloads that are unpacked when needed."""
     page = Page(runs)
     data = {
-        "title": page_title(page.runs),
+        "title": page_title(page.runs) if len(runs) == 1 else listed([run.name for run in runs]),
         "shape": shape_words(page.runs),
         "runs": [page.run_data(run) for run in page.runs],
         "roots": [page.names[run.path] for run in runs],
@@ -304,7 +304,7 @@ def slug(words: str) -> str:
 
 
 def spelled_out(value: Any) -> Any:
-    """Return the data with invisible characters of every text spelled out: names and paths are not trusted."""
+    """Return the data with invisible characters of every text spelled out: names are not trusted."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ from moescope.routing.specialisation import (
 )
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Probe
-from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, jackknife_interval
+from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, jackknife_interval
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Traced:
     window: int | None = None
     has_gates: bool = True
     has_logits: bool = True
+    has_tokens: bool = True  # not only counts: order of tokens and pairs of experts
 
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
@@ -108,9 +109,10 @@ class Traced:
 
         for counts in self.counts:
             add("load", counts, load_rows(counts, self.corpus, self.has_gates))
-            metrics = metric_rows(counts, self.corpus, self.has_gates, self.has_logits)
+            metrics = metric_rows(counts, self.corpus, self.has_gates, self.has_logits, self.has_tokens)
             add("routing_layers", counts, metrics)
-            add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
+            if self.has_tokens:
+                add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
             add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
         contexts = self.context_rows()
         for counts in self.main():
@@ -119,7 +121,7 @@ class Traced:
             for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
                 if counts.layer in vectors:
                     add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
-            if counts.k > 1:
+            if counts.k > 1 and self.has_tokens:
                 add("coactivation", counts, coactivation_columns(counts))
             if self.probe is not None:
                 add("routing_layers", counts, vocabulary_metric_rows(self.probe, counts, seed))
@@ -277,7 +279,9 @@ class Scope:
         for metric in metrics:
             assert metric.function is not None
             value = float(metric.function(load_BE.sum(0)))
-            interval = jackknife_interval(load_BE, metric.function, self.documents)
+            interval = NOT_AVAILABLE
+            if metric.interval is not None and self.documents >= FEWEST_DOCUMENTS:
+                interval = metric.interval(load_BE)
             yield self.row(metric, value, interval, setting)
 
     @property
@@ -291,7 +295,7 @@ class Scope:
             interval = jackknife_interval(parts, ratio, self.documents)
             yield self.row(metric, ratio(parts.sum(0)), interval, self.setting)
 
-    def row(self, metric: Metric, value: float, interval: tuple[float, float], setting: Setting) -> Row:
+    def row(self, metric: Metric, value: float, interval: Interval, setting: Setting) -> Row:
         levels = metric.chance(setting), metric.collapse(setting)
         return {
             **layer_columns(self.counts, self.domain, self.setting.tokens),
@@ -315,16 +319,13 @@ def layer_columns(counts: LayerCounts, domain: str = "", tokens: int | None = No
     }
 
 
-def row(
-    metric: str, value: float, chance: float, collapse: float, interval: tuple[float, float] = NOT_AVAILABLE
-) -> Row:
+def row(metric: str, value: float, chance: float, collapse: float, interval: Interval = NOT_AVAILABLE) -> Row:
     return {
         "metric": metric,
         "value": value,
         "chance": chance,
         "collapse": collapse,
-        "low": interval[0],
-        "high": interval[1],
+        **interval._asdict(),
     }
 
 

@@ -35,7 +35,7 @@ from moescope.plotting.style import (
     values_of,
 )
 from moescope.routing.figures_load import total_load
-from moescope.routing.figures_metrics import by_layer, interval_words, layer_range, references, value_line
+from moescope.routing.figures_metrics import by_layer, interval_words, layer_range, references, value_lines
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 NAMED_FROM = 5.0  # expected tokens of a pair, or tokens per domain, from which on it is named
@@ -197,7 +197,7 @@ def affinity_heatmap(tables: Tables) -> Figure:
 def purity_bars(tables: Tables) -> Figure:
     """Purity of each layer as bars, with the purity of permuted document labels."""
     rows = values_of(tables, "purity")
-    line = value_line(rows, "purity", 0)
+    (line,) = value_lines(rows, "purity", 0)
     bars: Trace = {
         "type": "bar",
         "name": "purity",

@@ -60,9 +60,9 @@ def references(rows: pd.DataFrame, chance: str) -> str:
     return ", ".join(parts)
 
 
-def value_line(rows: pd.DataFrame, name: str, index: int) -> Trace:
-    """The values by layer, with error bars where there are intervals over documents."""
-    trace: Trace = {
+def value_lines(rows: pd.DataFrame, name: str, index: int) -> list[Trace]:
+    """The values by layer with their intervals; those of corrected values are drawn around open markers."""
+    line: Trace = {
         "type": "scatter",
         "mode": "lines+markers",
         "name": name,
@@ -72,16 +72,33 @@ def value_line(rows: pd.DataFrame, name: str, index: int) -> Trace:
         "marker": {"size": 6},
         "hovertemplate": f"layer %{{x}}<br>{name} %{{y:.4g}}<extra></extra>",
     }
+    corrected = rows["corrected"].notna().any()
     if rows["low"].notna().any():
-        trace["error_y"] = {
+        estimate = rows["corrected"].fillna(rows["value"])
+        bars = {
             "type": "data",
             "symmetric": False,
-            "array": (rows["high"] - rows["value"]).to_numpy(float),
-            "arrayminus": (rows["value"] - rows["low"]).to_numpy(float),
+            "array": (rows["high"] - estimate).to_numpy(float),
+            "arrayminus": (estimate - rows["low"]).to_numpy(float),
             "thickness": 1.2,
             "width": 3,
         }
-    return trace
+        if not corrected:
+            return [{**line, "error_y": bars}]
+        name = f"{name}, corrected"
+        return [
+            line,
+            {
+                **line,
+                "mode": "markers",
+                "name": name,
+                "y": estimate.to_numpy(float),
+                "marker": {"size": 7, "symbol": "circle-open", "color": line["line"]["color"]},
+                "error_y": bars,
+                "hovertemplate": f"layer %{{x}}<br>{name} %{{y:.4g}}<extra></extra>",
+            },
+        ]
+    return [line]
 
 
 def reference_lines(rows: pd.DataFrame, chance: str, collapse: bool = True) -> list[Trace]:
@@ -95,6 +112,8 @@ def reference_lines(rows: pd.DataFrame, chance: str, collapse: bool = True) -> l
 
 
 def interval_words(rows: pd.DataFrame) -> str:
+    if rows["corrected"].notna().any():
+        return "Open markers: corrected, with 95 % intervals."
     shown = rows["low"].notna().any()
     return "Error bars: 95 % over documents." if shown else "No interval (needs 20 documents)."
 
@@ -137,7 +156,7 @@ def by_layer(
         for index, (metric, rows) in enumerate(frames.items()):
             weighted = metric.startswith("gate_weight_")
             short = "by gate weight" if weighted else metric_name(metric).removeprefix("specialisation ")
-            data.append(value_line(rows, short, index))
+            data += value_lines(rows, short, index)
         drawn: list[np.ndarray] = []  # equal chance levels are drawn once, and one is named in the legend
         for metric, rows in frames.items():
             level = rows["chance"].to_numpy(float)
@@ -168,8 +187,9 @@ def by_domain(name: str, metric: str, axis: str, *, chance: str = RANDOM, log: b
         rows = rows[(rows["metric"] == metric) & (rows["domain"] != "") & rows["value"].notna()]
         rows = rows.sort_values("layer")
         data = [
-            value_line(mine, str(domain), index)
+            line
             for index, (domain, mine) in enumerate(rows.groupby("domain", sort=True))
+            for line in value_lines(mine, str(domain), index)
         ]
         largest = rows.groupby("layer", as_index=False)[["chance", "collapse"]].max()
         data += reference_lines(

@@ -7,14 +7,17 @@ correlated, so even a balanced router lies above these chance levels on text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
+from moescope.statistics import Interval, jackknife
 from moescope.types import Array
 
 DRAWS = 200
+WIDER = np.sqrt(2)  # spread of estimates from the other documents' order, over that of the plain value
 
 
 def cv(load_E: Array) -> Array:
@@ -71,6 +74,78 @@ def divide(top: Array, bottom: Array) -> Array:
     return np.asarray(
         np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom > 0)
     )
+
+
+# --- intervals over documents; x_BE holds the loads of groups of documents
+#
+# The plain metrics are biased, because noise in the loads looks like imbalance: upward for cv, Gini and the
+# busiest expert, downward for entropy. The bias comes from products of a document's load with itself.
+
+
+def cv_interval(x_BE: Array) -> Interval:
+    """Interval of cv from products of different documents only, jackknifed.
+
+    cv^2 = n sum_i (T_i^2 - sum_d x_di^2)/(N^2 - sum_d N_d^2) - 1 has no bias, so it may be negative: its
+    limits are cut at 0 before the root is taken.
+    """
+
+    def squared_cv(sums: Array) -> Array:
+        pairs = (sums[..., :-2] ** 2).sum(-1) - sums[..., -2]
+        return x_BE.shape[1] * divide(pairs, sums[..., :-2].sum(-1) ** 2 - sums[..., -1]) - 1
+
+    squares_B = (x_BE**2).sum(1), x_BE.sum(1) ** 2
+    value, _, half = jackknife(np.column_stack([x_BE, *squares_B]), squared_cv)
+    return Interval(*np.sqrt(np.maximum([value - half, value + half, value], 0)).tolist())
+
+
+def entropy_interval(entropy: Callable[[Array], Array]) -> Callable[[Array], Interval]:
+    """Interval of an entropy around its jackknife-corrected value, cut at 0 and at that of even loads."""
+
+    def interval(x_BE: Array) -> Interval:
+        _, corrected, half = jackknife(x_BE, entropy)
+        even = float(entropy(np.ones(x_BE.shape[1])))
+        return Interval(*np.clip([corrected - half, corrected + half, corrected], 0, even).tolist())
+
+    return interval
+
+
+def gini_interval(x_BE: Array) -> Interval:
+    """Interval of Gini between two estimates, of which one is biased downward and one upward.
+
+    The first weights the experts of each document by their ranks in all others, (2 rank - n - 1)/n: its mean
+    is 0 for even loads. The second is jackknife-corrected, which halves the bias at even loads. The estimate
+    is their mean.
+    """
+    from scipy.stats import rankdata  # slow to import, and reports do not need it
+
+    n = x_BE.shape[1]
+    ranks_BE = rankdata(x_BE.sum(0) - x_BE, axis=1)
+    below = float(((2 * ranks_BE - n - 1) * x_BE).sum() / (n * x_BE.sum()))
+    _, above, half = jackknife(x_BE, gini)
+    limits = below - WIDER * half, above + half, (below + above) / 2
+    return Interval(*np.clip(limits, 0, 1).tolist())
+
+
+def max_interval(even: float) -> Callable[[Array], Interval]:
+    """Interval of max_over_mean (`even` = 1) or max_violation (0), which holds the value itself.
+
+    Its lower end belongs to n times the load that documents give to the busiest expert of all others, which
+    is biased downward, its upper end to the value, which is biased upward.
+    """
+
+    def interval(x_BE: Array) -> Interval:
+        others_BE = x_BE.sum(0) - x_BE
+        busiest_BE = others_BE == others_BE.max(1, keepdims=True)
+        below = x_BE.shape[1] * float(
+            (x_BE * busiest_BE / busiest_BE.sum(1, keepdims=True)).sum() / x_BE.sum()
+        )
+        above, _, half = jackknife(x_BE, max_over_mean)
+        return Interval(max(below - WIDER * half, 1.0) + even - 1, above + half + even - 1)
+
+    return interval
+
+
+# --- chance levels
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ import numpy as np
 
 from moescope.routing import decision, load_balance, separation, specialisation
 from moescope.routing.load_balance import Setting, jaccard_chance
+from moescope.statistics import Interval
 from moescope.tables import Column
+from moescope.types import Array
 
 Level = Callable[[Setting], float]
 Levels = tuple[str, str, str]  # in words: worst, at chance, best
@@ -21,6 +23,23 @@ PURPOSE = "depends on the purpose"
 DRAWN = "mean of 200 random routings"
 PERMUTED = "the same with tokens permuted within documents"
 UNIFORM = "for a uniform router"
+SIMULATED = (
+    "In simulated texts of 20 to 200 documents, with 8 and 64 experts, 93 to 100 % of the intervals cover "
+    "the truth"
+)
+BIASED = (
+    "Noise looks like imbalance: with many experts and few documents the value is too large, also above the "
+    "interval. `corrected` is without that bias; its interval reaches 0 where loads may be even. "
+)
+LARGEST = (
+    "With many experts and few documents the value is too large; the interval reaches far below it then. "
+    f"{SIMULATED}."
+)
+ENTROPY_BIASED = (
+    "Noise looks like imbalance: with many experts and few documents the value is too small, also below the "
+    f"interval. `corrected` is the jackknife-corrected value. {SIMULATED}; 87 % where half of the experts "
+    "are hardly used."
+)
 
 
 def unknown(setting: Setting) -> float:
@@ -44,6 +63,7 @@ class Metric:
     function: Callable[..., Any] | None = None  # None: a ratio of sums, or reported by the router itself
     chance: Level = unknown
     collapse: Level = unknown
+    interval: Callable[[Array], Interval] | None = None  # of load metrics, from documents' loads; None: none
     sums: tuple[str, str] = ("", "")  # of a ratio: the tally's names of numerator and denominator
     unit: str = ""
     misleads: str = ""
@@ -77,6 +97,11 @@ LOAD = [
         ("√(n/k − 1)", "√((n − k)/(N k))", "0"),
         chance=lambda s: s.relative_std,
         collapse=lambda s: float(np.sqrt(max(s.n_experts / s.k - 1, 0))),
+        interval=load_balance.cv_interval,
+        misleads=BIASED
+        + "It uses products of different documents’ loads only: cv² = n Σᵢ (Tᵢ² − Σ_d x_di²)/(N² − Σ_d N_d²) "
+        "− 1, 0 where that is negative. "
+        + f"{SIMULATED}; 90 % where one expert of 64 has a fifth of the load.",
     ),
     load_metric(
         load_balance.max_violation,
@@ -85,6 +110,8 @@ LOAD = [
         ("n/k − 1", DRAWN, "0"),
         chance=lambda s: float(load_balance.max_violation(s.draws).mean()),
         collapse=lambda s: s.n_experts / s.k - 1,
+        interval=load_balance.max_interval(even=0.0),
+        misleads=LARGEST,
         title="max violation",
     ),
     load_metric(
@@ -94,6 +121,8 @@ LOAD = [
         ("n/k", DRAWN, "1"),
         chance=lambda s: float(load_balance.max_over_mean(s.draws).mean()),
         collapse=lambda s: s.n_experts / s.k,
+        interval=load_balance.max_interval(even=1.0),
+        misleads=LARGEST,
         title="max/mean",
     ),
     load_metric(
@@ -103,7 +132,11 @@ LOAD = [
         ("1 − k/n", "about cv chance × √((n − 1)/(π n))", "0"),
         chance=lambda s: s.relative_std * float(np.sqrt((s.n_experts - 1) / (np.pi * s.n_experts))),
         collapse=lambda s: 1 - s.k / s.n_experts,
+        interval=load_balance.gini_interval,
         title="Gini",
+        misleads=BIASED
+        + "It is the mean of two values with opposite biases: the jackknife-corrected one, and one that "
+        "orders the experts of each document by the other documents. " + f"{SIMULATED}.",
     ),
     load_metric(
         load_balance.unused,
@@ -112,7 +145,7 @@ LOAD = [
         ("1 − k/n", "(1 − k/n)^N", "0"),
         chance=lambda s: (1 - s.k / s.n_experts) ** s.tokens,
         collapse=lambda s: 1 - s.k / s.n_experts,
-        misleads="It falls with the length of the text by itself.",
+        misleads="It falls with the length of the text by itself, so it has no interval.",
     ),
     load_metric(
         load_balance.min_max_ratio,
@@ -121,6 +154,7 @@ LOAD = [
         ("0", DRAWN, "1"),
         chance=lambda s: float(load_balance.min_max_ratio(s.draws).mean()),
         collapse=lambda s: float(s.k >= s.n_experts),
+        misleads="It rises with the length of the text by itself, so it has no interval.",
         title="min/max",
     ),
     load_metric(
@@ -130,8 +164,10 @@ LOAD = [
         ("log k", "log n − (n − k)/(2 N k)", "log n"),
         chance=lambda s: s.load_entropy,
         collapse=lambda s: float(np.log(s.k)),
+        interval=load_balance.entropy_interval(load_balance.load_entropy),
         unit="nats",
         title="load entropy",
+        misleads=ENTROPY_BIASED,
     ),
     load_metric(
         load_balance.load_entropy_bits,
@@ -140,8 +176,10 @@ LOAD = [
         ("log₂ k", "as load_entropy/log 2", "log₂ n"),
         chance=lambda s: s.load_entropy / float(np.log(2)),
         collapse=lambda s: float(np.log2(s.k)),
+        interval=load_balance.entropy_interval(load_balance.load_entropy_bits),
         unit="bits",
         title="load entropy, bits",
+        misleads=ENTROPY_BIASED,
     ),
     load_metric(
         load_balance.load_entropy_share,
@@ -150,7 +188,9 @@ LOAD = [
         ("log k/log n", "as load_entropy/log n", "1"),
         chance=lambda s: s.load_entropy / float(np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         collapse=lambda s: float(np.log(s.k) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
+        interval=load_balance.entropy_interval(load_balance.load_entropy_share),
         title="load entropy, share",
+        misleads=ENTROPY_BIASED,
     ),
 ]
 GATE_WEIGHT = [

@@ -48,8 +48,10 @@ ROWS_SHOWN = 2000  # of a folded table; the run folder has all
 
 
 def with_interval(row: pd.Series) -> str:
-    """ "0.31 [0.28, 0.34]", or the value alone."""
+    """ "0.31 [0.28, 0.34]", "0.31 (corrected for few documents 0.27 [0.24, 0.3])", or the value alone."""
     ends = f" [{number(row['low'])}, {number(row['high'])}]" if pd.notna(row["low"]) else ""
+    if pd.notna(row["corrected"]):
+        return f"{number(row['value'])} (corrected for few documents: {number(row['corrected'])}{ends})"
     return f"{number(row['value'])}{ends}"
 
 
@@ -419,7 +421,9 @@ def guide(run: Run) -> list[str]:
     return [
         "Every routing metric is shown with its chance level (balanced random routing, a uniform router, or "
         "permuted labels and tokens) and its value at collapse: every token chooses the same k experts.",
-        "Intervals are 95 % jackknife intervals over documents; they need at least 20 documents.",
+        "Intervals are 95 % jackknife intervals over documents; they need at least 20 documents. Those of "
+        "CV, Gini and load entropy belong to a value corrected for the bias of few documents, which stands "
+        "beside the plain one.",
     ]
 
 

@@ -20,7 +20,9 @@ from moescope.types import Array, Integers, Routing, Tokens
 if TYPE_CHECKING:
     from moescope.execution.adapters import Block
 
-MOST_WAITING = 2**23  # logits held to be counted together: 32 MB, and a few times that while counting
+MOST_WAITING = (
+    2**23
+)  # tokens x experts held to be counted together: 32 MB, and a few times that while counting
 SUMS = (
     "tokens",
     "assigned",
@@ -239,14 +241,14 @@ class Tally:
     n_domains: int = 1
     accumulated: dict[tuple[Any, ...], Accumulated] = field(default_factory=dict)
     waiting: list[Routing] = field(default_factory=list)  # of the current pass, to be counted together
-    n_waiting: int = 0  # numbers these hold
+    n_waiting: int = 0  # tokens x experts of these
 
     def consume(self, routing: Routing, block: Block | None = None) -> None:
         first = self.waiting[0] if self.waiting else routing
         if routing.tokens is not first.tokens or routing.layer in [one.layer for one in self.waiting]:
             self.count()  # a new pass
         self.waiting.append(replace(routing, x_TD=None, dropped_T=None))  # frees what is not counted
-        self.n_waiting += (routing.chosen_TK if routing.logits_TE is None else routing.logits_TE).numel()
+        self.n_waiting += len(routing.chosen_TK) * routing.n_experts
         if self.n_waiting > MOST_WAITING:
             self.count()
 

@@ -54,6 +54,7 @@ def trace(
     dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
+    trust_remote_code: bool = False,
     device: str = "auto",
     seed: int = 0,
     overwrite: bool = False,
@@ -75,7 +76,7 @@ def trace(
     token_ids : FILE
         Token ids instead of text: .npy, or .jsonl with one list per line.
     max_tokens : int, default all
-        Tokens to read at most, shared evenly by the domains.
+        Tokens to read at most, shared evenly by domains and documents.
     phase : PHASE
         prefill reads documents at once, decode token by token.
     out : DIR, default runs/trace-MODEL-N
@@ -86,11 +87,11 @@ def trace(
     Other Parameters
     ----------------
     recorded : FILE
-        A trace that another tool wrote, instead of running a model.
+        A trace that vLLM, SGLang, llama.cpp or moescope wrote, instead of running a model.
     format : FORMAT
         Format of the recorded trace.
     experts : int
-        Experts per layer of the recorded trace.
+        Experts per layer of the recorded trace; not needed if a model folder is given.
     revisions : LIST
         Revisions of one hub model, as steps: step1000,step2000.
     save_tokens : bool
@@ -101,6 +102,8 @@ def trace(
         Documents per batch; changes no number.
     chat_template : bool
         Read each document as a user's message.
+    trust_remote_code : bool
+        Run the Python code that the checkpoint brings with it.
     seed : int
         Seed of permutations.
     overwrite : bool
@@ -148,7 +151,8 @@ def trace(
     if done:
         return done
     phases = ("prefill", "decode") if phase == "both" else (str(phase),)
-    settings = TraceSettings(max_tokens, dtype, batch_size, chat_template, phases, save_tokens, seed)
+    reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
+    settings = TraceSettings(*reads, phases, save_tokens, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
         done_tasks = writer.done_tasks()
@@ -177,7 +181,7 @@ def trace_step(
     from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
-        traced = load_any_model(name, settings.dtype, device)
+        traced = load_any_model(name, settings.dtype, device, trust_remote_code=settings.trust_remote_code)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:

@@ -15,19 +15,32 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.execution.documents import Window, fingerprint
 from moescope.execution.model_names import checkpoint_identity
-from moescope.execution.recorded import READERS, Shape, Stretch, read_trace
+from moescope.execution.recorded import READERS, Load, Shape, Stretch, read_trace
 from moescope.execution.texts import file_identity
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.stability import stability_table
-from moescope.routing.tally import Tally
+from moescope.routing.tally import SUMS, LayerCounts, Tally
 from moescope.routing.token_sample import Sample
 from moescope.run import Run, open_run, place_run
-from moescope.types import Integers, Routing, Tokens
+from moescope.statistics import BUCKETS
+from moescope.types import Routing, Tokens
 from moescope.verb import Verb
 
 IDENTITY = ("recorded", "format", "experts", "seed")
-OF_A_MODEL_RUN = ("max_tokens", "phase", "save_tokens", "dtype", "batch_size", "chat_template")
+MOST_EXPERTS = 4096
+MOST_PAIRS = 20_000_000  # of experts, all layers together: 2 GB as a table
+MOST_CELLS = 500_000  # layers x experts x domains: 2 GB of counts by group of documents
+AT_ONCE = 2**23  # tokens x experts counted together
+OF_A_MODEL_RUN = (
+    "max_tokens",
+    "phase",
+    "save_tokens",
+    "dtype",
+    "batch_size",
+    "chat_template",
+    "trust_remote_code",
+)
 
 
 def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
@@ -36,14 +49,10 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
     `given` are the options of trace.
     """
     models, file, seed = given["models"], Path(given["recorded"]), given["seed"]
-    format, experts = given["format"], given["experts"]
+    format = given["format"]
     if format is None:
         raise BadInput(f"--recorded {file}: give --format too; known: {', '.join(READERS)}")
     one_of("format", format, tuple(READERS))
-    if experts is None or experts < 1:
-        raise BadInput(
-            f"--recorded {file}: give the experts per layer with --experts N; a trace does not contain it"
-        )
     for option in verb.options:
         if option.name in OF_A_MODEL_RUN and given[option.name] != option.default:
             raise BadInput(f"{option.flag} applies to a model run, not to --recorded; leave it out")
@@ -52,6 +61,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
     if not file.is_file():
         raise BadInput(f"{file}: no such file; give the recorded trace")
     moe = read_moe(open_checkpoint(models[0])) if models else None
+    shape = trace_shape(moe, given["experts"], file)
     arguments = verb.identity(given, recorded=file_identity(file))
     identity: dict[str, Any] = {
         "arguments": {name: arguments[name] for name in IDENTITY},
@@ -63,8 +73,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         return done
     with open_run(folder, verb, identity, given["overwrite"], verb.command(given)) as writer:
         with writer.timed("trace"):
-            shape = trace_shape(moe, experts)
-            traced = count_trace(read_trace(file, format, shape), shape)
+            traced, dense = count_trace(list(read_trace(file, format, shape)), shape)
             names = {number: layer.layer_name for number, layer in moe.layers.items()} if moe else {}
             if set(traced.layer_names) <= set(names):
                 traced = replace(traced, layer_names=names)
@@ -77,110 +86,219 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         absent = ["decision metrics (a trace holds no logits)"]
         absent += [] if traced.has_gates else ["gate weight"]
         absent += [] if traced.probe is not None else ["vocabulary"]
+        absent += [] if traced.has_tokens else ["co-activation and order of tokens"]
+        skipped = (
+            f"layers {', '.join(map(str, dense))} skipped as dense: all slots of a token name one expert"
+        )
         writer.save_info(
             device="cpu",
             setup=[setup],
             coverage=[setup["coverage"]],
-            warnings=[*traced.warnings(), f"not in this trace: {', '.join(absent)}"],
+            warnings=[
+                *([skipped] if dense else []),
+                *traced.warnings(),
+                f"not in this trace: {', '.join(absent)}",
+            ],
         )
         return writer.finish(frames)
 
 
-def trace_shape(moe: MoeCheckpoint | None, experts: int) -> Shape:
-    """Return what the model's config says about the trace's shape."""
+def trace_shape(moe: MoeCheckpoint | None, experts: int | None, file: Path) -> Shape:
+    """Return what --experts and the model's config say about the trace's shape."""
     if moe is None:
+        if experts is None or experts < 1:
+            raise BadInput(
+                f"--recorded {file}: give the experts per layer with --experts N, or the model's folder; a "
+                "trace does not contain it"
+            )
+        if experts > MOST_EXPERTS:
+            raise BadInput(f"--experts {experts}: at most {MOST_EXPERTS} are counted pair by pair")
         return Shape(experts)
-    known = {layer.n_experts for layer in moe.layers.values()}
-    if experts not in known:
-        raise BadInput(
-            f"--experts {experts}: {moe.checkpoint.shown} has {', '.join(map(str, sorted(known)))}"
-        )
+    known = {number: layer.n_experts for number, layer in moe.layers.items()}
+    numbers = sorted(set(known.values()))
+    if experts not in (None, *numbers):
+        raise BadInput(f"--experts {experts}: {moe.checkpoint.shown} has {', '.join(map(str, numbers))}")
     config = moe.checkpoint.config or {}
     text = config.get("text_config", config)
     top_k = next(iter(moe.layers.values())).top_k
-    return Shape(experts, text.get("num_hidden_layers"), top_k, tuple(moe.layers))
+    return Shape(numbers[-1], text.get("num_hidden_layers"), top_k, known)
 
 
 # --- counting
 
 
-def count_trace(stretches: Iterable[Stretch], shape: Shape) -> Traced:
-    """Count a trace. Without gates the first slot counts as the first choice, as servers write it."""
-    stretches = list(stretches)
+def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list[int]]:
+    """Count a trace; also return the layers that were skipped because they are dense.
+
+    Where every token names one expert in all of its k >= 2 slots, nothing was chosen: servers fill dense
+    layers with zeros. Without gates the first slot counts as the first choice, as servers write it.
+    """
+    stretches = [part for part in parts if isinstance(part, Stretch)]
+    for part in parts:
+        if isinstance(part, Load):
+            return count_load(part, shape), []
+    stretches = trim_slots(stretches)
     domains = list(dict.fromkeys(stretch.domain for stretch in stretches))
     main = "prefill" if any(stretch.phase == "prefill" for stretch in stretches) else "decode"
+    names, dense = routed_layers(stretches, shape)
+    check_size({number: experts_of(number, shape) for number in names}, len(domains))
     tally, contents, domain_of = Tally(len(domains)), dict[int, int](), dict[int, int]()
-    rows, numbers, names = moe_layers(stretches[0], shape) if stretches else (np.zeros(0, int), (), ())
-    sample = Sample(list(numbers))
+    sample = Sample(list(names))
     for stretch in stretches:
-        expected, actual = stretches[0].chosen_TLK.shape[1:], stretch.chosen_TLK.shape[1:]
-        if actual != expected:
-            raise BadInput(
-                f"document {stretch.document} has [layers, k] = {list(actual)}, the first has "
-                f"{list(expected)}; give traces of one model"
-            )
-        ids = stretch.ids_T if stretch.ids_T is not None else stretch.chosen_TLK.reshape(-1)
+        ids = stretch.chosen_TLK.reshape(-1).astype(np.int64) if stretch.ids_T is None else stretch.ids_T
         content = contents.setdefault(stretch.document, fingerprint(ids) >> 1)
         domain = domains.index(stretch.domain)
         domain_of.setdefault(stretch.document, domain)
         draw = fingerprint(ids, stretch.start) / 2**64
         window = Window(stretch.document, domain, stretch.start, ids, -1, content, draw)
-        chosen_LTK = stretch.chosen_TLK[:, rows].transpose(1, 0, 2)
-        for layer in layer_routings(stretch, window, chosen_LTK, rows, numbers, names, shape.n_experts):
+        numbers = layer_numbers(stretch, shape)
+        rows = {number: row for row, number in enumerate(numbers) if number in names}
+        for layer in layer_routings(stretch, window, rows, names, shape):
             tally.consume(layer)
         if stretch.phase == main and stretch.ids_T is not None:
-            after = np.append(stretch.ids_T[1:], -1)
-            sample.add(window, chosen_LTK.astype(np.int16), after, np.full(len(after), -1))
+            following = np.append(stretch.ids_T[1:], -1)
+            following = np.full_like(following, -1) if stretch.apart else following
+            none = np.full(stretch.chosen_TLK[:, 0].shape, -1, dtype=np.int16)
+            chosen = [stretch.chosen_TLK[:, rows[number]] if number in rows else none for number in names]
+            sample.add(window, np.stack(chosen), following, np.full(len(following), -1))
     documents = [list(domain_of.values()).count(index) for index in range(len(domains))]
-    return Traced(
+    traced = Traced(
         Corpus(domains, documents),
         tally.to_cpu(),
         main,
-        dict(zip(numbers, names, strict=True)),
+        names,
         sample.probe() if sample.windows else None,
         has_gates=all(stretch.gates_TLK is not None for stretch in stretches),
         has_logits=False,
     )
+    return traced, dense
 
 
-def moe_layers(stretch: Stretch, shape: Shape) -> tuple[Integers, tuple[int, ...], tuple[str, ...]]:
-    """Return the trace's MoE layers: their indices in the trace, layer numbers and names."""
-    n_layers = stretch.chosen_TLK.shape[1]
-    rows, numbers = np.flatnonzero((stretch.chosen_TLK >= 0).any((0, 2))), tuple(range(n_layers))
-    if stretch.layers:
-        numbers = stretch.layers
-    elif shape.moe_layers and n_layers == shape.all_layers:
-        rows = np.array(shape.moe_layers)
-    elif shape.moe_layers and n_layers == len(shape.moe_layers):
-        rows, numbers = np.arange(n_layers), shape.moe_layers
-    names = stretch.layer_names or [f"layer {number}" for number in numbers]
-    return rows, tuple(numbers[row] for row in rows), tuple(names[row] for row in rows)
+def count_load(load: Load, shape: Shape) -> Traced:
+    """Return counts per expert alone, as one document: no order of tokens, no pairs of experts."""
+    if shape.k is None:
+        raise BadInput("logical_count does not tell the experts per token; give the model's folder too")
+    counts = []
+    for number, counts_E in zip(layer_numbers(load, shape), load.counts_LE, strict=True):
+        if number is not None and counts_E.any():
+            n = experts_of(number, shape)
+            counts_MBE = np.zeros((1, BUCKETS, n), dtype=np.int64)
+            sums_MBS = np.zeros((1, BUCKETS, len(SUMS)))
+            counts_MBE[0, 0] = counts_E[:n]
+            sums_MBS[0, 0, SUMS.index("assigned")] = counts_E.sum()
+            sums_MBS[0, 0, SUMS.index("tokens")] = counts_E.sum() // shape.k
+            no_pairs_EE, no_gates = np.zeros((n, n)), np.zeros(counts_MBE.shape)
+            name = f"layer {number}"
+            counts.append(
+                LayerCounts(number, name, "prefill", shape.k, counts_MBE, no_gates, sums_MBS, no_pairs_EE)
+            )
+    names = {layer.layer: layer.layer_name for layer in counts}
+    check_size({layer.layer: layer.n_experts for layer in counts}, 1)
+    return Traced(
+        Corpus(["text"], [1]),
+        counts,
+        "prefill",
+        names,
+        has_gates=False,
+        has_logits=False,
+        has_tokens=False,
+    )
+
+
+def trim_slots(stretches: list[Stretch]) -> list[Stretch]:
+    """Return the stretches without the last slots that are empty everywhere: recorders may have more."""
+    used = 1
+    for stretch in stretches:
+        k = stretch.chosen_TLK.shape[2]
+        if k != stretches[0].chosen_TLK.shape[2]:
+            raise BadInput(
+                f"document {stretch.document} has {k} experts per token, the first has "
+                f"{stretches[0].chosen_TLK.shape[2]}; give traces of one model"
+            )
+        used = max([used, *(np.flatnonzero((stretch.chosen_TLK >= 0).any((0, 1))) + 1)])
+    return [
+        replace(
+            stretch,
+            chosen_TLK=stretch.chosen_TLK[..., :used],
+            gates_TLK=None if stretch.gates_TLK is None else stretch.gates_TLK[..., :used],
+        )
+        for stretch in stretches
+    ]
+
+
+def layer_numbers(part: Stretch | Load, shape: Shape) -> tuple[int | None, ...]:
+    """Return the layer number of each of the trace's layers; None for those that the model calls dense."""
+    if isinstance(part, Stretch) and part.layers:
+        return part.layers
+    n_layers = part.chosen_TLK.shape[1] if isinstance(part, Stretch) else len(part.counts_LE)
+    if shape.layers and n_layers == len(shape.layers):
+        return tuple(shape.layers)
+    known = shape.layers if shape.layers and n_layers == shape.all_layers else None
+    return tuple(number if known is None or number in known else None for number in range(n_layers))
+
+
+def routed_layers(stretches: list[Stretch], shape: Shape) -> tuple[dict[int, str], list[int]]:
+    """Return the names of the MoE layers by number, and the numbers of layers that turn out to be dense."""
+    names, filled, routed = dict[int, str](), set[int](), set[int]()
+    for stretch in stretches:
+        numbers = layer_numbers(stretch, shape)
+        if not stretch.layers and len(numbers) != stretches[0].chosen_TLK.shape[1]:
+            raise BadInput(
+                f"document {stretch.document} has {len(numbers)} layers, the first has "
+                f"{stretches[0].chosen_TLK.shape[1]}; give traces of one model"
+            )
+        chosen_LTK = stretch.chosen_TLK.transpose(1, 0, 2)
+        for row, number in enumerate(numbers):
+            if number is not None:
+                names[number] = stretch.layer_names[row] if stretch.layer_names else f"layer {number}"
+                if (chosen_LTK[row] >= 0).any():
+                    filled.add(number)
+                if chosen_LTK.shape[2] == 1 or (chosen_LTK[row] != chosen_LTK[row][:, :1]).any():
+                    routed.add(number)
+    dense = sorted(filled - routed)
+    if dense and not filled & routed:
+        raise BadInput(
+            "every token names one expert in all slots of every layer: no routing in it; record it again"
+        )
+    return {number: names[number] for number in sorted(filled & routed)}, dense
+
+
+def experts_of(layer: int, shape: Shape) -> int:
+    return (shape.layers or {}).get(layer, shape.n_experts)
+
+
+def check_size(experts: dict[int, int], domains: int) -> None:
+    """Reject a trace whose counts would not fit in about 2 GB."""
+    if sum(n * n for n in experts.values()) > MOST_PAIRS or sum(experts.values()) * domains > MOST_CELLS:
+        raise BadInput(
+            f"{len(experts)} layers x {max(experts.values())} experts x {domains} domains: too many to count "
+            "in memory; give the experts per layer that the model has, or fewer domains"
+        )
 
 
 def layer_routings(
-    stretch: Stretch,
-    window: Window,
-    chosen_LTK: Integers,
-    rows: Integers,
-    numbers: tuple[int, ...],
-    names: tuple[str, ...],
-    n_experts: int,
+    stretch: Stretch, window: Window, rows: dict[int, int], names: dict[int, str], shape: Shape
 ) -> Iterable[Routing]:
-    _, n, k = chosen_LTK.shape
-    if not n:
-        return
-    tokens = Tokens(
-        1,
-        torch.zeros(n, dtype=torch.int64),
-        torch.ones(n, dtype=torch.bool),
-        torch.full((n,), stretch.document),
-        torch.arange(stretch.start, stretch.start + n),
-        torch.full((n,), window.domain),
-        torch.full((n,), window.bucket),
-        stretch.phase,
-    )
-    gates_TK = torch.arange(k, 0, -1).expand(n, k).double()  # where unknown: only their order counts
-    for row, number, name, chosen_TK in zip(rows, numbers, names, chosen_LTK, strict=True):
-        if stretch.gates_TLK is not None:
-            gates_TK = torch.from_numpy(stretch.gates_TLK[:, row].copy())
-        yield Routing(number, name, n_experts, torch.from_numpy(chosen_TK.copy()), gates_TK, tokens)
+    """Yield the routing of each layer, so many tokens at a time that counting them takes little memory."""
+    total, _, k = stretch.chosen_TLK.shape
+    at_once = max(AT_ONCE // max(shape.n_experts, k * k), 1)
+    for begin in range(0, total, at_once):
+        chosen_TLK = stretch.chosen_TLK[begin : begin + at_once]
+        n = len(chosen_TLK)
+        tokens = Tokens(
+            n if stretch.apart else 1,
+            torch.zeros(n, dtype=torch.int64),
+            torch.ones(n, dtype=torch.bool),
+            torch.full((n,), stretch.document),
+            torch.arange(stretch.start + begin, stretch.start + begin + n),
+            torch.full((n,), window.domain),
+            torch.full((n,), window.bucket),
+            stretch.phase,
+            continues=begin > 0 and not stretch.apart,
+        )
+        gates_TK = torch.arange(k, 0, -1).expand(n, k).double()  # where unknown: only their order counts
+        for number, row in rows.items():
+            if stretch.gates_TLK is not None:
+                gates_TK = torch.from_numpy(stretch.gates_TLK[begin : begin + n, row].copy())
+            chosen_TK = torch.from_numpy(chosen_TLK[:, row].astype(np.int64))
+            yield Routing(number, names[number], experts_of(number, shape), chosen_TK, gates_TK, tokens)

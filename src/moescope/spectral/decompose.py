@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,10 +39,15 @@ class Decomposition:
 
 
 def decompose(
-    matrix_FD: Tensor, routers_ED: Tensor, k_grid: list[int], precision: str = "fast"
+    matrix_FD: Tensor,
+    routers_ED: Tensor,
+    k_grid: list[int],
+    precision: str = "fast",
+    bits: int | None = None,
 ) -> Decomposition:
     """Return the singular values of W, the router rows' squared coordinates in its right singular basis, and
-    its leading vectors, computed on the CPU.
+    its leading vectors, computed on the CPU. `bits` is the precision of the stored weights, see
+    `numerical_rank`.
 
     Formula: with W'W = V S^2 V', energy = (V' r)^2; when F < D the small side is used: W W' = U S^2 U' and
     v_a . r = (u_a . W r) / s_a. All of it in fp64: an fp32 Gram matrix errs by 1e-2 at condition number 1e3.
@@ -60,19 +65,22 @@ def decompose(
     long_side = max(hidden, width)
     matrix, scale = remove_scale(matrix_FD)
     W, rows = matrix.numpy(), routers_ED.to(torch.float64).contiguous().numpy()
+    bits = bits or tensor_bits(matrix_FD)
     fallback = True
     try:
         solution = solve_gram(W, rows, LEADING_VECTORS)
+        rank = int(numerical_rank(solution.values_R, (hidden, width), bits))
         squares, coordinates = map(torch.from_numpy, (solution.values_R**2, solution.coordinates_ER))
+        ks = within_rank(k_grid, rank)
         fallback = not gram_suffices(
-            squares[None], coordinates[None], long_side, hidden >= width, k_grid, TOLERANCE[precision]
+            squares[None], coordinates[None], long_side, hidden >= width, ks, TOLERANCE[precision]
         )
     except np.linalg.LinAlgError:  # the Gram matrix has no square root: rank-deficient
         pass
     if fallback:
         solution = solve_bidiagonal(W, rows, LEADING_VECTORS)
-        rank = int((solution.values_R > long_side * np.finfo(float).eps * solution.values_R[0]).sum())
-        solution = Solution(*(part[..., :rank] for part in solution))
+        rank = int(numerical_rank(solution.values_R, (hidden, width), bits))
+    solution = Solution(*(part[..., :rank] for part in solution))
     orientation = np.where(matrix.mean(0).numpy() @ solution.leading_DK < 0, -1.0, 1.0)
     return Decomposition(
         singular_values_R=solution.values_R * scale,
@@ -81,6 +89,47 @@ def decompose(
         full_rank=min(hidden, width),
         fallback=fallback,
     )
+
+
+def tensor_bits(matrix: Tensor) -> int:
+    """Significand bits of the tensor's dtype: 8 for bf16, 24 for fp32."""
+    import torch
+
+    return 1 - int(math.log2(torch.finfo(matrix.dtype).eps))
+
+
+def numerical_rank(values: Any, shape: tuple[int, ...], bits: int) -> Any:
+    """Number of singular values [..., R] (array or tensor, descending) that rounding cannot have made.
+
+    Weights stored with p significand bits differ from those meant by up to 2^-p of each, and a matrix of
+    such errors has singular values up to 2^-p rms(W) (sqrt m + sqrt n). The error of an SVD in fp64, max(m,
+    n) eps s_1, is the tolerance where it is larger, as for weights stored in fp64. A weaker direction may be
+    real: what is stored cannot tell. Weights computed, not only stored, in few bits carry larger errors: the
+    product of two factors in fp32 arithmetic may exceed the tolerance.
+    """
+    height, width = shape
+    rms = ((values**2).sum(-1) / (height * width)) ** 0.5
+    stored = 2.0**-bits * rms * (math.sqrt(height) + math.sqrt(width))
+    computed = max(shape) * np.finfo(float).eps * values[..., 0]
+    return ((values > stored[..., None]) & (values > computed[..., None])).sum(-1)
+
+
+def random_rank(shape: tuple[int, int], bits: int) -> float:
+    """Expected `numerical_rank` of a large Gaussian matrix: the smaller side, less the singular values below
+    the tolerance by Marchenko and Pastur's law (1967): 0.25 % of a square matrix in bf16, none of 1 : 2."""
+    side = min(shape)
+    root = math.sqrt(side / max(shape))
+    low, tolerance = 1 - root, 2.0**-bits * (1 + root)  # over rms(W) and the root of the longer side
+    if tolerance <= low:
+        return float(side)
+    middles = low + (tolerance - low) * (np.arange(1024) + 0.5) / 1024
+    density = np.sqrt((middles**2 - low**2) * ((1 + root) ** 2 - middles**2)) / (np.pi * root**2 * middles)
+    return side * (1 - float(density.mean()) * (tolerance - low))
+
+
+def within_rank(k_grid: list[int], rank: int) -> list[int]:
+    """The ks at which align must be accurate: those of the grid below the rank, and the rank."""
+    return sorted({max(min(k, rank), 1) for k in (*k_grid, rank)})
 
 
 def remove_scale(matrix_FD: Tensor) -> tuple[Tensor, float]:

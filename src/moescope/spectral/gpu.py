@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from moescope.spectral.batched_eigen import PANEL, Reduction, Update, divide_and_conquer, tridiagonalise
-from moescope.spectral.decompose import LEADING_VECTORS, TOLERANCE, Decomposition, gram_suffices
+from moescope.spectral.decompose import (
+    LEADING_VECTORS,
+    TOLERANCE,
+    Decomposition,
+    gram_suffices,
+    numerical_rank,
+    tensor_bits,
+    within_rank,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,6 +169,7 @@ def in_batches(
     routers_ED: Tensor,
     k_grid: list[int],
     precision: str,
+    bits: int,
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Decomposition]]:
     """Yield (expert, its decomposition) in input order, in batches as large as the device's memory allows."""
@@ -170,7 +179,7 @@ def in_batches(
     def solve() -> Iterator[tuple[int, Decomposition]]:
         with waiting(), solver_lock, torch.cuda.stream(solver_stream()):
             numbers, matrices = zip(*batch, strict=True)
-            decompositions = decompose_batch(list(matrices), routers_ED, k_grid, TOLERANCE[precision])
+            decompositions = decompose_batch(list(matrices), routers_ED, k_grid, TOLERANCE[precision], bits)
         batch.clear()
         yield from zip(numbers, decompositions, strict=True)
 
@@ -195,11 +204,16 @@ def batch_size(count: int, side: int, long_side: int) -> int:
 
 
 def decompose_batch(
-    matrices_FD: list[Tensor], routers_ED: Tensor, k_grid: list[int], tolerance: float
+    matrices_FD: list[Tensor],
+    routers_ED: Tensor,
+    k_grid: list[int],
+    tolerance: float,
+    bits: int | None = None,
 ) -> list[Decomposition]:
     """Decompose matrices of one shape together, as `decompose` does; inaccurate ones again, one by one."""
     hidden, width = matrices_FD[0].shape
     tall, side = hidden >= width, min(hidden, width)
+    bits = bits or tensor_bits(matrices_FD[0])
     W = torch.stack(matrices_FD).to(torch.float64)
     # Squares of very large or small weights would leave fp64's range; dividing by a power of two rounds
     # nothing.
@@ -222,7 +236,14 @@ def decompose_batch(
     values = squares.clamp_min(0).sqrt()
     if not tall:
         coordinates = coordinates / values[:, None]
-    accurate = gram_suffices(squares, coordinates, max(hidden, width), tall, k_grid, tolerance)
+    rank_B = numerical_rank(values, (hidden, width), bits)
+    ranks = rank_B.tolist()
+    accurate = torch.zeros_like(eigen.converged_B)
+    for rank in set(ranks):
+        same, ks = rank_B == rank, within_rank(k_grid, rank)
+        accurate[same] = gram_suffices(
+            squares[same], coordinates[same], max(hidden, width), tall, ks, tolerance
+        )
     accurate &= eigen.converged_B & lengths_agree.all(1) & moments_agree.all(1)
     leading = reduced.back(eigen.top_vectors(min(LEADING_VECTORS, side)))
     if not tall:
@@ -231,15 +252,21 @@ def decompose_batch(
     energy = coordinates.square()
     all_values = (values * scale[:, None]).cpu().numpy()
     return [
-        Decomposition(all_values[index], energy[index], leading[index], side, fallback=False)
+        Decomposition(
+            all_values[index, :rank], energy[index, :, :rank], leading[index, :, :rank], side, fallback=False
+        )
         if suffices
-        else replace(decompose_one(matrices_FD[index], routers_ED, k_grid, tolerance), fallback=True)
-        for index, suffices in enumerate(accurate.tolist())
+        else replace(decompose_one(matrices_FD[index], routers_ED, k_grid, tolerance, bits), fallback=True)
+        for index, (rank, suffices) in enumerate(zip(ranks, accurate.tolist(), strict=True))
     ]
 
 
 def decompose_one(
-    matrix_FD: Tensor, routers_ED: Tensor, k_grid: list[int], tolerance: float
+    matrix_FD: Tensor,
+    routers_ED: Tensor,
+    k_grid: list[int],
+    tolerance: float,
+    bits: int | None = None,
 ) -> Decomposition:
     """Decompose one matrix by torch's eigh of the Gram matrix, or by torch's SVD where that is inaccurate."""
     matrix = matrix_FD.to(torch.float64)
@@ -248,19 +275,23 @@ def decompose_one(
     routers = routers_ED.to(matrix)
     hidden, width = matrix.shape
     tall, long_side = hidden >= width, max(hidden, width)
+    bits = bits or tensor_bits(matrix_FD)
     eigenvalues, basis = torch.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)
     squares, basis = eigenvalues.flip(0), basis.flip(1)
     values = squares.clamp_min(0).sqrt()
     coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
-    fallback = not gram_suffices(squares[None], coordinates[None], long_side, tall, k_grid, tolerance)
+    rank = int(numerical_rank(values, (hidden, width), bits))
+    ks = within_rank(k_grid, rank)
+    fallback = not gram_suffices(squares[None], coordinates[None], long_side, tall, ks, tolerance)
     if fallback:
         _, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        rank = int((values > long_side * torch.finfo(torch.float64).eps * values[0]).sum())
-        values, vectors = values[:rank], right[:rank].T
+        rank = int(numerical_rank(values, (hidden, width), bits))
+        vectors = right.T
         coordinates = routers @ vectors
     else:
         leading = basis[:, :LEADING_VECTORS]
         vectors = leading if tall else matrix.T @ leading / values[:LEADING_VECTORS]
+    values, coordinates, vectors = values[:rank], coordinates[:, :rank], vectors[:, :rank]
     vectors = vectors[:, :LEADING_VECTORS]
     orientation = torch.where((matrix @ vectors).mean(0) < 0, -1.0, 1.0).to(vectors)
     return Decomposition(

@@ -50,17 +50,19 @@ def decompose_each(
     routers_ED: Tensor,
     k_grid: list[int],
     precision: str,
+    bits: int,
     device: str,
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Decomposition]]:
-    """Yield (expert, its decomposition) in input order; `experts` has at most `count` items."""
+    """Yield (expert, its decomposition) in input order; `experts` has at most `count` items, stored with
+    `bits` significand bits."""
     if device != "cpu":
         from moescope.spectral.gpu import in_batches
 
-        return in_batches(experts, count, routers_ED, k_grid, precision, waiting)
+        return in_batches(experts, count, routers_ED, k_grid, precision, bits, waiting)
 
     def solve(matrix_FD: Tensor) -> Decomposition:
-        return decompose(matrix_FD, routers_ED, k_grid, precision)
+        return decompose(matrix_FD, routers_ED, k_grid, precision, bits)
 
     return map_in_order(solve, experts, count_threads(), waiting)
 

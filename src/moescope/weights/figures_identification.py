@@ -354,7 +354,7 @@ RANK = Compared(
     "effective_rank",
     "Median effective rank",
     lambda tables: per_layer(tables, "spectra", "rank").astype(float),
-    "full rank",
+    "rank",
 )
 
 ACROSS_VIEWS = [by_layer(compared) for compared in (ACCURACY, MARGIN, AMBIGUITY, Z, ORTHOGONALITY, RANK)]

@@ -186,7 +186,7 @@ def spectra_by_layer(tables: Tables) -> Figure:
         Figure(
             "spectra_by_layer",
             "Singular values of the median expert",
-            f"Median stable rank, in % of full rank, {span}.",
+            f"Median stable rank, in % of the rank, {span}.",
             ("singular_values", "stable_rank"),
             layer_lines(drawn, "place", "share", hover="%{y:.3g} of the largest", mode="lines"),
             layout,
@@ -218,7 +218,7 @@ def ranks_by_layer(tables: Tables) -> Figure:
     return Figure(
         "ranks_by_layer",
         "Effective and stable rank: median and extremes",
-        f"Median effective rank {span}; full rank is {number(full.max())}.",
+        f"Median effective rank {span}; largest rank {number(full.max())}.",
         ("effective_rank", "stable_rank"),
         data,
         base_layout("layer", "rank", xaxis=layer_axis(full.index), yaxis={"rangemode": "tozero"}),

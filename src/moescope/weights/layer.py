@@ -37,6 +37,7 @@ from moescope.weights.views import (
     normalised_rows,
     router_rows,
     stand_in_rows,
+    stored_bits,
     unusable_rows,
 )
 
@@ -332,8 +333,9 @@ def decompose_layer(
 
     energies: dict[int, Array] = {}
     ranks, leading, values, fallback = [], [], [], []
+    bits = stored_bits(weights, matrix)
     for expert, result in decompose_each(
-        readable(), len(usable), unit_rows, ks, settings.precision, device, lambda: timed("decompose")
+        readable(), len(usable), unit_rows, ks, settings.precision, bits, device, lambda: timed("decompose")
     ):
         energies[expert] = alignment.cumulative_energy(result.energy_ER, ks)
         ranks.append(result.rank)

@@ -71,7 +71,7 @@ EXPERT_HEADS = [
     ("n_pairs_above_0_7", "collapsed", "int"),
     ("effective_rank", "effective rank", "float"),
     ("stable_rank", "stable rank", "float"),
-    ("spectra.rank", "full rank", "int"),
+    ("spectra.rank", "rank", "int"),
 ]
 OF_PAIRS = ("mean_abs", "chance", "max_abs", "n_pairs_above_0_7")  # undefined for a single expert
 VERDICT_NAMES = {
@@ -318,7 +318,7 @@ def guide(run: Run) -> list[str]:
         "ones, overlap of the subspaces that the first k span. Two unrelated experts have |cos| near "
         "√(2/(πd)) and overlap near k/d."
     ]
-    ranks = "An effective rank far below the full rank means that few directions carry most of a matrix."
+    ranks = "An effective rank far below the rank means that few directions carry most of a matrix."
     return [*(pairs if "similarity" in run.tables else []), ranks]
 
 

@@ -14,9 +14,10 @@ from moescope.errors import BadInput
 from moescope.plotting.style import capital, counted, from_to, listed, named_layers, number
 from moescope.run import Run
 from moescope.spectral.alignment import TIE
+from moescope.spectral.decompose import random_rank
 from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
-from moescope.types import Coverage
+from moescope.types import SIGNIFICAND_BITS, Coverage
 from moescope.verb import FigureSpec, Tables
 from moescope.weights.figures_identification import FEWEST_TESTED, experts_by_layer, verdict_sentence
 from moescope.weights.figures_redundancy import d_model_by_layer, share_above
@@ -363,21 +364,25 @@ def rank_sentence(view: View) -> str:
     span = from_to(middle.min(), f"layer {middle.idxmin()}", middle.max(), f"layer {middle.idxmax()}")
     median = ", median per layer," if (ranks["expert"] > 1).any() else ""
     return (
-        f"Effective rank of the {view.keys['matrix']} matrices{median} {span}; full rank is "
+        f"Effective rank of the {view.keys['matrix']} matrices{median} {span}; largest rank "
         f"{number(ranks['rank'].max())}."
     )
 
 
 def rank_findings(view: View) -> list[str]:
+    """Experts that miss more directions than a random matrix of their shape and dtype, by three deviations of
+    a Poisson count."""
     spectra = view.tables["spectra"]
     halves = 2 if view.keys["matrix"] == "gate_up" else 1
-    setups = {layer: view.setup(layer) for layer in view.layers}
-    full = spectra["layer"].map({n: min(s["d_model"], halves * s["d_ff"]) for n, s in setups.items()})
-    deficient = spectra[spectra["rank"].notna() & (spectra["rank"].astype(float) < full)]
-    if deficient.empty:
+    named = []
+    for layer, rows in spectra[spectra["rank"].notna()].groupby("layer"):
+        setup = view.setup(layer)
+        shape = (halves * setup["d_ff"], setup["d_model"])
+        random = random_rank(shape, SIGNIFICAND_BITS[setup["dtype"]])
+        lost = min(shape) - random
+        for _, row in rows[min(shape) - rows["rank"].astype(float) > lost + 3 * lost**0.5].iterrows():
+            facts = f"rank {row['rank']:.0f}, random matrices {number(random)}"
+            named.append(f"expert {row['expert']} of layer {layer} ({facts})")
+    if not named:
         return []
-    named = [
-        f"expert {row['expert']} of layer {row['layer']} (rank {row['rank']:.0f})"
-        for _, row in deficient.iterrows()
-    ]
-    return [f"{capital(counted(len(deficient), 'rank-deficient expert'))}: {examples(named)}."]
+    return [f"{capital(counted(len(named), 'rank-deficient expert'))}: {examples(named)}."]

@@ -399,8 +399,17 @@ COLUMNS: dict[str, Column] = {
         title="effective rank",
         chance="below rank for a random matrix, from 0.8 of it (square) towards all of it (long)",
     ),
-    "spectra.rank": Column("int", "Number of nonzero singular values.", "#{sₐ > max(f, d) · ε · s₁}"),
-    "condition": Column("float", "Largest over smallest nonzero singular value.", "s₁/s_rank"),
+    "spectra.rank": Column(
+        "int",
+        "Number of singular values that rounding of the stored weights cannot have made: p significand bits, "
+        "53 for fp64, 24 fp32, 11 fp16, 8 bf16, 6 int8, 4 e4m3, 3 e5m2, 2 mxfp4 and int4. Weaker directions "
+        "may be real, but the checkpoint cannot tell.",
+        "#{sₐ > 2⁻ᵖ rms(W) (√f + √d), and > max(f, d) · ε · s₁, the error of fp64}",
+        chance="min(f, d) for a random matrix, less where f and d are close and p is small",
+    ),
+    "condition": Column(
+        "float", "Largest over smallest singular value above the rank tolerance.", "s₁/s_rank"
+    ),
     "fallback": Column(
         "bool", "Whether the fast decomposition failed its check and LAPACK's SVD was used instead."
     ),

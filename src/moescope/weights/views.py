@@ -138,6 +138,14 @@ def expert_matrix(
     return read
 
 
+def stored_bits(weights: LayerWeights, matrix: str) -> int:
+    """Significand bits of the stored weights that the matrix is made of; the fewer, where gate and up
+    differ."""
+    check_matrix(weights, matrix)
+    names = ("gate", "up") if matrix == "gate_up" else (matrix,)
+    return min(weights.projections[name].significand_bits for name in names)
+
+
 def read_expert(stack: ExpertStack, expert: int, device: str = "cpu") -> Tensor:
     """The expert's tensor on the device, checked there; an unusable one is rejected with an error."""
     read = stack.read(expert).to(device)

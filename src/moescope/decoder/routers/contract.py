@@ -71,6 +71,8 @@ class Router(nn.Module, ABC):
     expects_low_entropy: bool = False  # near-certain decisions by design: low entropy is no alert
     # how pruning ("slice") or merging ("fold", "join") changes this router, where it is special: a sentence
     compression_effects: ClassVar[dict[str, str]] = {}
+    # options that seed a random draw: in a study each seed draws anew, unless the study sets the option
+    seed_options: ClassVar[tuple[str, ...]] = ()
     # the ablation study's variants: name suffix -> changes to [model]; "" is the full router
     variants: ClassVar[dict[str, dict[str, Any]]] = {}
     # the overhead table's parts: name -> method; none of them calls another

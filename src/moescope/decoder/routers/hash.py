@@ -26,6 +26,7 @@ class Hash(Router):
         "slice": "Token ids of pruned experts are reassigned to the remaining experts in turn.",
         "join": "A merged expert gets the token ids of all its members.",
     }
+    seed_options = ("seed",)
     OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0}
     table_VK: Tensor
 

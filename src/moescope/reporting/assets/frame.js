@@ -71,7 +71,7 @@
     if (fresh) { panel = make("div", { class: "panel", id: `tab-${tab.name}` }); panels.set(tab.name, panel); main.append(panel); }
     for (const other of panels.values()) other.hidden = other !== panel;
     if (fresh) await build(tab, panel);
-    M.sections.show(panel);
+    M.sections.show(panel.below ?? panel);
     M.map.refresh();
     if (state.figure) panel.querySelector(`[data-figure="${CSS.escape(state.figure)}"]`)?.scrollIntoView({ block: "center" });
   }
@@ -125,10 +125,13 @@
     fill();
     M.state.onChange(fill);
     map.append(await M.map.element());
-    panel.append(...tabs[0].sections.map((entry) => M.sections.element(entry)));
+    const below = make("div", { class: "below-map" }, ...tabs[0].sections.map((entry) => M.sections.element(entry)));
+    map.append(below);
+    panel.below = below;
   }
   function coverage() {
-    return [...new Set([...M.selected.verbs.keys()].flatMap((verb) => runs[M.selected.run(verb)]?.coverage ?? []))].map((words) => make("p", { class: "coverage" }, words));
+    const lines = [...new Set([...M.selected.verbs.keys()].flatMap((verb) => runs[M.selected.run(verb)]?.coverage ?? []))];
+    return [make("details", { class: "coverage" }, make("summary", {}, "What was read"), ...lines.map((words) => make("p", {}, words)))];
   }
 
   // ---- search: experts by number, tokens of experts, figures by title

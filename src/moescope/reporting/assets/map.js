@@ -14,7 +14,7 @@ M.map = (() => {
   function chosen() {
     const all = candidates();
     const wanted = M.state.get().colour;
-    return all.find((measure) => measure.name === wanted) ?? all[0] ?? null;
+    return all.find((measure) => measure.name === wanted) ?? all.find(other) ?? all[0] ?? null;
   }
   // the same measure of the run to compare with
   function other(measure) {

@@ -1,0 +1,123 @@
+"""Intervals of load metrics: they cover the value of endless text, of even loads too, as often as they say.
+
+Documents are clustered: each draws its own expert probabilities from a Dirichlet distribution, then its
+tokens. The true value is that of the distribution's mean, so it is known exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from moescope.routing.counts_to_tables import Corpus, metric_rows
+from moescope.routing.metrics import METRICS
+from moescope.routing.tally import SUMS, LayerCounts
+from moescope.statistics import BUCKETS
+
+REPETITIONS = 4000
+TOKENS = (40, 80, 200, 400)  # per document
+CONCENTRATION = 20  # documents have the load of about 20 independent tokens
+
+
+def true_shares(n: int, shape: str) -> np.ndarray:
+    """Shares of n experts with cv 0, or log-normal quantiles with cv of about 0.3."""
+    sigma = {"even": 0.0, "uneven": 0.3}[shape]
+    shares = np.exp(sigma * stats.norm.ppf((np.arange(n) + 0.5) / n))
+    return shares / shares.sum()
+
+
+def draw_documents(generator: np.random.Generator, shares: np.ndarray, *sides: int) -> np.ndarray:
+    tokens = generator.choice(TOKENS, sides)
+    own = generator.standard_gamma(np.broadcast_to(CONCENTRATION * shares, (*sides, len(shares)))) + 1e-300
+    return generator.multinomial(tokens, own / own.sum(-1, keepdims=True)).astype(float)
+
+
+def rows_of(loads_DE: np.ndarray) -> dict[str, dict]:
+    """Rows of the table for documents with these loads, k = 1, one bucket each."""
+    documents, n = loads_DE.shape
+    counts_MBE = np.zeros((1, BUCKETS, n), dtype=np.int64)
+    counts_MBE[0, :documents] = loads_DE
+    sums_MBS = np.zeros((1, BUCKETS, len(SUMS)))
+    for name in ("tokens", "assigned"):
+        sums_MBS[..., SUMS.index(name)] = counts_MBE.sum(-1)
+    counts = LayerCounts(0, "mlp", "prefill", 1, counts_MBE, counts_MBE.astype(float), sums_MBS, np.eye(n))
+    rows = metric_rows(counts, Corpus(["text"], [documents]), gates=False, decisions=False, order=False)
+    return {row["metric"]: row for row in rows}
+
+
+@pytest.mark.parametrize("shape", ["even", "uneven"])
+def test_intervals_of_many_experts_and_few_documents_cover_the_truth(shape):
+    """100 repetitions; nominal 0.95, three binomial standard deviations are 0.065."""
+    shares = true_shares(64, shape)
+    drawn = [rows_of(loads_DE) for loads_DE in draw_documents(np.random.default_rng(0), shares, 100, 50)]
+    coverage = {}
+    for name in ("cv", "gini", "load_entropy", "load_entropy_share", "max_over_mean"):
+        true = float(METRICS[name].function(shares))
+        limits = [(rows[name]["low"], rows[name]["high"]) for rows in drawn]
+        coverage[name] = np.mean([low <= true + 1e-12 and true - 1e-12 <= high for low, high in limits])
+    assert min(coverage.values()) >= 0.95 - 0.065, coverage
+
+
+def test_the_interval_belongs_to_the_number_beside_it():
+    """The corrected value where there is one, else the value: even where bias is large or loads collapse."""
+    collapsed = np.zeros((30, 8))
+    collapsed[:, 2] = np.arange(1, 31)
+    generator = np.random.default_rng(1)
+    for loads in (collapsed, *draw_documents(generator, true_shares(64, "even"), 20, 25)):
+        for name, row in rows_of(loads).items():
+            if np.isfinite(row["low"]):
+                number = row["value"] if np.isnan(row["corrected"]) else row["corrected"]
+                assert row["low"] - 1e-12 <= number <= row["high"] + 1e-12, name
+
+
+def test_the_corrected_cv_counts_pairs_of_choices_in_different_documents():
+    """By hand: n times the share of pairs of choices in different documents that agree, less 1."""
+    loads = np.array([[3.0, 1, 0], [2, 0, 2], [0, 5, 1]])
+    choices = [np.repeat(np.arange(3), row.astype(int)) for row in loads]
+    agree = [
+        a == b
+        for i, one in enumerate(choices)
+        for j, two in enumerate(choices)
+        if i != j
+        for a in one
+        for b in two
+    ]
+    found = METRICS["cv"].interval(np.vstack([loads, np.zeros(3)]))
+    assert found.corrected == pytest.approx(np.sqrt(max(3 * np.mean(agree) - 1, 0)))
+    opposite = np.tile([[4.0, 0.0], [0.0, 4.0]], (15, 1))  # more even than independent choices: cv^2 < 0
+    assert METRICS["cv"].interval(opposite).low == METRICS["cv"].interval(opposite).corrected == 0
+
+
+def test_bounds_of_the_metric_bound_its_interval():
+    generator = np.random.default_rng(2)
+    for loads in draw_documents(generator, true_shares(64, "even"), 30, 20):
+        rows = rows_of(loads)
+        assert rows["cv"]["low"] >= 0
+        assert rows["gini"]["low"] >= 0
+        assert rows["max_violation"]["low"] >= 0
+        assert rows["load_entropy_share"]["high"] <= 1
+        assert {name for name, row in rows.items() if np.isnan(row["low"])} == {"unused", "min_max_ratio"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["even", "uneven"])
+@pytest.mark.parametrize("n", [8, 64])
+def test_coverage_by_simulation(n, shape):
+    """20, 50 and 200 documents, 4,000 repetitions: intervals cover the truth in at least 93 % of them.
+
+    Tolerance: three binomial standard deviations, 0.012.
+    """
+    names, shares = ("cv", "gini", "load_entropy", "max_over_mean"), true_shares(n, shape)
+    true = {name: float(METRICS[name].function(shares)) for name in names}
+    generator, covered = np.random.default_rng(n), Counter[tuple[str, int]]()
+    for _ in range(REPETITIONS // 100):
+        for loads_DE in draw_documents(generator, shares, 100, 200):
+            for documents in (20, 50, 200):
+                for name in names:
+                    low, high, _ = METRICS[name].interval(loads_DE[:documents])
+                    covered[name, documents] += low <= true[name] + 1e-12 and true[name] - 1e-12 <= high
+    coverage = {case: count / REPETITIONS for case, count in covered.items()}
+    assert min(coverage.values()) >= 0.93 - 3 * np.sqrt(0.93 * 0.07 / REPETITIONS), coverage
