@@ -203,7 +203,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Strip:
-    """One number per layer, drawn beside the map. `frame`: layer, value and, where they apply, chance, word."""
+    """One number per layer, drawn beside the map. Columns of `frame`: layer, value; chance, word if any."""
 
     name: str
     title: str

@@ -1,8 +1,9 @@
-"""A trace's part of the overview map and of the expert pages: load, gate weight, domains, tokens, contexts."""
+"""A trace's part of the overview map and of the expert pages: load, domains, tokens, contexts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -169,7 +170,7 @@ def experts(run: Run) -> Iterator[LayerCards]:
 def layer_cards(rows: dict[str, pd.DataFrame], most: int) -> dict[int, list[Payload]]:
     blocks: dict[int, list[Payload]] = {}
 
-    def add(expert: int, kind: str, title: str, content: list, **more: object) -> None:
+    def add(expert: int, kind: str, title: str, content: list[Any], **more: object) -> None:
         if content:
             blocks.setdefault(int(expert), []).append({"kind": kind, "title": title, "rows": content, **more})
 
