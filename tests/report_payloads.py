@@ -33,6 +33,11 @@ def page_sections(html: str, tab: str = "") -> list[dict[str, Any]]:
     ]
 
 
+def glossary_terms(html: str) -> set[str]:
+    """Return the keys of the page's glossary."""
+    return {entry["key"] for section in payloads(html)["glossary"] for entry in section["entries"]}
+
+
 def figures_in(sections: Iterable[Section]) -> list[FigureSpec]:
     """Return the figures of sections and of the sections inside them."""
     return [

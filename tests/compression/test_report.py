@@ -19,7 +19,7 @@ from moescope.plotting.style import byte_size
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Selection, all_rows
-from report_payloads import payloads
+from report_payloads import glossary_terms, payloads
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_page_has_every_figure_and_explains_every_column(page, compressed_ru
         assert any(place.endswith(name) for place in names), name
     for name in compressed_run.tables:
         for column in TABLES[name].columns:
-            assert f'id="g-{column}"' in html or f'id="g-{name}.{column}"' in html
+            assert {column, f"{name}.{column}"} & glossary_terms(html)
 
 
 def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run, tmp_path):

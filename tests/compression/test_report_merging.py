@@ -12,7 +12,7 @@ from moescope.compression.report import experts_section
 from moescope.decoder.routers import router_class
 from moescope.run import Run
 from moescope.verb import Selection
-from report_payloads import payloads
+from report_payloads import glossary_terms, payloads
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_groups_and_distances_are_drawn_and_every_column_is_explained(merged_run
         assert any(place.endswith(name) for place in names), name
     for name in ("merges", "geometry_layers"):
         for column in merged_run.verb.tables[name].columns:
-            assert f'id="g-{column}"' in page or f'id="g-{name}.{column}"' in page
+            assert {column, f"{name}.{column}"} & glossary_terms(page)
 
 
 def test_the_words_say_what_became_of_the_router_and_how_large_groups_are(merged_run):

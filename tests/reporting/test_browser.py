@@ -9,7 +9,34 @@ from playwright.sync_api import expect
 from moescope.reporting.export import export_figures
 from moescope.reporting.verb import report
 from moescope.run import Run
+from moescope.weights.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER
 
+# Every visible text whose contrast with what is behind it is below 4.5, by the formula of WCAG 2.
+POOR_CONTRAST = """() => {
+  const parse = (color) => (color.match(/[\\d.]+/g) || []).map(Number);
+  const part = (value) => ((value /= 255) <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  const up = function* (node) { for (; node; node = node.parentElement) yield getComputedStyle(node); };
+  const behind = (node) => {
+    for (const { backgroundColor } of up(node)) {
+      const color = parse(backgroundColor);
+      if (color.length === 3 || color[3] > 0.5) return color;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.offsetParent || node.closest("svg, script, option")) continue;
+    const opacity = [...up(node)].reduce((product, style) => product * Number(style.opacity), 1);
+    const back = behind(node);
+    const ink = parse(getComputedStyle(node).color).slice(0, 3);
+    const front = ink.map((value, i) => value * opacity + back[i] * (1 - opacity));
+    const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent.slice(0, 40)}`);
+  }
+  return found;
+}"""
 expect.set_options(timeout=30_000)  # a busy machine takes longer than five seconds
 
 
@@ -26,19 +53,16 @@ def opened(browser, planted_report):
     """
     contexts, troubles, requests = [], [], []
 
-    def open_page(width=1400, scheme="light"):
+    def open_page(place="#/overview", width=1400, scheme="light"):
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
         )
         contexts.append(context)
         page = context.new_page()
-        page.on(
-            "console",
-            lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None,
-        )
+        page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(planted_report.as_uri())
+        page.goto(planted_report.as_uri() + place)
         return page
 
     yield open_page
@@ -66,66 +90,169 @@ def scroll_through(page):
 
 
 def bring(page, name):
-    """Scroll to one figure across layers and wait until it is drawn; all others stay undrawn."""
-    page.evaluate(
-        f"document.querySelector(\"#scan-across [data-view='0'] [data-payload$='-{name}']\")"
-        ".scrollIntoView({ block: 'center' })"
-    )
-    figure = page.locator(f"#scan-across [data-view='0'] figure[data-name={name}]")
-    expect(figure.locator(".plot.drawn .main-svg").first).to_be_visible()
-    return figure
+    """Scroll to one figure of the open tab and wait until it is drawn; all others stay undrawn."""
+    slot = page.locator(f".figure-slot[data-figure={name}]:visible").first
+    slot.scroll_into_view_if_needed()
+    expect(slot.locator(".plot.drawn .main-svg").first).to_be_visible()
+    return slot
 
 
-def open_layer(page, layer, view=0):
-    page.locator(f"#scan-v{view}-layer-{layer} > summary").click()
-    body = page.locator(f"#scan-v{view}-layer-{layer} .body")
-    expect(body.locator("figure").first).to_be_visible()
-    return body
+def click_cell(page, row, column, rows, columns):
+    """Click a cell of the map, given the numbers of its rows and columns."""
+    canvas = page.locator("canvas")
+    expect(canvas).to_be_visible()
+    layout = page.evaluate("M.map.layout()")
+    assert (layout["rows"], layout["columns"]) == (rows, columns)
+    x = layout["left"] + (column + 0.5) * layout["cellWidth"]
+    y = layout["top"] + (row + 0.5) * layout["cellHeight"]
+    canvas.click(position={"x": x, "y": y})
+
+
+# --- overview
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 390])
-def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
-    page = opened(width, scheme)
-    scroll_through(page)
-    slots = page.locator("#scan-across [data-view='0'] .figure-slot, #scan-side-by-side .figure-slot")
-    assert slots.count() == 23 + 6
-    for index in range(slots.count()):
-        expect(slots.nth(index).locator(".plot.drawn .main-svg").first).to_be_visible()
+def test_the_first_screen_shows_key_numbers_and_the_map(opened, scheme, planted_run):
+    page = opened(scheme=scheme)
+    canvas = page.locator("canvas")
+    expect(canvas).to_be_in_viewport(ratio=1)
+    cards = page.locator(".card")
+    assert 4 <= cards.count() <= 6
+    for index in range(cards.count()):
+        expect(cards.nth(index)).to_be_in_viewport(ratio=1)
+    keys = planted_run.verb.summary(planted_run).key_numbers
+    assert cards.locator(".name").all_text_contents() == [key.name for key in keys][: cards.count()]
+    assert page.locator(".findings-box > ol > li").count() <= 5
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
 
 
-def test_every_figure_of_an_opened_layer_is_drawn(opened):
+def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, planted_run):
     page = opened()
-    body = open_layer(page, 3)
-    scroll_through(page)
-    expect(body.locator(".plot.drawn .main-svg:first-child")).to_have_count(5 + 12)
+    click_cell(page, 3, 5, 5, 8)
+    drawer = page.locator("#drawer")
+    expect(drawer.locator("h2")).to_have_text("L3 · E5")
+    assert page.evaluate("[M.state.get().layer, M.state.get().expert]") == [3, 5]
+    tests = planted_run.table("alignment_tests").query("layer == 3 and router == 'raw'")
+    rows = planted_run.table("alignment").query("layer == 3 and router == 'raw' and expert == 5")
+    row = rows[rows["k"] == tests["best_k"].iloc[0]].iloc[0]
+    shown = drawer.locator("tr[data-measure=alignment] b").text_content()
+    assert float(shown.replace("−", "-")) == pytest.approx(row["delta_vs_shuffle"], rel=5e-3)
+    pairs = planted_run.table("similarity").query("layer == 3 and k == 1")
+    near = pairs[(pairs["expert_a"] == 5) | (pairs["expert_b"] == 5)]["cosine"].abs().max()
+    shown = drawer.locator("tr[data-measure=redundancy] b").text_content()
+    assert float(shown) == pytest.approx(near, rel=5e-3)
+    drawer.locator("a[aria-label=Close]").click()
+    expect(drawer).to_be_hidden()
 
 
-def test_a_reader_opens_a_layer_and_moves_the_k_slider(opened):
+def test_a_link_reopens_the_same_state_and_back_works(opened):
     page = opened()
-    body = open_layer(page, 1)
-    figure = body.locator("figure[data-name=pair_matrix]")
-    shown = "figure => figure.querySelector('.plot').data.findIndex((trace) => trace.visible === true)"
-    expect(figure.locator(".main-svg").first).to_be_visible()
-    before = figure.evaluate(shown)
-    names = ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
-    expect(figure.locator("output")).to_have_text(names[before])
-    figure.locator("input[type=range]").focus()
+    click_cell(page, 2, 1, 5, 8)
+    expect(page.locator("#drawer h2")).to_have_text("L2 · E1")
+    page.locator("#tabs a[data-tab=weights]").click()
+    expect(page.locator("#tab-weights")).to_be_visible()
+    link = page.evaluate("location.hash")
+    again = opened(link)
+    expect(again.locator("#tab-weights")).to_be_visible()
+    expect(again.locator("#drawer h2")).to_have_text("L2 · E1")
+    page.go_back()
+    expect(page.locator("#tab-overview")).to_be_visible()
+    page.go_back()
+    expect(page.locator("#drawer")).to_be_hidden()
+
+
+def test_the_keyboard_reaches_tabs_map_and_drawer(opened):
+    page = opened()
+    expect(page.locator("canvas")).to_be_visible()
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate(
+                "document.activeElement.dataset.tab ?? document.activeElement.tagName.toLowerCase()"
+            )
+        )
+        if "canvas" in reached:
+            break
+    assert {"overview", "weights", "canvas"} <= reached
+    page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
-    expect(figure.locator("output")).to_have_text(names[before + 1])
-    assert figure.evaluate(shown) == before + 1
+    page.keyboard.press("Enter")
+    expect(page.locator("#drawer h2")).to_have_text("L1 · E1")
+    page.keyboard.press("Escape")
+    expect(page.locator("#drawer")).to_be_hidden()
+
+
+def test_search_leads_to_an_expert_and_to_a_figure(opened):
+    page = opened()
+    search = page.locator("#top input[type=search]")
+    search.fill("L4 E2")
+    page.locator(".results a").first.click()
+    expect(page.locator("#drawer h2")).to_have_text("L4 · E2")
+    search.fill("accuracy by k")
+    search.press("Enter")
+    expect(page.locator(".figure-slot[data-figure=accuracy_by_k] .plot.drawn")).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_a_contrast_of_at_least_four_and_a_half(opened, scheme):
+    page = opened("#/weights?layer=2", scheme=scheme)
+    bring(page, "accuracy_by_k")
+    assert page.evaluate(POOR_CONTRAST) == []
+
+
+# --- tabs and figures
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
+    page = opened("#/weights?layer=3", width, scheme)
+    expect(page.locator("#tab-weights .figure-slot").first).to_be_visible()
+    for details in page.locator("details.folded:visible, details.inner:visible").all():
+        details.locator("summary").first.click()
+    expect(page.locator("details[open] .figure-slot").first).to_be_visible()
+    scroll_through(page)
+    names = page.locator(".figure-slot:visible").evaluate_all("all => all.map((slot) => slot.dataset.figure)")
+    wanted = {spec.name for spec in (*ACROSS_LAYERS, *ONE_LAYER, *COMPLETE_VIEW)}
+    assert wanted <= set(names)
+    drawn = page.locator(".figure-slot:visible:has(.plot.drawn .main-svg)")
+    expect(drawn).to_have_count(len(names))
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_the_selected_layer_changes_every_open_view(opened):
+    page = opened("#/weights?layer=1")
+    heat = bring(page, "cosine_heatmap")
+    lines = bring(page, "margin_by_k")
+    by_layer = bring(page, "orthogonality_by_layer")
+    expect(page.locator("section[data-section='layer-1']:visible")).to_have_count(1)
+    page.locator("#top select[data-state=layer]").select_option("3")
+    expect(page.locator("section[data-section='layer-1']:visible")).to_have_count(0)
+    expect(page.locator("section[data-section='layer-3']:visible")).to_have_count(1)
+    expect(heat.locator("output")).to_have_text("3")
+    faded = lines.locator(".plot").evaluate(
+        "plot => plot.data.filter((trace) => trace.meta).map((trace) => [trace.meta.layer, trace.opacity])"
+    )
+    assert {layer for layer, opacity in faded if opacity == 1} == {3}
+    marks = by_layer.locator(".plot").evaluate("plot => plot.layout.shapes.map((shape) => shape.x0 + 0.5)")
+    assert marks == [3]
+
+
+def test_a_click_in_a_figure_selects_the_layer(opened):
+    page = opened("#/weights")
+    figure = bring(page, "orthogonality_by_layer")
+    figure.locator(".plot").evaluate(
+        "plot => plot.emit('plotly_click', { points: [{ x: 2, y: 0.1, data: plot.data[0] }] })"
+    )
+    expect(page.locator("#top select[data-state=layer]")).to_have_value("2")
 
 
 def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
-    page = opened()
-    figure = open_layer(page, 3).locator("figure[data-name=pair_matrix]")
-    expect(figure.locator(".main-svg").first).to_be_visible()
-    drawn = figure.evaluate(
-        "figure => figure.querySelector('.plot').data.map((trace) => Array.from(trace.z, (row) "
-        "=> Array.from(row)))"
-    )
+    page = opened("#/weights?layer=3")
+    figure = bring(page, "pair_matrix")
+    rows = "Array.from(trace.z, (row) => Array.from(row))"
+    drawn = figure.evaluate(f"slot => slot.querySelector('.plot').data.map((trace) => {rows})")
     pairs = (
         planted_run.table("pairs")
         .query("layer == 3 and router == 'raw'")
@@ -135,106 +262,113 @@ def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
     assert flat == pytest.approx(pairs["align"].tolist(), abs=2e-5)
 
 
-def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
-    page = opened()
+def test_the_k_slider_moves_matrix_and_caption(opened):
+    page = opened("#/weights?layer=1")
+    figure = bring(page, "pair_matrix")
+    figure.locator("input[type=range]").fill("0")
+    expect(figure.locator("output")).to_have_text("1")
+    expect(figure.locator(".caption")).to_contain_text("At k = 1,")
+    shown = "slot => slot.querySelector('.plot').data.findIndex((trace) => trace.visible === true)"
+    assert figure.evaluate(shown) == 0
+
+
+def test_a_reader_downloads_a_table_and_a_figures_data_as_csv(opened, planted_run):
+    page = opened("#/weights")
+    page.locator("section[data-section=layer-table]:visible").scroll_into_view_if_needed()
     with page.expect_download() as download:
-        page.locator("#summary [data-view='0'] button.csv").click()
+        page.locator("section[data-section=layer-table]:visible button.csv").click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
     assert download.value.suggested_filename == "moescope-layers_at_a_glance.csv"
-    assert lines[0].startswith("layer,verdict,p_accuracy,best_k,best_accuracy,chance_accuracy")
     assert len(lines) == 1 + 5
     best = planted_run.table("alignment_tests").query("layer == 2 and router == 'raw'")["best_k"].iloc[0]
-    assert lines[3].split(",")[:2] == ["2", "identifies its experts"]
-    assert lines[3].split(",")[3] == str(best)
-
-
-def test_the_glance_table_fits_a_wide_page(opened):
-    page = opened()
-    scroll = page.locator("#summary [data-view='0'] .scroll")
-    assert scroll.evaluate("box => box.scrollWidth <= box.clientWidth")
+    heads = lines[0].split(",")
+    assert lines[3].split(",")[heads.index("best_k")] == str(best)
+    figure = bring(page, "margin_by_k")
+    figure.locator(".menu > summary").click()
+    with page.expect_download() as download:
+        figure.locator(".menu button", has_text="CSV").click()
+    lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "trace,x,y,value"
+    rows = planted_run.table("alignment_layers").query("router == 'raw'")
+    assert sum(line.startswith("layer ") for line in lines) == len(rows)
 
 
 def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
-    page = opened()
-    page.locator("select[data-selects=scan]").select_option("1")
-    expect(page.locator("#scan-v0-layer-0")).to_be_hidden()
-    expect(page.locator("#scan-v1-layer-0")).to_be_visible()
-    open_layer(page, 2, view=1)
+    page = opened("#/weights")
+    expect(page.locator("section[data-section=alignment]:visible")).to_have_count(1)
+    page.locator("#top select[data-state=scan]").select_option("gate, centered router")
+    expect(page.locator("section[data-section=alignment]:visible")).to_have_count(1)
+    assert page.locator("section[data-section=alignment]:visible").evaluate(
+        "section => section.entry.view"
+    ) == ("gate, centered router")
+    assert "centered" in page.evaluate("location.hash")
 
 
-def test_the_glance_table_leads_to_a_layer_and_a_heading_to_the_glossary(opened):
-    page = opened()
-    page.locator("#summary [data-view='0'] td a").nth(2).click()
-    expect(page.locator("#scan-v0-layer-2")).to_have_attribute("open", "")
-    page.locator("#summary [data-view='0'] th a", has_text="ambiguity").click()
-    expect(page.locator("[id='g-ambiguity_score']")).to_be_in_viewport()
+def test_a_column_head_leads_to_the_glossary(opened):
+    page = opened("#/weights")
+    page.locator("section[data-section=layer-table]:visible").scroll_into_view_if_needed()
+    page.locator("section[data-section=layer-table]:visible th a", has_text="ambiguity").first.click()
+    expect(page.locator("[id='term-absolute_score'], [id='term-ambiguity_score']").first).to_be_in_viewport()
 
 
-def test_the_theme_button_repaints_the_figures(opened):
-    page = opened()
-    scroll_through(page)
-    color = "document.querySelector('#scan-across .plot.drawn').layout.font.color"
+def test_the_theme_button_repaints_figures_and_map(opened):
+    page = opened("#/weights")
+    bring(page, "accuracy_by_k")
+    color = "document.querySelector('.plot.drawn').layout.font.color"
     light = page.evaluate(color)
     page.locator("#theme").click()
     assert page.evaluate(color) != light
 
 
 def test_experts_can_be_ordered_by_similarity(opened):
-    page = opened()
+    page = opened("#/weights?layer=3")
     figure = bring(page, "cosine_heatmap")
-    figure.locator("input[type=checkbox]").check()
-    order = figure.evaluate("figure => figure.querySelector('.plot').layout.xaxis.categoryarray")
+    figure.locator(".controls input[type=checkbox]").check()
+    order = figure.evaluate("slot => slot.querySelector('.plot').layout.xaxis.categoryarray")
     assert abs(order.index("2") - order.index("5")) == 1
 
 
 def test_the_definition_of_a_figure_is_one_click_away(opened):
-    page = opened()
+    page = opened("#/weights")
     figure = bring(page, "accuracy_by_k")
-    figure.locator(".definition summary").click()
+    figure.locator(".ask").click()
     expect(figure.locator(".definition")).to_contain_text("chance 1/n")
 
 
-def test_no_figure_offers_to_upload_itself(opened):
-    page = opened()
-    scroll_through(page)
-    buttons = page.locator("#scan-across .modebar-btn").evaluate_all(
-        "all => [...new Set(all.map((b) => b.dataset.title))]"
-    )
-    assert sorted(buttons) == ["Download as picture", "Pan", "Reset axes", "Zoom"]
-
-
-def test_a_figure_is_downloaded_on_white_with_its_title_even_from_a_dark_page(opened):
-    page = opened(scheme="dark")
+def test_a_figure_is_saved_on_white_with_its_title_even_from_a_dark_page(opened):
+    page = opened("#/weights", scheme="dark")
     figure = bring(page, "margin_by_k")
-    figure.hover()
+    title = figure.locator("h4").text_content()
+    figure.locator(".menu > summary").click()
     with page.expect_download() as download:
-        figure.locator(".modebar-btn").first.click(force=True)
+        figure.locator(".menu button", has_text="SVG, single column").click()
     picture = Path(download.value.path()).read_text(encoding="utf-8")
-    assert "The mean margin is positive at some k" in picture
+    assert title in picture
     assert "background: rgb(255, 255, 255)" in picture or "fill: rgb(255, 255, 255)" in picture
+    assert "85mm" in download.value.suggested_filename
 
 
-def test_the_caption_follows_the_slider(opened):
-    page = opened()
-    figure = open_layer(page, 1).locator("figure[data-name=pair_matrix]")
-    expect(figure.locator(".main-svg").first).to_be_visible()
-    figure.locator("input[type=range]").fill("0")
-    expect(figure.locator(".caption")).to_contain_text("At k = 1,")
-
-
-def test_tables_of_the_chosen_view_are_shown_and_links_change_the_view(opened):
-    page = opened()
-    page.locator("select[data-selects=scan]").select_option("1")
-    expect(page.locator("#summary .facts", has_text="gate, centered router")).to_be_visible()
-    page.evaluate("location.hash = '#scan-v0-layer-2'")
-    expect(page.locator("#scan-v0-layer-2")).to_be_visible()
+def test_a_tab_without_data_names_the_command_that_fills_it(opened):
+    page = opened("#/routing")
+    expect(page.locator("#tab-routing .command")).to_contain_text("moescope trace")
+    expect(page.locator("#tabs a[data-tab=routing]")).to_have_class("empty")
 
 
 def test_printing_draws_everything_that_is_open(opened):
-    page = opened()
+    page = opened("#/weights")
+    expect(page.locator("section[data-section=alignment]:visible")).to_be_visible()
+    count = page.locator("#tab-weights .figure-slot:visible").count()
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    drawn = page.locator("#scan-across [data-view='0'] .plot.drawn")
-    expect(drawn).to_have_count(23)
+    expect(page.locator("#tab-weights .plot.drawn:visible")).to_have_count(count)
+
+
+def test_on_a_phone_the_drawer_fills_the_screen_and_the_map_scrolls_in_its_frame(opened):
+    page = opened("#/overview?layer=1&expert=1", width=390)
+    box = page.locator("#drawer").bounding_box()
+    assert box["width"] == 390
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    page.locator("#drawer a[aria-label=Close]").click()
+    expect(page.locator("#tabs select")).to_be_visible()
 
 
 @pytest.fixture
@@ -245,10 +379,9 @@ def few_figures(planted_run, monkeypatch):
 
     def sections(run, selection):
         first = own.sections(run, selection)
-        across = [replace(part, figures=part.figures[:2]) for part in first if part.anchor == "across"]
-        layers = next(part for part in first if part.anchor == "layers")
-        inner = [replace(layers.sections[0], figures=layers.sections[0].figures[:1], sections=[])]
-        return [*across, replace(layers, sections=inner)]
+        across = [replace(part, figures=part.figures[:2]) for part in first if part.anchor == "alignment"]
+        layer = next(part for part in first if part.layer == 0)
+        return [*across, replace(layer, figures=layer.figures[:1], sections=[])]
 
     verb = replace(own, sections=sections, overlay=lambda runs: [])
     monkeypatch.setattr(Run, "verb", verb)
@@ -259,9 +392,9 @@ def test_figures_are_written_as_pictures(browser, few_figures, tmp_path):
     report(few_figures, out=tmp_path / "report.html", figures=tmp_path / "figures", format="svg", quiet=True)
     written = sorted(file.name for file in (tmp_path / "figures").iterdir())
     assert len(written) == 2 * 2 + 1
-    assert "scan0-across-gate_raw_router-accuracy_by_k.svg" in written
-    assert "scan0-layers-gate_raw_router-layer-0-pair_matrix.svg" in written
-    picture = (tmp_path / "figures" / "scan0-across-gate_raw_router-accuracy_by_k.svg").read_text(
+    assert "scan0-alignment-gate_raw_router-accuracy_by_k.svg" in written
+    assert "scan0-layer-0-gate_raw_router-pair_matrix.svg" in written
+    picture = (tmp_path / "figures" / "scan0-alignment-gate_raw_router-accuracy_by_k.svg").read_text(
         encoding="utf-8"
     )
     assert picture.lstrip().startswith("<svg")

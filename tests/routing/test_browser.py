@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 from moescope.reporting.verb import report
 from moescope.routing.figures_experts import MAPS
 from moescope.routing.figures_steps import FIGURES
-from reporting.test_browser import scroll_through
+from reporting.test_browser import click_cell, scroll_through
 from routing.routing_runs import EVIL, evil_run
 
 
@@ -28,14 +28,14 @@ def opened(browser, pages):
     """Opens a report; afterwards nothing may have been said, asked for or carried out."""
     found, troubles, requests = [], [], []
 
-    def open_page(name="traced", width=1400, scheme="light"):
+    def open_page(name="traced", place="#/overview", width=1400, scheme="light"):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page = context.new_page()
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("dialog", lambda dialog: troubles.append(dialog.message))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(pages[name].as_uri())
+        page.goto(pages[name].as_uri() + place)
         found.append((context, page))
         return page
 
@@ -48,26 +48,25 @@ def opened(browser, pages):
 
 
 def text_of(page):
-    page.locator("#trace-text").scroll_into_view_if_needed()
-    body = page.locator("#trace-text .tokens:visible")
+    body = page.locator("#tab-text .tokens:visible")
     expect(body).to_be_visible()
     return body
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_routing_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
-    page = opened("traced", width, scheme)
+    page = opened("traced", "#/routing?layer=1", width, scheme)
+    expect(page.locator("#tab-routing .figure-slot").first).to_be_visible()
     scroll_through(page)
     slots = page.locator(".figure-slot:visible")
     count = len([spec for spec in FIGURES if spec not in MAPS]) + 3  # maps of four experts by PCA alone
     assert slots.count() == count
     expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(count)
-    text_of(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
 def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, traced_run):
-    page = opened()
+    page = opened(place="#/text")
     body = text_of(page)
     row = (
         traced_run.table("tokens")
@@ -75,7 +74,7 @@ def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, trace
         .iloc[0]
     )
     body.locator(".token").nth(1).hover()
-    tip = page.locator("#trace-text .tip:visible")
+    tip = page.locator("#tab-text .tip:visible")
     expect(tip).to_contain_text(f"word{row['token_id'] - 4}")
     expect(tip).to_contain_text(f"expert {row['experts'][0]} gate {row['gates'][0]:.3g}")
     expect(tip).to_contain_text(f"expert {row['experts'][1]}")
@@ -85,22 +84,23 @@ def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, trace
 
 
 def test_colours_follow_layer_document_and_expert(opened, traced_run):
-    page = opened()
+    page = opened(place="#/text")
     body = text_of(page)
     first = "all => all.map((span) => Number(span.dataset.expert))"
     tokens = traced_run.table("tokens").query("step == 200 and document == 0").sort_values("position")
     assert body.locator(".token").evaluate_all(first) == [e[0] for e in tokens.query("layer == 0")["experts"]]
-    page.locator("#trace-text .controls:visible input[type=range]").fill("2")
+    page.locator("#top select[data-state=layer]").select_option("2")
+    expect(page.locator("#tab-text .controls output:visible")).to_have_text("2")
     assert body.locator(".token").evaluate_all(first) == [e[0] for e in tokens.query("layer == 2")["experts"]]
-    page.locator("#trace-text select[aria-label=expert]:visible").select_option("3")
+    page.locator("#tab-text select[aria-label=expert]:visible").select_option("3")
     coloured = body.locator(".token").evaluate_all(
         "all => all.map((span) => span.style.getPropertyValue('--hue') !== 'transparent')"
     )
     assert coloured == [3 in experts for experts in tokens.query("layer == 2")["experts"]]
-    expect(page.locator("#trace-text h4:visible")).to_contain_text(
+    expect(page.locator("#tab-text h4:visible")).to_contain_text(
         f"expert 3 is chosen at {sum(coloured)} of {len(coloured)} tokens"
     )
-    page.locator("#trace-text select[aria-label=document]:visible").select_option(label="document 30, other")
+    page.locator("#tab-text select[aria-label=document]:visible").select_option(label="document 30, other")
     other = (
         traced_run.table("tokens")
         .query("step == 200 and document == 30 and layer == 2")
@@ -109,58 +109,74 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
     assert body.locator(".token").all_text_contents() == [f"word{token - 4}" for token in other["token_id"]]
 
 
-def test_the_glance_table_leads_to_a_layers_experts(opened, traced_run):
+def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, traced_run):
     page = opened()
-    page.locator("#summary .table-block:visible td a").nth(1).click()
-    layer = page.locator("#trace-v3-layer-1")
-    expect(layer).to_have_attribute("open", "")
-    expect(layer.locator(".card")).to_have_count(4)
+    click_cell(page, 1, 2, 3, 4)
+    drawer = page.locator("#drawer")
+    expect(drawer.locator("h2")).to_have_text("L1 · E2")
     load = (
         traced_run.table("load")
         .query("step == 200 and phase == 'prefill' and layer == 1")
         .groupby("expert")["tokens"]
         .sum()
     )
-    expect(layer.locator(".card").nth(2)).to_contain_text(
-        f"{load[2] / load.mean():.3g}".rstrip("0") + " × an even share"
-    )
-    token = layer.locator(".card").nth(2).locator(".chip").first.text_content()
-    layer.locator("input[type=search]").fill(token)
-    expect(layer.locator(".card").nth(2)).to_be_visible()
-    layer.locator("input[type=search]").fill("no such token")
-    expect(layer.locator(".card:visible")).to_have_count(0)
+    row = drawer.locator("tr[data-measure=load]")
+    assert float(row.locator("b").text_content()) == pytest.approx(load[2] / load.mean(), rel=5e-3)
+    rank = int((load > load[2]).sum()) + 1
+    expect(row).to_contain_text(f"rank {rank} of 4")
+    lifts = traced_run.table("domains").query("step == 200 and layer == 1 and expert == 2")
+    for domain, value in lifts.set_index("domain")["affinity"].items():
+        shown = drawer.locator(f"tr[data-measure='domain-{domain}'] b").text_content()
+        assert float(shown) == pytest.approx(value, rel=5e-3)
+    token = drawer.locator(".chip").first.text_content()
+    drawer.locator("a[aria-label=Close]").click()
+    search = page.locator("#top input[type=search]")
+    search.fill(token)
+    expect(page.locator(".results a", has_text="layer 1, expert 2").first).to_be_visible()
+
+
+def test_two_experts_are_compared_on_the_experts_tab(opened):
+    page = opened(place="#/experts?layer=1&expert=2")
+    expect(page.locator(".expert-column h2")).to_have_text(["L1 · E2"])
+    page.locator("a", has_text="Pin to compare").click()
+    page.locator(".expert-column input[type=number]").first.fill("0")
+    page.locator(".expert-column input[type=number]").first.press("Enter")
+    expect(page.locator(".expert-column h2")).to_have_text(["L1 · E0", "L1 · E2"])
 
 
 def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
-    page = opened()
-    expect(page.locator("#trace-load [data-view='3']")).to_be_visible()
-    page.locator("select[data-selects=trace]").select_option(label="step 100, decode")
-    expect(page.locator("#trace-load [data-view='3']")).to_be_hidden()
-    expect(page.locator("#trace-separation [data-view='0']")).to_contain_text("the other phase only")
-    page.evaluate("location.hash = '#trace-v2-layer-0'")
-    expect(page.locator("#trace-v2-layer-0 .card").first).to_be_visible()
+    page = opened(place="#/routing")
+    loads = page.locator("section[data-section=load]:visible")
+    expect(loads).to_have_count(1)
+    page.locator("#top select[data-state=trace]").select_option("step 100, decode")
+    expect(loads).to_have_count(1)
+    expect(page.locator("section[data-section=separation]:visible")).to_contain_text("the other phase only")
+    page.locator("#tabs a[data-tab=overview]").click()
+    assert page.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
 
 
 def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
-    page = opened("evil")
-    scroll_through(page)
+    page = opened("evil", "#/text")
     body = text_of(page)
     words = body.locator(".token").all_text_contents()
     assert words[:9] == EVIL[:9]
     assert words[10:12] == ["[U+202E]gnp.exe[U+2066]", "[U+200B]"]
-    for layer in range(3):
-        page.locator(f"#trace-v0-layer-{layer} > summary").click()
-        expect(page.locator(f"#trace-v0-layer-{layer} .chip").first).to_be_visible()
-        page.locator(f"#trace-v0-layer-{layer} .card details > summary").first.click()
-        expect(page.locator(f"#trace-v0-layer-{layer} .context mark").first).to_be_visible()
-    contexts = page.locator(".context").all_text_contents()
+    for index in range(len(EVIL)):
+        body.locator(".token").nth(index).hover()
+        expect(page.locator("#tab-text .tip strong")).to_have_text(words[index])
+    page.locator("#tabs a[data-tab=routing]").click()
+    expect(page.locator("#tab-routing .figure-slot").first).to_be_visible()
+    scroll_through(page)
+    page.locator("#tabs a[data-tab=experts]").click()
+    contexts, chips = [], set()
+    for expert in range(4):
+        page.evaluate(f"M.state.set({{ layer: 1, expert: {expert} }})")
+        expect(page.locator(".expert-column h2")).to_have_text([f"L1 · E{expert}"])
+        contexts += page.locator(".context").all_text_contents()
+        chips |= set(page.locator(".chip").all_text_contents())
     assert any("<script>window.hacked=1</script>" in line for line in contexts)
     assert any("[U+202E]gnp.exe[U+2066]" in line for line in contexts)
     assert not [line for line in contexts if set(line) & set("\u202e\u2066\u200b")]
-    for index in range(len(EVIL)):
-        body.locator(".token").nth(index).hover()
-        expect(page.locator("#trace-text .tip strong")).to_have_text(words[index])
     assert page.locator("main img").count() == 0
     assert page.locator("main script").count() == 0
-    chips = set(page.locator(".chip").all_text_contents())
     assert {"-->", "<b>bold</b>", "<script>window.hacked=1</script>"} <= chips

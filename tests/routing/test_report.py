@@ -3,6 +3,7 @@
 What is in them, what is said, what is left out, and that nothing a text holds gets out of its place.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,8 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import norm
 
 from moescope.errors import BadInput
+from moescope.reporting.page import slug
 from moescope.reporting.verb import report
 from moescope.routing.figures_experts import MAPS
 from moescope.routing.figures_steps import FIGURES, OVER_STEPS
@@ -31,7 +34,7 @@ from moescope.routing.tables import TRACE_TABLES
 from moescope.routing.trace import trace
 from moescope.run import Run, write_table
 from moescope.weights.verb import scan
-from report_payloads import payloads
+from report_payloads import glossary_terms, page_data, page_sections, payloads
 from routing.routing_runs import EVIL, deep_model, evil_run
 from routing.tiny_text import save_model, texts, write_jsonl
 
@@ -51,56 +54,53 @@ def plain_run(tmp_path_factory) -> Run:
     return trace(save_model(folder / "model"), text=text, out=folder / "run", quiet=True)
 
 
-def in_view(names, view: int, figure: str) -> bool:
-    return any(name.startswith(f"trace0-v{view}-") and name.endswith(f"-{figure}") for name in names)
+LAST = "step 200, prefill"  # the view with which the page opens
 
 
-def payload(html: str, view: int, figure: str):
+def in_view(names, view: str, figure: str) -> bool:
+    return any(name.startswith(f"trace0-{slug(view)}-") and name.endswith(f"-{figure}") for name in names)
+
+
+def payload(html: str, view: str, figure: str):
     found = payloads(html)
     return next(found[name] for name in found if in_view([name], view, figure))
 
 
-def glance(html: str, view: int):
-    found = payloads(html)
-    return next(found[name] for name in found if name.endswith(f"-v{view}-glance-table0"))
+def table_of(html: str, view: str, section: str):
+    return payloads(html)[f"trace0-{slug(view)}-{section}-table0"]
 
 
-def table_of(html: str, view: int, section: str):
-    return payloads(html)[f"trace0-v{view}-{section}-table0"]
+def cards_of(html: str, view: str, layer: int):
+    """Expert -> the blocks of its page."""
+    return payloads(html)[f"cards0-{slug(view)}-{layer}"]
 
 
-def cards_of(html: str, view: int, layer: int):
-    return payloads(html)[f"trace0-v{view}-experts-v{view}-layer-{layer}"]["widget"][1]["experts"]
-
-
-def shown(html: str) -> str:
-    """The page without its scripts and styles."""
-    return re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
+def texts_of(html: str) -> str:
+    """Every text that the page's sections, findings, notices and warnings show."""
+    return json.dumps(page_data(html), ensure_ascii=False)
 
 
 def test_every_figure_of_every_view_and_over_steps_is_in_the_report(html):
     names = set(payloads(html))
-    for view in (2, 3):  # of two steps and two phases, prefill last
+    for view in ("step 100, prefill", LAST):
         assert all(in_view(names, view, spec.name) for spec in ROUTING)
-    assert not in_view(names, 0, "coactivation_heatmap")
+    assert not in_view(names, "step 100, decode", "coactivation_heatmap")
     assert all(any(name.endswith(f"-{spec.name}") for name in names) for spec in OVER_STEPS)
-    assert {f"trace0-v3-experts-v3-layer-{layer}" for layer in range(3)} <= names
+    assert {f"cards0-{slug(LAST)}-{layer}" for layer in range(3)} <= names
 
 
 def test_the_page_opens_with_the_last_step_in_prefill(html, traced_run):
     last = routing_views(load_trace(traced_run))[-1]
     assert (last.step, last.phase) == (200, "prefill")
-    assert re.search(r'<option value="3" selected>step 200, prefill</option>', html)
+    (selector,) = page_data(html)["views"]
+    assert selector["views"][selector["first"]] == LAST
 
 
 def test_every_metric_and_routing_column_is_in_the_glossary_and_no_scans(html):
-    for metric in METRICS:
-        assert f'id="g-{metric}"' in html
-    for table in TRACE_TABLES.values():
-        for column in table.columns:
-            assert f'id="g-{table.key(column)}"' in html
-    assert 'id="g-shuffle_mean"' not in html
-    assert 'id="across"' not in html
+    terms = glossary_terms(html)
+    assert set(METRICS) <= terms
+    assert {table.key(column) for table in TRACE_TABLES.values() for column in table.columns} <= terms
+    assert "shuffle_mean" not in terms
 
 
 def test_findings_name_chance_and_collapse(html, traced_run):
@@ -125,7 +125,7 @@ def test_findings_name_chance_and_collapse(html, traced_run):
 
 
 def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html, traced_run):
-    table = glance(html, 3)
+    table = table_of(html, LAST, "glance")
     titles = [column["title"] for column in table["columns"]]
     assert titles[:5] == ["layer", "cv", "chance", "max/mean", "chance"]
     rows = traced_run.table("routing_layers").query(
@@ -137,36 +137,36 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
     assert [row[2] for row in table["rows"]] == pytest.approx(
         rows.sort_values("layer")["chance"].tolist(), rel=1e-5
     )
-    assert table["links"] == "layer-"
-    assert 'id="trace-v3-layer-1"' in html
+    assert {entry["layer"] for entry in page_sections(html, "routing")} == {None, 0, 1, 2}
 
 
 def test_what_a_report_holds_of_the_text_is_said_at_its_top(html, plain_run, tmp_path):
-    assert "passages of the text" in shown(html)[: shown(html).index("<h3") if "<h3" in shown(html) else 4000]
+    (notice,) = page_data(html)["notices"]
+    assert "passages of the text" in notice
     quiet = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "short passages of the text" in shown(quiet)
+    assert "short passages of the text" in page_data(quiet)["notices"][0]
 
 
 def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
     page = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "Not available: the text was read as one domain; name several with --domain NAME=PATH." in shown(
-        page
-    )
-    assert "trace again with --save-tokens" in shown(page)
-    assert 'id="trace-steps"' not in page
-    assert 'data-selects="trace"' not in shown(page)
-    assert "no intervals: 20 documents are needed, 3 given" in shown(page)
-    assert "No interval" in payload(page, 0, "cv_by_layer")["caption"]
+    assert "the text was read as one domain; name several with --domain NAME=PATH" in texts_of(page)
+    (text,) = [tab for tab in page_data(page)["tabs"] if tab["name"] == "text"]
+    assert text["sections"] == []
+    assert "--save-tokens" in text["command"]
+    assert "steps" not in [entry["id"] for entry in page_sections(page, "routing")]
+    assert page_data(page)["views"] == []
+    assert "no intervals: 20 documents are needed, 3 given" in texts_of(page)
+    assert "No interval" in payload(page, "all tokens", "cv_by_layer")["caption"]
 
 
 def test_the_command_in_the_report_makes_the_same_run(html, plain_run, traced_run, tmp_path):
-    command = re.search(r'<pre class="command">(.*?)</pre>', html).group(1)
+    command = payloads(html)["summary0-info"]["command"]
     for item in traced_run.info["checkpoints"]:
         assert item["path"] in command
     assert "--phase both --save-tokens" in command
     assert "--domain plain=" in command
     page = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert re.search(r"trace \S+model --text \S+text\.jsonl", page)
+    assert re.search(r"trace \S+model --text \S+text\.jsonl", payloads(page)["summary0-info"]["command"])
 
 
 def test_reports_of_traces_need_no_torch_and_no_transformers(traced_run, tmp_path):
@@ -205,11 +205,12 @@ def test_an_imported_trace_gives_a_report_without_what_it_does_not_hold(traced_r
         recorded=tmp_path / "trace.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True
     )
     page = report(run).read_text(encoding="utf-8")
-    assert in_view(payloads(page), 0, "load_heatmap")
-    assert not in_view(payloads(page), 0, "routing_entropy_by_layer")
-    assert in_view(payloads(page), 0, "sequence_by_layer")
-    assert "Not available: this trace holds no logits." in shown(page)
-    assert "--recorded" in page
+    found = payloads(page)
+    assert in_view(found, "all tokens", "load_heatmap")
+    assert not in_view(found, "all tokens", "routing_entropy_by_layer")
+    assert in_view(found, "all tokens", "sequence_by_layer")
+    assert "this trace holds no logits" in texts_of(page)
+    assert "--recorded" in found["summary0-info"]["command"]
 
 
 # --- the pieces
@@ -252,7 +253,7 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
 def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
     html, traced_run, monkeypatch, tmp_path
 ):
-    load = table_of(html, 3, "load")
+    load = table_of(html, LAST, "load")
     assert [column["name"] for column in load["columns"]] == [
         "layer",
         "domain",
@@ -263,11 +264,11 @@ def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
     mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
     assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
     assert len(payloads(html)["trace0-steps-table0"]["rows"]) == 3
-    places = [f"trace0-v3-{section}-table0" for section in ("load", "separation", "domains")]
-    for name in (*places, "trace0-steps-table0"):
-        assert f'data-payload="{name}" data-folded="1"' in html
+    assert {f"trace0-{slug(LAST)}-{section}-table0" for section in ("separation", "domains")} <= set(
+        payloads(html)
+    )
     monkeypatch.setattr("moescope.routing.report.ROWS_SHOWN", 5)
-    short = table_of(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"), 3, "load")
+    short = table_of(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"), LAST, "load")
     assert short["rows"] == load["rows"][:5]
     assert short["title"] == f"Load of every expert (the 5 largest of {len(mine)})"
 
@@ -293,31 +294,47 @@ def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_
     for name in ("contexts", "expert_cosines", "token_text"):
         (run.path / f"{name}.parquet").unlink()
     page = report(run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert all(card["contexts"] == [] for card in cards_of(page, 2, 0))
+    blocks = [block["kind"] for card in cards_of(page, LAST, 0).values() for block in card]
+    assert blocks
+    assert "contexts" not in blocks
 
 
-def test_an_experts_contexts_are_the_tables_places_with_the_mean_gate_beside(html, traced_run):
-    cards = cards_of(html, 3, 2)
+def test_an_experts_contexts_are_the_tables_places(html, traced_run):
     mine = traced_run.table("contexts").query("step == 200 and layer == 2")
-    load = (
-        traced_run.table("load")
-        .query("step == 200 and layer == 2 and phase == 'prefill'")
-        .groupby("expert")[["gate_weight", "tokens"]]
-        .sum()
-    )
-    for card in cards:
-        rows = mine[mine["expert"] == card["expert"]].sort_values("rank")
-        assert [place[:3] for place in card["contexts"]] == rows[
-            ["before", "token", "after"]
-        ].to_numpy().tolist()
-        assert [place[3] for place in card["contexts"]] == pytest.approx(rows["gate"].tolist(), rel=1e-4)
-        assert [place[4:] for place in card["contexts"]] == rows[
-            ["document", "position", "domain"]
-        ].to_numpy().tolist()
-        assert card["mean_gate"] == pytest.approx(
-            load.loc[card["expert"], "gate_weight"] / load.loc[card["expert"], "tokens"], rel=1e-4
-        )
-        assert max(place[3] for place in card["contexts"]) > card["mean_gate"]
+    for expert, card in cards_of(html, LAST, 2).items():
+        (places,) = [block["rows"] for block in card if block["kind"] == "contexts"]
+        rows = mine[mine["expert"] == int(expert)].sort_values("rank")
+        assert [place[:3] for place in places] == rows[["before", "token", "after"]].to_numpy().tolist()
+        assert [place[3] for place in places] == pytest.approx(rows["gate"].tolist(), rel=1e-4)
+        assert [place[4:] for place in places] == rows[["document", "position", "domain"]].to_numpy().tolist()
+
+
+def test_the_map_has_the_load_of_every_expert_as_a_multiple_of_an_even_share(html, traced_run):
+    load = traced_run.table("load").query("step == 200 and phase == 'prefill'")
+    counts = load.groupby(["layer", "expert"])["tokens"].sum().unstack()
+    (measure,) = [
+        item for item in payloads(html)["map"]["measures"] if item["name"] == "load" and item["view"] == LAST
+    ]
+    times = counts.div(counts.mean(axis=1), axis=0)
+    assert measure["layers"] == [0, 1, 2]
+    np.testing.assert_allclose(measure["value"], times, rtol=1e-3)
+    # random routing of N tokens to k of n: a count is hypergeometric-like with variance N share (1 - share)
+    tokens = counts.sum(axis=1) / 2
+    share = 2 / counts.shape[1]
+    z = (counts.sub(tokens * share, axis=0)).div(np.sqrt(tokens * share * (1 - share)), axis=0)
+    critical = -norm.ppf(0.05 / (2 * counts.size))
+    np.testing.assert_array_equal(np.array(measure["beyond"], bool), z.abs() > critical)
+
+
+def test_domain_lifts_of_the_map_are_the_tables_affinities(html, traced_run):
+    rows = traced_run.table("domains").query("step == 200 and domain == 'other'")
+    (measure,) = [
+        item
+        for item in payloads(html)["map"]["measures"]
+        if item["name"] == "domain-other" and item["view"] == LAST
+    ]
+    table = rows.pivot(index="layer", columns="expert", values="affinity")
+    np.testing.assert_allclose(np.array(measure["value"], float), table, rtol=1e-3)
 
 
 def test_an_experts_tokens_come_by_count_times_log_lift():
@@ -344,7 +361,7 @@ def test_scan_and_trace_of_one_model_give_one_report_with_the_question_both_answ
     page = report(scanned, traced, out=tmp_path / "r.html").read_text(encoding="utf-8")
     found = payloads(page)
     assert any(name.endswith("-accuracy_by_k") for name in found)
-    assert in_view(found, 0, "cv_by_layer")
+    assert any(name.startswith("trace1-") and name.endswith("-cv_by_layer") for name in found)
     assert any(name.endswith("-ambiguity_against_cv") for name in found)
     caption = next(found[name] for name in found if name.endswith("-ambiguity_against_confidence"))["caption"]
     words = re.search(r"confidence (−?[\d.]+) \[(−?[\d.]+), (−?[\d.]+)\], 6 layers \(chance: 0\)", caption)
@@ -359,9 +376,7 @@ def test_scan_and_trace_of_one_model_give_one_report_with_the_question_both_answ
     assert float(words.group(1).replace("−", "-")) == pytest.approx(
         spearmanr(scores, values).statistic, abs=5e-3
     )
-    assert '<section id="trace-load">' in page
-    assert 'id="g-shuffle_mean"' in page
-    assert 'id="g-gini"' in page
+    assert {"shuffle_mean", "gini"} <= glossary_terms(page)
 
 
 def test_under_five_layers_and_for_different_checkpoints_the_answer_is_not_available(
@@ -369,10 +384,10 @@ def test_under_five_layers_and_for_different_checkpoints_the_answer_is_not_avail
 ):
     scanned = scan(traced_run.info["checkpoints"][1]["path"], out=tmp_path / "scan", quiet=True)
     page = report(scanned, traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "not available (3 layers in both runs, 5 are needed)" in shown(page)
+    assert "not available (3 layers in both runs, 5 are needed)" in texts_of(page)
     assert not [name for name in payloads(page) if "ambiguity_against" in name]
     other = report(planted_run, traced_run, out=tmp_path / "o.html").read_text(encoding="utf-8")
-    assert "Not available: no scan and trace here are of the same checkpoint." in shown(other)
+    assert "Not available: no scan and trace here are of the same checkpoint." in texts_of(other)
 
 
 # --- what texts may hold
@@ -384,18 +399,16 @@ def evil_html(tmp_path_factory):
 
 
 def test_no_token_leaves_its_place_in_the_page(evil_html):
-    before_scripts = evil_html[: evil_html.index("<script")]
-    assert "<img" not in evil_html[: evil_html.index("plotly.js v")]
-    assert "hacked" not in before_scripts
-    data = re.findall(r'<script type="application/json" id="p-[^"]+">(.*?)</script>', evil_html, re.DOTALL)
-    assert not [text for text in data if "<" in text]
-    assert not [
-        letter for letter in "\u202e\u2066\u200b" if letter in evil_html[: evil_html.index("plotly.js v")]
-    ]
+    markup = re.sub(r"<(script|style).*?</\1>", "", evil_html, flags=re.DOTALL)
+    assert "<img" not in markup
+    assert "hacked" not in evil_html[: evil_html.index("<script")]
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', evil_html, re.DOTALL)
+    assert "<" not in data
+    assert not set("\u202e\u2066\u200b") & set(evil_html)
 
 
 def test_evil_tokens_are_shown_all_the_same(evil_html):
-    words = set(payloads(evil_html)["trace0-v0-text-widget"]["words"])
+    words = set(payloads(evil_html)["trace0-all_tokens-text-widget"]["words"])
     assert set(EVIL[:9]) <= words
     assert "[U+202E]gnp.exe[U+2066]" in words
     assert "[U+200B]" in words

@@ -251,5 +251,6 @@ M.map = (() => {
   window.addEventListener("resize", refresh);
   M.theme.changed(refresh);
   M.state.onChange(refresh);
-  return { element, refresh, ready, candidates };
+  const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts });
+  return { element, refresh, ready, candidates, layout };
 })();
