@@ -141,7 +141,7 @@ def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
         page.locator("#summary [data-view='0'] button.csv").click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
     assert download.value.suggested_filename == "moescope-layers_at_a_glance.csv"
-    assert lines[0].startswith("layer,verdict,p_accuracy,best_k,best_accuracy,chance_accuracy")
+    assert lines[0].startswith("layer,verdict,p_value,best_k,best_accuracy,chance_accuracy")
     assert len(lines) == 1 + 5
     best = planted_run.table("alignment_tests").query("layer == 2 and router == 'raw'")["best_k"].iloc[0]
     assert lines[3].split(",")[:2] == ["2", "identifies its experts"]
