@@ -300,12 +300,12 @@ SEQUENCE = [
 OVERLAP = Metric(
     "expert_overlap",
     "pairs",
-    "Mean Jaccard index of two experts’ token sets.",
-    "mean over pairs of |A ∩ B|/|A ∪ B|",
-    ("1 for experts always chosen together", "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)", "0"),
+    "Jaccard index of two experts’ token sets, pairs weighted by their use.",
+    "Σ cᵢ cⱼ Jᵢⱼ/Σ cᵢ cⱼ over pairs, J = |A ∩ B|/|A ∪ B|",
+    ("1: the same experts for all tokens", "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)", "0"),
     separation.expert_overlap,
     lambda s: separation.overlap_chance(s.n_experts, s.k),
-    lambda s: separation.overlap_collapse(s.n_experts, s.k),
+    lambda s: 1.0 if s.k > 1 else np.nan,
     title="expert overlap",
     misleads="Undefined for k = 1.",
 )
