@@ -8,7 +8,7 @@ correlated, so even a balanced router lies above these chance levels on text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from moescope.statistics import Interval, jackknife
 from moescope.types import Array
 
 DRAWS = 200
+EQUAL_GATES = 1e-9  # relative variance of gates below which they are equal
 WIDER = np.sqrt(2)  # spread of estimates from the other documents' order, over that of the plain value
 
 
@@ -169,17 +170,29 @@ class Setting:
         variance = max(self.n_experts - self.k, 0) / (self.tokens * self.k) if self.tokens else np.nan
         return float(np.sqrt(variance))
 
-    @property
-    def load_entropy(self) -> float:
-        """log n - (n - k)/(2 N k), to first order in the variance of the loads."""
-        return float(np.log(self.n_experts) - self.relative_std**2 / 2)
-
     @cached_property
     def draws(self) -> Array:
-        """Loads of 200 random routings, seeded: exact for counts, normal for gate weight."""
-        if self.gate_std is not None:
-            return normal_loads(self.n_experts, self.gate_std)
-        return random_loads(self.tokens, self.n_experts, min(max(round(self.k), 1), self.n_experts))
+        """Loads of 200 random routings, seeded: exact for counts at any N.
+
+        Where k is no whole number, some tokens choose one expert more than others. For gate weight the
+        choices of these routings have gates of a gamma distribution with the variance that gives `gate_std`.
+        """
+        least = int(self.k)
+        more = round(self.tokens * (self.k - least))
+        loads = random_loads(self.tokens - more, self.n_experts, least)
+        if more:
+            loads = loads + random_loads(more, self.n_experts, least + 1, seed=1)
+        if self.gate_std is None:
+            return loads
+        choices, equal = self.tokens * self.k, replace(self, gate_std=None)
+        variance = (self.gate_std**2 - equal.relative_std**2) * choices / max(self.n_experts - 1, 1)
+        if not variance > EQUAL_GATES:
+            return loads
+        return np.random.default_rng(2).gamma(loads / variance) * variance
+
+    def mean_draw(self, metric: Callable[[Array], Array]) -> float:
+        """Mean of a metric over random routings."""
+        return float(metric(self.draws).mean())
 
 
 def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_sums_squared: float) -> float:
@@ -211,17 +224,6 @@ def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: 
             left[r] -= taken
             left[r - 1] += taken
     return loads
-
-
-@lru_cache(maxsize=256)
-def normal_loads(n_experts: int, relative_std: float, draws: int = DRAWS, seed: int = 0) -> Array:
-    """Normal loads of mean 1 and this std that sum to n.
-
-    Gate weight is distributed like this once experts have some dozens of tokens each.
-    """
-    noise = np.random.default_rng(seed).standard_normal((draws, n_experts))
-    noise -= noise.mean(-1, keepdims=True)
-    return np.maximum(1 + relative_std * noise * np.sqrt(n_experts / max(n_experts - 1, 1)), 0.0)
 
 
 def jaccard_chance(n_experts: int, k: int) -> float:
