@@ -92,8 +92,19 @@ def test_random_routing_lands_on_every_floor(domain):
 
 def test_neighbours_have_the_floors_of_two_random_sets():
     rows = by_metric(counted(*random_routing(2048, 8, 2), 8))
-    assert rows["sequential_consistency"]["chance"] == 1 / 8
+    assert rows["sequential_consistency"]["chance"] == pytest.approx(1 / 8, rel=0.02)
     assert rows["adjacent_jaccard"]["chance"] == jaccard_chance(8, 2)
+
+
+@pytest.mark.parametrize("domain", ["", "b"])
+def test_independent_tokens_of_uneven_experts_repeat_the_expert_as_often_as_chance_says(domain):
+    """40,000 independent tokens; tolerance: four binomial standard deviations."""
+    generator, tokens = np.random.default_rng(0), 40_000
+    score = generator.gumbel(size=(tokens, 8)) + np.log([0.5, 0.2, 0.1, 0.1, 0.05, 0.03, 0.01, 0.01])
+    chosen = (-score).argsort(1)[:, :2]
+    row = by_metric(counted(chosen, np.tile([0.7, 0.3], (tokens, 1)), 8), domain)["sequential_consistency"]
+    assert row["chance"] == pytest.approx(0.3135, abs=0.01)  # the sum of squares of those shares
+    assert row["value"] == pytest.approx(row["chance"], abs=4 * np.sqrt(0.3135 * 0.6865 / (tokens / 2)))
 
 
 def test_gate_weight_has_a_floor_of_its_own_above_that_of_counts():

@@ -253,7 +253,14 @@ class Scope:
         self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
         tokens = int(self.total("tokens"))
         k = self.total("assigned") / tokens
-        self.setting = Setting(tokens, counts.n_experts, k, slots=counts.k)
+        self.setting = Setting(tokens, counts.n_experts, k, slots=counts.k, same_first=self.same_first())
+
+    def same_first(self) -> float:
+        """Sum of the squared shares of first choices."""
+        if self.counts.first_ME is None:
+            return float("nan")
+        first_E = self.counts.first_ME[self.where].sum(0).astype(float)
+        return float((divide(first_E, first_E.sum()) ** 2).sum())
 
     def sums(self, name: str) -> Array:
         if name == "slots":

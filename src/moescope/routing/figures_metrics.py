@@ -23,6 +23,7 @@ from moescope.plotting.style import (
 from moescope.routing.metrics import METRICS
 from moescope.verb import Figure, FigureSpec, Tables, Trace
 
+INDEPENDENT = "independent tokens"
 PERMUTED_TOKENS = "tokens permuted within documents"
 IN_LEGENDS = {UNIFORM: "uniform router", PERMUTED_TOKENS: "permuted tokens"}
 HEADINGS = {
@@ -223,6 +224,7 @@ DECISIONS = [
         "sequence_by_layer",
         ["sequential_consistency", "adjacent_jaccard"],
         "shared with the previous token",
+        chance=INDEPENDENT,
     ),
     by_domain("routing_entropy_by_domain", "routing_entropy", "entropy (nats)", chance=UNIFORM),
 ]

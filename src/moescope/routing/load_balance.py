@@ -162,6 +162,7 @@ class Setting:
     gate_std: float | None = None  # relative_std where the load is gate weight
     slots: int = 0  # expert slots per token, empty or not
     d_model: int = 0
+    same_first: float = float("nan")  # probability that two independent tokens have the same first choice
 
     @property
     def relative_std(self) -> float:
