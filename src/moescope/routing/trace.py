@@ -13,12 +13,13 @@ from moescope.errors import BadInput
 from moescope.execution.model_names import (
     Dtype,
     check_routed,
+    check_token_ids,
     checkpoint_identity,
     checkpoint_layer_names,
     short_name,
     step_names,
 )
-from moescope.execution.texts import ReadSettings, Source, sources
+from moescope.execution.texts import ReadSettings, Source, check_not_empty, sources
 from moescope.progress import progress
 from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
@@ -149,6 +150,9 @@ def trace(
     folder, done = place_run(VERB, out, short_name(names[0]), identity, overwrite)
     if done:
         return done
+    check_not_empty(reading)
+    if token_ids is not None:
+        check_token_ids(names, reading)
     phases = ("prefill", "decode") if phase == "both" else (str(phase),)
     reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     settings = TraceSettings(*reads, phases, save_tokens, seed)
