@@ -497,6 +497,7 @@ def answer(value: object, **more: object) -> bytes:
         ("a.jsonl", "vllm", answer([[[0] * 5]]), "1 layers with 5 experts per token"),
         ("a.jsonl", "vllm", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
         ("a.jsonl", "vllm", bytes(range(256)), "not valid JSON"),
+        ("a.jsonl", "vllm", b"[1, 2]", 'no "routed_experts"'),
         ("a.npy", "vllm", npy_header("(1000000000000, 4, 2)"), "no valid .npy array"),
         ("a.npy", "vllm", npy_header("(-1, -6, 1)"), "no valid .npy array"),
         ("a.npy", "vllm", npy_header("(1, 3, 1)", "|O8"), "no valid .npy array"),
