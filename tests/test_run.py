@@ -20,6 +20,7 @@ from moescope import run as run_module
 from moescope.cli import command_of
 from moescope.errors import BadInput
 from moescope.run import Run, default_folder, open_run
+from moescope.storage import is_leftover
 from moescope.tables import SCHEMA_VERSION
 from moescope.verbs import load_verb
 
@@ -119,7 +120,8 @@ def test_a_task_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path,
         monkeypatch.setattr(run_module, "write_json", watch(tmp_path / "run"))
         flush(writer, 0)
         monkeypatch.undo()
-        assert seen == [("setup.json", ["layer0.tmp"])]
+        assert [name for name, _ in seen] == ["setup.json"]
+        assert [is_leftover(Path(name)) for name in seen[0][1]] == [True]
         assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
@@ -131,7 +133,7 @@ def test_a_disk_that_is_nearly_full_is_refused_before_the_task_and_the_run_resum
     refused = pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space")
     with refused, open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         flush(writer, 0)
-        monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: full)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
         flush(writer, 1)
     monkeypatch.undo()
     with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:

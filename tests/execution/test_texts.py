@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -252,3 +253,16 @@ def test_identity_changes_with_the_file(tmp_path):
     file.write_text(json.dumps("another"))
     (after,) = sources([file], [], None)
     assert before.identity != after.identity
+
+
+def test_a_folder_of_many_files_is_identified_by_their_number_a_hash_and_the_first_ten(tmp_path):
+    for number in range(500):
+        (tmp_path / f"{number:03d}.txt").write_text(f"document {number}")
+    (first,) = sources([str(tmp_path)], [], None)
+    assert len(first.identity) == 1
+    assert first.identity[0]["files"] == 500
+    assert [Path(file[0]).name for file in first.identity[0]["first"]] == [f"{n:03d}.txt" for n in range(10)]
+    assert len(json.dumps(first.identity)) < 3000
+    assert sources([str(tmp_path)], [], None)[0].identity == first.identity
+    (tmp_path / "400.txt").write_text("another document")  # not among those listed
+    assert sources([str(tmp_path)], [], None)[0].identity != first.identity

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
-from moescope.storage import check_disk, replace_synced
+from moescope.storage import atomic_file, check_disk
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
@@ -104,12 +103,8 @@ def to_json(content: dict[str, Any]) -> str:
 
 def write_synced(path: Path, content: bytes) -> None:
     check_disk(path.parent, len(content))
-    partial = path.with_suffix(".tmp")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    replace_synced(partial, path)
+    with atomic_file(path) as partial:
+        partial.write_bytes(content)
 
 
 def arrays_of(fits: Fits) -> dict[str, Tensor]:
@@ -144,7 +139,7 @@ def read_plan(location: str | Path) -> tuple[Plan, Fits]:
         raise BadInput(f"{path}: no such plan; give a plan.json, or the run folder of `moescope compress`")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         raise BadInput(f"{path}: not valid JSON; plan again with `moescope compress`") from None
     if not isinstance(content, dict) or "moescope_plan" not in content:
         raise BadInput(f"{path}: not a plan of moescope; give one that `moescope compress` wrote")

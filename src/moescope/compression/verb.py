@@ -178,7 +178,7 @@ def compress(
     if token_ids is not None:
         check_token_ids([str(model)], texts)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
-        if work.apply is not None and "applied" not in writer.done_tasks():
+        if work.apply is not None and not {"applying", "applied"} & writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
         reader = CalibrationText(str(model), texts, place, judge, reading) if with_text else None

@@ -31,6 +31,7 @@ CHUNK = 2**20  # bytes, characters or token ids per document at most: longer one
 LONGEST_LINE = 2**25  # bytes of a JSON line
 LONGEST_NAME = 100  # characters of a domain's name
 OPEN_FILES = 32  # read in turn
+MOST_LISTED = 10  # files of a text in run.json
 LINES = (".jsonl", ".ndjson")
 TEXT_FIELDS = ("text", "content", "messages")
 Content = str | list[Any]  # a text, messages of a chat, or token ids
@@ -142,7 +143,15 @@ def text_source(domain: str, paths: list[str]) -> Source:
             for file in text_files(root):
                 parts.append(Part(f"{root.name}/{file.relative_to(root)}", partial(read_file, file)))
                 identity.append(file_identity(file))
-    return Source(domain, parts, identity)
+    return Source(domain, parts, shortened(identity))
+
+
+def shortened(identity: list[Any]) -> list[Any]:
+    """Return the identity; of more than MOST_LISTED files their number, a hash of all, and the first."""
+    if len(identity) <= MOST_LISTED:
+        return identity
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+    return [{"files": len(identity), "hash": digest, "first": identity[:MOST_LISTED]}]
 
 
 def copy_stdin() -> tuple[Any, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,12 +40,13 @@ from moescope.run import (
     default_folder,
     finished_run,
     jsonable,
+    mark_unfinished,
     now,
     read_run_json,
     write_json,
     write_table,
 )
-from moescope.storage import check_disk, only_writer
+from moescope.storage import check_disk, only_writer, remove
 from moescope.verb import Verb
 from moescope.verbs import load_verb
 from moescope.weights.verb import scan
@@ -394,9 +394,12 @@ def clear_training(folder: Path) -> None:
     if (read_run_json(folder) or {}).get("verb") != "train":
         return
     checkpoints = [Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")]
+    if (state := folder / "checkpoints" / STATE).exists():
+        remove(state)  # first: without it the training starts over, should this process be killed
+    mark_unfinished(folder)
     for part in (*checkpoints, *(folder / name for name in PARTS)):
-        shutil.rmtree(part, ignore_errors=True)
-    (folder / "checkpoints" / STATE).unlink(missing_ok=True)
+        if part.exists():
+            remove(part)
 
 
 def initial_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
@@ -467,7 +470,7 @@ def run_facts(job: Job) -> dict[str, Any]:
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
     """Return step, path and identity of every checkpoint in the folder, in order of steps."""
     steps = {path: path.name.removeprefix("step-") for path in states.glob("step-*")}
-    numbered = sorted((int(step), path) for path, step in steps.items() if step.isdigit())
+    numbered = sorted((int(step), path) for path, step in steps.items() if step.isdecimal())
     return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in numbered]
 
 
@@ -537,7 +540,7 @@ def make_part(folder: Path, verb: Verb, make: Callable[[Path, bool], Run]) -> Ru
 
     Files that moescope did not write stay.
     """
-    if folder.is_dir() and not (folder / "run.json").exists():  # killed while clearing, run.json goes first
+    if folder.is_dir() and not (folder / "run.json").exists():  # it was lost
         clear_run(folder, verb)
     try:
         return make(folder, False)
@@ -574,6 +577,7 @@ VERB = Verb(
     title=page_title,
     parts=("scan", "trace"),
     grows=True,
+    continues=True,
     dry_run=count_parameters,
     dry_run_lines=size_lines,
 )

@@ -180,4 +180,5 @@ MONITOR = Verb(
     guide=lambda run: [GUIDE],
     title=lambda run: f"{run.name}: a monitored training",
     grows=True,
+    continues=True,
 )

@@ -25,6 +25,7 @@ from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.storage import leftover_name
 from moescope.verb import Verb
 
 Phase = Literal["prefill", "decode", "both"]
@@ -196,7 +197,7 @@ def trace_step(
             raise BadInput(
                 f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
             )
-    stream = writer.path / "parts" / f"{task_name(number)}-tokens.tmp" if settings.save_tokens else None
+    stream = leftover_name(writer.path / "parts") if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
             traced,
