@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput, unknown_name
-from moescope.lab.config import LabConfig, config_from, preset_config
+from moescope.lab.config import LabConfig, config_from, preset_config, read_toml
 
 KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
 ARM_KEYS = ("model", "data", "train", "question", "axes")
@@ -110,15 +109,7 @@ class Draft:
 
 def read_study(path: str | Path) -> Study:
     """Read a study from a TOML file."""
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(
-            f"cannot read {path}: {error.strerror or error}; give the path of a TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not valid TOML: {error}") from None
-    return study_from(content, str(path))
+    return study_from(read_toml(path), str(path))
 
 
 def study_from(content: dict[str, Any], where: str = "study") -> Study:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
-from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, resumed_config, settle
+from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, largest_key, resumed_config, settle
 from moescope.lab.corpus import (
     Corpus,
     check_texts,
@@ -130,6 +130,7 @@ def train(
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
+        check_memory(settled, place, ranks.world)
         corpus = read_corpus(settled)
         vocabulary = training_vocabulary(settled, corpus, origin)
         (settled,) = with_steps([settled], corpus, vocabulary)
@@ -379,6 +380,20 @@ def bytes_on_disk(config: LabConfig) -> int:
     checkpoint = 4 * counts.trainable + frozen
     state = checkpoint + 8 * counts.trainable
     return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * state
+
+
+def check_memory(config: LabConfig, device: str, processes: int = 1) -> None:
+    """Reject a training that cannot fit the device, before anything is built."""
+    from moescope.lab.cost import memory_of, training_bytes
+
+    train = config.train
+    tokens = train.batch_size * train.sequence_length // train.micro_batches // processes
+    needed = training_bytes(config.model, tokens) // (processes if train.parallel == "fsdp" else 1)
+    if needed > memory_of(device):
+        raise BadInput(
+            f"this training needs at least {needed / 1e9:,.1f} GB of memory, {device} has "
+            f"{memory_of(device) / 1e9:,.1f}; lower {largest_key(config)}, or use a larger device"
+        )
 
 
 def check_space(states: Path, config: LabConfig) -> None:
