@@ -245,6 +245,16 @@ def test_the_chat_template_is_applied_where_there_is_one(tmp_path):
     assert tokens[tokens["layer"] == 0]["token_id"].tolist() == [1, 5, 6, 2]
 
 
+def test_a_broken_chat_template_is_one_line(tmp_path):
+    save_model(tmp_path / "chat", chat_template=True)
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{% for %}")
+    (tmp_path / "one.txt").write_text("word1 word2")
+    options = {"text": tmp_path / "one.txt", "chat_template": True, "out": tmp_path / "r", "quiet": True}
+    with pytest.raises(BadInput, match="its chat template cannot be rendered"):
+        trace(tmp_path / "chat", **options)
+    assert not (tmp_path / "r").exists()
+
+
 def test_half_precision_is_traced_too(place, tmp_path):
     run = trace(
         place / "checkpoint-100", text=place / "a.jsonl", dtype="bfloat16", out=tmp_path / "run", quiet=True

@@ -81,7 +81,7 @@ def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: i
         raise BadInput(f"{traced.name}: {traced.no_tokenizer}")
     elif chat_template:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        ids = traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        ids = traced.chat_template.tokenize(messages)
     else:
         if isinstance(content, list):
             content = "\n".join(
