@@ -27,6 +27,7 @@ class Hash(Router):
         "join": "A merged expert gets the token ids of all its members.",
     }
     seed_options = ("seed",)
+    state_tensors: ClassVar[dict[str, str]] = {"table_VK": "table"}
     OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0}
     table_VK: Tensor
 
