@@ -219,6 +219,7 @@ DECISIONS = [
     ),
     by_layer("confidence_by_layer", ["confidence", "top_gap"], "probability", chance=UNIFORM),
     by_layer("selection_margin_by_layer", ["selection_margin"], "selection score", chance=UNIFORM),
+    by_layer("load_balancing_loss_by_layer", ["load_balancing_loss"], "n Σ f P", from_zero=False),
     by_layer("z_loss_by_layer", ["z_loss"], "squared log-sum-exp", chance=UNIFORM),
     by_layer(
         "sequence_by_layer",

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from moescope.statistics import Interval, jackknife
+from moescope.statistics import Interval, Jackknife, jackknife
 from moescope.types import Array
 
 DRAWS = 200
@@ -70,6 +70,15 @@ def load_entropy_share(load_E: Array) -> Array:
     return np.asarray(load_entropy(load_E) / np.log(n)) if n > 1 else np.ones(load_E.shape[:-1])
 
 
+def balancing_loss(load_E: Array, probability_E: Array) -> float:
+    """n sum f P, f the shares of the load and P the mean probabilities: the loss of the Switch Transformer.
+
+    Fedus et al. 2021, arXiv:2101.03961. transformers' load_balancing_loss_func is k times this.
+    """
+    shares_E = divide(load_E, load_E.sum()), divide(probability_E, probability_E.sum())
+    return float(len(load_E) * (shares_E[0] * shares_E[1]).sum())
+
+
 def divide(top: Array, bottom: Array) -> Array:
     """Return top / bottom, NaN where the bottom is 0: without tokens there is no value."""
     return np.asarray(
@@ -83,20 +92,36 @@ def divide(top: Array, bottom: Array) -> Array:
 # busiest expert, downward for entropy. The bias comes from products of a document's load with itself.
 
 
+def product_of_shares(x_BE: Array, y_BE: Array) -> Jackknife:
+    """n times the sum over experts of the shares of x times those of y, from different documents only.
+
+    n sum_i (X_i Y_i - sum_d x_di y_di)/(X Y - sum_d X_d Y_d), jackknifed: it has no bias.
+    """
+    n = x_BE.shape[1]
+
+    def statistic(sums: Array) -> Array:
+        x, y, same, all_same = np.split(sums, [n, 2 * n, 2 * n + 1], axis=-1)
+        pairs = x.sum(-1) * y.sum(-1) - all_same[..., 0]
+        return n * divide((x * y).sum(-1) - same[..., 0], pairs)
+
+    same_B, all_same_B = (x_BE * y_BE).sum(1), x_BE.sum(1) * y_BE.sum(1)
+    return jackknife(np.column_stack([x_BE, y_BE, same_B, all_same_B]), statistic)
+
+
+def balancing_loss_interval(x_BE: Array, p_BE: Array) -> Interval:
+    """Interval of the load-balancing loss from loads and sums of probabilities."""
+    value, _, half = product_of_shares(x_BE, p_BE)
+    return Interval(value - half, value + half, value)
+
+
 def cv_interval(x_BE: Array) -> Interval:
     """Interval of cv from products of different documents only, jackknifed.
 
     cv^2 = n sum_i (T_i^2 - sum_d x_di^2)/(N^2 - sum_d N_d^2) - 1 has no bias, so it may be negative: its
     limits are cut at 0 before the root is taken.
     """
-
-    def squared_cv(sums: Array) -> Array:
-        pairs = (sums[..., :-2] ** 2).sum(-1) - sums[..., -2]
-        return x_BE.shape[1] * divide(pairs, sums[..., :-2].sum(-1) ** 2 - sums[..., -1]) - 1
-
-    squares_B = (x_BE**2).sum(1), x_BE.sum(1) ** 2
-    value, _, half = jackknife(np.column_stack([x_BE, *squares_B]), squared_cv)
-    return Interval(*np.sqrt(np.maximum([value - half, value + half, value], 0)).tolist())
+    product, _, half = product_of_shares(x_BE, x_BE)
+    return Interval(*np.sqrt(np.maximum(np.array([-half, half, 0]) + product - 1, 0)).tolist())
 
 
 def entropy_interval(entropy: Callable[[Array], Array]) -> Callable[[Array], Interval]:

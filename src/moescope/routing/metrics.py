@@ -273,6 +273,21 @@ DECISION = [
         title="z-loss",
     ),
 ]
+BALANCING_LOSS = Metric(
+    "load_balancing_loss",
+    "probabilities",
+    "Load-balancing loss of the Switch Transformer: shares of the load times mean probabilities.",
+    "n Σᵢ fᵢ Pᵢ, fᵢ = cᵢ/(N k), Pᵢ the mean probability",
+    ("n/k", "1 for even loads or a uniform router", "1"),
+    load_balance.balancing_loss,
+    lambda s: 1.0,
+    lambda s: s.n_experts / s.k,
+    title="load-balancing loss",
+    misleads=(
+        "Mixtral and other models train with k times this. Values below 1 exist: experts with large "
+        "probabilities that are rarely chosen. `corrected` uses products of different documents only."
+    ),
+)
 SEQUENCE = [
     Metric(
         "sequential_consistency",
@@ -417,7 +432,17 @@ SPECIALISATION = [
 ]
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (*LOAD, DROPPED, *DECISION, *SEQUENCE, OVERLAP, *ROUTER, *SPECIALISATION, *GATE_WEIGHT)
+    for metric in (
+        *LOAD,
+        DROPPED,
+        *DECISION,
+        BALANCING_LOSS,
+        *SEQUENCE,
+        OVERLAP,
+        *ROUTER,
+        *SPECIALISATION,
+        *GATE_WEIGHT,
+    )
 }
 
 

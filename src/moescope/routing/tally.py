@@ -50,6 +50,7 @@ class LayerCounts:
     sums_MBS: Array
     pairs_EE: Array
     first_ME: Integers | None = None  # tokens with this first choice; None: not counted
+    probability_MBE: Array | None = None  # sums of the router's probabilities; None: unknown
 
     @property
     def n_experts(self) -> int:
@@ -83,6 +84,7 @@ class Accumulated:
         self.gate_weight_LCE = self.zeros(self.discarded + 1, self.n_experts)
         self.sums_LCS = self.zeros(self.discarded + 1, len(SUMS))
         self.pairs_LEE = self.zeros(self.n_experts, self.n_experts)
+        self.probability_LCE = self.zeros(self.discarded + 1, self.n_experts)
         self.first_LME = self.zeros(n_domains + 1, self.n_experts, dtype=torch.int64)
         self.row_indices: dict[tuple[int, ...], Tensor] = {}
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's last column, for rows that continue
@@ -98,7 +100,14 @@ class Accumulated:
                 routing.layer: routing.layer_name for routing in routings if routing.layer not in self.names
             }
             self.names |= new
-            for name in ("counts_LCE", "gate_weight_LCE", "sums_LCS", "pairs_LEE", "first_LME"):
+            for name in (
+                "counts_LCE",
+                "gate_weight_LCE",
+                "sums_LCS",
+                "pairs_LEE",
+                "first_LME",
+                "probability_LCE",
+            ):
                 old = getattr(self, name)
                 more = self.zeros(*old.shape[1:], layers=len(new), dtype=old.dtype)
                 setattr(self, name, torch.cat([old, more]))
@@ -145,6 +154,9 @@ class Accumulated:
         ]
         sums = torch.stack([value.reshape(-1).double() for value in values], -1)
         self.sums_LCS.view(-1, len(SUMS)).index_add_(0, cell_LT.view(-1), sums)
+        if stacked.scores_TE is not None:
+            sums_CE = self.probability_LCE.view(-1, self.n_experts)
+            sums_CE.index_add_(0, cell_LT.view(-1), stacked.scores_TE.double())
 
     def add_first(self, rows_L: Tensor, first_LT: Tensor, domain_T: Tensor) -> None:
         domain_LT = torch.where(first_LT >= 0, domain_T, self.n_domains)
@@ -193,14 +205,23 @@ class Accumulated:
         return pair_RL, same, both / either.clamp(min=1) * pair_RL
 
     def to_cpu(self, phase: str) -> list[LayerCounts]:
-        counts, gate_weight, sums = (
+        counts, gate_weight, sums, probability = (
             part[:, :-1].cpu().numpy().reshape(len(self.names), self.n_domains, BUCKETS, -1)
-            for part in (self.counts_LCE, self.gate_weight_LCE, self.sums_LCS)
+            for part in (self.counts_LCE, self.gate_weight_LCE, self.sums_LCS, self.probability_LCE)
         )
         pairs, first = self.pairs_LEE.cpu().numpy(), self.first_LME[:, :-1].cpu().numpy()
         return [
             LayerCounts(
-                layer, name, phase, self.k, counts[row], gate_weight[row], sums[row], pairs[row], first[row]
+                layer,
+                name,
+                phase,
+                self.k,
+                counts[row],
+                gate_weight[row],
+                sums[row],
+                pairs[row],
+                first[row],
+                probability[row] if probability[row].any() else None,
             )
             for row, (layer, name) in enumerate(self.names.items())
         ]
