@@ -109,6 +109,7 @@ def prepare(
         plan_settings = dict(loaded[0].settings)
         stored: Any = {name: value for name, value in plan_settings.items() if name in asdict(settings)}
         settings = replace(settings, **stored)
+        check_stored_settings(str(plan), chosen, settings)
     else:
         if keep is None:
             raise BadInput("the number of experts to keep is missing; give --keep 0.5, or --keep 4")
@@ -144,6 +145,15 @@ def prepare(
             raise BadInput(f"{option} needs a text; give --text PATH, or omit it")
     judges = judge and (target is not None or settings.router == "tie")
     return Work(moe, chosen, counts, settings, plan_settings, loaded, target, judges, controls, earlier)
+
+
+def check_stored_settings(plan: str, method: Method, settings: PlanSettings) -> None:
+    """Raise for settings in plan.json of another kind than a user can give."""
+    for name, default in asdict(PlanSettings()).items():
+        value = getattr(settings, name)
+        if type(value) is not type(default) or (name == "seed" and value < 0):
+            raise BadInput(f"{plan}: its setting {name} {value!r:.40} is not supported; plan again")
+    check_settings(method, settings, written=False)
 
 
 def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
