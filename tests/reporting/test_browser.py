@@ -1,5 +1,9 @@
 """The report in a real browser: no error, no request, and what a reader does works."""
 
+import csv
+import io
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +13,7 @@ from playwright.sync_api import expect
 from moescope.reporting.export import export_figures
 from moescope.reporting.verb import report
 from moescope.run import Run
+from report_payloads import payloads
 
 expect.set_options(timeout=30_000)  # a busy machine takes longer than five seconds
 
@@ -146,6 +151,43 @@ def test_a_reader_downloads_a_table_as_csv(opened, planted_run):
     best = planted_run.table("alignment_tests").query("layer == 2 and router == 'raw'")["best_k"].iloc[0]
     assert lines[3].split(",")[:2] == ["2", "identifies its experts"]
     assert lines[3].split(",")[3] == str(best)
+
+
+HOSTILE = [
+    "=1+1",
+    "+1",
+    "-cmd|' /C calc'!A0",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    'a "b", c',
+    "two\rlines",
+    "plain",
+    -0.5,
+]
+
+
+def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(browser, planted_report, tmp_path):
+    """The cells of a table are replaced in the page; Python's csv reads the file as a spreadsheet would."""
+    html = planted_report.read_text(encoding="utf-8")
+    name, glance = next(
+        (name, value)
+        for name, value in payloads(html).items()
+        if isinstance(value, dict) and value.get("name") == "layers_at_a_glance"
+    )
+    glance["rows"] = [[cell, *row[1:]] for cell, row in zip(HOSTILE, 10 * glance["rows"], strict=False)]
+    pattern = rf'(<script type="application/json" id="p-{re.escape(name)}">).*?(</script>)'
+    changed = re.sub(pattern, lambda at: at[1] + json.dumps(glance) + at[2], html, flags=re.DOTALL)
+    (tmp_path / "report.html").write_text(changed, encoding="utf-8")
+    page = browser.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    with page.expect_download() as download:
+        page.locator("#summary [data-view='0'] button.csv").click()
+    text = Path(download.value.path()).read_bytes().decode()
+    page.close()
+    cells = [row[0] for row in csv.reader(io.StringIO(text, newline=""))][1:]
+    assert cells == [f"'{cell}" for cell in HOSTILE[:6]] + [*map(str, HOSTILE[6:])]
+    assert [line for line in text.split("\n") if line.startswith("-")] == [text.split("\n")[-2]]  # the number
 
 
 def test_the_glance_table_fits_a_wide_page(opened):

@@ -128,7 +128,9 @@
   }
 
   // ---- tables
-  const csvCell = (value) => { const text = value === null ? "" : String(value); return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
+  // A spreadsheet takes text that begins with one of these for a formula; a quote before it makes it text again.
+  const csvText = (value) => (typeof value === "string" && /^[=+\-@\t\r]/.test(value) ? "'" + value : String(value ?? ""));
+  const csvCell = (value) => { const text = csvText(value); return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
   const csv = (table) => [table.columns.map((c) => c.name), ...table.rows].map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
   function display(value, kind) {
     if (value === null) return "–";
