@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput, unknown_name
+from moescope.processor import machine
 from moescope.storage import (
     atomic_file,
     atomic_folder,
@@ -397,6 +398,8 @@ def open_run(
                     **identity,
                     "command": command,
                     "versions": versions(),
+                    "machine": machine(),
+                    "package_commit": package_commit(),
                     "git_commit": git_commit(),
                     "started": now(),
                 }
@@ -434,7 +437,7 @@ def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
     info = read_run_json(folder)
     if not info or info.get("status") != "done" or info.get("schema_version") != SCHEMA_VERSION:
         return None
-    if any(info.get(key) != jsonable(identity[key]) for key in identity):
+    if different_keys(info, identity):
         return None
     run = Run(folder, info)
     run.tidy()
@@ -457,7 +460,7 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
         raise BadInput(f"{folder}: not empty and not a run folder; give another --out")
     if overwrite:
         return True
-    different = [key for key in identity if info.get(key) != jsonable(identity[key])]
+    different = different_keys(info, identity)
     if different or info.get("schema_version") != SCHEMA_VERSION:
         what = difference(info, jsonable(identity), different)
         raise OtherRun(
@@ -468,6 +471,24 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
 
 def is_content(file: Path) -> bool:
     return file.name not in (".lock", TRAIN_LOCK) and not is_leftover(file)
+
+
+def different_keys(info: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Return the keys in which a run differs from an identity; a copy of a checkpoint is the same one."""
+    wanted = jsonable(identity)
+    return [key for key in wanted if without_places(info.get(key)) != without_places(wanted[key])]
+
+
+def without_places(value: Any) -> Any:
+    """Return the value without where its checkpoints are, of those that are known by a hash."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {key: part for key, part in item.items() if key not in ("path", "revision")}
+        if isinstance(item, dict) and item.get("header_hash")
+        else item
+        for item in value
+    ]
 
 
 def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) -> str:
@@ -533,8 +554,7 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
             info = read_run_json(newest)
         except BadInput:  # damaged, or not a run: skipped
             info = None
-        same = info is not None and all(info.get(key) == jsonable(identity[key]) for key in identity)
-        if info and same and info.get("status") != "done":
+        if info and info.get("status") != "done" and not different_keys(info, identity):
             return newest
     return base / f"{stem}-{max(numbers, default=0) + 1}"
 
@@ -592,27 +612,39 @@ def versions() -> dict[str, str]:
     for package in [
         "moescope",
         "torch",
+        "triton",
         "transformers",
+        "tokenizers",
         "numpy",
         "scipy",
         "safetensors",
         "pandas",
         "pyarrow",
+        "plotly",
+        "ray",
     ]:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
 
 
-def git_commit() -> str | None:
-    """Return the commit of the working folder, if it is a git checkout."""
+def git_output(*words: str) -> str | None:
+    """Return what git prints; None where it fails or prints nothing."""
     try:
-        shown = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        shown = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return shown.stdout.strip() or None if shown.returncode == 0 else None
+
+
+def git_commit() -> str | None:
+    """Return the commit of the working folder, if it is a git checkout."""
+    return git_output("rev-parse", "HEAD")
+
+
+def package_commit() -> str | None:
+    """Return the last commit of this package's source, if it runs from a git checkout of it."""
+    return git_output("-C", str(Path(__file__).parent), "log", "-1", "--format=%H", "--", ".")
 
 
 def run_to_resume(
