@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors.torch import load_file
 
 import moescope
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
@@ -344,12 +345,17 @@ class Rotating(Router):
     has_rows = False
     has_logits = False
     learns_from_text = False
+    state_tensors = {"scale_E": "experts"}
+
+    def __init__(self, config, layer, shared=None):
+        super().__init__(config, layer, shared)
+        self.register_buffer("scale_E", 1 + torch.arange(config.experts) / 10)
 
     def forward(self, inputs):
         slots_K = torch.arange(self.config.top_k, device=inputs.x_TD.device)
         chosen_TK = (inputs.token_ids_T[:, None] + self.layer + slots_K) % self.config.experts
         real_T1 = inputs.mask_T[:, None]
-        gates_TK = real_T1.expand_as(chosen_TK) / self.config.top_k
+        gates_TK = real_T1 * self.scale_E[chosen_TK] / self.config.top_k
         return Routed(chosen_TK.masked_fill(~real_T1, -1), gates_TK.to(inputs.x_TD.dtype))
 '''
 
@@ -394,3 +400,13 @@ def test_a_router_is_one_file_and_one_line(copy, tmp_path):
     assert json.loads((model / "config.json").read_text())["moescope_router"]["name"] == "rotating"
     assert {"scan", "trace"} <= {file.parent.name for file in run.glob("*/run.json")}
     assert (run / "report.html").exists()
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps(f"{number} " * 9) for number in range(40)))
+    given = ("--method", "frequency", "--keep", "2", "--text", tmp_path / "text.jsonl", "--no-judge")
+    copy.json("compress", model, *given, "--apply", tmp_path / "half", "--out", tmp_path / "compressed")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "half"))
+    names = "layers.0.mlp.experts.down", "layers.0.mlp.router.scale_E"
+    kept = [
+        [expert for expert, weight in enumerate(before[names[0]]) if weight.equal(down)]
+        for down in after[names[0]]
+    ]
+    assert after[names[1]].tolist() == pytest.approx([1 + expert / 10 for (expert,) in kept])

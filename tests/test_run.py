@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -12,14 +13,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import moescope
 from moescope import run as run_module
 from moescope.cli import command_of
 from moescope.errors import BadInput
-from moescope.run import Run, default_folder, open_run
+from moescope.run import Run, default_folder, finished_run, open_run
+from moescope.storage import is_leftover
 from moescope.tables import SCHEMA_VERSION
 from moescope.verbs import load_verb
 
@@ -119,7 +123,8 @@ def test_a_task_appears_by_one_rename_when_everything_in_it_is_on_disk(tmp_path,
         monkeypatch.setattr(run_module, "write_json", watch(tmp_path / "run"))
         flush(writer, 0)
         monkeypatch.undo()
-        assert seen == [("setup.json", ["layer0.tmp"])]
+        assert [name for name, _ in seen] == ["setup.json"]
+        assert [is_leftover(Path(name)) for name in seen[0][1]] == [True]
         assert writer.done_tasks() == {"layer0"}
         finish(writer)
 
@@ -131,7 +136,7 @@ def test_a_disk_that_is_nearly_full_is_refused_before_the_task_and_the_run_resum
     refused = pytest.raises(BadInput, match=r"5 MB of disk left, 34 MB needed; free some space")
     with refused, open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
         flush(writer, 0)
-        monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: full)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
         flush(writer, 1)
     monkeypatch.undo()
     with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
@@ -206,7 +211,7 @@ def test_a_run_that_was_resumed_and_finished_tells_of_no_error(tmp_path):
             r"other arguments \(matrix, seed\)",
         ),
         ({"arguments": {**IDENTITY["arguments"], "k": [3]}}, r"other arguments \(k\)"),
-        ({"checkpoints": [{"path": "/models/b", "header_hash": "1"}]}, "other checkpoints"),
+        ({"checkpoints": [{"path": "/models/a", "header_hash": None}]}, "other checkpoints"),
         ({"checkpoints": [{"path": "/models/a", "header_hash": "2"}]}, "other checkpoints"),
     ],
 )
@@ -225,6 +230,30 @@ def test_other_arguments_are_refused_by_the_word_that_differs(tmp_path, finished
     assert {
         name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()
     } == before
+
+
+def test_a_copy_of_the_checkpoint_resumes_the_run_and_reuses_it(tmp_path):
+    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
+    copy = {**IDENTITY, "checkpoints": [{"path": "/elsewhere/copy", "header_hash": "1"}]}
+    with open_run(tmp_path / "run", SCAN, copy) as writer:
+        assert writer.done_tasks() == {"layer0"}
+        finish(writer)
+    assert finished_run(tmp_path / "run", copy) is not None
+    unknown = {**IDENTITY, "checkpoints": [{"path": "/elsewhere/copy", "header_hash": None}]}
+    assert finished_run(tmp_path / "run", unknown) is None
+
+
+def test_a_run_says_what_machine_and_code_made_it(tmp_path):
+    told = made(tmp_path / "run").info
+    assert told["machine"]["cpu"] in Path("/proc/cpuinfo").read_text() + platform.machine()
+    assert told["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert told["machine"]["threads"] == torch.get_num_threads()
+    assert len(told["machine"]["gpus"]) == torch.cuda.device_count()
+    assert {"python", "torch", "numpy", "pyarrow", "tokenizers"} <= told["versions"].keys()
+    assert told["versions"]["numpy"] == np.__version__
+    command = ["git", "-C", str(Path(run_module.__file__).parent), "log", "-1", "--format=%H", "--", "."]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    assert (told["package_commit"] or "") == shown
 
 
 def test_equal_arguments_compare_equal_through_json(tmp_path):

@@ -83,7 +83,7 @@ def number_ranges(value: int | str | Iterable[int]) -> list[int]:
         return given
     found: list[int] = []
     for part in value.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match or (match[2] and not 0 <= int(match[2]) - int(match[1]) < 100_000):
             raise BadInput(f"layers {value!r}: cannot read {part.strip()!r}; write them as 0,5,9-12")
         found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
@@ -103,8 +103,8 @@ def ranges(values: list[int]) -> str:
 
 def step_numbers(model_names: list[str]) -> list[int]:
     """Return the training steps in the names (step1000-tokens4B, or checkpoint-500), else 0, 1, 2, ..."""
-    marked = [re.search(r"step[-_]?(\d+)", name) for name in model_names]
-    endings = [re.fullmatch(r"(.*?)(\d+)", name) for name in model_names]
+    marked = [re.search(r"step[-_]?(\d{1,18})", name) for name in model_names]
+    endings = [re.fullmatch(r"(.*?)(\d{1,18})", name) for name in model_names]
     steps: list[int] = []
     if all(marked):
         steps = [int(match[1]) for match in marked if match]

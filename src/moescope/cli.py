@@ -103,7 +103,15 @@ def execute(verb: Verb, values: dict[str, Any]) -> None:
     if dry_run:
         known = inspect.signature(function).parameters
         values = {name: value for name, value in values.items() if name in known}
-    made = function(*arguments, **values)
+    try:
+        made = function(*arguments, **values)
+    except OSError as error:  # a file that cannot be read, a name that is too long, a full disk
+        if error.errno is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        raise BadInput(
+            f"{where}{error.strerror}; check the name, its permissions and the free space, then try again"
+        ) from error
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun the first process speaks for all
     show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, quiet)

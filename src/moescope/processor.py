@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # oneDNN reads it at its first use; child processes inherit it
@@ -40,3 +43,30 @@ def lists_amx() -> bool:
         return "amx_bf16" in CPUINFO.read_text().split()
     except OSError:  # not Linux
         return False
+
+
+# --- what run.json says of the machine
+
+
+def machine() -> dict[str, Any]:
+    """Return what computes: models of the CPU and of the GPUs, cores, and threads per operation."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": [],
+    }
+    torch = sys.modules.get("torch")  # where a verb has not imported it, nothing was computed with it
+    if torch is not None:
+        facts["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            facts["gpus"] = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+            facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -6,10 +6,9 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput, unknown_name
-from moescope.storage import check_disk, only_writer, replace_synced, sync_folder
+from moescope.processor import machine
+from moescope.storage import (
+    atomic_file,
+    atomic_folder,
+    check_disk,
+    is_leftover,
+    only_writer,
+    reason,
+    remove,
+    remove_leftovers,
+    sync_file,
+)
 from moescope.tables import SCHEMA_VERSION, Table, arrow_schema, conform, read_parquet
 from moescope.verb import Figure, Selection, Verb, canonical
 from moescope.verbs import load_verb
@@ -28,9 +38,9 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure as PlotlyFigure
 
 Frames = dict[str, "pd.DataFrame"]
-OWN_FILES = ("run.json", "report.html")  # and the tables and files of the verb
+RUN_JSON = "run.json"
+OWN_FILES = (RUN_JSON, "report.html")  # and the tables and files of the verb
 TRAIN_LOCK = ".train.lock"  # of a training with its scan and trace, which the lock of one run does not cover
-OWN_FOLDERS = ("parts",)
 
 
 class DamagedRun(BadInput):
@@ -93,15 +103,15 @@ class Run:
         for file in sorted(self.path.glob("*/run.json")):
             with suppress(BadInput):  # damaged, of another tool, or of another version: not shown
                 part = Run.load(file.parent)
-                if part.info.get("status") == "done":
+                if part.info.get("status") == "done" and not is_leftover(part.path):
                     found[part.name] = part
         return found
 
     def files(self, name: str) -> list[Path]:
         """Return the files of a table: one, or one per finished task in a run that is still growing."""
         joined = self.path / f"{name}.parquet"
-        tasks = self.path.glob(f"parts/*[!p]/{name}.parquet")  # not parts/*.tmp
-        return [joined] if joined.exists() else sorted(tasks)
+        tasks = self.path.glob(f"parts/*/{name}.parquet")
+        return [joined] if joined.exists() else sorted(file for file in tasks if not is_leftover(file.parent))
 
     def table(self, name: str) -> pd.DataFrame:
         """Return a table as a pandas frame, keys first."""
@@ -112,6 +122,16 @@ class Run:
         columns = list(self.verb.tables[name].columns)
         frames = [read_parquet(str(file)).reindex(columns=columns) for file in self.files(name)]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+
+    def tidy(self) -> None:
+        """Remove what a process left that was stopped after its run was done."""
+        tasks = [*self.path.glob("parts/*/*.parquet")]
+        leftovers = [path for path in self.path.iterdir() if is_leftover(path)]
+        if self.info.get("status") != "done" or not (tasks or leftovers):
+            return
+        with suppress(BadInput), only_writer(self.path, self.path / ".lock", "this run", "wait"):
+            remove_leftovers(self.path)
+            remove_tasks(self.path, self.verb)
 
     def figures(self) -> dict[str, str]:
         """Return the figures that this run can draw: name -> one line on what it shows."""
@@ -236,7 +256,7 @@ class RunWriter:
 
     def done_tasks(self) -> set[str]:
         folder = self.path / "parts"
-        return {task.name for task in folder.iterdir() if task.suffix != ".tmp"} if folder.exists() else set()
+        return {task.name for task in folder.iterdir() if not is_leftover(task)} if folder.exists() else set()
 
     def task_files(self, name: str) -> list[Path]:
         """Return the files of a table, one per task that has rows of it."""
@@ -255,20 +275,26 @@ class RunWriter:
 
         `arrays` are stored with them for later tasks; `files` (name -> where it was written) are moved in.
         """
-        target = self.path / "parts" / task
-        partial = target.with_suffix(".tmp")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for name, frame in frames.items():
-            write_table(self.verb.tables[name], frame, partial / f"{name}.parquet")
-        for name, array in (arrays or {}).items():
-            check_disk(partial, array.nbytes)
-            write_array(partial / f"{name}.npy", array)
-        for name, file in (files or {}).items():
-            replace_synced(file, partial / name)
-        write_json(partial / "setup.json", setup)
-        partial.rename(target)
-        sync_folder(target.parent)
+        with atomic_folder(self.path / "parts" / task) as partial:
+            for name, frame in frames.items():
+                write_table(self.verb.tables[name], frame, partial / f"{name}.parquet")
+            for name, array in (arrays or {}).items():
+                check_disk(partial, array.nbytes)
+                write_array(partial / f"{name}.npy", array)
+            for name, file in (files or {}).items():
+                sync_file(file)
+                file.replace(partial / name)
+            write_json(partial / "setup.json", setup)
+
+    def remove_tasks(self, tasks: Iterable[str]) -> None:
+        for task in tasks:
+            remove(self.path / "parts" / task)
+
+    def remove_joined(self) -> None:
+        """Remove the joined tables: of a run that is not done they may be of an attempt that was killed."""
+        for name in self.verb.tables:
+            if (self.path / f"{name}.parquet").exists():
+                remove(self.path / f"{name}.parquet")
 
     def has(self, name: str) -> bool:
         """Return whether some task has rows of that table."""
@@ -284,15 +310,17 @@ class RunWriter:
         """Join a table that is too large for memory, one row group at a time."""
         import pyarrow.parquet as pq
 
-        partial = self.path / f"{name}.tmp"
-        with pq.ParquetWriter(partial, arrow_schema(self.verb.tables[name]), compression="zstd") as writer:
+        schema = arrow_schema(self.verb.tables[name])
+        with (
+            atomic_file(self.path / f"{name}.parquet") as partial,
+            pq.ParquetWriter(partial, schema, compression="zstd") as writer,
+        ):
             for file in self.task_files(name):
                 part = pq.ParquetFile(file)
                 for group in range(part.num_row_groups):
                     rows = part.read_row_group(group)
                     check_disk(self.path, rows.nbytes)
                     writer.write_table(rows)
-        replace_synced(partial, self.path / f"{name}.parquet")
 
     def array(self, task: str, name: str) -> NDArray[Any]:
         """Return an array stored with a task, memory-mapped."""
@@ -324,7 +352,7 @@ class RunWriter:
             ordered = frame.sort_values(list(table.keys), ignore_index=True)
             write_table(table, ordered, self.path / f"{name}.parquet")
         self.save_info(status="done", finished=now())
-        shutil.rmtree(self.path / "parts", ignore_errors=True)
+        remove_tasks(self.path, self.verb)
         return Run(self.path, jsonable(self.info))
 
 
@@ -340,17 +368,26 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 @contextmanager
 def open_run(
-    folder: Path, verb: Verb, identity: dict[str, Any], overwrite: bool = False, command: str = ""
+    folder: Path,
+    verb: Verb,
+    identity: dict[str, Any],
+    overwrite: bool = False,
+    command: str = "",
+    reopen: Callable[[RunWriter], None] | None = None,
 ) -> Iterator[RunWriter]:
     """Open the writer of a run folder, under its lock.
 
-    `identity` is what must be equal for an unfinished run to be resumed. On the way out a run that was not
-    finished is marked interrupted or failed; one that failed before its first task leaves nothing behind.
+    `identity` is what must be equal for an unfinished run to be resumed. `reopen` makes tasks of the joined
+    tables of a finished run that is continued; only those of a finished run are complete, so they are removed
+    once the run is marked running. On the way out a run that was not finished is marked interrupted or
+    failed; one that failed before its first task leaves nothing behind.
     """
     created = check_folder(folder, identity, overwrite)
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
         writer = None
         try:
+            remove_leftovers(folder)
+            remove_leftovers(folder / "parts")
             if overwrite:
                 clear_run(folder, verb)
             before = read_run_json(folder)
@@ -361,12 +398,19 @@ def open_run(
                     **identity,
                     "command": command,
                     "versions": versions(),
+                    "machine": machine(),
+                    "package_commit": package_commit(),
                     "git_commit": git_commit(),
                     "started": now(),
                 }
             before.pop("error", None)  # that of an earlier attempt
             writer = RunWriter(folder, verb, before, dict(before.get("timings", {})))
+            if before.get("status") == "done":
+                remove_tasks(folder, verb)
+                if reopen is not None:
+                    reopen(writer)
             writer.save_info(status="running", process=os.getpid(), tasks_resumed=len(writer.done_tasks()))
+            writer.remove_joined()
             yield writer
         except BaseException as error:
             if writer is None or writer.info.get("status") == "done":
@@ -375,7 +419,8 @@ def open_run(
                 clear_run(folder, verb)
             else:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
+                with suppress(BadInput):  # the disk may be full
+                    writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
             raise
 
 
@@ -390,17 +435,20 @@ def place_run(
 def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
     """Return the run in the folder if it is complete and has this identity."""
     info = read_run_json(folder)
-    if info and info.get("status") == "done" and info.get("schema_version") == SCHEMA_VERSION:
-        same = all(info.get(key) == jsonable(identity[key]) for key in identity)
-        return Run(folder, info) if same else None
-    return None
+    if not info or info.get("status") != "done" or info.get("schema_version") != SCHEMA_VERSION:
+        return None
+    if different_keys(info, identity):
+        return None
+    run = Run(folder, info)
+    run.tidy()
+    return run
 
 
 def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     """Raise an error if the folder holds something else; return whether it holds no run yet."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: a file is in the way; give another --out")
-    if not folder.exists() or not any(file.name not in (".lock", TRAIN_LOCK) for file in folder.iterdir()):
+    if not folder.exists() or not any(map(is_content, folder.iterdir())):
         return True
     try:
         info = read_run_json(folder)
@@ -412,13 +460,35 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
         raise BadInput(f"{folder}: not empty and not a run folder; give another --out")
     if overwrite:
         return True
-    different = [key for key in identity if info.get(key) != jsonable(identity[key])]
+    different = different_keys(info, identity)
     if different or info.get("schema_version") != SCHEMA_VERSION:
         what = difference(info, jsonable(identity), different)
         raise OtherRun(
             f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it"
         )
     return False
+
+
+def is_content(file: Path) -> bool:
+    return file.name not in (".lock", TRAIN_LOCK) and not is_leftover(file)
+
+
+def different_keys(info: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Return the keys in which a run differs from an identity; a copy of a checkpoint is the same one."""
+    wanted = jsonable(identity)
+    return [key for key in wanted if without_places(info.get(key)) != without_places(wanted[key])]
+
+
+def without_places(value: Any) -> Any:
+    """Return the value without where its checkpoints are, of those that are known by a hash."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {key: part for key, part in item.items() if key not in ("path", "revision")}
+        if isinstance(item, dict) and item.get("header_hash")
+        else item
+        for item in value
+    ]
 
 
 def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) -> str:
@@ -430,18 +500,44 @@ def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) 
     return " and ".join(keys) if keys else "schema version"
 
 
+def remove_tasks(folder: Path, verb: Verb) -> None:
+    """Remove the tasks of a finished run; of one that may be continued only their tables."""
+    if not verb.continues:
+        remove_parts(folder)
+    for file in sorted(folder.glob("parts/*/*.parquet")):
+        remove(file)
+
+
+def remove_parts(folder: Path) -> None:
+    if (folder / "parts").exists():
+        remove(folder / "parts")
+
+
+def mark_unfinished(folder: Path) -> dict[str, Any] | None:
+    """Make sure that nobody takes the run for a complete one while it is removed; return its run.json."""
+    before = read_run_json(folder)
+    if before:
+        remove_parts(folder)
+        write_json(folder / RUN_JSON, {**before, "status": "interrupted"})
+    return before
+
+
 def clear_run(folder: Path, verb: Verb) -> None:
-    """Remove what moescope writes into a run folder, and nothing else."""
+    """Remove what moescope writes into a run folder, and nothing else.
+
+    A process killed meanwhile leaves a run that is complete, or one that is not done and has no tasks.
+    """
     verbs = [verb]
     with suppress(BadInput):  # damaged, or of an unknown verb
-        before = read_run_json(folder)
-        verbs += [load_verb(before["verb"])] if before else []
+        if before := mark_unfinished(folder):
+            verbs.append(load_verb(before["verb"]))
+    remove_parts(folder)
     tables = {f"{name}.parquet" for of in verbs for name in of.tables}
-    for name in {*OWN_FILES, *tables, *(file for of in verbs for file in of.files)}:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).with_suffix(".tmp").unlink(missing_ok=True)
-    for name in OWN_FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
+    files = {*tables, *OWN_FILES, *(file for of in verbs for file in of.files)}
+    for name in (*sorted(files - {RUN_JSON}), RUN_JSON):
+        if (folder / name).exists():
+            remove(folder / name)
+    remove_leftovers(folder)
 
 
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
@@ -450,7 +546,7 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
     numbers = [
         int(path.name[len(stem) + 1 :])
         for path in base.glob(f"{stem}-*")
-        if path.name[len(stem) + 1 :].isdigit()
+        if path.name[len(stem) + 1 :].isdecimal()
     ]
     if numbers:
         newest = base / f"{stem}-{max(numbers)}"
@@ -458,19 +554,20 @@ def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: P
             info = read_run_json(newest)
         except BadInput:  # damaged, or not a run: skipped
             info = None
-        same = info is not None and all(info.get(key) == jsonable(identity[key]) for key in identity)
-        if info and same and info.get("status") != "done":
+        if info and info.get("status") != "done" and not different_keys(info, identity):
             return newest
     return base / f"{stem}-{max(numbers, default=0) + 1}"
 
 
 def read_run_json(folder: Path) -> dict[str, Any] | None:
-    path = folder / "run.json"
-    if not path.is_file():
-        return None
+    path = folder / RUN_JSON
     try:
+        if not path.is_file():
+            return None
         info = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({reason(error)}); give another folder") from None
+    except (ValueError, RecursionError):
         raise DamagedRun(f"{path}: not valid JSON; give --overwrite to write the run again") from None
     if not isinstance(info, dict) or "verb" not in info:
         raise BadInput(f"{path}: not written by moescope; give another folder")
@@ -483,24 +580,21 @@ def write_table(table: Table, frame: pd.DataFrame, path: Path) -> None:
 
     arrow = conform(table, frame)
     check_disk(path.parent, arrow.nbytes)
-    partial = path.with_suffix(".tmp")
-    pq.write_table(arrow, partial, compression="zstd")
-    replace_synced(partial, path)
+    with atomic_file(path) as partial:
+        pq.write_table(arrow, partial, compression="zstd")
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
     import numpy as np
 
-    with path.open("wb") as file:
+    with atomic_file(path) as partial, partial.open("wb") as file:
         np.save(file, array)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    replace_synced(partial, path)
+    text = json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def jsonable(value: Any) -> Any:
@@ -518,27 +612,39 @@ def versions() -> dict[str, str]:
     for package in [
         "moescope",
         "torch",
+        "triton",
         "transformers",
+        "tokenizers",
         "numpy",
         "scipy",
         "safetensors",
         "pandas",
         "pyarrow",
+        "plotly",
+        "ray",
     ]:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
 
 
-def git_commit() -> str | None:
-    """Return the commit of the working folder, if it is a git checkout."""
+def git_output(*words: str) -> str | None:
+    """Return what git prints; None where it fails or prints nothing."""
     try:
-        shown = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        shown = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return shown.stdout.strip() or None if shown.returncode == 0 else None
+
+
+def git_commit() -> str | None:
+    """Return the commit of the working folder, if it is a git checkout."""
+    return git_output("rev-parse", "HEAD")
+
+
+def package_commit() -> str | None:
+    """Return the last commit of this package's source, if it runs from a git checkout of it."""
+    return git_output("-C", str(Path(__file__).parent), "log", "-1", "--format=%H", "--", ".")
 
 
 def run_to_resume(

@@ -1,9 +1,19 @@
-"""Atomic writes: free space is checked first, and data reach the disk before their name does."""
+"""Atomic writes: free space is checked first, and data reach the disk before their name does.
+
+A file or folder is written under a random name beside its place, created exclusively, and then takes its
+name. Its writer holds a lock of the operating system on it, so that `remove_leftovers` can tell what a killed
+process left from what another process is writing.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
+import secrets
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +22,129 @@ from moescope.errors import BadInput
 
 SPARE_DISK = 32 * 2**20
 PARTIAL_ENDING = ".moescope-partial"
+LEFTOVER = re.compile(r"\.moescope-[0-9a-f]{16}\.tmp")
+
+
+# --- failures that tests arm
+
+
+class Failpoint:
+    """Fails at the n-th write of this process: `kill:n` ends it with SIGKILL, `full:n` fills the disk."""
+
+    def __init__(self, armed: str):
+        self.kind, _, number = armed.partition(":")
+        self.left = int(number)
+
+    def reach(self, creates: bool) -> None:
+        self.left -= 1
+        if self.kind == "kill" and self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "full" and self.left <= 0 and creates:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+armed = os.environ.get("MOESCOPE_FAILPOINT")
+failpoint = Failpoint(armed) if armed else None
+
+
+def write_point(creates: bool = False) -> None:
+    """Mark a moment between two changes on disk, at which a test may have armed a failure."""
+    if failpoint is not None:
+        failpoint.reach(creates)
+
+
+# --- files and folders
+
+
+def is_leftover(path: Path) -> bool:
+    """Return whether the name is one that unfinished writes have."""
+    return LEFTOVER.fullmatch(path.name) is not None
+
+
+def leftover_name(folder: Path) -> Path:
+    """Return a random name for what is being written in the folder."""
+    return folder / f".moescope-{secrets.token_hex(8)}.tmp"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left half-written or half-removed in the folder."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not is_leftover(path) or path.is_symlink():
+            continue
+        with suppress(OSError):  # a lock that another process holds is one, too
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                delete(path)
+            finally:
+                os.close(descriptor)
+
+
+def delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, whole: a killed process leaves it as it was, or a leftover."""
+    write_point()
+    if path.is_dir() and not path.is_symlink():
+        leftover = leftover_name(path.parent)
+        path.rename(leftover)
+        write_point()
+        path = leftover
+    delete(path)
+
+
+@contextmanager
+def atomic_file(path: Path, remedy: str = "free some space, then give the same command") -> Iterator[Path]:
+    """Yield a new file of a random name beside `path` to write to; at the end it takes the name `path`."""
+    partial = leftover_name(path.parent)
+    try:
+        write_point(creates=True)
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield partial
+            write_point(creates=True)
+            os.fsync(descriptor)
+            partial.replace(path)
+        except BaseException:
+            delete(partial)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written ({reason(error)}); {remedy}") from None
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder of a random name beside `path` to fill; at the end it takes the name `path`."""
+    partial = leftover_name(path.parent)
+    try:
+        write_point(creates=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield partial
+            os.fsync(descriptor)
+            write_point(creates=True)
+            partial.rename(path)
+        except BaseException:
+            delete(partial)
+            raise
+        finally:
+            os.close(descriptor)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise BadInput(
+            f"{path}: cannot be written ({reason(error)}); free some space, then give the same command"
+        ) from None
 
 
 def check_disk(
@@ -24,12 +157,6 @@ def check_disk(
             f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB "
             f"needed; {remedy}"
         )
-
-
-def replace_synced(partial: Path, path: Path) -> None:
-    """Flush a written file to the disk, then give it its final name."""
-    sync_file(partial)
-    partial.replace(path)
 
 
 def sync_file(path: Path) -> None:
@@ -110,8 +237,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
+            write_point(creates=True)
             yield partial
             sync_folder(partial)
+            write_point(creates=True)
             partial.rename(target)  # an empty folder of that name is replaced
             sync_folder(target.parent)
         except OSError as error:

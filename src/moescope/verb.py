@@ -382,6 +382,7 @@ class Verb:
     opens_last: bool = False  # whether the page opens with the last view, such as the last step
     incidental: frozenset[str] = frozenset()  # options that change no number, besides INCIDENTAL
     grows: bool = False  # whether its tables can be read before it is done: training may take weeks
+    continues: bool = False  # whether a finished run may be continued: the states of its tasks stay
     files: tuple[str, ...] = ()  # what it writes besides tables
     lines: Callable[[Any], list[str]] | None = None  # of a command without tables: its value for a person
     dry_run: Callable[..., Any] | None = None  # called with the same options by --dry-run

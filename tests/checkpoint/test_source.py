@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -111,14 +112,27 @@ def test_a_read_tensor_is_a_copy_that_outlives_its_file(tmp_path):
     assert torch.equal(read, tensors[NAME])
 
 
-def test_the_header_hash_changes_with_the_file_and_not_with_the_reading(tmp_path):
-    tiny_checkpoint(tmp_path)
-    before = open_checkpoint(tmp_path).header_hash()
-    assert open_checkpoint(tmp_path).header_hash() == before
-    os.utime(tmp_path / "model.safetensors", (1, 1))
-    moved = open_checkpoint(tmp_path).header_hash()
-    edit_json(tmp_path / "config.json", num_experts_per_tok=1)
-    assert len({before, moved, open_checkpoint(tmp_path).header_hash()}) == 3
+def test_a_copy_has_the_same_header_hash_and_an_edited_checkpoint_another(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", shards=2)
+    before = open_checkpoint(model).header_hash()
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(model, copy)
+    os.utime(copy / shard_name(0, 2), (1, 1))
+    assert open_checkpoint(copy).header_hash() == before
+
+    shard = copy / shard_name(1, 2)
+    content = shard.read_bytes()
+    shapes, dtypes = content.replace(b"[24,16]", b"[16,24]", 1), content.replace(b"F32", b"I32", 1)
+    hashes = {before}
+    for edited in (content[:-4] + b"\0\0\0\1", shapes, dtypes):
+        assert len(edited) == len(content)
+        shard.write_bytes(edited)
+        hashes.add(open_checkpoint(copy).header_hash())
+    shard.write_bytes(content)
+    edit_json(copy / "config.json", num_experts_per_tok=1)
+    hashes.add(open_checkpoint(copy).header_hash())
+    assert len(hashes) == 5
+    assert open_checkpoint(tiny_checkpoint(tmp_path / "other", shards=2, seed=1)).header_hash() not in hashes
 
 
 # --- bad input

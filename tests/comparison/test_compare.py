@@ -185,7 +185,7 @@ def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):
     assert matched["matched"].all()
     np.testing.assert_allclose(matched["relative_l2"], 0, atol=1e-6)
     np.testing.assert_allclose(matched["sv_alignment"], 1, atol=1e-5)
-    assert "base_to_ift_permuted: relative L2 0 (matched random experts: 1.2" in findings(run)
+    assert "base_to_ift_permuted: relative L2 0 (matched rotated experts: 1.2" in findings(run)
 
 
 @pytest.mark.parametrize(

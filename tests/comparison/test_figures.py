@@ -100,7 +100,7 @@ def test_solid_is_r_dashed_is_l2_and_a_series_has_one_colour():
 def test_the_other_legend_names_the_quantities_and_what_grey_means():
     figure = chart(layers_table(PUBLISHED))
     named = [trace["name"] for trace in figure.data if trace.get("legend") == "legend"]
-    assert named == ["R", "relative L2", "unrelated experts: √2 and 0", "matched random experts"]
+    assert named == ["R", "relative L2", "unrelated experts: √2 and 0", "matched rotated experts"]
     assert figure.layout["legend2"]["title"]["text"] == "series"
     shown = [trace for trace in figure.data if trace.get("showlegend", True)]
     assert len(shown) == 4 + 3

@@ -5,6 +5,7 @@ Transformers computes the same logits from them, families read the same weights,
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +145,23 @@ def test_a_saved_checkpoint_replaces_the_one_before_and_is_known_as_the_labs(tmp
     assert is_lab_checkpoint(tmp_path / "saved")
     assert torch.equal(load_model(tmp_path / "saved")[0].lm_head.weight, other.lm_head.weight)
     assert not is_lab_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("size", [10**6, 10**15, 10**400], ids=["1e6", "1e15", "1e400"])
+@pytest.mark.parametrize("key", ["layers", "d_model", "d_ff", "experts", "vocabulary", "max_positions"])
+def test_a_config_whose_sizes_are_not_those_of_the_tensors_takes_no_memory(
+    key: str, size: int, tmp_path: Path
+):
+    save_model(tiny(), Bytes(), tmp_path / "saved")
+    if key == "max_positions" and size == 10**6:
+        return  # a model of so many positions is possible
+    path = tmp_path / "saved" / "config.json"
+    config = json.loads(path.read_text())
+    config["moescope_lab"][key] = size
+    config["num_local_experts"] = config["moescope_lab"]["experts"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="copy the checkpoint again"):
+        load_model(tmp_path / "saved")
 
 
 def test_other_folders_are_refused_by_name(tmp_path: Path):

@@ -18,6 +18,7 @@ import torch
 from moescope.errors import BadInput
 from moescope.execution.recorded import Shape, inferred_k, read_trace
 from moescope.routing import trace_recorded
+from moescope.routing.metrics import METRICS
 from moescope.routing.trace import trace
 from moescope.run import Run
 from routing.tiny_text import save_model, texts, write_jsonl
@@ -128,6 +129,31 @@ def test_vllm_s_answers_give_the_same_load_and_keep_prompt_and_answer_apart(own,
         total = load.groupby(["layer", "expert"])["tokens"].sum()
         assert total.tolist() == own.table("load").groupby(["layer", "expert"])["tokens"].sum().tolist()
     pd.testing.assert_frame_equal(halves[0].table("load"), halves[1].table("load"))
+
+
+def test_what_a_trace_does_not_hold_is_absent_and_not_zero(tmp_path):
+    """Servers write the chosen experts only: no gates, no probabilities, no token ids, no empty slots."""
+    chosen = np.random.default_rng(0).random((30, 40, 2, 4)).argsort(-1)[..., :2]
+    lines = [json.dumps({"choices": [{"routed_experts": document.tolist()}]}) for document in chosen]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    run = trace(recorded=tmp_path / "a.jsonl", format="vllm", experts=4, out=tmp_path / "run")
+    rows = run.table("routing_layers")
+    load = {name for name, metric in METRICS.items() if metric.group == "load"}
+    assert set(rows["metric"]) == load | {"sequential_consistency", "adjacent_jaccard", "expert_overlap"}
+    assert rows["value"].notna().all()
+    assert run.table("load")["gate_weight"].isna().all()
+    assert run.table("vocabulary").empty
+    names = [key.name for key in run.verb.summary(run).key_numbers]
+    assert not [name for name in names if "entropy" in name or "token" in name]
+
+
+def test_empty_slots_of_a_trace_are_reported(tmp_path):
+    chosen = np.random.default_rng(0).random((30, 40, 1, 4)).argsort(-1)[..., :2]
+    chosen[:, ::4, :, 1] = -1
+    lines = [json.dumps({"choices": [{"routed_experts": document.tolist()}]}) for document in chosen]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    run = trace(recorded=tmp_path / "a.jsonl", format="vllm", experts=4, out=tmp_path / "run")
+    assert metrics(run).loc[(0, "dropped"), "value"] == pytest.approx(1 / 8)
 
 
 def test_each_of_several_answers_to_a_prompt_is_a_document_and_the_prompt_counts_once(tmp_path):
@@ -497,6 +523,7 @@ def answer(value: object, **more: object) -> bytes:
         ("a.jsonl", "vllm", answer([[[0] * 5]]), "1 layers with 5 experts per token"),
         ("a.jsonl", "vllm", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
         ("a.jsonl", "vllm", bytes(range(256)), "not valid JSON"),
+        ("a.jsonl", "vllm", b"[1, 2]", 'no "routed_experts"'),
         ("a.npy", "vllm", npy_header("(1000000000000, 4, 2)"), "no valid .npy array"),
         ("a.npy", "vllm", npy_header("(-1, -6, 1)"), "no valid .npy array"),
         ("a.npy", "vllm", npy_header("(1, 3, 1)", "|O8"), "no valid .npy array"),

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from checkpoints import expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
-from geometry.experts import shuffled
+from geometry.experts import random_expert, shuffled
 from moescope.checkpoint import open_checkpoint
 from moescope.comparison.tables import TABLES
 from moescope.errors import BadInput
 from moescope.families import read_moe
 from moescope.geometry.distances import distance, polar_factor, sv_alignment
 from moescope.geometry.matching import PROJECTIONS, match_neurons, matched_chance
-from moescope.geometry.pairs import MATCHINGS, bootstrap, layer_chance, layer_geometry, layer_means
+from moescope.geometry.pairs import bootstrap, layer_geometry, layer_means
 from moescope.tables import conform
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "merge_chart.csv").read_text()
@@ -102,7 +102,9 @@ def test_a_dominant_expert_is_read_once_for_all_its_members(base):
     layer_geometry(
         counting, counting, [(0, 1), (0, 2), (0, 3)], {"cluster": "none"}, matrices=("gate", "down")
     )
-    assert sorted(read) == sorted((name, e) for name in ("gate_EFD", "down_EDF") for e in range(4))
+    compared = [(name, e) for name in ("gate_EFD", "down_EDF") for e in range(4)]
+    for_chance = [("up_EFD", 0), ("up_EFD", 1)]  # of the first pair, whose matching is the chance level
+    assert sorted(read) == sorted(compared + for_chance)
 
 
 def test_drift_and_clusters_have_the_published_distances(base, tuned):
@@ -237,7 +239,8 @@ def test_means_have_the_chance_level_of_their_series():
         for name in ("x", "y")
         for e in range(3)
     ]
-    chance = {"x": matched_chance(64, 96, True), "y": matched_chance(64, 96, False)}
+    pair = random_expert(0, 64, 96), random_expert(1, 64, 96)
+    chance = {"x": matched_chance(*pair, True), "y": matched_chance(*pair, False)}
     table = layer_means(pd.DataFrame(rows), chance)
     assert row_of(table, series="x")["null_l2_matched"] == chance["x"]["gate"].relative_l2
     assert row_of(table, series="y")["null_l2_matched"] == chance["y"]["gate"].relative_l2
@@ -246,6 +249,22 @@ def test_means_have_the_chance_level_of_their_series():
 
 def test_biased_experts_have_the_chance_level_of_unsigned_matching(base):
     """GPT-OSS's experts have biases: a flip would be another function, so chance must not use one."""
-    biased = dataclasses.replace(base[0], gate_bias_EF=base[0].gate_EFD)
-    assert layer_chance(biased, MATCHINGS["signed"]) == matched_chance(64, 96, False)
-    assert layer_chance(base[0], MATCHINGS["signed"]) == matched_chance(64, 96, True)
+
+    def gate_chance(layer, matching):
+        table = layer_geometry(layer, layer, [(0, 1)], {"x": matching})["geometry_layers"]
+        return row_of(table, matrix="gate")["null_l2_matched"]
+
+    read = base[0].gate_EFD.read
+    biases = dataclasses.replace(base[0].gate_EFD, read=lambda expert: read(expert)[:, 0])
+    biased = dataclasses.replace(base[0], gate_bias_EF=biases)
+    assert gate_chance(biased, "signed") == gate_chance(base[0], "unsigned")
+    assert gate_chance(biased, "signed") > gate_chance(base[0], "signed")
+
+
+def test_chance_does_not_need_projections_that_are_not_compared(tmp_path):
+    tensors = tiny_tensors(**SIZES)
+    tensors[expert_name(0, 1, "up")][0, 0] = float("nan")
+    layer = read_moe(open_checkpoint(write_checkpoint(tmp_path / "m", tensors, tiny_config(2, 6)))).layers[0]
+    table = layer_geometry(layer, layer, [(0, 1)], {"x": "none"}, matrices=("gate",))["geometry_layers"]
+    assert table["relative_l2_mean"].notna().all()
+    assert table["null_l2_matched"].isna().all()

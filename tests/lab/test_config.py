@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
 
 from moescope.decoder.config import ModelConfig
+from moescope.decoder.model import parameter_counts
 from moescope.decoder.routers.some import SoME
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
@@ -23,6 +25,7 @@ from moescope.lab.config import (
     read_config,
     with_router,
 )
+from moescope.lab.cost import training_bytes
 
 
 def test_every_preset_can_be_built_and_survives_json():
@@ -137,6 +140,56 @@ def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(tmp_path, text
         read_config(path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+HUGE = [
+    *(
+        {"model": {key: 10**power}}
+        for key in ("layers", "d_ff", "experts", "vocabulary")
+        for power in (9, 15, 400)
+    ),
+    *({"model": {"d_model": 10**power}} for power in (9, 12, 400)),
+    *({"model": {"max_positions": 10**power}} for power in (15, 400)),
+    *({"train": {key: 10**power}} for key in ("steps", "epochs", "batch_size") for power in (15, 400)),
+]
+
+
+@pytest.mark.parametrize("tables", HUGE, ids=lambda tables: next(iter(next(iter(tables.values())))))
+@pytest.mark.parametrize("router", ["top2", "hash", "some", "dense"])
+def test_absurd_sizes_are_rejected_from_estimates(tables, router):
+    ((part, sizes),) = tables.items()
+    (key,) = sizes
+    if router == "dense" and key == "experts":
+        pytest.skip("it has one block per layer")
+    started = time.monotonic()
+    tables = {**tables, "model": {**tables.get("model", {}), "router": router}}
+    with pytest.raises(BadInput) as caught:
+        epochs_to_steps(config_from(tables), 1000)
+    assert f"[{part}] {'steps' if key == 'epochs' else key} = " in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("width", [10**9, 10**15, 10**400], ids=["1e9", "1e15", "1e400"])
+def test_absurd_options_of_a_router_are_rejected_from_estimates(width):
+    options = {"router": "spectra", "router_options": {"router_dim": width}}
+    with pytest.raises(BadInput, match="GB of memory, more than"):
+        config_from({"model": options})
+
+
+def test_numbers_that_are_no_floats_are_rejected(tmp_path):
+    path = tmp_path / "config.toml"
+    for digits, message in ((400, "learning_rate is too large"), (5000, "is not valid TOML")):
+        path.write_text(f"[train]\nlearning_rate = {'9' * digits}")
+        with pytest.raises(BadInput, match=message):
+            read_config(path)
+
+
+def test_what_the_presets_need_is_estimated_from_weights_and_moments():
+    for config in PRESETS.values():
+        counts = parameter_counts(config.model)
+        frozen = 2 * (counts.total - counts.trainable)  # bfloat16
+        assert training_bytes(config.model, 0) == pytest.approx(16 * counts.trainable + frozen, rel=0.1)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

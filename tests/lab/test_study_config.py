@@ -177,9 +177,15 @@ def test_a_study_survives_json():
         ({"references": {"why": "top2"}}, "unknown question 'why'"),
         (
             {"seeds": 1},
-            "seeds must be a number from 2 or a list of at least two different whole numbers, not 1",
+            "seeds must be a number from 2 to 10000 or a list of at least two different whole numbers, not 1",
         ),
         ({"seeds": [1, 1]}, "seeds must be a number from 2"),
+        ({"seeds": 10**12}, "seeds must be a number from 2 to 10000"),
+        (
+            {"axes": {"model.layers": list(range(1, 200)), "model.experts": list(range(2, 99))}},
+            "199 x 97 arms",
+        ),
+        ({"axes": {"model.router": ["top2", "topk"], "model.d_ff": [8, 10**12]}}, "lower [model] d_ff = "),
         ({"seeds": [1, -2]}, "seeds must be a number from 2"),
         ({"seeds": True}, "seeds must be a number from 2"),
         ({"seeds": [1, 2**63]}, "seeds must be a number from 2"),

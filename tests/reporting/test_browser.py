@@ -1,5 +1,7 @@
 """The report in a real browser: no error, no request, and what a reader does works."""
 
+import csv
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,6 +293,27 @@ def test_a_reader_downloads_a_table_and_a_figures_data_as_csv(opened, planted_ru
     assert lines[0] == "trace,x,y,value"
     rows = planted_run.table("alignment_layers").query("router == 'raw'")
     assert sum(line.startswith("layer ") for line in lines) == len(rows)
+
+
+HOSTILE = [
+    "=1+1",
+    "+1",
+    "-cmd|' /C calc'!A0",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    'a "b", c',
+    "two\rlines",
+    "plain",
+    -0.5,
+]
+
+
+def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(opened):
+    """Python's csv reads the page's text as a spreadsheet would."""
+    text = opened().evaluate("cells => M.csv(['cell'], cells.map((cell) => [cell]))", HOSTILE)
+    cells = [row[0] for row in csv.reader(io.StringIO(text, newline=""))][1:]
+    assert cells == [f"'{cell}" for cell in HOSTILE[:6]] + [*map(str, HOSTILE[6:])]
 
 
 def test_a_reader_changes_the_view_and_sees_only_that_one(opened):

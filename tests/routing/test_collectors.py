@@ -234,7 +234,8 @@ def test_every_metric_has_a_value_and_a_floor_on_a_plain_text():
     assert rows[rows["value"].isna()]["metric"].tolist() == []
     assert rows[rows["chance"].isna()]["metric"].tolist() == []
     assert set(rows[rows["collapse"].isna()]["metric"]) == {"selection_margin", "z_loss", "dropped"}
-    without = {"expert_overlap", "gram_orthogonality", "token_information"}
+    without = {"expert_overlap", "gram_orthogonality", "token_information", "unused", "min_max_ratio"}
+    without |= {"gate_weight_min_max_ratio"}
     no_interval = set(rows[rows["low"].isna()]["metric"])
     assert {name for name in no_interval if "similarity" not in name and "vocabulary" not in name} == without
 

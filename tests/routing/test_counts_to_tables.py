@@ -92,13 +92,65 @@ def test_random_routing_lands_on_every_floor(domain):
 
 def test_neighbours_have_the_floors_of_two_random_sets():
     rows = by_metric(counted(*random_routing(2048, 8, 2), 8))
-    assert rows["sequential_consistency"]["chance"] == 1 / 8
+    assert rows["sequential_consistency"]["chance"] == pytest.approx(1 / 8, rel=0.02)
     assert rows["adjacent_jaccard"]["chance"] == jaccard_chance(8, 2)
+
+
+@pytest.mark.parametrize("domain", ["", "b"])
+def test_independent_tokens_of_uneven_experts_repeat_the_expert_as_often_as_chance_says(domain):
+    """40,000 independent tokens; tolerance: four binomial standard deviations."""
+    generator, tokens = np.random.default_rng(0), 40_000
+    score = generator.gumbel(size=(tokens, 8)) + np.log([0.5, 0.2, 0.1, 0.1, 0.05, 0.03, 0.01, 0.01])
+    chosen = (-score).argsort(1)[:, :2]
+    row = by_metric(counted(chosen, np.tile([0.7, 0.3], (tokens, 1)), 8), domain)["sequential_consistency"]
+    assert row["chance"] == pytest.approx(0.3135, abs=0.01)  # the sum of squares of those shares
+    assert row["value"] == pytest.approx(row["chance"], abs=4 * np.sqrt(0.3135 * 0.6865 / (tokens / 2)))
 
 
 def test_gate_weight_has_a_floor_of_its_own_above_that_of_counts():
     rows = by_metric(counted(*random_routing(3000, 8, 2), 8))
     assert rows["gate_weight_cv"]["chance"] > 1.1 * rows["cv"]["chance"]
+
+
+def routed(logits: torch.Tensor, k: int) -> Routing:
+    scores = logits.softmax(-1)
+    gates, chosen = scores.topk(k, dim=-1)
+    return Routing(0, "mlp", logits.shape[1], chosen, gates, None, logits, scores, scores)
+
+
+def balancing_loss(routing: Routing) -> dict:
+    tally = Tally(1)
+    tally.consume(routing)
+    (counts,) = tally.to_cpu()
+    rows = list(metric_rows(counts, Corpus(["text"], [1])))
+    return next(row for row in rows if row["metric"] == "load_balancing_loss")
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 2), (16, 1), (64, 8)])
+def test_the_load_balancing_loss_is_that_of_transformers_over_k(n, k):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.randn(500, n, generator=torch.Generator().manual_seed(0)) + torch.linspace(0, 2, n)
+    row = balancing_loss(routed(logits, k))
+    expected = float(load_balancing_loss_func((logits,), n, k)) / k
+    assert row["value"] == pytest.approx(expected, rel=1e-5)
+    assert row["chance"] == 1 < row["value"] < row["collapse"]
+
+
+def test_the_load_balancing_loss_is_one_for_a_uniform_router_and_n_over_k_at_collapse():
+    even = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(0))
+    assert balancing_loss(routed(even, 2))["value"] == pytest.approx(1, abs=0.005)
+    collapsed = torch.tensor([[50.0, 50, 0, 0, 0, 0, 0, 0]]).expand(100, 8)
+    row = balancing_loss(routed(collapsed, 2))
+    assert row["value"] == pytest.approx(4)
+    assert row["collapse"] == 4
+
+
+def test_without_probabilities_there_is_no_load_balancing_loss():
+    rows = by_metric(counted(*random_routing(2048, 8, 2), 8))
+    assert "load_balancing_loss" not in rows
+    counts = counted(*random_routing(2048, 8, 2), 8)
+    assert "load_balancing_loss" not in {row["metric"] for row in metric_rows(counts, CORPUS)}
 
 
 def test_total_collapse_lands_on_every_collapse_value():

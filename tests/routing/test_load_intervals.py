@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from moescope.routing.counts_to_tables import Corpus, metric_rows
+from moescope.routing.load_balance import balancing_loss_interval
 from moescope.routing.metrics import METRICS
 from moescope.routing.tally import SUMS, LayerCounts
 from moescope.statistics import BUCKETS
@@ -59,6 +60,21 @@ def test_intervals_of_many_experts_and_few_documents_cover_the_truth(shape):
         limits = [(rows[name]["low"], rows[name]["high"]) for rows in drawn]
         coverage[name] = np.mean([low <= true + 1e-12 and true - 1e-12 <= high for low, high in limits])
     assert min(coverage.values()) >= 0.95 - 0.065, coverage
+
+
+@pytest.mark.parametrize("shape", ["even", "uneven"])
+def test_the_interval_of_the_load_balancing_loss_covers_the_truth(shape):
+    """400 repetitions of 30 documents; nominal 0.95, three binomial standard deviations are 0.033."""
+    shares, generator = true_shares(16, shape), np.random.default_rng(3)
+    covered = 0
+    for _ in range(400):
+        own_DE = generator.dirichlet(CONCENTRATION * shares, 30)
+        tokens_D = generator.choice(TOKENS, 30)
+        low, high, _ = balancing_loss_interval(
+            generator.multinomial(tokens_D, own_DE), tokens_D[:, None] * own_DE
+        )
+        covered += low <= 16 * (shares**2).sum() <= high
+    assert covered / 400 >= 0.95 - 0.033
 
 
 def test_the_interval_belongs_to_the_number_beside_it():

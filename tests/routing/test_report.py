@@ -353,38 +353,40 @@ def test_an_experts_tokens_come_by_count_times_log_lift():
 # --- weights and text together
 
 
-def test_scan_and_trace_of_one_model_give_one_report_with_the_question_both_answer(tmp_path):
+def test_scan_and_trace_of_one_model_give_one_report_with_what_they_show_together(tmp_path):
     model = deep_model(tmp_path / "model")
     text = write_jsonl(tmp_path / "text.jsonl", texts(24))
     traced = trace(model, text=text, out=tmp_path / "trace", quiet=True)
-    scanned = scan(model, out=tmp_path / "scan", quiet=True)
+    scanned = scan(model, out=tmp_path / "scan", router="raw,centered", quiet=True)
     page = report(scanned, traced, out=tmp_path / "r.html").read_text(encoding="utf-8")
     found = payloads(page)
     assert any(name.endswith("-accuracy_by_k") for name in found)
     assert any(name.startswith("trace1-") and name.endswith("-cv_by_layer") for name in found)
     assert any(name.endswith("-ambiguity_against_cv") for name in found)
     caption = next(found[name] for name in found if name.endswith("-ambiguity_against_confidence"))["caption"]
-    words = re.search(r"confidence (−?[\d.]+) \[(−?[\d.]+), (−?[\d.]+)\], 6 layers \(chance: 0\)", caption)
     from scipy.stats import spearmanr
 
-    scores = scanned.table("ambiguity").sort_values("layer")["ambiguity_score"]
     values = (
         traced.table("routing_layers")
         .query("metric == 'confidence' and domain == ''")
         .sort_values("layer")["value"]
     )
-    assert float(words.group(1).replace("−", "-")) == pytest.approx(
-        spearmanr(scores, values).statistic, abs=5e-3
-    )
+    coefficients = {
+        router: float(text.replace("−", "-"))
+        for text, router in re.findall(r"(−?[\d.]+) \((raw|centered)\)", caption)
+    }
+    for router, rows in scanned.table("ambiguity").sort_values("layer").groupby("router"):
+        coefficient = spearmanr(rows["absolute_score"], values).statistic
+        assert coefficients[router] == pytest.approx(coefficient, abs=5e-3)
     assert {"shuffle_mean", "gini"} <= glossary_terms(page)
 
 
-def test_under_five_layers_and_for_different_checkpoints_the_answer_is_not_available(
+def test_under_five_layers_and_for_different_checkpoints_nothing_is_drawn_together(
     traced_run, planted_run, tmp_path
 ):
     scanned = scan(traced_run.info["checkpoints"][1]["path"], out=tmp_path / "scan", quiet=True)
     page = report(scanned, traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "not available (3 layers in both runs, 5 are needed)" in texts_of(page)
+    assert "Not available: 3 layers in both runs, 5 are needed." in texts_of(page)
     assert not [name for name in payloads(page) if "ambiguity_against" in name]
     other = report(planted_run, traced_run, out=tmp_path / "o.html").read_text(encoding="utf-8")
     assert "Not available: no scan and trace here are of the same checkpoint." in texts_of(other)

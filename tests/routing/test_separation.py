@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moescope.routing.load_balance import Setting
+from moescope.routing.metrics import METRICS
 from moescope.routing.separation import (
     chance_lift,
     coactivation,
@@ -16,7 +18,6 @@ from moescope.routing.separation import (
     gram_collapse,
     gram_orthogonality,
     overlap_chance,
-    overlap_collapse,
     router_similarity,
     router_similarity_abs,
     router_similarity_max,
@@ -37,11 +38,12 @@ def pair_counts(chosen_TK: np.ndarray, n_experts: int) -> np.ndarray:
     return pairs_EE
 
 
-def test_overlap_is_the_mean_jaccard_index_of_token_sets():
+def test_overlap_is_the_jaccard_index_of_token_sets_weighted_by_use():
     chosen = random_choices(120, 6, 2)
     sets = [{token for token, experts in enumerate(chosen) if expert in experts} for expert in range(6)]
-    jaccard = [len(sets[a] & sets[b]) / len(sets[a] | sets[b]) for a in range(6) for b in range(a)]
-    assert expert_overlap(pair_counts(chosen, 6)) == pytest.approx(np.mean(jaccard))
+    pairs = [(sets[a], sets[b]) for a in range(6) for b in range(a)]
+    jaccard, weights = [len(a & b) / len(a | b) for a, b in pairs], [len(a) * len(b) for a, b in pairs]
+    assert expert_overlap(pair_counts(chosen, 6)) == pytest.approx(np.average(jaccard, weights=weights))
 
 
 @pytest.mark.parametrize(("n", "k"), [(6, 2), (8, 4)])
@@ -54,14 +56,24 @@ def test_random_routing_gives_the_stated_chance_of_overlap_and_lift(n, k):
     assert chance_lift(n, k) < 0.9, "so near 1 that 1 would pass too"
 
 
-def test_collapse_gives_the_stated_collapse_of_overlap():
-    chosen = np.tile(np.array([[0, 1, 2]]), (50, 1))
-    assert expert_overlap(pair_counts(chosen, 8)) == pytest.approx(overlap_collapse(8, 3))
+@pytest.mark.parametrize(("n", "k"), [(8, 3), (64, 2), (64, 8)])
+def test_overlap_is_one_at_collapse_and_far_from_that_at_chance(n, k):
+    chosen = np.tile(np.arange(k), (50, 1))
+    assert expert_overlap(pair_counts(chosen, n)) == pytest.approx(1)
+    assert METRICS["expert_overlap"].collapse(Setting(50, n, k)) == 1
+    assert METRICS["expert_overlap"].chance(Setting(50, n, k)) < 0.2
 
 
-def test_one_expert_a_token_leaves_overlap_undefined():
-    assert np.isnan(overlap_chance(8, 1))
-    assert np.isnan(overlap_collapse(8, 1))
+def test_overlap_sees_that_nine_tokens_of_ten_go_to_two_of_64_experts():
+    chosen = random_choices(5000, 64, 2)
+    chosen[np.random.default_rng(1).random(5000) < 0.9] = [7, 40]
+    assert expert_overlap(pair_counts(chosen, 64)) == pytest.approx(0.69, abs=0.01)
+
+
+def test_one_expert_per_token_leaves_overlap_undefined():
+    assert np.isnan(expert_overlap(np.diag([5.0, 3, 2])))
+    for level in (METRICS["expert_overlap"].chance, METRICS["expert_overlap"].collapse):
+        assert np.isnan(level(Setting(50, 8, 1)))
 
 
 def test_two_blocks_always_choose_within_their_block():
@@ -70,7 +82,7 @@ def test_two_blocks_always_choose_within_their_block():
     share, lift = coactivation(pairs, 60)
     assert share[0].tolist() == [1, 1, 0, 0]
     assert lift[0, 1] == pytest.approx(2)
-    assert expert_overlap(pairs) == pytest.approx(2 / 6)
+    assert expert_overlap(pairs) == pytest.approx(2 / 6)  # J is 1 in two of six pairs, loads are equal
 
 
 # --- router rows

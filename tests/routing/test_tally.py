@@ -49,6 +49,8 @@ def test_counts_mass_and_pairs_of_three_tokens_are_those_on_paper():
     assert counts.counts_MBE[1, 7].tolist() == [0, 2, 0, 1]
     assert counts.gate_weight_MBE[1, 7].tolist() == [0, 1.0, 0, 0.5]
     assert counts.pairs_EE.tolist() == [[1, 1, 0, 0], [1, 3, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
+    assert counts.first_ME is not None
+    assert counts.first_ME.tolist() == [[1, 0, 0, 0], [0, 1, 0, 1]]
     cell = {
         name: counts.sums(name)[1, 7]
         for name in ("tokens", "assigned", "dropped", "gates", "gates_squared", "token_gates_squared")
@@ -157,7 +159,7 @@ def test_layers_counted_together_have_the_counts_of_each_counted_alone(monkeypat
         for counts in found:
             (expected,) = alone[counts.layer].to_cpu()
             assert counts.layer_name == expected.layer_name == f"layer{counts.layer}"
-            for name in ("counts_MBE", "gate_weight_MBE", "sums_MBS", "pairs_EE"):
+            for name in ("counts_MBE", "gate_weight_MBE", "sums_MBS", "pairs_EE", "first_ME"):
                 np.testing.assert_array_equal(getattr(counts, name), getattr(expected, name), err_msg=name)
         assert (
             found[0].sums("neighbours").sum() == 2 * (2 + 3 + 3) - 2

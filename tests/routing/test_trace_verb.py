@@ -245,6 +245,16 @@ def test_the_chat_template_is_applied_where_there_is_one(tmp_path):
     assert tokens[tokens["layer"] == 0]["token_id"].tolist() == [1, 5, 6, 2]
 
 
+def test_a_broken_chat_template_is_one_line(tmp_path):
+    save_model(tmp_path / "chat", chat_template=True)
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{% for %}")
+    (tmp_path / "one.txt").write_text("word1 word2")
+    options = {"text": tmp_path / "one.txt", "chat_template": True, "out": tmp_path / "r", "quiet": True}
+    with pytest.raises(BadInput, match="its chat template cannot be rendered"):
+        trace(tmp_path / "chat", **options)
+    assert not (tmp_path / "r").exists()
+
+
 def test_half_precision_is_traced_too(place, tmp_path):
     run = trace(
         place / "checkpoint-100", text=place / "a.jsonl", dtype="bfloat16", out=tmp_path / "run", quiet=True
@@ -288,6 +298,7 @@ def test_a_wrong_argument_is_one_line_and_leaves_nothing_behind(place, tmp_path,
 def test_a_folder_that_holds_no_model_is_named(place, tmp_path):
     for folder, words in (
         (tmp_path / "nowhere", "no such folder"),
+        (tmp_path / ("x" * 300), "no such folder"),
         (tmp_path, "transformers cannot load it"),
     ):
         with pytest.raises(BadInput, match=words):
@@ -318,13 +329,15 @@ def test_a_model_without_a_tokenizer_asks_for_token_ids(place, tmp_path):
 
 
 @pytest.mark.parametrize("token", [64, -1])
-def test_a_token_id_the_model_does_not_have_is_named(place, tmp_path, token):
+def test_a_token_id_the_model_does_not_have_is_named_before_it_is_loaded(place, tmp_path, token, monkeypatch):
+    monkeypatch.setattr(trace_module, "trace_step", None)
     (tmp_path / "ids.jsonl").write_text(f"[4, {token}]\n")
     with pytest.raises(BadInput, match=f"token id {token}: .* has 64 tokens"):
         trace(place / "checkpoint-100", token_ids=tmp_path / "ids.jsonl", out=tmp_path / "run", quiet=True)
 
 
-def test_a_text_without_a_token_is_refused(place, tmp_path):
+def test_a_text_without_a_token_is_refused_before_the_model_is_loaded(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_module, "trace_step", None)
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(BadInput, match="the text holds no token"):
         trace(place / "checkpoint-100", text=tmp_path / "empty.txt", out=tmp_path / "run", quiet=True)

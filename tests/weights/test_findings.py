@@ -171,10 +171,8 @@ def test_a_pairing_that_is_proven_but_tells_no_expert_is_not_passed_over(tmp_pat
         tensors["model.layers.0.block_sparse_moe.gate.weight"][expert] = weight.new_tensor(3 * common + own)
     view = scanned(tmp_path, tensors, layers=1, experts=8)
     test = view.tables["alignment_tests"].iloc[0]
-    assert (test["verdict"], test["best_accuracy"]) == ("chance", 1 / 8)
-    (sentence,) = words.hidden_pairing_findings(view)
-    assert "in layer 0:" in sentence
-    assert "right for up to 100 % of the experts" in sentence
+    assert (test["verdict"], test["best_accuracy"]) == ("non_random", 1 / 8)
+    assert "beats chance without identifying its experts" in words.verdict_finding(view)
 
 
 def test_avoidance_is_told_with_its_own_p_and_only_beyond_chance_over_all_layers(raw):

@@ -158,12 +158,12 @@ def test_the_table_of_layers_holds_the_tests_own_numbers_and_chance(raw, planted
         layer = cells["layer"]
         test = tests.loc[layer]
         assert cells["best_accuracy"] == pytest.approx(test["best_accuracy"])
-        assert cells["p_value"] == pytest.approx(test["p_value"], rel=1e-5)
+        assert cells["p_accuracy"] == pytest.approx(test["p_accuracy"], rel=1e-5)
         assert cells["q_value"] == pytest.approx(test["q_value"], rel=1e-5)
         assert 1 / 8 < cells["chance_accuracy"] < 0.45  # the best of eight ks
         assert cells["chance"] == pytest.approx(math.sqrt(2 / (math.pi * D)), rel=1e-5)
-        expected = raw.facts(4)["other_order"]["p"] if layer == 4 else test["p_accuracy"]
-        assert cells["p_accuracy"] == pytest.approx(expected, rel=1e-5)
+        expected = raw.facts(4)["other_order"]["p"] if layer == 4 else test["p_value"]
+        assert cells["p_value"] == pytest.approx(expected, rel=1e-5)
         assert cells["n_pairs_above_0_7"] == (1 if layer == 3 else 0)
 
 

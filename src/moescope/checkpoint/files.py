@@ -109,6 +109,9 @@ class Files(Protocol):
     def stamp(self, name: str) -> str:
         """Return a string that changes when the file does, without reading the file."""
 
+    def fingerprint(self, name: str) -> str:
+        """Return a string that is equal for a copy of the file and differs for another file."""
+
     def headers(self, name: str) -> dict[str, StoredTensor]: ...
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:

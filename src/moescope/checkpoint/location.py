@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def may_be_hub_id(text: str) -> bool:
     match = HUB_ID.fullmatch(text)
     if match is None or match["owner"].startswith("."):
         return False
-    return not Path(text).exists() and not Path(match["owner"]).is_dir()
+    return not os.path.exists(text) and not os.path.isdir(match["owner"])
 
 
 def local_location(text: str) -> Location:
@@ -61,7 +62,7 @@ def local_location(text: str) -> Location:
     try:
         path = Path(text.removeprefix("file://")).expanduser()
         is_file, is_folder = path.is_file(), path.is_dir()
-    except (RuntimeError, ValueError):  # no such user; a zero byte
+    except (RuntimeError, ValueError, OSError):  # no such user; a zero byte; a name that is too long
         raise missing from None
     if is_file:
         if path.suffix == ".gguf":

@@ -97,6 +97,9 @@ class RemoteFiles:
         versions = [str(info[key]) for key in VERSION_FIELDS if info.get(key) is not None]
         return " ".join([str(self.size(name)), *versions])
 
+    def fingerprint(self, name: str) -> str:
+        return self.stamp(name)  # of the server: blocks of a file would be many requests
+
     def headers(self, name: str) -> dict[str, StoredTensor]:
         """Fetch the header alone, and write it into a sparse file so that safetensors can check it."""
         from safetensors import SafetensorError

@@ -28,7 +28,7 @@ HOW_TO_READ = (
     "Solid: SV alignment R, 1 for equal singular directions, 0 expected of unrelated experts. Dashed: "
     "relative L2, 0 for matrices equal up to scale, √2 for unrelated ones. Coloured bands: 95 % bootstrap "
     "intervals of the mean. Grey: unrelated experts in stored order (dotted), and what matching reaches on "
-    "random experts of this shape (band): a matched series inside the band is at chance level."
+    "randomly rotated experts (band): a matched series inside the band is at chance level."
 )
 
 
@@ -164,7 +164,7 @@ def band(x: pd.Series, low: pd.Series, high: pd.Series, color: str, opacity: flo
 
 
 def chance_traces(rows: pd.DataFrame) -> list[Trace]:
-    """Unrelated experts dotted, at sqrt 2 and at 0; a band from there to matched random experts."""
+    """Unrelated experts dotted, at sqrt 2 and at 0; a band from there to matched rotated experts."""
     by_layer = rows.groupby("layer", as_index=False).agg(
         l2=("null_l2_matched", "min"), r=("null_sv_matched", "max")
     )
@@ -199,7 +199,7 @@ def quantity_legend() -> list[Trace]:
         legend_entry("R", {"color": GREY, "width": 2}),
         legend_entry("relative L2", {"color": GREY, "width": 2, "dash": "dash"}),
         legend_entry("unrelated experts: √2 and 0", {"color": GREY, "width": 1.5, "dash": "dot"}),
-        legend_entry("matched random experts", {"color": "rgba(138,144,153,0.5)", "width": 9}),
+        legend_entry("matched rotated experts", {"color": "rgba(138,144,153,0.5)", "width": 9}),
     ]
 
 

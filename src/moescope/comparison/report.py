@@ -93,8 +93,8 @@ def distance_findings(series: str, rows: pd.DataFrame, matched: bool) -> list[st
         return [f"Expert distance, {series}: none, all matrices are zero in one checkpoint."]
     chance_l2, chance_r = f"unrelated experts: {number(UNRELATED_L2)}", "unrelated experts: 0"
     if matched:
-        chance_l2 = f"matched random experts: {number(known['null_l2_matched'].mean())}"
-        chance_r = f"matched random experts: {number(known['null_sv_matched'].mean())}"
+        chance_l2 = f"matched rotated experts: {number(known['null_l2_matched'].mean())}"
+        chance_r = f"matched rotated experts: {number(known['null_sv_matched'].mean())}"
     findings = [
         f"Expert distance, {series}: relative L2 {layer_range(known, 'relative_l2_mean')} ({chance_l2})."
     ]
@@ -403,5 +403,6 @@ def guide(run: Run) -> list[str]:
         "matrices to norm 1: 0 is equal, √2 is unrelated. R compares singular directions only: 1 is equal, "
         "0 is expected of unrelated ones.",
         "The order of an expert's neurons is arbitrary, so equal experts may look unrelated until their "
-        "neurons are matched. Matching makes even random experts look slightly similar: the grey band.",
+        "neurons are matched. Matching makes even unrelated experts look slightly similar: the grey band, "
+        "from the same experts after random rotations.",
     ]

@@ -101,15 +101,15 @@ COLUMNS: dict[str, Column] = {
     ),
     "null_l2_matched": Column(
         "float",
-        "Relative L2 that the same matching reaches on random Gaussian experts of this shape; null for "
-        "router rows.",
-        "√(2 − 2c), c sampled; beyond 2,048 neurons c² is extrapolated in log F",
+        "Relative L2 that the same matching reaches on the layer's first pair after random rotations of "
+        "d_model, which keep the norms of neurons and the spectra; null for router rows.",
+        "√(2 − 2c), c sampled; beyond 1,024 neurons c² is extrapolated in log F",
         title="L2, random matched",
     ),
     "null_sv_matched": Column(
         "float",
-        "R that the same matching reaches on them.",
-        "c (Σs)²/(r Σs²) by Marchenko and Pastur's law",
+        "R that the same matching reaches on them; null where R is not computed.",
+        "sampled; beyond 1,024 neurons R² is extrapolated in log F",
         title="R, random matched",
     ),
 }
@@ -124,7 +124,7 @@ PAIRS = Table(
 LAYERS = Table(
     "geometry_layers",
     "Mean distance per layer and matrix with its interval, and the distances of unrelated and of matched "
-    "random experts.",
+    "rotated experts.",
     ("series", "layer", "matrix"),
     (
         *(f"relative_l2_{part}" for part in ("mean", "sd", "low", "high")),

@@ -105,7 +105,7 @@ def compare(
     match_by : HOW
         For --matched: order and signs, order alone, or by gate and up with down held out.
     seed : SEED
-        Seed of the bootstrap and of the random experts.
+        Seed of the bootstrap and of the random rotations.
     overwrite : bool
         Replace a run that is in the folder.
     quiet : bool

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moescope.checkpoint import Checkpoint
+from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
-from moescope.storage import check_disk, replace_synced
+from moescope.storage import atomic_file, check_disk, reason
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
@@ -26,7 +27,16 @@ MATCHINGS = ("signed", "unsigned", "none")
 ROUTERS = ("slice", "fold", "tie", "join")
 PLAN_FILE, ARRAYS_FILE = "plan.json", "plan.safetensors"
 WEIGHTS_SUM = 1e-6  # tolerance of the sum of a group's weights
-ROUTER_ARRAYS = ("router_KD", "router_bias_K", "correction_bias_K")
+ROUTER_ARRAYS = {"router_KD": 2, "router_bias_K": 1, "correction_bias_K": 1}  # with their dimensions
+ARRAY_NAME = re.compile(
+    rf"layer\.(?P<layer>\d{{1,9}})\.(?:(?P<router>{'|'.join(ROUTER_ARRAYS)})|state\.(?P<state>.{{1,200}})"
+    r"|expert\.(?P<expert>\d{1,9})\.(?P<part>order_F|sign_F))"
+)
+ARRAY_DTYPES = {"order_F": "int32", "sign_F": "int8"}  # all others: float32
+MOST_COUNTED = 10**9
+MOST_JSON_BYTES = 2**26
+MOST_ARRAY_BYTES = 2**33
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -104,12 +114,8 @@ def to_json(content: dict[str, Any]) -> str:
 
 def write_synced(path: Path, content: bytes) -> None:
     check_disk(path.parent, len(content))
-    partial = path.with_suffix(".tmp")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    replace_synced(partial, path)
+    with atomic_file(path) as partial:
+        partial.write_bytes(content)
 
 
 def arrays_of(fits: Fits) -> dict[str, Tensor]:
@@ -142,44 +148,81 @@ def read_plan(location: str | Path) -> tuple[Plan, Fits]:
     path = path / PLAN_FILE if path.is_dir() else path
     if not path.is_file():
         raise BadInput(f"{path}: no such plan; give a plan.json, or the run folder of `moescope compress`")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        raise BadInput(f"{path}: not valid JSON; plan again with `moescope compress`") from None
+    content = read_json(path)
     if not isinstance(content, dict) or "moescope_plan" not in content:
         raise BadInput(f"{path}: not a plan of moescope; give one that `moescope compress` wrote")
-    if (version := content["moescope_plan"]) != PLAN_VERSION:
-        raise BadInput(f"{path}: plan version {version} is not supported, only {PLAN_VERSION}; plan again")
+    version = content["moescope_plan"]
+    if type(version) is not int or version != PLAN_VERSION:
+        shown = repr(version)[:40]
+        raise BadInput(f"{path}: plan version {shown} is not supported, only {PLAN_VERSION}; plan again")
     try:
         plan = plan_from_json(content)
+        digest = optional(text, content.get("arrays_sha256"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadInput(f"{path}: {str(error)[:80]} is missing or malformed; plan again") from None
-    fits = read_arrays(path.with_name(ARRAYS_FILE), content.get("arrays_sha256"))
+    fits = read_arrays(path.with_name(ARRAYS_FILE), digest)
     check_plan(plan, fits, str(path))
     return plan, fits
+
+
+def read_json(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise BadInput(f"{path}: larger than {MOST_JSON_BYTES:,} bytes, so not a plan; plan again")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise BadInput(f"{path}: not valid JSON; plan again with `moescope compress`") from None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({reason(error)}); give another plan") from None
 
 
 def plan_from_json(content: dict[str, Any]) -> Plan:
     layers = [
         LayerPlan(
-            int(layer["layer"]),
-            int(layer["n_experts"]),
-            tuple(tuple(int(e) for e in group) for group in layer["groups"]),
-            tuple(int(e) for e in layer["dominants"]),
-            tuple(tuple(float(w) for w in group) for group in layer["weights"]),
+            whole(layer["layer"]),
+            whole(layer["n_experts"]),
+            tuple(tuple(whole(expert) for expert in group) for group in layer["groups"]),
+            tuple(whole(expert) for expert in layer["dominants"]),
+            tuple(tuple(real(weight) for weight in group) for group in layer["weights"]),
         )
         for layer in content["layers"]
     ]
-    top_k = content["top_k"]
+    checkpoint = {text(key): optional(text, value) for key, value in content["checkpoint"].items()}
+    settings = {text(key): scalar(value) for key, value in content["settings"].items()}
+    router, matching, top_k = text(content["router"]), text(content["matching"]), content["top_k"]
     return Plan(
-        str(content["method"]),
-        dict(content["checkpoint"]),
-        tuple(layers),
-        str(content["matching"]),
-        str(content["router"]),
-        None if top_k is None else int(top_k),
-        dict(content["settings"]),
+        text(content["method"]), checkpoint, tuple(layers), matching, router, optional(whole, top_k), settings
     )
+
+
+def optional(kind: Callable[[Any], Value], value: Any) -> Value | None:
+    return None if value is None else kind(value)
+
+
+def whole(value: Any) -> int:
+    """The value if it is a whole number that can count experts; JSON's true and 1.0 are none."""
+    if type(value) is not int or abs(value) > MOST_COUNTED:
+        raise ValueError(f"the whole number {value!r:.40}")
+    return value
+
+
+def real(value: Any) -> float:
+    if type(value) is float or (type(value) is int and abs(value) <= MOST_COUNTED):
+        return float(value)
+    raise ValueError(f"the number {value!r:.40}")
+
+
+def text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"the text {value!r:.40}")
+    return value
+
+
+def scalar(value: Any) -> str | int | float | bool | None:
+    if value is not None and type(value) not in (str, bool, int, float):
+        raise ValueError(f"the setting {value!r:.40}")
+    scalar_value: str | int | float | bool | None = value
+    return scalar_value
 
 
 def read_arrays(path: Path, digest: str | None) -> Fits:
@@ -187,22 +230,44 @@ def read_arrays(path: Path, digest: str | None) -> Fits:
         return {}
     if not path.is_file():
         raise BadInput(f"{path}: the arrays of the plan are missing; copy both files, or plan again")
-    from safetensors.torch import load
+    from safetensors import SafetensorError, safe_open
 
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise BadInput(f"{path}: not the arrays of this plan.json; copy both files, or plan again")
-    layers: dict[int, dict[str, Any]] = {}
-    for name, tensor in load(content).items():
-        _, layer, *rest = name.split(".")
-        parts = layers.setdefault(int(layer), {"state": {}, "orders": {}, "signs": {}})
-        if rest[0] == "state":
-            parts["state"][".".join(rest[1:])] = tensor
-        elif rest[0] == "expert":
-            parts["orders" if rest[2] == "order_F" else "signs"][int(rest[1])] = tensor
-        else:
-            parts[rest[0]] = tensor
+    try:
+        if path.stat().st_size > MOST_ARRAY_BYTES:
+            raise BadInput(f"{path}: larger than {MOST_ARRAY_BYTES:,} bytes, so not of a plan; plan again")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != digest:
+            raise BadInput(f"{path}: not the arrays of this plan.json; copy both files, or plan again")
+        layers: dict[int, dict[str, Any]] = {}
+        with safe_open(path, "pt") as arrays:
+            for name in arrays.keys():  # noqa: SIM118 (not a dict)
+                add_array(layers, name, arrays.get_tensor(name))
+    except (SafetensorError, ValueError) as error:
+        why = first_line(error)[:120]
+        raise BadInput(f"{path}: not the arrays of a plan ({why}); plan again") from None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({reason(error)}); plan again") from None
     return {layer: LayerFit(**parts) for layer, parts in layers.items()}
+
+
+def add_array(layers: dict[int, dict[str, Any]], name: str, tensor: Tensor) -> None:
+    """Put an array where `LayerFit` has it; ValueError for a name, type or number that no plan has."""
+    if (match := ARRAY_NAME.fullmatch(name)) is None:
+        raise ValueError(f"{name[:40]!r} is no array of a plan")
+    dtype = ARRAY_DTYPES.get(match["part"] or "", "float32")
+    if str(tensor.dtype) != f"torch.{dtype}" or tensor.dim() < 1:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name[:40]} has type {kind} and shape {list(tensor.shape)}, expected {dtype}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name[:40]} has a number that is not finite")
+    parts = layers.setdefault(int(match["layer"]), {"state": {}, "orders": {}, "signs": {}})
+    if match["router"]:
+        parts[match["router"]] = tensor
+    elif match["state"]:
+        parts["state"][match["state"]] = tensor
+    else:
+        parts["orders" if match["part"] == "order_F" else "signs"][int(match["expert"])] = tensor
 
 
 # --- checks
@@ -216,6 +281,10 @@ def check_plan(plan: Plan, fits: Fits, where: str) -> None:
     numbers = [layer.layer for layer in plan.layers]
     if not numbers or len(set(numbers)) < len(numbers):
         raise BadInput(f"{where}: {'a layer is repeated' if numbers else 'it has no layer'}; plan again")
+    if other := sorted(set(fits) - set(numbers)):
+        raise BadInput(f"{where}: it has arrays of layer {other[0]}, but not the layer; plan again")
+    if plan.top_k is not None and plan.top_k < 1:
+        raise BadInput(f"{where}: top_k {plan.top_k} is not at least 1; plan again")
     for layer in plan.layers:
         if fault := layer_fault(plan, layer, fits.get(layer.layer, LayerFit())):
             raise BadInput(f"{where}: layer {layer.layer}: {fault}; plan again")
@@ -243,8 +312,10 @@ def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
             return f"weights of group {list(group)} sum to {sum(weights):.6g}, not to 1"
         if plan.router == "slice" and len(group) > 1:
             return f"group {list(group)} is merged, but a sliced router has no row for it"
-    for name in ROUTER_ARRAYS:
+    for name, dimensions in ROUTER_ARRAYS.items():
         tensor = getattr(fit, name)
+        if tensor is not None and tensor.dim() != dimensions:
+            return f"{name} has shape {list(tensor.shape)}, not {dimensions} dimensions"
         rows = layer.n_experts if plan.router == "tie" else len(layer.groups)
         if tensor is not None and tensor.shape[0] != rows:
             return f"{name} has {tensor.shape[0]} rows for {rows} experts"
@@ -253,10 +324,14 @@ def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
             return f"{name} has {tensor.shape[0]} entries for {len(layer.groups)} experts"
     if plan.router == "fold" and fit.router_KD is None and len(layer.groups) < layer.n_experts:
         return "no fitted router rows in the arrays"
+    if strangers := sorted({*fit.orders, *fit.signs} - set(members)):
+        return f"neurons of expert {strangers[0]} are ordered, but it is in no group"
     for member, order_F in fit.orders.items():
-        if sorted(order_F.tolist()) != list(range(len(order_F))):
+        if order_F.dim() != 1 or sorted(order_F.tolist()) != list(range(len(order_F))):
             return f"the order of expert {member}'s neurons is not a permutation"
     for member, sign_F in fit.signs.items():
+        if member not in fit.orders or sign_F.shape != fit.orders[member].shape:
+            return f"the signs of expert {member}'s neurons are not one per neuron of its order"
         if not bool((sign_F.abs() == 1).all()):
             return f"the signs of expert {member}'s neurons are not all 1 or -1"
     return None

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moescope.compression.applying import apply_plan, check_fits, planned_bytes
+from moescope.checkpoint import open_checkpoint
+from moescope.compression.applying import apply_plan, check_fits, new_layers, new_top_k, planned_bytes
 from moescope.compression.calibration import save_sums
 from moescope.compression.calibration_text import (
     CALIBRATION_FILE,
@@ -33,9 +34,10 @@ from moescope.decoder.routers import Router, router_class
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.families import MoeCheckpoint
-from moescope.families.writing import NewLayer, plan_moe
+from moescope.families.writing import MoePlan, NewLayer, plan_moe
 from moescope.progress import progress
 from moescope.run import Run, RunWriter
+from moescope.storage import leftover_name
 from moescope.types import Plan
 
 SMALL = 2 * 2**30  # bytes of a checkpoint up to which three random controls are judged, beyond it one
@@ -107,6 +109,7 @@ def prepare(
         plan_settings = dict(loaded[0].settings)
         stored: Any = {name: value for name, value in plan_settings.items() if name in asdict(settings)}
         settings = replace(settings, **stored)
+        check_stored_settings(str(plan), chosen, settings)
     else:
         if keep is None:
             raise BadInput("the number of experts to keep is missing; give --keep 0.5, or --keep 4")
@@ -142,6 +145,15 @@ def prepare(
             raise BadInput(f"{option} needs a text; give --text PATH, or omit it")
     judges = judge and (target is not None or settings.router == "tie")
     return Work(moe, chosen, counts, settings, plan_settings, loaded, target, judges, controls, earlier)
+
+
+def check_stored_settings(plan: str, method: Method, settings: PlanSettings) -> None:
+    """Raise for settings in plan.json of another kind than a user can give."""
+    for name, default in asdict(PlanSettings()).items():
+        value = getattr(settings, name)
+        if type(value) is not type(default) or (name == "seed" and value < 0):
+            raise BadInput(f"{plan}: its setting {name} {value!r:.40} is not supported; plan again")
+    check_settings(method, settings, written=False)
 
 
 def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
@@ -190,7 +202,7 @@ def carry_out(writer: RunWriter, work: Work, text: CalibrationText | None, devic
         apply_step(writer, work, plan, fits, quiet)
     if work.judge and text is not None and "judged" not in done:
         controls = [(name, *control(seed, plan)) for name, seed in work.control_seeds().items()]
-        scratch = writer.path / "parts" / "controls.tmp"
+        scratch = leftover_name(writer.path / "parts")
         compressed = (work.method.name, plan, fits)
         seed = work.settings.seed
         with writer.timed("judge"):
@@ -210,7 +222,7 @@ def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: 
             )  # now rather than after everything else is done
         collectors = [collector() for collector in work.method.collectors]
         (writer.path / "parts").mkdir(exist_ok=True)
-        file = writer.path / "parts" / "calibration-file.tmp"
+        file = leftover_name(writer.path / "parts")
         with writer.timed("calibrate"), progress(text.settings.max_tokens, 0, "tokens", quiet) as advance:
             calibrate_text(
                 text, work.moe, collectors, work.settings.seed, file, partial(advance, "calibrating")
@@ -317,16 +329,31 @@ def predict_damage(
 def apply_step(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool) -> None:
     assert work.apply is not None
     written_bytes = 0
-    with writer.timed("write"), progress(None, 0, "bytes", quiet) as advance:
+    planned = plan_moe(work.moe, new_layers(work.moe, plan, fits), new_top_k(work.moe, plan))
+    # A checkpoint appears complete or not at all: one that is there was written before a kill.
+    if "applying" not in writer.done_tasks() or not is_written(work.apply, planned):
+        if "applying" not in writer.done_tasks():
+            writer.flush_task("applying", {}, {})
+        with writer.timed("write"), progress(None, 0, "bytes", quiet) as advance:
 
-        def show(done: int, total: int) -> None:
-            nonlocal written_bytes
-            advance(f"writing {total:,} bytes", done - written_bytes)
-            written_bytes = done
+            def show(done: int, total: int) -> None:
+                nonlocal written_bytes
+                advance(f"writing {total:,} bytes", done - written_bytes)
+                written_bytes = done
 
-        written = apply_plan(work.moe, plan, fits, work.apply, show)
-    writer.flush_task("applied", {}, {"folder": str(written.path), "written_bytes": written.total_bytes})
+            apply_plan(work.moe, plan, fits, work.apply, show)
+    writer.flush_task("applied", {}, {"folder": str(work.apply), "written_bytes": planned.total_bytes})
     writer.save_info()
+
+
+def is_written(folder: Path, planned: MoePlan) -> bool:
+    """Return whether the folder holds a checkpoint of exactly the planned tensors."""
+    try:
+        stored = open_checkpoint(folder).stored.values()
+    except BadInput:
+        return False
+    found = {(tensor.name, tensor.dtype, tensor.shape) for tensor in stored}
+    return found == {(tensor.name, tensor.dtype, tensor.shape) for tensor in planned.tensors}
 
 
 # --- the end of the run

@@ -15,8 +15,8 @@ from moescope.compression.plan import MergeWeights, RouterAfter, checkpoint_mark
 from moescope.compression.report import guide, sections, summary
 from moescope.compression.tables import TABLES
 from moescope.errors import BadInput
-from moescope.execution.model_names import Dtype, step_names
-from moescope.execution.texts import ReadSettings, sources
+from moescope.execution.model_names import Dtype, check_token_ids, step_names
+from moescope.execution.texts import ReadSettings, check_not_empty, sources
 from moescope.families import read_moe
 from moescope.run import Run, open_run, place_run
 from moescope.storage import check_target
@@ -174,8 +174,11 @@ def compress(
     folder, done = place_run(VERB, out, moe.checkpoint.name, identity, overwrite)
     if done:
         return done
+    check_not_empty(texts)
+    if token_ids is not None:
+        check_token_ids([str(model)], texts)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
-        if work.apply is not None and "applied" not in writer.done_tasks():
+        if work.apply is not None and not {"applying", "applied"} & writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
         reader = CalibrationText(str(model), texts, place, judge, reading) if with_text else None

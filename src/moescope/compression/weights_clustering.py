@@ -15,7 +15,7 @@ from moescope.compression.merging import LayerEvidence, merge_by
 from moescope.compression.method import Evidence
 from moescope.errors import unknown_name
 from moescope.geometry.distances import PolarFactor, polar_factor, sv_alignment
-from moescope.geometry.matching import Matching, can_flip, match_neurons, matched_chance
+from moescope.geometry.matching import Matching, match_neurons, matched_chance
 from moescope.types import Array, ExpertWeights
 
 MEASURES = ("l2", "sv")
@@ -47,13 +47,22 @@ def weights_clusters(
     """
     distances = matched_distances(experts, measure, most_pairs, device, bits)
     grouping = average_linkage(distances.distance_EE, keep, most_central(distances.distance_EE), n_groups)
-    return replace(grouping, unrelated=random_distance(experts[0], measure)), distances
+    return replace(grouping, unrelated=random_distance(experts, measure, device, bits)), distances
 
 
-def random_distance(expert: ExpertWeights, measure: str) -> float:
-    """The distance after matching of random experts of this one's shape."""
-    d_ff, d_model = expert.gate_FD.shape
-    chances = matched_chance(d_ff, d_model, can_flip(expert), expert.up_FD is not None).values()
+def random_distance(
+    experts: Sequence[ExpertWeights], measure: str, device: str = "cpu", bits: Mapping[str, int] | None = None
+) -> float:
+    """The distance after matching of the first expert and the last one, randomly rotated."""
+    first, last = (
+        {
+            name: polar_factor(matrix, device, (bits or {}).get(name))
+            for name, matrix in projections_of(expert).items()
+            if measure == "sv"
+        }
+        for expert in (experts[0], experts[-1])
+    )
+    chances = matched_chance(experts[0], experts[-1], factors=(first, last), device=device).values()
     if measure == "sv":
         return 1 - float(np.mean([chance.sv_alignment for chance in chances]))
     return float(np.sqrt(np.mean([chance.relative_l2**2 for chance in chances])))

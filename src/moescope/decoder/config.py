@@ -93,7 +93,10 @@ def check_type(value: Any, hint: Any, where: str) -> Any:
         return {str(name): check_type(one, inner[1], f"{where}.{name}") for name, one in value.items()}
     if not fits(value, hint):
         raise BadInput(f"{where} must be {WORDS[hint]}, not {value!r}")
-    return float(value) if hint is float else value
+    try:
+        return float(value) if hint is float else value
+    except OverflowError:
+        raise BadInput(f"{where} is too large a number: it has {len(str(value))} digits") from None
 
 
 def fits(value: object, hint: type) -> bool:

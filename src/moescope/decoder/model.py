@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -272,11 +272,15 @@ class ParameterCounts:
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Count parameters on the meta device, without allocating memory."""
-    with torch.device("meta"):
-        parameters = list(LabModel(config).parameters())
-    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return ParameterCounts(sum(parameter.numel() for parameter in parameters), trainable)
+    """Count parameters on the meta device, without allocating memory: all layers are alike."""
+    counts = []
+    for layers in (1, 2):
+        with torch.device("meta"):
+            parameters = list(LabModel(replace(config, layers=layers)).parameters())
+        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        counts.append((sum(parameter.numel() for parameter in parameters), trainable))
+    total, trainable = (one + (config.layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return ParameterCounts(total, trainable)
 
 
 def check_model(model: ModelConfig, where: str = "config") -> None:

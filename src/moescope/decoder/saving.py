@@ -28,6 +28,7 @@ from moescope.errors import BadInput
 
 LAB = "moescope_lab"  # model type of the lab's own layout; key of the ModelConfig in every config.json
 SIGMOID = f"{LAB}_sigmoid"  # the same with sigmoid scores: scoring is read from the model type
+MOST_POSITIONS = 10**8  # of a checkpoint: no tensor says how many it has
 FACTS = "moescope_router"  # key of the facts about the router
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 BLOCK_NAMES = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
@@ -147,7 +148,7 @@ def is_own_layout(folder: str | Path) -> bool:
 def read_json(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -180,6 +181,28 @@ def trained_length(folder: Path, config: ModelConfig) -> int:
     return length
 
 
+def check_shapes(folder: Path, config: ModelConfig, stored: dict[str, Tensor]) -> None:
+    """Reject a checkpoint whose tensors are not those of its config, before memory is taken for these."""
+    if not any(f"layers.{config.layers - 1}." in name for name in stored):
+        raise BadInput(f"{folder}: no tensor of layer {config.layers - 1} in it; copy the checkpoint again")
+    too_large = BadInput(f"{folder / 'config.json'}: its sizes are too large; copy the checkpoint again")
+    if config.max_positions > MOST_POSITIONS:
+        raise too_large
+    try:
+        with torch.device("meta"):
+            model = LabModel(config)
+    except (RuntimeError, OverflowError, TypeError):
+        raise too_large from None
+    for name, tensor in stored_tensors(model):
+        if name not in stored:
+            raise BadInput(f"{folder}: tensor {name} is missing; copy the checkpoint again")
+        if stored[name].shape != tensor.shape:
+            raise BadInput(
+                f"{folder}: tensor {name} has shape {list(stored[name].shape)}, "
+                f"expected {list(tensor.shape)}; copy the checkpoint again"
+            )
+
+
 def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -> tuple[LabModel, Vocabulary]:
     """Return model and vocabulary of a lab checkpoint, in evaluation mode."""
     place = Path(folder)
@@ -188,18 +211,12 @@ def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -
     for file in sorted(place.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             stored.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    check_shapes(place, config, stored)
     model = LabModel(config, compile=compile)
     model.trained_length = trained_length(place, config)
     state = model.state_dict()
-    for name, tensor in stored_tensors(model):  # views: copying into them fills the model
-        if name not in stored:
-            raise BadInput(f"{place}: tensor {name} is missing; copy the checkpoint again")
-        if stored[name].shape != tensor.shape:
-            raise BadInput(
-                f"{place}: tensor {name} has shape {list(stored[name].shape)}, "
-                f"expected {list(tensor.shape)}; copy the checkpoint again"
-            )
-        with torch.no_grad():
+    with torch.no_grad():
+        for name, tensor in stored_tensors(model):  # views: copying into them fills the model
             tensor.copy_(stored[name])
     model.load_state_dict(state)
     return model.to(device).eval(), load_vocabulary(place)

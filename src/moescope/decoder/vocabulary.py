@@ -156,7 +156,7 @@ def kind_of(folder: Path) -> str:
     try:
         model = json.loads((folder / FILE).read_text(encoding="utf-8"))["model"]
         return "bytes" if not model["merges"] and len(model["vocab"]) == BYTES else "bpe"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(f"{folder / FILE}: not a tokenizer of the lab; pass a lab checkpoint") from None
 
 

@@ -133,27 +133,23 @@ def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
     return run
 
 
-TITLES = {
-    "train": "Training (reproduce it with `make demo-model`)",
-    "scan": "Weights",
-    "trace": "Routing of held-out text",
-}
-
-
 def demo_lines(run: Run) -> list[str]:
     """Return the findings of the demo's runs for the terminal; of the planted one, first its structure."""
     lines: list[str] = []
-    runs = [run, *(run.parts[name] for name in ("scan", "trace") if name in run.parts)]
-    planted = run.verb.name == "scan"
-    if planted:
+    if run.parts:
+        titles = {"scan": "Weights", "trace": "Routing of held-out text"}  # by folder
+        shown = {"Training (reproduce it with `make demo-model`)": run}
+        shown |= {title: run.parts[name] for name, title in titles.items() if name in run.parts}
+    else:
         from moescope.demo.planted import LAYERS
 
+        shown = {"Findings": run}
         truths = [f"  layer {layer}, {planted.kind}: {planted.truth}" for layer, planted in enumerate(LAYERS)]
         lines += ["Planted structure", *truths, ""]
-    for part in runs:
+    for title, part in shown.items():
         assert part.verb.summary is not None
         summary = part.verb.summary(part)
-        lines.append("Findings" if planted else TITLES[part.verb.name])
+        lines.append(title)
         lines += [f"  {line}" for line in dict.fromkeys(summary.coverage)]
         lines += [f"  - {finding}" for finding in summary.findings]
         lines += [f"  warning: {warning}" for warning in part.info.get("warnings", [])]

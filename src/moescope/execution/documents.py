@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from moescope.errors import BadInput
 from moescope.execution.budget import Prefix, spread_tokens
-from moescope.execution.texts import Content, Source
+from moescope.execution.model_names import check_ids
+from moescope.execution.texts import Content, Source, is_ids
 from moescope.statistics import BUCKETS
 from moescope.types import Integers, Tokens
 
@@ -74,13 +75,13 @@ def read_documents(
 
 def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: int | None = None) -> Integers:
     """Return the content's token ids, or the first `most`; of a long text only as much as needed is read."""
-    if isinstance(content, list) and all(isinstance(part, int) for part in content):
+    if is_ids(content):
         ids = content[:most]
     elif traced.tokenizer is None:
         raise BadInput(f"{traced.name}: {traced.no_tokenizer}")
     elif chat_template:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        ids = traced.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        ids = traced.chat_template.tokenize(messages)
     else:
         if isinstance(content, list):
             content = "\n".join(
@@ -92,17 +93,8 @@ def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: i
             length *= 4
             ids = traced.tokenizer(content[:length], verbose=False)["input_ids"]
     found = np.asarray(ids[:most], dtype=np.int64)
-    check_ids(found, traced)
+    check_ids(found, traced.name, traced.vocabulary)
     return found
-
-
-def check_ids(ids: Any, traced: TracedModel) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= traced.vocabulary):
-        worst = int(ids.max()) if ids.max() >= traced.vocabulary else int(ids.min())
-        raise BadInput(
-            f"token id {worst}: {traced.name} has {traced.vocabulary} tokens, numbered from 0; "
-            "give ids of its own tokenizer"
-        )
 
 
 def fingerprint(ids: Integers, start: int = 0) -> int:

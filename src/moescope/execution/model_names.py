@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.errors import BadInput
+from moescope.execution.texts import Source, is_ids
+from moescope.families.reading import text_config
+from moescope.types import Integers
 
+CHECKED_IDS = 2**24
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -22,12 +29,12 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
     if wanted:
         if len(names) > 1:
             raise BadInput(f"--revisions belong to one model, {len(names)} given; give one")
-        if Path(names[0]).exists() or "@" in names[0]:
+        if os.path.exists(names[0]) or "@" in names[0]:
             raise BadInput(
                 f"{names[0]}: --revisions need a hub id such as owner/name; give folders one by one instead"
             )
         names = [f"{names[0]}@{revision}" for revision in wanted]
-    resolved = [str(Path(name).resolve()) if Path(name).exists() else name for name in names]
+    resolved = [str(Path(name).resolve()) if os.path.exists(name) else name for name in names]
     for index, name in enumerate(names):
         if resolved[index] in resolved[:index]:
             raise BadInput(f"{name}: given twice; give each step once")
@@ -35,7 +42,7 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
             raise BadInput(
                 f"{hide_credentials(name)}: a model cannot be run from a URL; download it and give its folder"
             )
-        if not Path(name).is_dir():
+        if not os.path.isdir(name):
             find_location(name)  # fails in a second where transformers would search for half a minute
     return names
 
@@ -56,7 +63,36 @@ def check_routed(name: str) -> None:
 
 
 def short_name(name: str) -> str:
-    return Path(name).resolve().name if Path(name).exists() else name.rsplit("/", 1)[-1]
+    return Path(name).resolve().name if os.path.exists(name) else name.rsplit("/", 1)[-1]
+
+
+def check_token_ids(names: Iterable[str], reading: Sequence[Source]) -> None:
+    """Check token ids against the vocabularies in the configs, before a model is loaded."""
+    sizes = {name: size for name in names if (size := vocabulary_size(name)) is not None}
+    left = CHECKED_IDS
+    for content in (content for source in reading for content in source.read() if is_ids(content)):
+        for name, size in sizes.items():
+            check_ids(np.asarray(content), name, size)
+        left -= len(content)
+        if left < 0:  # the others are checked when they are read
+            return
+
+
+def vocabulary_size(name: str) -> int | None:
+    """Return the size in the checkpoint's config; None where it is not stated."""
+    try:
+        size = text_config(open_checkpoint(name).config).get("vocab_size")
+    except BadInput:
+        return None
+    return size if type(size) is int else None
+
+
+def check_ids(ids: Integers, name: str, vocabulary: int) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
+        worst = int(ids.max()) if ids.max() >= vocabulary else int(ids.min())
+        raise BadInput(
+            f"token id {worst}: {name} has {vocabulary} tokens, numbered from 0; give its tokenizer's ids"
+        )
 
 
 def checkpoint_identity(name: str) -> dict[str, Any]:

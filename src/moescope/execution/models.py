@@ -6,6 +6,7 @@ import logging as python_logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import check_transformers
+from moescope.execution.chat_templates import ChatTemplate
 from moescope.execution.documents import WINDOW
 from moescope.processor import avoid_broken_amx
 from moescope.types import Integers
@@ -41,6 +43,10 @@ class TracedModel:
     @property
     def config(self) -> Any:
         return self.model.config
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.name, self.tokenizer)
 
     @property
     def two_stacks(self) -> bool:

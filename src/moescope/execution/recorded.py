@@ -178,7 +178,7 @@ def split(
 
 def find_key(answer: Any, key: str) -> Any:
     """Return the first value of that name, outer ones first: servers nest it differently."""
-    level = [answer]
+    level = [answer] if isinstance(answer, dict | list) else []
     while level:
         for part in level:
             if isinstance(part, dict) and part.get(key) is not None:

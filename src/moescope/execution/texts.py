@@ -8,9 +8,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import re
+import stat
 import sys
+import tempfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +27,11 @@ from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
 
 STDIN = "-"
-CHUNK = 2**20  # bytes or token ids per document at most: longer ones are split, so that memory stays flat
+CHUNK = 2**20  # bytes, characters or token ids per document at most: longer ones are split
+LONGEST_LINE = 2**25  # bytes of a JSON line
+LONGEST_NAME = 100  # characters of a domain's name
 OPEN_FILES = 32  # read in turn
+MOST_LISTED = 10  # files of a text in run.json
 LINES = (".jsonl", ".ndjson")
 TEXT_FIELDS = ("text", "content", "messages")
 Content = str | list[Any]  # a text, messages of a chat, or token ids
@@ -98,6 +105,8 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
         )
     if token_ids:
         file = existing(str(token_ids))
+        if file.is_dir():
+            raise BadInput(f"{file}: a folder; give one file of token ids, .npy or .jsonl")
         part = Part(file.name, partial(read_ids, file))
         return [Source("text", [part], [file_identity(file)])]
     if texts:
@@ -105,9 +114,15 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
     by_name: dict[str, list[str]] = {}
     for item in domains:
         name, equals, path = str(item).partition("=")
-        if not equals or not name.strip() or not path:
+        name = name.strip()
+        if not equals or not name or not path:
             raise BadInput(f"domain {item!r}: write it as NAME=PATH, such as code=src")
-        by_name.setdefault(name.strip(), []).append(path)
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            raise BadInput(
+                f"domain {name[:LONGEST_NAME]!r}: its name has {len(name)} characters; give at most "
+                f"{LONGEST_NAME}, all printable"
+            )
+        by_name.setdefault(name, []).append(path)
     return [text_source(name, paths) for name, paths in by_name.items()]
 
 
@@ -116,10 +131,9 @@ def text_source(domain: str, paths: list[str]) -> Source:
     identity: list[Any] = []
     for path in dict.fromkeys(paths):
         if path == STDIN:
-            content = sys.stdin.buffer.read()  # kept in memory, since several models may read it
-            text = decoded(content, "standard input")
-            parts.append(Part(path, partial(iter, [text])))
-            identity.append(hashlib.blake2b(content, digest_size=16).hexdigest())
+            copy, digest = copy_stdin()
+            parts.append(Part(path, partial(read_copy, copy)))
+            identity.append(digest)
         elif is_hub_text(path):
             dataset = find_hub_text(path)
             parts.append(Part(dataset.address, dataset.read))
@@ -129,16 +143,55 @@ def text_source(domain: str, paths: list[str]) -> Source:
             for file in text_files(root):
                 parts.append(Part(f"{root.name}/{file.relative_to(root)}", partial(read_file, file)))
                 identity.append(file_identity(file))
-    return Source(domain, parts, identity)
+    return Source(domain, parts, shortened(identity))
+
+
+def shortened(identity: list[Any]) -> list[Any]:
+    """Return the identity; of more than MOST_LISTED files their number, a hash of all, and the first."""
+    if len(identity) <= MOST_LISTED:
+        return identity
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+    return [{"files": len(identity), "hash": digest, "first": identity[:MOST_LISTED]}]
+
+
+def copy_stdin() -> tuple[Any, str]:
+    """Copy standard input to a temporary file, since it may be read more than once; also return its hash."""
+    copy = tempfile.NamedTemporaryFile(prefix="moescope-text-")  # noqa: SIM115 (removed with the source)
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        while piece := sys.stdin.buffer.read(CHUNK):
+            copy.write(piece)
+            digest.update(piece)
+        copy.flush()
+    except OSError as error:
+        raise BadInput(f"standard input: cannot be copied to {copy.name} ({error}); give a file") from None
+    return copy, digest.hexdigest()
+
+
+def read_copy(copy: Any) -> Iterator[Content]:
+    with open(copy.name, "rb") as opened:
+        yield from read_pieces(opened, "standard input")
 
 
 def existing(path: str) -> Path:
-    if not Path(path).exists():
+    """Return the path if it is a folder or a regular file: reading a pipe or a device may never end."""
+    try:
+        mode = Path(path).stat().st_mode
+    except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, "
             f"{HUB_SPELLING}, or - for standard input"
-        )
+        ) from None
+    except (OSError, ValueError) as error:  # a name that is too long or holds a zero byte
+        raise BadInput(f"{path[:100]}: cannot be read ({reason(error)}); give another path") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise BadInput(f"{path}: a pipe or device; give a file or folder, or - for standard input")
     return Path(path)
+
+
+def reason(error: Exception) -> str:
+    """Return the error without its path."""
+    return (isinstance(error, OSError) and error.strerror) or first_line(error)[:100]
 
 
 def file_identity(file: Path) -> list[Any]:
@@ -164,110 +217,171 @@ def text_files(path: Path) -> list[Path]:
 def is_text(file: Path) -> bool:
     if file.suffix == ".gz":
         return True
-    with file.open("rb") as opened:
+    with readable(file), file.open("rb") as opened:
         return b"\0" not in opened.read(4096)
 
 
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{file}: cannot be read ({reason(error)}); check the file, or remove it") from None
+
+
 def read_file(file: Path) -> Iterator[Content]:
-    """Yield the file's documents: each line of a .jsonl file, chunks of at most a megabyte of another one.
+    """Yield the file's documents: each line of a .jsonl file, pieces of at most a megabyte of another one.
 
     A line is a string, or holds its text under "text" or "content", or a chat under "messages".
     """
     plain = file.with_suffix("") if file.suffix == ".gz" else file
-    try:
-        with open_bytes(file) as opened:
-            if plain.suffix in LINES:
-                for number, line in enumerate(opened, start=1):
-                    if line.strip():
-                        yield line_content(decoded(line, f"{file}, line {number}"), file, number)
-            else:
-                yield from (decoded(chunk, str(file)) for chunk in chunks(opened))
-    except (OSError, EOFError) as error:
-        raise BadInput(f"{file}: cannot be read ({error}); check the file") from None
+    with readable(file), open_bytes(file) as opened:
+        if plain.suffix in LINES:
+            for where, line in lines(opened, file):
+                yield from split_content(line_content(decoded(line, where), where), where)
+        else:
+            yield from read_pieces(opened, str(file))
 
 
-def chunks(file: Any) -> Iterator[bytes]:
-    """Yield the file's bytes, cut after about a megabyte at the end of a line where there is one."""
-    waiting = b""
-    while True:
-        read = file.read(CHUNK)
-        waiting += read
-        if len(read) < CHUNK:
-            if waiting:
-                yield waiting
+def lines(opened: Any, file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (where, line) for every line that is not blank."""
+    for number in itertools.count(1):
+        line = opened.readline(LONGEST_LINE + 1)
+        where = f"{file}, line {number}"
+        if len(line) > LONGEST_LINE:
+            raise BadInput(f"{where}: over {LONGEST_LINE // 2**20} MiB; split it into shorter documents")
+        if not line:
             return
-        end = waiting.rfind(b"\n") + 1
-        if end:
-            yield waiting[:end]
-            waiting = waiting[end:]
+        if line.strip():
+            yield where, line
+
+
+def read_pieces(opened: Any, where: str) -> Iterator[str]:
+    """Yield the text in pieces of about a megabyte, cut at the end of a line or else between characters."""
+    waiting, start = b"", 0
+    while True:
+        read = opened.read(CHUNK)
+        waiting += read
+        if not waiting:
+            return
+        end = waiting.rfind(b"\n") + 1 or characters_end(waiting) if len(read) == CHUNK else len(waiting)
+        yield decoded(waiting[:end], where, start)
+        waiting, start = waiting[end:], start + end
+
+
+def characters_end(content: bytes) -> int:
+    """Return where the last complete UTF-8 character of the bytes ends."""
+    for back, byte in enumerate(reversed(content[-4:]), start=1):
+        if byte & 0xC0 != 0x80:  # the first byte of a character tells its length
+            length = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
+            return len(content) - back if back < length else len(content)
+    return len(content)
+
+
+def split_content(content: Content, where: str) -> Iterator[Content]:
+    """Yield a long text or list of ids in pieces, as a long file; chats cannot be cut."""
+    if isinstance(content, str):
+        start = 0
+        while len(content) - start > CHUNK:
+            end = content.rfind("\n", start, start + CHUNK) + 1 or start + CHUNK
+            yield content[start:end]
+            start = end
+        yield content[start:]
+    elif is_ids(content):
+        yield from (content[start : start + CHUNK] for start in range(0, len(content), CHUNK))
+    elif len(repr(content)) > 2 * CHUNK:
+        raise BadInput(f"{where}: a chat of over a million characters; give shorter ones")
+    else:
+        yield content
+
+
+def is_ids(content: Content) -> bool:
+    return isinstance(content, list) and all(type(part) is int for part in content)
 
 
 def open_bytes(file: Path) -> Any:
     return io.BufferedReader(gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
 
 
-def decoded(content: bytes, where: str) -> str:
+def decoded(content: bytes, where: str, start: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(
-            f"{where}: not UTF-8 text at byte {error.start}; convert it, or give another file"
+            f"{where}: not UTF-8 text at byte {start + error.start}; convert it, or give another file"
         ) from None
 
 
-def line_content(line: str, file: Path, number: int) -> Content:
+def line_content(line: str, where: str) -> Content:
     try:
         value = json.loads(line)
         if "\\ud" in line.lower():  # no tokenizer accepts half of a surrogate pair
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except ValueError:
-        raise BadInput(
-            f"{file}, line {number}: not valid JSON; each line must be an object with a text"
-        ) from None
+    except (ValueError, RecursionError):
+        raise BadInput(f"{where}: not valid JSON; each line must be an object with a text") from None
     if isinstance(value, str):
         return value
     for key in TEXT_FIELDS if isinstance(value, dict) else ():
         if isinstance(value.get(key), str | list):
             content: Content = value[key]
             return content
-    raise BadInput(
-        f'{file}, line {number}: no "text" in it; each line must be an object like {{"text": "..."}}'
-    )
+    raise BadInput(f'{where}: no "text" in it; each line must be an object like {{"text": "..."}}')
 
 
 def read_ids(file: Path) -> Iterator[Content]:
     """Yield token ids: a .npy array (one document, or one per row) or a .jsonl file (one list per line)."""
     if file.suffix == ".npy":
-        import numpy as np
-
-        try:
-            array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            raise BadInput(f"{file}: not a .npy array; write one with numpy.save") from None
-        if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
-            raise BadInput(
-                f"{file}: shape {list(array.shape)} of {array.dtype}; give whole numbers, one document or "
-                "one per row"
-            )
+        array = open_array(file)
         for row in array[None] if array.ndim == 1 else array:
-            yield from (row[start : start + CHUNK].tolist() for start in range(0, len(row), CHUNK))
+            for start in range(0, len(row), CHUNK):
+                yield check_range(row[start : start + CHUNK].tolist(), str(file))
         return
-    with open_bytes(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+    with readable(file), open_bytes(file) as opened:
+        for where, line in lines(opened, file):
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict):
-                value = value.get("input_ids") or value.get("ids")
-            if not isinstance(value, list) or not all(type(part) is int for part in value):
+                value = value.get("input_ids", value.get("ids"))
+            if not is_ids(value):
                 raise BadInput(
-                    f"{file}, line {number}: not a list of token ids; write one list per line, "
-                    "such as [1, 2, 3]"
+                    f"{where}: not a list of token ids; write one list per line, such as [1, 2, 3]"
                 )
-            yield value
+            yield from split_content(check_range(value, where), where)
+
+
+def open_array(file: Path) -> Any:
+    """Map a .npy array of whole numbers; nothing is read yet, and nothing in it is executed."""
+    import numpy as np
+
+    remedy = "give whole numbers, one document or one per row"
+    try:
+        array = np.lib.format.open_memmap(file, mode="r")
+    except Exception as error:  # a damaged header can raise anything
+        if "objects" in str(error):
+            raise BadInput(f"{file}: an array of Python objects; {remedy}, or lists in .jsonl") from None
+        raise BadInput(f"{file}: not a .npy array ({reason(error)}); write one with numpy.save") from None
+    if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
+        raise BadInput(f"{file}: shape {list(array.shape)} of {array.dtype}; {remedy}")
+    return array
+
+
+def check_range(ids: list[int], where: str) -> list[int]:
+    """Reject ids that no vocabulary has; the model's own is checked where it is known."""
+    if ids and (worst := max(max(ids), -min(ids))) >= 2**31:
+        raise BadInput(
+            f"{where}: token id {worst}: beyond every vocabulary; give ids of the model's tokenizer"
+        )
+    return ids
+
+
+def check_not_empty(reading: list[Source]) -> None:
+    """Reject a domain without text before a model is loaded for it."""
+    for source in reading:
+        if not any(content.strip() if isinstance(content, str) else content for content in source.read()):
+            where = f"domain {source.domain!r}" if len(reading) > 1 else "the text"
+            raise BadInput(f"{where} holds no token; give a longer one")
 
 
 # --- hub datasets
@@ -295,7 +409,7 @@ class HubText:
             for row in stream(self.repository, self.config, self.commit)[self.split]:
                 content = row[self.column]
                 if isinstance(content, str | list) and content:
-                    yield content
+                    yield from split_content(content, self.name)
 
 
 def is_hub_text(path: str) -> bool:

@@ -5,6 +5,7 @@ Routers without a row per expert (see `Router.has_rows`) are supported too: thei
 
 from dataclasses import replace
 
+from moescope.errors import BadInput
 from moescope.families.layout import (
     Config,
     Family,
@@ -21,50 +22,39 @@ from moescope.types import ExpertStack, RouterState
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
 GATE_UP, UP, DOWN = "{L}.mlp.experts.gate_up", "{L}.mlp.experts.up", "{L}.mlp.experts.down"
 ROUTER = "{L}.mlp.router."
+KINDS = ("experts", "shared", "table")  # of a router's tensors: types.RouterState
 ROUTER_PARTS = (".mlp.router.", "shared_router.")
 
-# what routers store besides rows and biases
-PER_EXPERT = (
-    "midpoints_E",  # thresholds of expert choice
-    *("strength_E", "usage_E"),  # SoME: keys are directions times strengths
-    *("direction_ER", "potential_E"),  # SPECTRA
-    *("expand.weight", "expand.bias", "express.weight", "express.bias"),  # SPECTRA: R rows per expert
-)
-SHARED = ("steps", "wide.weight", "wide.bias", "narrow.weight", "narrow.bias", "state.weight", "state.bias")
-TABLES = ("table_VK",)  # of token ids
+
+def router_facts(config: Config) -> Config:
+    """Return the facts about the router that a lab checkpoint holds, else those of the router's class."""
+    facts = config.get("moescope_router")
+    if isinstance(facts, dict) and isinstance(facts.get("state_tensors"), dict):
+        return facts
+    if "moescope_lab" not in config:
+        return {"has_rows": True, "state_tensors": {}}
+    from moescope.decoder.routers import facts_of_model
+
+    return facts_of_model(config["moescope_lab"])
 
 
 def rowless_router(config: Config) -> str | None:
     """Return the router's name where a lab checkpoint's config says that it has no rows, else None."""
-    model = config.get("moescope_lab")
-    if config.get("model_type") != "moescope_lab" or not isinstance(model, dict):
+    if config.get("model_type") != "moescope_lab" or not isinstance(config.get("moescope_lab"), dict):
         return None
-    facts = config.get("moescope_router")
-    if facts is None:  # saved by an earlier version
-        from moescope.decoder.routers import facts_of_model
-
-        facts = facts_of_model(model)
+    facts = router_facts(config)
     return None if facts["has_rows"] else str(facts["name"])
 
 
 def router_state(tensors: LayerTensors) -> tuple[RouterState, ...]:
-    """Return the layer's router tensors besides rows and biases.
-
-    SPECTRA without expression has one projection for all experts, which belongs to none of them.
-    """
-    shared: tuple[str, ...] = SHARED
-    if tensors.has(f"{ROUTER}expand.weight") and tensors.has(f"{ROUTER}express.weight"):
-        expand, express = (
-            tensors.checkpoint.tensors[tensors.name(f"{ROUTER}{part}.weight")].shape
-            for part in ("expand", "express")
-        )
-        if express[0] != expand[0]:
-            shared = (*SHARED, "express.weight", "express.bias")
-    kinds = {
-        **dict.fromkeys(PER_EXPERT, "experts"),
-        **dict.fromkeys(shared, "shared"),
-        **dict.fromkeys(TABLES, "table"),
-    }
+    """Return the layer's router tensors besides rows and biases."""
+    kinds: dict[str, str] = router_facts(tensors.checkpoint.config or {})["state_tensors"]
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise BadInput(
+                f"{tensors.checkpoint.shown}: config.json: moescope_router: the kind of tensor {name} is "
+                f"{kind!r}, not {', '.join(KINDS)}; copy the checkpoint again"
+            )
     names = {f"{ROUTER}{name}": kind for name, kind in kinds.items()}
     return tuple(tensors.state(name, kind) for name, kind in names.items() if tensors.has(name))
 

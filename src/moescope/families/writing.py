@@ -358,6 +358,15 @@ def check_router(weights: LayerWeights, new: NewLayer) -> None:
                 f"layer {weights.layer}: {part} has shape {list(value.shape)}, expected {list(wanted)}; give "
                 "one row per expert"
             )
+    states = {short_name(weights, state.tensor.name): state for state in weights.router_state}
+    for name, value in new.state.items():
+        shape = state_shape(weights, states[name], len(new.experts)) if name in states else None
+        if shape is None or tuple(value.shape) != shape:
+            wanted_shape = "none" if shape is None else list(shape)
+            raise BadInput(
+                f"layer {weights.layer}: router tensor {name[:80]!r} has shape {list(value.shape)}, expected "
+                f"{wanted_shape}; give the source's own"
+            )
 
 
 def check_rewritable(moe: MoeCheckpoint, layer: int, count_changes: bool) -> None:

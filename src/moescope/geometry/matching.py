@@ -1,19 +1,19 @@
-"""Match the neurons of two experts, and the distances that matching reaches on random experts.
+"""Match the neurons of two experts, and the distances that matching reaches on unrelated experts.
 
 An expert is a sum over neurons: neuron p reads with row p of gate and up and writes with column p of down.
 Their order is arbitrary, and in a gated expert so is the sign of (up, down) together, so two equal functions
 may look like unrelated matrices.
 
 Unrelated experts have relative L2 sqrt 2 and R = 0. Matching brings any two experts closer, because it may
-choose among F! orders: a matched distance is meaningful only below what the same matching reaches on random
-experts of the same shape.
+choose among F! orders: a matched distance is meaningful only below what the same matching reaches on the same
+experts after a random rotation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from math import log, sqrt
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import log, pi, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moescope.errors import BadInput, unknown_name
+from moescope.geometry.distances import PolarFactor, distance, sv_alignment
 from moescope.types import ExpertWeights
 
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED_L2 = sqrt(2)
-MAX_SAMPLED_NEURONS = 2048  # larger random experts are extrapolated, see matched_chance
-MAX_SAMPLED_WIDTH = 1024
-FITTED_NEURONS = (256, 512, 1024, 2048)
+FITTED_NEURONS = (256, 512, 1024)  # blocks of experts with more neurons, see matched_chance
+ROUNDS = 3  # of a rotation
 
 
 @dataclass(frozen=True)
@@ -137,87 +137,144 @@ def unit_neurons(expert: ExpertWeights, name: str, device: str) -> Tensor | None
 
 @dataclass(frozen=True)
 class Chance:
-    """What matching reaches on one projection of random experts."""
+    """What matching reaches on one projection of unrelated experts; NaN where there is nothing to compare."""
 
     relative_l2: float
     sv_alignment: float
 
 
-@lru_cache(maxsize=64)
 def matched_chance(
-    hidden: int,
-    width: int,
+    dominant: ExpertWeights,
+    member: ExpertWeights,
     signed: bool = True,
-    gated: bool = True,
     projections: tuple[str, ...] = PROJECTIONS,
+    factors: tuple[Mapping[str, PolarFactor], Mapping[str, PolarFactor]] = ({}, {}),
     seed: int = 0,
+    device: str = "cpu",
 ) -> dict[str, Chance]:
-    """Projection -> relative L2 and R that matching with this objective reaches between Gaussian experts of F
-    x D.
+    """Projection -> relative L2 and R after matching the dominant with randomly rotated copies of the member.
 
-    L2 = sqrt(2 - 2c), c the matched cosine of sampled experts (`match_neurons`). R = c (sum s)^2 / (r sum
-    s^2), since matched random experts are to first order correlated Gaussian matrices, and the share of a
-    Gaussian matrix in its polar factor follows from the law of its singular values (Marchenko and Pastur
-    1967). A projection held out of the score has sqrt 2 and 0.
+    A rotation of d_model makes the two unrelated and keeps the norm of every neuron and the spectrum of every
+    matrix, which both change what matching reaches: of uneven neurons only the large ones count. Each
+    projection has its own rotation, so one held out of the score has sqrt 2 and 0. polar(W R) = polar(W) R:
+    R needs no new decomposition, and is NaN without `factors`, the polar factors of both.
 
-    Two laws keep this cheap. The cosine falls as 1/sqrt(D), so widths above 1024 are scaled; and its square
-    grows linearly in log F (the extreme values of a Gaussian), so beyond 2048 neurons it is a line fitted to
-    samples of 256 to 2048. Tests check both against sampled experts.
+    Beyond 1,024 neurons matching is done within random blocks of 256, 512 and 1,024; the squares of cosine
+    and R grow linearly in the log of the block, as the extreme values of a Gaussian do, and are extrapolated.
     """
-    names = [name for name in PROJECTIONS if gated or name != "up"]
+    names = [name for name in PROJECTIONS if projection_matrix(dominant, name) is not None]
     scored = tuple(name for name in projections if name in names)
-    sampled_width = min(width, MAX_SAMPLED_WIDTH)
-    scale = sqrt(sampled_width / width)
-    if hidden <= MAX_SAMPLED_NEURONS:
-        cosines = sampled_cosines(hidden, sampled_width, signed, gated, scored, seed)
-    else:
-        samples = [
-            sampled_cosines(size, sampled_width, signed, gated, scored, seed) for size in FITTED_NEURONS
-        ]
-        sizes = [log(size) for size in FITTED_NEURONS]
-        lines = {name: np.polyfit(sizes, [sample[name] ** 2 for sample in samples], 1) for name in scored}
-        cosines = {name: sqrt(max(float(np.polyval(line, log(hidden))), 0.0)) for name, line in lines.items()}
-    share = polar_share(min(hidden, width) / max(hidden, width))
-    chance = {}
-    for name in names:
-        cosine = min(cosines.get(name, 0.0) * scale, 1.0)
-        chance[name] = Chance(sqrt(2 - 2 * cosine), cosine * share)
+    neurons = len(dominant.gate_FD)
+    sizes = (neurons,) if neurons <= FITTED_NEURONS[-1] else FITTED_NEURONS
+    draws = min(max(2 * FITTED_NEURONS[-1] // neurons, 1), 32)  # small experts vary more
+    samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for draw in range(draws):
+        random = np.random.default_rng((seed, draw))
+        rotations = {name: Rotation.draw(dominant.gate_FD.shape[1], random) for name in scored}
+        turned = rotated(member, rotations)
+        for size in sizes:
+            matching = match_in_blocks(dominant, turned, signed, scored, size, random, device)
+            for name in scored:
+                a, b = projection_matrix(dominant, name), projection_matrix(turned, name)
+                assert a is not None
+                assert b is not None
+                aligned = float("nan")
+                if name in factors[0]:
+                    factor = factors[1][name]
+                    basis = matching.projection(name, rotate_projection(name, factor.matrix, rotations[name]))
+                    aligned = sv_alignment(factors[0][name], PolarFactor(basis, factor.rank))
+                cosine = distance(a.float(), matching.projection(name, b)).cosine
+                samples.setdefault((name, size), []).append((cosine, aligned))
+    chance = dict.fromkeys(names, Chance(UNRELATED_L2, 0.0))
+    for name in scored:
+        means = np.array([np.mean(samples[name, size], axis=0) for size in sizes])
+        cosine, aligned = means[0]
+        if len(sizes) > 1 and np.isfinite(means[:, 0]).all():
+            cosine, aligned = (
+                sqrt(max(float(np.polyval(np.polyfit(np.log(sizes), column**2, 1), log(neurons))), 0.0))
+                if np.isfinite(column).all()
+                else float("nan")
+                for column in means.T
+            )
+        chance[name] = Chance(sqrt(max(2 - 2 * cosine, 0.0)), float(aligned))
     return chance
 
 
-@lru_cache(maxsize=256)
-def sampled_cosines(
-    hidden: int, width: int, signed: bool, gated: bool, projections: tuple[str, ...], seed: int
-) -> dict[str, float]:
-    """Projection -> mean cosine after matching over pairs of random experts; small ones vary more and get
-    more pairs."""
-    pairs = min(max(2048 // hidden, 2), 32)
-    generator = torch.Generator().manual_seed(seed)
+@dataclass(frozen=True)
+class Rotation:
+    """A random rotation of D dimensions that takes D log D steps per vector.
 
-    def gaussian() -> ExpertWeights:
-        gate, up = (torch.randn(hidden, width, generator=generator) for _ in range(2))
-        return ExpertWeights(gate, torch.randn(width, hidden, generator=generator), up if gated else None)
-
-    cosines: dict[str, list[float]] = {name: [] for name in projections}
-    for _ in range(pairs):
-        dominant, member = gaussian(), gaussian()
-        matched = match_neurons(dominant, member, signed, projections).apply(member)
-        for name in projections:
-            a, b = projection_matrix(dominant, name), projection_matrix(matched, name)
-            assert a is not None
-            assert b is not None
-            cosines[name].append(float((a * b).sum() / (torch.linalg.norm(a) * torch.linalg.norm(b))))
-    return {name: float(np.mean(values)) for name, values in cosines.items()}
-
-
-def polar_share(aspect: float) -> float:
-    """(sum s)^2 / (r sum s^2) of a large Gaussian matrix whose shorter side is `aspect` times the longer: 1
-    for a very long one, 0.72 for a square.
-
-    (2/pi integral over 0..pi of sin^2 t / sqrt(1 + g + 2 sqrt(g) cos t) dt)^2: the mean of sqrt(x) under
-    Marchenko and Pastur's law, whose mean is 1.
+    Three rounds of: permute the coordinates, read pairs of them as complex numbers, turn each by a random
+    phase, Fourier transform. Every round is orthogonal; of an odd number one coordinate waits.
     """
-    steps = 4096
-    angle = (np.arange(steps) + 0.5) * np.pi / steps
-    root = np.sqrt(1 + aspect + 2 * np.sqrt(aspect) * np.cos(angle))
-    return float((2 * np.mean(np.sin(angle) ** 2 / root)) ** 2)
+
+    orders_KD: Tensor
+    phases_KD: Tensor
+
+    @classmethod
+    def draw(cls, width: int, random: np.random.Generator) -> Rotation:
+        orders = [random.permutation(width) for _ in range(ROUNDS)]
+        phases = random.uniform(0, 2 * pi, (ROUNDS, width // 2))
+        return cls(torch.from_numpy(np.stack(orders)), torch.from_numpy(phases).float())
+
+    def __call__(self, rows_ND: Tensor) -> Tensor:
+        rows = rows_ND.to(torch.float32)
+        even = rows.shape[1] // 2 * 2
+        for order, phase in zip(self.orders_KD.to(rows.device), self.phases_KD.to(rows.device), strict=True):
+            rows = rows[:, order]
+            pairs = torch.view_as_complex(rows[:, :even].reshape(len(rows), -1, 2))
+            turned = torch.fft.fft(pairs * torch.polar(torch.ones_like(phase), phase), norm="ortho")
+            rows = torch.cat([torch.view_as_real(turned).flatten(1), rows[:, even:]], 1)
+        return rows
+
+
+def rotate_projection(name: str, matrix: Tensor, rotation: Rotation) -> Tensor:
+    """One projection with its d_model rotated: rows of gate and up, columns of down."""
+    return rotation(matrix.T).T if name == "down" else rotation(matrix)
+
+
+def rotated(expert: ExpertWeights, rotations: Mapping[str, Rotation]) -> ExpertWeights:
+    """The expert with those projections rotated."""
+
+    def turn(name: str, matrix: Tensor) -> Tensor:
+        return rotate_projection(name, matrix, rotations[name]) if name in rotations else matrix
+
+    return replace(
+        expert,
+        gate_FD=turn("gate", expert.gate_FD),
+        up_FD=None if expert.up_FD is None else turn("up", expert.up_FD),
+        down_DF=turn("down", expert.down_DF),
+    )
+
+
+def match_in_blocks(
+    dominant: ExpertWeights,
+    member: ExpertWeights,
+    signed: bool,
+    projections: tuple[str, ...],
+    size: int,
+    random: np.random.Generator,
+    device: str,
+) -> Matching:
+    """Match random blocks of about `size` neurons of the two, one to one."""
+    neurons = len(dominant.gate_FD)
+    if size >= neurons:
+        return match_neurons(dominant, member, signed, projections, device)
+    order, sign = np.empty(neurons, np.int64), np.empty(neurons, np.int8)
+    parts = -(-neurons // size)
+    score = 0.0
+    for ours, theirs in zip(
+        *(np.array_split(random.permutation(neurons), parts) for _ in range(2)), strict=True
+    ):
+        part = match_neurons(
+            take_neurons(dominant, ours), take_neurons(member, theirs), signed, projections, device
+        )
+        order[ours], sign[ours] = theirs[part.order_F], part.sign_F
+        score += part.score
+    return Matching(order, sign, score / parts)
+
+
+def take_neurons(expert: ExpertWeights, neurons: npt.NDArray[np.int64]) -> ExpertWeights:
+    """The expert with these neurons only."""
+    signs = np.ones(len(neurons), np.int8)
+    return Matching(neurons.astype(np.int64), signs, 0.0).apply(expert)

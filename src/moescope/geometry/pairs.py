@@ -40,10 +40,11 @@ class MatchBy:
     projections: tuple[str, ...]
 
 
+MATCHED = MatchBy(True, PROJECTIONS)  # also the chance level of pairs in stored order
 # none: in stored order. held_out: the distance of down is unbiased, because down is not part of the score.
 MATCHINGS: dict[str, MatchBy | None] = {
     "none": None,
-    "signed": MatchBy(True, PROJECTIONS),
+    "signed": MATCHED,
     "unsigned": MatchBy(False, PROJECTIONS),
     "held_out": MatchBy(True, ("gate", "up")),
 }
@@ -65,7 +66,7 @@ def layer_geometry(
     `a` and `b` may be the same layer. `series` maps each series to its matching: {"m_smoe": "none",
     "m_smoe_permuted": "signed"}. All series share the weights and polar factors (a matched R needs no new
     one). Consecutive pairs with the same first expert read it once. Memory: two experts and their polar
-    factors. `tick` is called after each pair.
+    factors. The chance level of matching is that of the first pair. `tick` is called after each pair.
     """
     for matching in series.values():
         if matching not in MATCHINGS:
@@ -74,10 +75,15 @@ def layer_geometry(
     all_weights = any(MATCHINGS[matching] is not None for matching in series.values())
     rows: list[dict[str, Any]] = []
     first: tuple[int, LoadedExpert] | None = None
+    levels: dict[MatchBy, dict[str, Chance]] = {}
     for expert_a, expert_b in pairs:
+        needed = all_weights or not levels
         if first is None or first[0] != expert_a:
-            first = expert_a, LoadedExpert(a, expert_a, names, all_weights, sv, device)
-        second = LoadedExpert(b, expert_b, names, all_weights, sv, device)
+            first = expert_a, LoadedExpert(a, expert_a, names, needed, sv, device)
+        second = LoadedExpert(b, expert_b, names, needed, sv, device)
+        if not levels:
+            objectives = {MATCHINGS[matching] or MATCHED for matching in series.values()}
+            levels = {by: pair_chance(first[1], second, by, seed, device) for by in objectives}
         for label, matching in series.items():
             keys = {"series": label, "layer": a.layer, "layer_name": a.layer_name}
             pair = {"expert_a": expert_a, "expert_b": expert_b, "matched": matching != "none"}
@@ -88,7 +94,7 @@ def layer_geometry(
     geometry = pd.DataFrame(rows)
     if geometry.empty:
         return {"geometry": geometry, "geometry_layers": geometry}
-    chance = {label: layer_chance(a, MATCHINGS[matching], seed) for label, matching in series.items()}
+    chance = {label: levels[MATCHINGS[matching] or MATCHED] for label, matching in series.items()}
     return {"geometry": geometry, "geometry_layers": layer_means(geometry, chance, seed)}
 
 
@@ -180,13 +186,19 @@ def router_drift(a: LayerWeights, b: LayerWeights, series: str, seed: int = 0) -
     return {"geometry": geometry, "geometry_layers": layer_means(geometry, {}, seed)}
 
 
-def layer_chance(layer: LayerWeights, match_by: MatchBy | None, seed: int = 0) -> dict[str, Chance]:
-    """What matching (signed, if the series is not matched) reaches on random experts of the layer's shape."""
-    biases = (layer.gate_bias_EF, layer.up_bias_EF, layer.down_bias_ED)
-    gated = layer.up_EFD is not None
-    signed = gated and all(bias is None for bias in biases)
-    by = match_by or MatchBy(True, PROJECTIONS)
-    return matched_chance(layer.d_ff, layer.d_model, by.signed and signed, gated, by.projections, seed)
+def pair_chance(
+    a: LoadedExpert, b: LoadedExpert, match_by: MatchBy, seed: int, device: str
+) -> dict[str, Chance]:
+    """What matching reaches on the pair after random rotations; none where a projection that is not compared
+    holds NaN or infinity."""
+    assert a.weights is not None
+    assert b.weights is not None
+    tensors = [*vars(a.weights).values(), *vars(b.weights).values()]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
+        return {}
+    factors = (a.factors, b.factors)
+    by = (match_by.signed, match_by.projections)
+    return matched_chance(a.weights, b.weights, *by, factors, seed, device)
 
 
 def layer_means(

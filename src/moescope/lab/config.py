@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ from moescope.decoder.config import DTYPES, ModelConfig, check_numbers, override
 from moescope.errors import BadInput, unknown_name
 from moescope.run import run_to_resume
 
+SIZES = {
+    "model": ("vocabulary", "d_model", "layers", "d_ff", "experts", "max_positions"),
+    "train": ("steps", "batch_size"),
+}
+MOST_TOKENS = 10**15  # of a training; the largest ones known read 1e14
+MOST_GIGABYTES = 5_000  # of a training: 300 billion trained parameters
 LAYOUTS = ("packed", "documents")
 PARALLEL = ("ddp", "fsdp")
 
@@ -167,7 +175,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise BadInput(f"cannot read {path}: {reason}; pass the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise BadInput(f"{path} is not valid TOML: {error}") from None
 
 
@@ -204,8 +212,12 @@ def one_duration(train: Any) -> Any:
 def epochs_to_steps(config: LabConfig, rows: int) -> LabConfig:
     """Return the config with the steps of its epochs over so many rows; a rest below a batch is no step."""
     train = config.train
+    if not train.epochs:
+        return config
     steps = train.epochs * max(rows // train.batch_size, 1)
-    return replace(config, train=replace(train, steps=steps, epochs=0)) if train.epochs else config
+    config = replace(config, train=replace(train, steps=steps, epochs=0))
+    check_size(config)
+    return config
 
 
 def check(config: LabConfig, where: str = "config") -> None:
@@ -236,6 +248,42 @@ def check(config: LabConfig, where: str = "config") -> None:
     if train.seed >= 2**63:
         raise BadInput(f"{where}: [train] seed must be less than 2**63, not {train.seed}")
     check_data(config.data, where)
+    check_size(config, where)
+
+
+def check_size(config: LabConfig, where: str = "config") -> None:
+    """Reject a training that no machine could hold or finish, from estimates, before anything is built."""
+    from moescope.lab.cost import training_bytes
+
+    train = config.train
+    tokens = train.batch_size * train.sequence_length
+    needed = training_bytes(config.model, tokens // train.micro_batches)
+    for amount, most, unit in (
+        (train.steps * tokens, MOST_TOKENS, "tokens of text"),
+        (needed // 10**9, MOST_GIGABYTES, "GB of memory"),
+    ):
+        if amount > most:
+            raise BadInput(
+                f"{where}: this training needs at least {about(amount)} {unit}, more than {about(most)}; "
+                f"lower {largest_key(config)}"
+            )
+
+
+def largest_key(config: LabConfig) -> str:
+    """Name the size that is largest in relation to the preset medium's."""
+    usual = PRESETS["medium"]
+    sizes = [
+        (Fraction(getattr(getattr(config, part), key), getattr(getattr(usual, part), key)), part, key)
+        for part, keys in SIZES.items()
+        for key in keys
+    ]
+    _, part, key = max(sizes)
+    return f"[{part}] {key} = {about(getattr(getattr(config, part), key))}"
+
+
+def about(number: int) -> str:
+    """Format a whole number of any length."""
+    return f"{number:,}" if number < 10**15 else f"{Decimal(number):.1e}"
 
 
 def check_data(data: DataConfig, where: str) -> None:

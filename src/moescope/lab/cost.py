@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from moescope.decoder.config import ModelConfig
-from moescope.decoder.model import parameter_counts
+from moescope.decoder.model import ParameterCounts, parameter_counts
 from moescope.decoder.routers import RouterInput, router_class
 
 PROBED = 256  # tokens for which a router's operations are counted
+LAYER_BYTES = 50_000  # of a layer's Python objects, about
+MOST_COUNTED = 10**14  # parameters; more are not counted exactly
 # Operations over all elements that are not tagged as pointwise.
 REDUCTIONS = {
     "_softmax", "_log_softmax", "logsumexp", "sum", "mean", "var", "std", "amax", "amin",
@@ -45,6 +49,39 @@ def active_parameters(config: ModelConfig) -> int:
     return round(parameter_counts(config).total - unmet)
 
 
+def training_bytes(config: ModelConfig, tokens: int) -> int:
+    """Return a lower bound of the memory of a training whose forward pass has so many tokens.
+
+    Trained weights with gradient and AdamW's two moments in float32, frozen weights, tables of positions, and
+    per token two bytes of each logit and of each layer's input.
+    """
+    counts = checked_counts(config)
+    frozen = (counts.total - counts.trainable) * (2 if config.frozen_dtype == "bfloat16" else 4)
+    weights = 16 * counts.trainable + frozen + LAYER_BYTES * config.layers
+    positions = 4 * config.max_positions * config.d_model // (config.heads if config.modern else 1)
+    return weights + positions + 2 * tokens * (config.vocabulary + config.layers * config.d_model)
+
+
+def checked_counts(config: ModelConfig) -> ParameterCounts:
+    """Return the parameters; of a model that torch cannot describe at least so many."""
+    experts = router_class(config.router).expert_shape(config)[0]
+    least = config.vocabulary * config.d_model + config.layers * experts * expert_parameters(config)
+    trainable = config.vocabulary * config.d_model if config.frozen_experts else least
+    if least > MOST_COUNTED:
+        return ParameterCounts(least, trainable)
+    try:
+        return parameter_counts(config)
+    except (RuntimeError, OverflowError, TypeError):  # such as a router option beyond 64 bits
+        return ParameterCounts(MOST_COUNTED, MOST_COUNTED)
+
+
+def memory_of(device: str) -> int:
+    """Return the bytes of a device: of a GPU all of its memory, else all of the machine's."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Count floating-point operations per token of a forward pass in training, with rows of that length.
 
@@ -63,6 +100,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 def router_flops(config: ModelConfig) -> float:
     """Count one layer's router operations per token, on random tokens."""
     kind = router_class(config.router)
+    config = replace(config, vocabulary=min(config.vocabulary, PROBED))  # operations do not depend on it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         router = kind(config, 0, kind.shared_parts(config)).train()

@@ -27,7 +27,7 @@ from moescope.lab.study_task import (
     save_text,
 )
 from moescope.lab.tables import TABLES
-from moescope.lab.train import bytes_on_disk, with_steps
+from moescope.lab.train import bytes_on_disk, check_memory, with_steps
 from moescope.processor import avoid_broken_amx
 from moescope.progress import progress
 from moescope.run import (
@@ -108,6 +108,9 @@ def study(
     target_device = choose_device(device) if engine == "local" else device
     here = choose_device("auto") if target_device == "auto" else target_device
     avoid_broken_amx(here, plan.base.train.dtype == "bfloat16")
+    if engine == "local":
+        for arm in plan.arms:
+            check_memory(arm.config, target_device)
     corpus = read_corpus(plan.base)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference

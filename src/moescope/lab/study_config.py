@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,13 +15,14 @@ from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput, unknown_name
-from moescope.lab.config import LabConfig, config_from, preset_config
+from moescope.lab.config import LabConfig, config_from, preset_config, read_toml
 
 KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
 ARM_KEYS = ("model", "data", "train", "question", "axes")
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
 SEEDS = 5
+MOST = 10_000  # seeds, and arms of a grid
 MAX_NAME = 200  # letters of an arm's name: a folder's name, of which file systems allow 255 bytes
 PAIRED = "all arms of a seed start from the same weights, else seeds would not be blocks; remove it"
 MIN_SEEDS_FOR_CLAIMS = 5
@@ -110,15 +111,7 @@ class Draft:
 
 def read_study(path: str | Path) -> Study:
     """Read a study from a TOML file."""
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(
-            f"cannot read {path}: {error.strerror or error}; give the path of a TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not valid TOML: {error}") from None
-    return study_from(content, str(path))
+    return study_from(read_toml(path), str(path))
 
 
 def study_from(content: dict[str, Any], where: str = "study") -> Study:
@@ -171,14 +164,14 @@ def base_config(content: dict[str, Any], where: str) -> LabConfig:
 
 def read_seeds(value: Any, where: str) -> tuple[int, ...]:
     number = isinstance(value, int) and not isinstance(value, bool)
-    seeds = list(range(max(value, 0))) if number else value
+    seeds = list(range(max(min(value, MOST + 1), 0))) if number else value
     valid = isinstance(seeds, list) and all(
         isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 2**63 for s in seeds
     )
-    if not valid or len(set(seeds)) != len(seeds) or len(seeds) < 2:
+    if not valid or len(set(seeds)) != len(seeds) or not 2 <= len(seeds) <= MOST:
         raise BadInput(
-            f"{where}: seeds must be a number from 2 or a list of at least two different whole "
-            f"numbers, not {value!r}"
+            f"{where}: seeds must be a number from 2 to {MOST} or a list of at least two different whole "
+            f"numbers, not {value!r:.100}"
         )
     return tuple(seeds)
 
@@ -214,6 +207,9 @@ def grid_arms(lists: Any, base: LabConfig, where: str) -> Iterator[Draft]:
     if not lists:
         return
     axes = [axis(key, values, where) for key, values in lists.items()]
+    if math.prod(map(len, axes)) > MOST:
+        sizes = " x ".join(str(len(values)) for values in axes)
+        raise BadInput(f"{where}: [axes] {sizes} arms are more than {MOST}; give fewer values")
     ends = [key.split(".")[-1] for key in lists]
     short = {key: end if ends.count(end) == 1 else key for key, end in zip(lists, ends, strict=True)}
     for point in itertools.product(*axes):

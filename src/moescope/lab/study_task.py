@@ -14,7 +14,7 @@ from moescope.lab.train import STATE, Job, lock_training, make_data, run_trainin
 from moescope.processor import avoid_broken_amx
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
-from moescope.storage import check_disk, sync_file, sync_folder
+from moescope.storage import atomic_folder, check_disk, sync_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -252,15 +252,11 @@ def save_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
         return
     content = json.dumps(asdict(corpus), ensure_ascii=False).encode()
     check_disk(folder, len(content))
-    partial = folder / f"{TEXT_FOLDER}.tmp"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    (partial / "corpus.json").write_bytes(content)
-    vocabulary.save(partial)
-    for file in partial.iterdir():
-        sync_file(file)
-    partial.rename(target)
-    sync_folder(folder)
+    with atomic_folder(target) as partial:
+        (partial / "corpus.json").write_bytes(content)
+        vocabulary.save(partial)
+        for file in partial.iterdir():
+            sync_file(file)
 
 
 _TEXTS: dict[tuple[object, ...], StudyText] = {}  # of the study this process works for

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
-from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, resumed_config, settle
+from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, largest_key, resumed_config, settle
 from moescope.lab.corpus import (
     Corpus,
     check_texts,
@@ -41,12 +40,13 @@ from moescope.run import (
     default_folder,
     finished_run,
     jsonable,
+    mark_unfinished,
     now,
     read_run_json,
     write_json,
     write_table,
 )
-from moescope.storage import check_disk, only_writer
+from moescope.storage import check_disk, only_writer, remove
 from moescope.verb import Verb
 from moescope.verbs import load_verb
 from moescope.weights.verb import scan
@@ -130,6 +130,7 @@ def train(
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
+        check_memory(settled, place, ranks.world)
         corpus = read_corpus(settled)
         vocabulary = training_vocabulary(settled, corpus, origin)
         (settled,) = with_steps([settled], corpus, vocabulary)
@@ -381,6 +382,20 @@ def bytes_on_disk(config: LabConfig) -> int:
     return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * state
 
 
+def check_memory(config: LabConfig, device: str, processes: int = 1) -> None:
+    """Reject a training that cannot fit the device, before anything is built."""
+    from moescope.lab.cost import memory_of, training_bytes
+
+    train = config.train
+    tokens = train.batch_size * train.sequence_length // train.micro_batches // processes
+    needed = training_bytes(config.model, tokens) // (processes if train.parallel == "fsdp" else 1)
+    if needed > memory_of(device):
+        raise BadInput(
+            f"this training needs at least {needed / 1e9:,.1f} GB of memory, {device} has "
+            f"{memory_of(device) / 1e9:,.1f}; lower {largest_key(config)}, or use a larger device"
+        )
+
+
 def check_space(states: Path, config: LabConfig) -> None:
     """Reject a training that would fill the disk; existing files are resumed from or replaced."""
     existing = sum(file.stat().st_size for file in states.rglob("*") if file.is_file())
@@ -394,9 +409,12 @@ def clear_training(folder: Path) -> None:
     if (read_run_json(folder) or {}).get("verb") != "train":
         return
     checkpoints = [Path(item["path"]) for item in saved_checkpoints(folder / "checkpoints")]
+    if (state := folder / "checkpoints" / STATE).exists():
+        remove(state)  # first: without it the training starts over, should this process be killed
+    mark_unfinished(folder)
     for part in (*checkpoints, *(folder / name for name in PARTS)):
-        shutil.rmtree(part, ignore_errors=True)
-    (folder / "checkpoints" / STATE).unlink(missing_ok=True)
+        if part.exists():
+            remove(part)
 
 
 def initial_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
@@ -467,7 +485,7 @@ def run_facts(job: Job) -> dict[str, Any]:
 def saved_checkpoints(states: Path) -> list[dict[str, Any]]:
     """Return step, path and identity of every checkpoint in the folder, in order of steps."""
     steps = {path: path.name.removeprefix("step-") for path in states.glob("step-*")}
-    numbered = sorted((int(step), path) for path, step in steps.items() if step.isdigit())
+    numbered = sorted((int(step), path) for path, step in steps.items() if step.isdecimal())
     return [{"step": step, **checkpoint_identity(str(path.resolve()))} for step, path in numbered]
 
 
@@ -537,7 +555,7 @@ def make_part(folder: Path, verb: Verb, make: Callable[[Path, bool], Run]) -> Ru
 
     Files that moescope did not write stay.
     """
-    if folder.is_dir() and not (folder / "run.json").exists():  # killed while clearing, run.json goes first
+    if folder.is_dir() and not (folder / "run.json").exists():  # it was lost
         clear_run(folder, verb)
     try:
         return make(folder, False)
@@ -575,6 +593,7 @@ VERB = Verb(
     title=page_title,
     parts=("scan", "trace"),
     grows=True,
+    continues=True,
     dry_run=count_parameters,
     dry_run_lines=size_lines,
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moescope.decoder.model import LabModel
 from moescope.decoder.ranks import Ranks
 from moescope.errors import BadInput
-from moescope.storage import check_disk, replace_synced, sync_folder
+from moescope.storage import atomic_file, check_disk, sync_folder
 
 FILE = "training_state.pt"
 UNREADABLE = (OSError, RuntimeError, TypeError, EOFError, LookupError, ValueError, pickle.UnpicklingError)
@@ -86,10 +86,9 @@ def save_state(
     needed = sum(part.nbytes for part in parts if isinstance(part, Tensor))
     folder.mkdir(parents=True, exist_ok=True)
     check_disk(folder, needed)
-    partial = folder / f"{FILE}.tmp"
     content = TrainingState(step, weights, moments, generators, evaluations)
-    torch.save({name: getattr(content, name) for name in TrainingState.__dataclass_fields__}, partial)
-    replace_synced(partial, folder / FILE)
+    with atomic_file(folder / FILE) as partial:
+        torch.save({name: getattr(content, name) for name in TrainingState.__dataclass_fields__}, partial)
     sync_folder(folder)
 
 

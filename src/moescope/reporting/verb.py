@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
 from moescope.errors import BadInput, unknown_name
 from moescope.run import Run
+from moescope.storage import atomic_file, remove_leftovers
 from moescope.verb import Verb
 
 OWN_MARK = b'<meta name="generator" content="moescope">'
@@ -67,12 +67,11 @@ def report(
 
         check_export(Path(figures))
     text = render(page_content(loaded))
-    partial = target.with_name(target.name + ".tmp")
-    try:
+    for run in loaded:
+        run.tidy()
+    remove_leftovers(target.parent)
+    with atomic_file(target, "give another --out") as partial:
         partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as error:
-        raise BadInput(f"{target}: cannot be written ({error.strerror}); give another --out") from None
     if figures is not None:
         from moescope.reporting.export import export_figures
 

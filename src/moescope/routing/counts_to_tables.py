@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moescope.routing.contexts import Contexts, TokenText
-from moescope.routing.load_balance import Setting, divide, gate_relative_std
+from moescope.routing.load_balance import (
+    Setting,
+    balancing_loss,
+    balancing_loss_interval,
+    divide,
+    gate_relative_std,
+)
 from moescope.routing.metrics import (
+    BALANCING_LOSS,
     DECISION,
     DROPPED,
     GATE_WEIGHT,
@@ -90,6 +97,7 @@ class Traced:
     has_gates: bool = True
     has_logits: bool = True
     has_tokens: bool = True  # not only counts: order of tokens and pairs of experts
+    has_slots: bool = True  # also empty ones: servers name the chosen experts only
 
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
@@ -109,7 +117,8 @@ class Traced:
 
         for counts in self.counts:
             add("load", counts, load_rows(counts, self.corpus, self.has_gates))
-            metrics = metric_rows(counts, self.corpus, self.has_gates, self.has_logits, self.has_tokens)
+            known = self.has_gates, self.has_logits, self.has_tokens, self.has_slots
+            metrics = metric_rows(counts, self.corpus, *known)
             add("routing_layers", counts, metrics)
             if self.has_tokens:
                 add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
@@ -224,11 +233,16 @@ def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterat
 
 
 def metric_rows(
-    counts: LayerCounts, corpus: Corpus, gates: bool = True, decisions: bool = True, order: bool = True
+    counts: LayerCounts,
+    corpus: Corpus,
+    gates: bool = True,
+    decisions: bool = True,
+    order: bool = True,
+    slots: bool = True,
 ) -> Iterator[Row]:
     """Yield the metrics of all domains together, and of each where there are several.
 
-    `gates`, `decisions` and `order` (of the tokens) say which were counted.
+    `gates`, `decisions`, `order` (of the tokens) and (empty) `slots` say which were counted.
     """
     scopes = [("", slice(None), sum(corpus.documents))]
     if len(corpus.domains) > 1:
@@ -240,10 +254,11 @@ def metric_rows(
         if counts.sums("tokens")[where].sum():
             scope = Scope(counts, domain, where, documents)
             yield from scope.load()
-            yield from scope.means([DROPPED] if scope.loses_slots else [])
+            yield from scope.means([DROPPED] if slots and scope.loses_slots else [])
             yield from scope.means(SEQUENCE if order else [])
             yield from scope.gate_weight() if gates else ()
             yield from scope.means(DECISION if decisions else [])
+            yield from scope.balancing_loss() if decisions else ()
 
 
 class Scope:
@@ -253,7 +268,14 @@ class Scope:
         self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
         tokens = int(self.total("tokens"))
         k = self.total("assigned") / tokens
-        self.setting = Setting(tokens, counts.n_experts, k, slots=counts.k)
+        self.setting = Setting(tokens, counts.n_experts, k, slots=counts.k, same_first=self.same_first())
+
+    def same_first(self) -> float:
+        """Sum of the squared shares of first choices."""
+        if self.counts.first_ME is None:
+            return float("nan")
+        first_E = self.counts.first_ME[self.where].sum(0).astype(float)
+        return float((divide(first_E, first_E.sum()) ** 2).sum())
 
     def sums(self, name: str) -> Array:
         if name == "slots":
@@ -274,6 +296,15 @@ class Scope:
             tokens, n, k = self.setting.tokens, self.setting.n_experts, self.setting.k
             setting = Setting(tokens, n, k, gate_relative_std(n, *sums))
             yield from self.balance(GATE_WEIGHT, self.counts.gate_weight_MBE[self.where].sum(0), setting)
+
+    def balancing_loss(self) -> Iterator[Row]:
+        if self.counts.probability_MBE is not None and self.total("assigned"):
+            load_BE = self.counts.counts_MBE[self.where].sum(0).astype(float)
+            probability_BE = self.counts.probability_MBE[self.where].sum(0)
+            value = balancing_loss(load_BE.sum(0), probability_BE.sum(0))
+            enough = self.documents >= FEWEST_DOCUMENTS
+            interval = balancing_loss_interval(load_BE, probability_BE) if enough else NOT_AVAILABLE
+            yield self.row(BALANCING_LOSS, value, interval, self.setting)
 
     def balance(self, metrics: list[Metric], load_BE: Array, setting: Setting) -> Iterator[Row]:
         for metric in metrics:

@@ -139,7 +139,7 @@ def coactivation_heatmap(tables: Tables) -> Figure:
 
 SEPARATION = [
     FigureSpec("coactivation_heatmap", ("coactivation",), coactivation_heatmap, metrics=("expert_overlap",)),
-    by_layer("expert_overlap_by_layer", ["expert_overlap"], "mean Jaccard index"),
+    by_layer("expert_overlap_by_layer", ["expert_overlap"], "Jaccard index, weighted by use"),
     by_layer("gram_orthogonality_by_layer", ["gram_orthogonality"], "Gram orthogonality", chance=RANDOM_ROWS),
     by_layer(
         "router_similarity_by_layer",

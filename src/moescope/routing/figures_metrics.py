@@ -23,6 +23,7 @@ from moescope.plotting.style import (
 from moescope.routing.metrics import METRICS
 from moescope.verb import Figure, FigureSpec, Tables, Trace
 
+INDEPENDENT = "independent tokens"
 PERMUTED_TOKENS = "tokens permuted within documents"
 IN_LEGENDS = {UNIFORM: "uniform router", PERMUTED_TOKENS: "permuted tokens"}
 HEADINGS = {
@@ -218,11 +219,13 @@ DECISIONS = [
     ),
     by_layer("confidence_by_layer", ["confidence", "top_gap"], "probability", chance=UNIFORM),
     by_layer("selection_margin_by_layer", ["selection_margin"], "selection score", chance=UNIFORM),
+    by_layer("load_balancing_loss_by_layer", ["load_balancing_loss"], "n Σ f P", from_zero=False),
     by_layer("z_loss_by_layer", ["z_loss"], "squared log-sum-exp", chance=UNIFORM),
     by_layer(
         "sequence_by_layer",
         ["sequential_consistency", "adjacent_jaccard"],
         "shared with the previous token",
+        chance=INDEPENDENT,
     ),
     by_domain("routing_entropy_by_domain", "routing_entropy", "entropy (nats)", chance=UNIFORM),
 ]

@@ -8,15 +8,16 @@ correlated, so even a balanced router lies above these chance levels on text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from moescope.statistics import Interval, jackknife
+from moescope.statistics import Interval, Jackknife, jackknife
 from moescope.types import Array
 
 DRAWS = 200
+EQUAL_GATES = 1e-9  # relative variance of gates below which they are equal
 WIDER = np.sqrt(2)  # spread of estimates from the other documents' order, over that of the plain value
 
 
@@ -69,6 +70,15 @@ def load_entropy_share(load_E: Array) -> Array:
     return np.asarray(load_entropy(load_E) / np.log(n)) if n > 1 else np.ones(load_E.shape[:-1])
 
 
+def balancing_loss(load_E: Array, probability_E: Array) -> float:
+    """n sum f P, f the shares of the load and P the mean probabilities: the loss of the Switch Transformer.
+
+    Fedus et al. 2021, arXiv:2101.03961. transformers' load_balancing_loss_func is k times this.
+    """
+    shares_E = divide(load_E, load_E.sum()), divide(probability_E, probability_E.sum())
+    return float(len(load_E) * (shares_E[0] * shares_E[1]).sum())
+
+
 def divide(top: Array, bottom: Array) -> Array:
     """Return top / bottom, NaN where the bottom is 0: without tokens there is no value."""
     return np.asarray(
@@ -82,20 +92,36 @@ def divide(top: Array, bottom: Array) -> Array:
 # busiest expert, downward for entropy. The bias comes from products of a document's load with itself.
 
 
+def product_of_shares(x_BE: Array, y_BE: Array) -> Jackknife:
+    """n times the sum over experts of the shares of x times those of y, from different documents only.
+
+    n sum_i (X_i Y_i - sum_d x_di y_di)/(X Y - sum_d X_d Y_d), jackknifed: it has no bias.
+    """
+    n = x_BE.shape[1]
+
+    def statistic(sums: Array) -> Array:
+        x, y, same, all_same = np.split(sums, [n, 2 * n, 2 * n + 1], axis=-1)
+        pairs = x.sum(-1) * y.sum(-1) - all_same[..., 0]
+        return n * divide((x * y).sum(-1) - same[..., 0], pairs)
+
+    same_B, all_same_B = (x_BE * y_BE).sum(1), x_BE.sum(1) * y_BE.sum(1)
+    return jackknife(np.column_stack([x_BE, y_BE, same_B, all_same_B]), statistic)
+
+
+def balancing_loss_interval(x_BE: Array, p_BE: Array) -> Interval:
+    """Interval of the load-balancing loss from loads and sums of probabilities."""
+    value, _, half = product_of_shares(x_BE, p_BE)
+    return Interval(value - half, value + half, value)
+
+
 def cv_interval(x_BE: Array) -> Interval:
     """Interval of cv from products of different documents only, jackknifed.
 
     cv^2 = n sum_i (T_i^2 - sum_d x_di^2)/(N^2 - sum_d N_d^2) - 1 has no bias, so it may be negative: its
     limits are cut at 0 before the root is taken.
     """
-
-    def squared_cv(sums: Array) -> Array:
-        pairs = (sums[..., :-2] ** 2).sum(-1) - sums[..., -2]
-        return x_BE.shape[1] * divide(pairs, sums[..., :-2].sum(-1) ** 2 - sums[..., -1]) - 1
-
-    squares_B = (x_BE**2).sum(1), x_BE.sum(1) ** 2
-    value, _, half = jackknife(np.column_stack([x_BE, *squares_B]), squared_cv)
-    return Interval(*np.sqrt(np.maximum([value - half, value + half, value], 0)).tolist())
+    product, _, half = product_of_shares(x_BE, x_BE)
+    return Interval(*np.sqrt(np.maximum(np.array([-half, half, 0]) + product - 1, 0)).tolist())
 
 
 def entropy_interval(entropy: Callable[[Array], Array]) -> Callable[[Array], Interval]:
@@ -161,6 +187,7 @@ class Setting:
     gate_std: float | None = None  # relative_std where the load is gate weight
     slots: int = 0  # expert slots per token, empty or not
     d_model: int = 0
+    same_first: float = float("nan")  # probability that two independent tokens have the same first choice
 
     @property
     def relative_std(self) -> float:
@@ -169,17 +196,29 @@ class Setting:
         variance = max(self.n_experts - self.k, 0) / (self.tokens * self.k) if self.tokens else np.nan
         return float(np.sqrt(variance))
 
-    @property
-    def load_entropy(self) -> float:
-        """log n - (n - k)/(2 N k), to first order in the variance of the loads."""
-        return float(np.log(self.n_experts) - self.relative_std**2 / 2)
-
     @cached_property
     def draws(self) -> Array:
-        """Loads of 200 random routings, seeded: exact for counts, normal for gate weight."""
-        if self.gate_std is not None:
-            return normal_loads(self.n_experts, self.gate_std)
-        return random_loads(self.tokens, self.n_experts, min(max(round(self.k), 1), self.n_experts))
+        """Loads of 200 random routings, seeded: exact for counts at any N.
+
+        Where k is no whole number, some tokens choose one expert more than others. For gate weight the
+        choices of these routings have gates of a gamma distribution with the variance that gives `gate_std`.
+        """
+        least = int(self.k)
+        more = round(self.tokens * (self.k - least))
+        loads = random_loads(self.tokens - more, self.n_experts, least)
+        if more:
+            loads = loads + random_loads(more, self.n_experts, least + 1, seed=1)
+        if self.gate_std is None:
+            return loads
+        choices, equal = self.tokens * self.k, replace(self, gate_std=None)
+        variance = (self.gate_std**2 - equal.relative_std**2) * choices / max(self.n_experts - 1, 1)
+        if not variance > EQUAL_GATES:
+            return loads
+        return np.random.default_rng(2).gamma(loads / variance) * variance
+
+    def mean_draw(self, metric: Callable[[Array], Array]) -> float:
+        """Mean of a metric over random routings."""
+        return float(metric(self.draws).mean())
 
 
 def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_sums_squared: float) -> float:
@@ -211,17 +250,6 @@ def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: 
             left[r] -= taken
             left[r - 1] += taken
     return loads
-
-
-@lru_cache(maxsize=256)
-def normal_loads(n_experts: int, relative_std: float, draws: int = DRAWS, seed: int = 0) -> Array:
-    """Normal loads of mean 1 and this std that sum to n.
-
-    Gate weight is distributed like this once experts have some dozens of tokens each.
-    """
-    noise = np.random.default_rng(seed).standard_normal((draws, n_experts))
-    noise -= noise.mean(-1, keepdims=True)
-    return np.maximum(1 + relative_std * noise * np.sqrt(n_experts / max(n_experts - 1, 1)), 0.0)
 
 
 def jaccard_chance(n_experts: int, k: int) -> float:

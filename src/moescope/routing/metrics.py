@@ -108,7 +108,7 @@ LOAD = [
         "Excess of the busiest expert over the mean load.",
         "(max c − c̄)/c̄",
         ("n/k − 1", DRAWN, "0"),
-        chance=lambda s: float(load_balance.max_violation(s.draws).mean()),
+        chance=lambda s: s.mean_draw(load_balance.max_violation),
         collapse=lambda s: s.n_experts / s.k - 1,
         interval=load_balance.max_interval(even=0.0),
         misleads=LARGEST,
@@ -119,7 +119,7 @@ LOAD = [
         "Load of the busiest expert over the mean: max_violation + 1, as other tools print it.",
         "max c/c̄",
         ("n/k", DRAWN, "1"),
-        chance=lambda s: float(load_balance.max_over_mean(s.draws).mean()),
+        chance=lambda s: s.mean_draw(load_balance.max_over_mean),
         collapse=lambda s: s.n_experts / s.k,
         interval=load_balance.max_interval(even=1.0),
         misleads=LARGEST,
@@ -129,8 +129,8 @@ LOAD = [
         load_balance.gini,
         "Gini coefficient of the loads.",
         "(n + 1 − 2 Σ cumulative shares)/n, ascending",
-        ("1 − k/n", "about cv chance × √((n − 1)/(π n))", "0"),
-        chance=lambda s: s.relative_std * float(np.sqrt((s.n_experts - 1) / (np.pi * s.n_experts))),
+        ("1 − k/n", f"{DRAWN}; about cv chance × √((n − 1)/(π n))", "0"),
+        chance=lambda s: s.mean_draw(load_balance.gini),
         collapse=lambda s: 1 - s.k / s.n_experts,
         interval=load_balance.gini_interval,
         title="Gini",
@@ -152,7 +152,7 @@ LOAD = [
         "Load of the least busy expert over that of the busiest.",
         "min c/max c",
         ("0", DRAWN, "1"),
-        chance=lambda s: float(load_balance.min_max_ratio(s.draws).mean()),
+        chance=lambda s: s.mean_draw(load_balance.min_max_ratio),
         collapse=lambda s: float(s.k >= s.n_experts),
         misleads="It rises with the length of the text by itself, so it has no interval.",
         title="min/max",
@@ -161,8 +161,8 @@ LOAD = [
         load_balance.load_entropy,
         "Entropy of the load shares q, in nats.",
         "−Σ q log q",
-        ("log k", "log n − (n − k)/(2 N k)", "log n"),
-        chance=lambda s: s.load_entropy,
+        ("log k", f"{DRAWN}; about log n − (n − k)/(2 N k)", "log n"),
+        chance=lambda s: s.mean_draw(load_balance.load_entropy),
         collapse=lambda s: float(np.log(s.k)),
         interval=load_balance.entropy_interval(load_balance.load_entropy),
         unit="nats",
@@ -174,7 +174,7 @@ LOAD = [
         "Entropy of the load shares q, in bits.",
         "−Σ q log₂ q",
         ("log₂ k", "as load_entropy/log 2", "log₂ n"),
-        chance=lambda s: s.load_entropy / float(np.log(2)),
+        chance=lambda s: s.mean_draw(load_balance.load_entropy_bits),
         collapse=lambda s: float(np.log2(s.k)),
         interval=load_balance.entropy_interval(load_balance.load_entropy_bits),
         unit="bits",
@@ -186,7 +186,7 @@ LOAD = [
         "Entropy of the load shares over its maximum.",
         "−Σ q log q/log n",
         ("log k/log n", "as load_entropy/log n", "1"),
-        chance=lambda s: s.load_entropy / float(np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
+        chance=lambda s: s.mean_draw(load_balance.load_entropy_share),
         collapse=lambda s: float(np.log(s.k) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         interval=load_balance.entropy_interval(load_balance.load_entropy_share),
         title="load entropy, share",
@@ -273,14 +273,29 @@ DECISION = [
         title="z-loss",
     ),
 ]
+BALANCING_LOSS = Metric(
+    "load_balancing_loss",
+    "probabilities",
+    "Load-balancing loss of the Switch Transformer: shares of the load times mean probabilities.",
+    "n Σᵢ fᵢ Pᵢ, fᵢ = cᵢ/(N k), Pᵢ the mean probability",
+    ("n/k", "1 for even loads or a uniform router", "1"),
+    load_balance.balancing_loss,
+    lambda s: 1.0,
+    lambda s: s.n_experts / s.k,
+    title="load-balancing loss",
+    misleads=(
+        "Mixtral and other models train with k times this. Values below 1 exist: experts with large "
+        "probabilities that are rarely chosen. `corrected` uses products of different documents only."
+    ),
+)
 SEQUENCE = [
     Metric(
         "sequential_consistency",
         "sums",
         "Share of tokens with the same first choice as the token before, within a document.",
         "P(topᵗ = topᵗ⁺¹)",
-        ("1: routing ignores the text", "1/n", PURPOSE),
-        chance=lambda s: 1 / s.n_experts,
+        ("1: routing ignores the text", "Σ f², f the shares of first choices", PURPOSE),
+        chance=lambda s: s.same_first,
         collapse=lambda s: 1.0,
         sums=("same_first", "neighbours"),
         title="sequential consistency",
@@ -300,12 +315,12 @@ SEQUENCE = [
 OVERLAP = Metric(
     "expert_overlap",
     "pairs",
-    "Mean Jaccard index of two experts’ token sets.",
-    "mean over pairs of |A ∩ B|/|A ∪ B|",
-    ("1 for experts always chosen together", "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)", "0"),
+    "Jaccard index of two experts’ token sets, pairs weighted by their use.",
+    "Σ cᵢ cⱼ Jᵢⱼ/Σ cᵢ cⱼ over pairs, J = |A ∩ B|/|A ∪ B|",
+    ("1: the same experts for all tokens", "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)", "0"),
     separation.expert_overlap,
     lambda s: separation.overlap_chance(s.n_experts, s.k),
-    lambda s: separation.overlap_collapse(s.n_experts, s.k),
+    lambda s: 1.0 if s.k > 1 else np.nan,
     title="expert overlap",
     misleads="Undefined for k = 1.",
 )
@@ -417,7 +432,17 @@ SPECIALISATION = [
 ]
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (*LOAD, DROPPED, *DECISION, *SEQUENCE, OVERLAP, *ROUTER, *SPECIALISATION, *GATE_WEIGHT)
+    for metric in (
+        *LOAD,
+        DROPPED,
+        *DECISION,
+        BALANCING_LOSS,
+        *SEQUENCE,
+        OVERLAP,
+        *ROUTER,
+        *SPECIALISATION,
+        *GATE_WEIGHT,
+    )
 }
 
 

@@ -332,8 +332,12 @@ class LoopMonitor:
         self.capture = None
         if self.run is None:
             return None
-        finished, self.run = self.run.finish(), None
-        return finished
+        run, self.run = self.run, None
+        try:
+            return run.finish()
+        except BaseException as error:
+            run.abandon(str(error) or type(error).__name__)
+            raise
 
     def stop(self, error: str | None = None) -> None:
         """Remove the hooks, leave the run unfinished; with an error, write the counts and mark it failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,7 @@ from moescope.routing.counts_to_tables import (
 from moescope.routing.load_balance import cv, load_entropy_share, max_over_mean, unused
 from moescope.routing.metrics import DECISION
 from moescope.routing.monitor_tally import Place, Window
-from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, write_table
+from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, remove_tasks, write_table
 from moescope.tables import read_parquet
 from moescope.types import Array, Integers
 
@@ -78,8 +77,21 @@ def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, over
             )
         return folder
     names = [path.name[len(stem) + 1 :] for path in base.glob(f"{stem}-*")]
-    number = max((int(name) for name in names if name.isdigit()), default=0)
+    number = max((int(name) for name in names if name.isdecimal()), default=0)
     return base / f"{stem}-{number if step and number else number + 1}"
+
+
+def split_tables(writer: RunWriter) -> None:
+    """Give the joined tables of a finished run back to its tasks: each has the rows up to its step."""
+    tasks = sorted(writer.done_tasks())
+    steps = [step_of(task) for task in tasks]
+    for name, table in writer.verb.tables.items():
+        joined = writer.path / f"{name}.parquet"
+        if tasks and joined.exists():
+            frame = read_parquet(str(joined))
+            task_of_row = np.searchsorted(steps, frame["step"]).clip(max=len(tasks) - 1)
+            for number, rows in frame.groupby(task_of_row):
+                write_table(table, rows, writer.path / "parts" / tasks[number] / joined.name)
 
 
 class TrainingRun:
@@ -95,7 +107,7 @@ class TrainingRun:
         command: str = "",
     ):
         self.stack = ExitStack()
-        opened = open_run(folder, verb, identity, overwrite, command)
+        opened = open_run(folder, verb, identity, overwrite, command, split_tables)
         self.writer: RunWriter = self.stack.enter_context(opened)
         stages = (*STAGES, *self.writer.timings)  # all keys now: two threads use the dictionary
         self.writer.timings = {stage: self.writer.timings.get(stage, 0.0) for stage in stages}
@@ -107,26 +119,9 @@ class TrainingRun:
 
     def resume(self, step: int) -> dict[str, Any] | None:
         """Return the state at that step; rows of later steps are deleted, because they are trained again."""
-        path, last = self.writer.path, None
-        files = {name: path / f"{name}.parquet" for name in self.writer.verb.tables}
-        files = {name: file for name, file in files.items() if file.exists()}
-        frames = {name: read_parquet(str(file)) for name, file in files.items()}
-        for task in sorted(self.writer.done_tasks()):
-            if step_of(task) > step:
-                shutil.rmtree(path / "parts" / task)
-            else:
-                last = task
-        state = None
-        if last is not None:
-            state = self.writer.setups()[-1]
-            if files:  # a finished run: its tables become the first task again
-                earlier = {name: frame[frame["step"] <= step] for name, frame in frames.items()}
-                self.writer.flush_task(f"{last}.joined", earlier, state)
-                shutil.rmtree(path / "parts" / last)
-                (path / "parts" / f"{last}.joined").rename(path / "parts" / last)
-        for file in files.values():
-            file.unlink()
-        return None if state is None else dict(state)
+        self.writer.remove_tasks(task for task in self.writer.done_tasks() if step_of(task) > step)
+        states = self.writer.setups()
+        return dict(states[-1]) if states else None
 
     def flush(
         self, step: int, rows: Rows, setup: dict[str, Any], deferred: Sequence[Callable[[], Rows]] = ()
@@ -183,8 +178,7 @@ class TrainingRun:
                 empty = pd.DataFrame(columns=list(table.columns))
                 write_table(table, empty, self.writer.path / f"{name}.parquet")
         self.writer.save_info(status="done")
-        for file in (self.writer.path / "parts").glob("*/*.parquet"):
-            file.unlink()
+        remove_tasks(self.writer.path, self.writer.verb)
         self.stack.close()
         return Run(self.writer.path, jsonable(self.writer.info))
 
@@ -197,7 +191,7 @@ class TrainingRun:
         self.disk.shutdown(wait=False)
         if self.writing is not None and self.writing.done():
             self.wait()
-        with suppress(OSError):  # the folder may be gone
+        with suppress(OSError, BadInput):  # the folder may be gone, the disk full
             if self.writer.info.get("status") == "running":
                 changes = {"status": "failed", "error": error} if error else {"status": "interrupted"}
                 self.writer.save_info(**changes)

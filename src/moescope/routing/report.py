@@ -20,6 +20,7 @@ from moescope.routing.figures_experts import (
 from moescope.routing.figures_load import LOAD, usages
 from moescope.routing.figures_metrics import (
     DECISIONS,
+    INDEPENDENT,
     PERMUTED_TOKENS,
     VOCABULARY,
     layer_range,
@@ -86,7 +87,7 @@ def routing_findings(view: View) -> list[str]:
         top = highest(rows)
         findings.append(
             f"Adjacent tokens share their top expert most often in layer {top['layer']}: "
-            f"{with_interval(top)}; {references(rows[rows['layer'] == top['layer']], RANDOM)}."
+            f"{with_interval(top)}; {references(rows[rows['layer'] == top['layer']], INDEPENDENT)}."
         )
     return findings
 

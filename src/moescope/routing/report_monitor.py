@@ -181,4 +181,5 @@ MONITOR = Verb(
     tab="training",
     title=lambda run: f"{run.name}: a monitored training",
     grows=True,
+    continues=True,
 )

@@ -21,14 +21,18 @@ def chance_lift(n_experts: int, k: float) -> float:
 
 
 def expert_overlap(pairs_EE: Array) -> float:
-    """Mean over pairs of experts of the Jaccard index of their token sets; pairs without tokens are skipped.
+    """Jaccard index J of two experts' token sets, pairs weighted by use: sum c_i c_j J_ij / sum c_i c_j.
 
-    Undefined (NaN) for k = 1, where no token can choose two experts.
+    Without weights, unused experts would hide collapse. Undefined (NaN) for k = 1, where no token can choose
+    two experts.
     """
     counts_E = np.diag(pairs_EE)
     a, b = np.triu_indices(len(pairs_EE), 1)
-    jaccard = divide(pairs_EE[a, b], counts_E[a] + counts_E[b] - pairs_EE[a, b])
-    return float(np.nanmean(jaccard)) if np.isfinite(jaccard).any() else np.nan
+    together, weight = pairs_EE[a, b], counts_E[a] * counts_E[b]
+    if not together.any():
+        return float("nan")
+    jaccard = together / np.maximum(counts_E[a] + counts_E[b] - together, 1)
+    return float((weight * jaccard).sum() / weight.sum())
 
 
 def overlap_chance(n_experts: int, k: float) -> float:
@@ -37,14 +41,6 @@ def overlap_chance(n_experts: int, k: float) -> float:
         return np.nan
     rho = (k - 1) / (n_experts - 1)
     return rho / (2 - rho)
-
-
-def overlap_collapse(n_experts: int, k: float) -> float:
-    """The k used experts share all tokens; pairs with one unused expert share none; others are skipped."""
-    if n_experts < 2 or k <= 1:
-        return np.nan
-    used, mixed = k * (k - 1) / 2, k * (n_experts - k)
-    return used / (used + mixed)
 
 
 def normalised(rows_ED: Array) -> Array:

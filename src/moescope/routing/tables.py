@@ -48,8 +48,8 @@ COLUMNS: dict[str, Column] = {
         "Standard deviation of the value by chance, for router diagnostics that know it; else null.",
         title="spread by chance"),
     "routing_layers.corrected": Column("float",
-        "The value without the bias of few documents, for cv, Gini and load entropy: an estimate for endless "
-        "text of this kind, where balanced routing has 0 (log n for entropy). Else null.",
+        "The value without the bias of few documents, for cv, Gini, load entropy and load_balancing_loss: an "
+        "estimate for endless text of this kind, where balanced routing has the best value. Else null.",
         misleads="Null under 20 documents. Papers print `value`; `low` and `high` belong to `corrected`."),
     "low": Column("float",
         "Lower end of the 95 % interval over documents: of `corrected` where there is one, else of `value`.",

@@ -49,6 +49,8 @@ class LayerCounts:
     gate_weight_MBE: Array
     sums_MBS: Array
     pairs_EE: Array
+    first_ME: Integers | None = None  # tokens with this first choice; None: not counted
+    probability_MBE: Array | None = None  # sums of the router's probabilities; None: unknown
 
     @property
     def n_experts(self) -> int:
@@ -82,6 +84,8 @@ class Accumulated:
         self.gate_weight_LCE = self.zeros(self.discarded + 1, self.n_experts)
         self.sums_LCS = self.zeros(self.discarded + 1, len(SUMS))
         self.pairs_LEE = self.zeros(self.n_experts, self.n_experts)
+        self.probability_LCE = self.zeros(self.discarded + 1, self.n_experts)
+        self.first_LME = self.zeros(n_domains + 1, self.n_experts, dtype=torch.int64)
         self.row_indices: dict[tuple[int, ...], Tensor] = {}
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's last column, for rows that continue
 
@@ -96,7 +100,14 @@ class Accumulated:
                 routing.layer: routing.layer_name for routing in routings if routing.layer not in self.names
             }
             self.names |= new
-            for name in ("counts_LCE", "gate_weight_LCE", "sums_LCS", "pairs_LEE"):
+            for name in (
+                "counts_LCE",
+                "gate_weight_LCE",
+                "sums_LCS",
+                "pairs_LEE",
+                "first_LME",
+                "probability_LCE",
+            ):
                 old = getattr(self, name)
                 more = self.zeros(*old.shape[1:], layers=len(new), dtype=old.dtype)
                 setattr(self, name, torch.cat([old, more]))
@@ -128,9 +139,9 @@ class Accumulated:
         pairs_LEE = (member_LTE.mT @ member_LTE)[:, :-1, :-1]
         self.pairs_LEE.index_add_(0, rows_L, pairs_LEE.double())
         assigned_LT, gate_LT = there_LTK.sum(-1).double(), gates_LTK.sum(-1)
-        neighbours = self.neighbours(
-            routings, first_choice(stacked).view(shape[:2]), chosen_LTK, real_T, tokens
-        )
+        first_LT = torch.where(real_T, first_choice(stacked).view(shape[:2]), -1)
+        self.add_first(rows_L, first_LT, cell_T // BUCKETS)
+        neighbours = self.neighbours(routings, first_LT, chosen_LTK, tokens)
         values = [
             torch.ones_like(gate_LT),
             assigned_LT,
@@ -143,6 +154,16 @@ class Accumulated:
         ]
         sums = torch.stack([value.reshape(-1).double() for value in values], -1)
         self.sums_LCS.view(-1, len(SUMS)).index_add_(0, cell_LT.view(-1), sums)
+        if stacked.scores_TE is not None:
+            sums_CE = self.probability_LCE.view(-1, self.n_experts)
+            sums_CE.index_add_(0, cell_LT.view(-1), stacked.scores_TE.double())
+
+    def add_first(self, rows_L: Tensor, first_LT: Tensor, domain_T: Tensor) -> None:
+        domain_LT = torch.where(first_LT >= 0, domain_T, self.n_domains)
+        flat_LT = (rows_L[:, None] * (self.n_domains + 1) + domain_LT) * self.n_experts + first_LT.clamp(
+            min=0
+        )
+        self.first_LME.view(-1).index_add_(0, flat_LT.view(-1), torch.ones_like(flat_LT.view(-1)))
 
     def cells(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """Return which tokens are real, and the cell of each."""
@@ -158,7 +179,6 @@ class Accumulated:
         routings: list[Routing],
         first_LT: Tensor,
         chosen_LTK: Tensor,
-        real_T: Tensor,
         tokens: Tokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Per token: is there one before it in its row, have both the same first choice, their Jaccard index.
@@ -166,7 +186,7 @@ class Accumulated:
         R: rows of all layers.
         """
         rows = len(routings) * (tokens.rows if tokens else 1)
-        first_RL = torch.where(real_T, first_LT, -1).view(rows, -1)  # -1 for padding too
+        first_RL = first_LT.view(rows, -1)  # -1 for padding too
         chosen_RLK = chosen_LTK.view(rows, -1, self.k)
         previous = torch.full_like(first_RL[:, :1], -1), torch.full_like(chosen_RLK[:, :1], -1)
         continues = tokens is not None and tokens.continues
@@ -185,13 +205,24 @@ class Accumulated:
         return pair_RL, same, both / either.clamp(min=1) * pair_RL
 
     def to_cpu(self, phase: str) -> list[LayerCounts]:
-        counts, gate_weight, sums = (
+        counts, gate_weight, sums, probability = (
             part[:, :-1].cpu().numpy().reshape(len(self.names), self.n_domains, BUCKETS, -1)
-            for part in (self.counts_LCE, self.gate_weight_LCE, self.sums_LCS)
+            for part in (self.counts_LCE, self.gate_weight_LCE, self.sums_LCS, self.probability_LCE)
         )
-        pairs = self.pairs_LEE.cpu().numpy()
+        pairs, first = self.pairs_LEE.cpu().numpy(), self.first_LME[:, :-1].cpu().numpy()
         return [
-            LayerCounts(layer, name, phase, self.k, counts[row], gate_weight[row], sums[row], pairs[row])
+            LayerCounts(
+                layer,
+                name,
+                phase,
+                self.k,
+                counts[row],
+                gate_weight[row],
+                sums[row],
+                pairs[row],
+                first[row],
+                probability[row] if probability[row].any() else None,
+            )
             for row, (layer, name) in enumerate(self.names.items())
         ]
 

@@ -13,18 +13,20 @@ from moescope.errors import BadInput
 from moescope.execution.model_names import (
     Dtype,
     check_routed,
+    check_token_ids,
     checkpoint_identity,
     checkpoint_layer_names,
     short_name,
     step_names,
 )
-from moescope.execution.texts import ReadSettings, Source, sources
+from moescope.execution.texts import ReadSettings, Source, check_not_empty, sources
 from moescope.progress import progress
 from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
 from moescope.routing.report_map import experts, measures, strips
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.storage import leftover_name
 from moescope.verb import Verb
 
 Phase = Literal["prefill", "decode", "both"]
@@ -150,6 +152,9 @@ def trace(
     folder, done = place_run(VERB, out, short_name(names[0]), identity, overwrite)
     if done:
         return done
+    check_not_empty(reading)
+    if token_ids is not None:
+        check_token_ids(names, reading)
     phases = ("prefill", "decode") if phase == "both" else (str(phase),)
     reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     settings = TraceSettings(*reads, phases, save_tokens, seed)
@@ -193,7 +198,7 @@ def trace_step(
             raise BadInput(
                 f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
             )
-    stream = writer.path / "parts" / f"{task_name(number)}-tokens.tmp" if settings.save_tokens else None
+    stream = leftover_name(writer.path / "parts") if settings.save_tokens else None
     with writer.timed("trace"):
         result = trace_model(
             traced,

@@ -170,6 +170,7 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
         sample.probe() if sample.windows else None,
         has_gates=all(stretch.gates_TLK is not None for stretch in stretches),
         has_logits=False,
+        has_slots=any((stretch.chosen_TLK < 0).any() for stretch in stretches),
     )
     return traced, dense
 
@@ -202,6 +203,7 @@ def count_load(load: Load, shape: Shape) -> Traced:
         has_gates=False,
         has_logits=False,
         has_tokens=False,
+        has_slots=False,
     )
 
 

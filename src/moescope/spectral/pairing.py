@@ -20,7 +20,7 @@ EXACT_UP_TO = 8  # experts: all 8! = 40,320 pairings are evaluated
 SAMPLED_PAIRINGS = 20_000
 TOLERANCE = 1e-9
 ALPHA = 0.05
-ORDER_ALPHA = 0.01  # of the additional search for another order: jointly within 0.05, as tests show
+ORDER_ALPHA = 0.01  # of the additional search for another order, on top of ALPHA
 IDENTIFYING_ACCURACY = 0.9
 
 IDENTIFYING, PERMUTED, NON_RANDOM, CHANCE = "identifying", "permuted", "non_random", "chance"
@@ -125,7 +125,7 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         chance_accuracy = float(best_accuracy_P.mean())
     else:
         p_accuracy, chance_accuracy = 1.0, 1 / n
-    layer_verdict = verdict(matrix, accuracy_K, best, p_accuracy)
+    layer_verdict = verdict(matrix, accuracy_K, best, p_value, p_accuracy)
     return PairingTest(
         perm_z_K=perm_z_K,
         p_adjusted_K=p_adjusted_K,
@@ -150,20 +150,23 @@ def best_index(accuracy_K: Array, degenerate_K: np.ndarray[tuple[int], np.dtype[
     return int(np.argmax(np.where(degenerate_K, -1.0, accuracy_K)))
 
 
-def verdict(matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_accuracy: float) -> str:
+def verdict(
+    matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_value: float, p_accuracy: float
+) -> str:
     """Classify a layer's pairing.
 
-    identifying: at the best k at least 0.9 of the experts are identified from the weights alone, with
-    positive mean margin; non_random: accuracy (at the best k) exceeds the permutation null, but less than
-    that; permuted: routers and experts fit one to one in another order than stored; chance: none of these.
-    The claims also need p <= 0.05 (0.01), so that two or three experts, often paired correctly by chance, are
-    never called identified.
+    non_random: the mean alignment of stored pairs exceeds that of random pairings, p_value <= 0.05;
+    identifying: also, at the best k at least 0.9 of the experts are identified from the weights alone, with
+    positive mean margin and p_accuracy <= 0.05; permuted: routers and experts fit one to one in another order
+    than stored; chance: none of these. The mean finds weak alignment twice as often as accuracy does. Two or
+    three experts, often paired correctly by chance, are never called anything but chance.
     """
     if best is None:
         return CHANCE
-    if p_accuracy <= ALPHA:
+    if p_value <= ALPHA:
         margin = float(margins(matrix.align_KEE[best : best + 1]).mean())
-        return IDENTIFYING if accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 else NON_RANDOM
+        identifies = accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 and p_accuracy <= ALPHA
+        return IDENTIFYING if identifies else NON_RANDOM
     return PERMUTED if other_order(matrix) is not None else CHANCE
 
 
@@ -171,7 +174,8 @@ def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
     """The order in which routers and experts are each other's best match, if it differs from the stored one.
 
     Searched at every k that is not degenerate. Accepted where at least 0.9 of the routers are in mutual-best
-    pairs, which chance, corrected for multiple k, does with p <= 0.01 (`mutual_best_bound`).
+    pairs, which chance, corrected for multiple k, does with p <= 0.01 (`mutual_best_bound`): out of reach for
+    up to five experts (five have 0.0079 per k), for six from five ks on, for seven from 18.
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     indices = np.flatnonzero(~matrix.degenerate_K)

@@ -52,11 +52,11 @@ ACROSS_TABLES = {
 PAIRING_HEADS = [
     ("layer", "layer", "int"),
     ("verdict", "verdict", "text"),
-    ("p_accuracy", "verdict p", "float"),
+    ("p_value", "verdict p", "float"),
     ("best_k", "best k", "int"),
     ("best_accuracy", "accuracy", "float"),
     ("chance_accuracy", "chance", "float"),
-    ("p_value", "alignment p", "float"),
+    ("p_accuracy", "accuracy p", "float"),
     ("q_value", "q", "float"),
     ("ambiguity_score", "ambiguity", "float"),
     ("mean_abs", "mean |cos|", "float"),
@@ -186,7 +186,7 @@ def layer_table(view: View) -> Payload:
             cells |= {**tests.loc[layer], "ambiguity_score": ambiguity[layer], **facts}
             cells["verdict"] = verdict_name(view, layer, cells["verdict"])
             if order := facts["other_order"]:
-                cells["p_accuracy"] = order["p"]
+                cells["p_value"] = order["p"]
         rows.append([layer, *(cells[name] for name, _, _ in heads[1:])])
     return plain_table("layers_at_a_glance", "Layers at a glance", heads, rows, "layer-")
 

@@ -184,7 +184,6 @@ def findings(view: View) -> list[str]:
         return [capital(f"{missing}."), *alike, rank_sentence(view), *rank_findings(view)]
     return [
         verdict_finding(view),
-        *hidden_pairing_findings(view),
         *other_order_findings(view),
         *small_k_findings(view),
         *avoidance_findings(view),
@@ -205,22 +204,6 @@ def verdict_finding(view: View) -> str:
     return (
         f"{start}random layers called something else than chance: up to {number(ALPHA * tested)} of {tested}."
     )
-
-
-def hidden_pairing_findings(view: View) -> list[str]:
-    """Layers whose mean alignment beats random pairings although accuracy does not."""
-    tests = view.tables["alignment_tests"]
-    hidden = tests[(tests["verdict"] == "chance") & (tests["q_value"] <= ALPHA)]
-    if hidden.empty:
-        return []
-    layers = view.tables["alignment_layers"]
-    best = layers[layers["layer"].isin(hidden["layer"])].groupby("layer")["assignment_accuracy"].max()
-    return [
-        f"Non-random pairing without identification in {named_layers(hidden['layer'])}: mean alignment beats "
-        f"other pairings (largest q {number(hidden['q_value'].max())}; the best one-to-one assignment is "
-        f"right for up to {number(100 * best.max())} % of the experts), but a router row's best match is not "
-        "its own expert."
-    ]
 
 
 def other_order_findings(view: View) -> list[str]:

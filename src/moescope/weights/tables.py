@@ -256,12 +256,13 @@ COLUMNS: dict[str, Column] = {
     "exact": Column("bool", "Whether the null holds all pairings."),
     "verdict": Column(
         "text",
-        "identifying: at best_k at least 90 % of experts are identified from the weights alone, with "
-        "positive margin, and p_accuracy ≤ 0.05. non_random: p_accuracy ≤ 0.05 only. permuted: at least 90 % "
-        "of router rows and experts are each other's best match in another order than the stored one, p ≤ "
-        "0.01. chance: none of these.",
-        misleads="Up to one random layer in twenty is called something else. Fewer than four experts have "
-        "too few pairings for any call.",
+        "non_random: the mean alignment of stored pairs beats random pairings, p_value ≤ 0.05. identifying: "
+        "also, at best_k at least 90 % of experts are identified from the weights alone, with positive "
+        "margin, and p_accuracy ≤ 0.05. permuted: neither, but at least 90 % of router rows and experts are "
+        "each other's best match in another order than the stored one, p ≤ 0.01. chance: none of these.",
+        misleads="One random layer in twenty is called non_random. Fewer than four experts have too few "
+        "pairings for any call. permuted cannot be reached with five experts or fewer, with six only up to "
+        "four values of k, with seven up to 17: chance then fits some order too often.",
     ),
     # --- nulls
     "left": Column("float", "The bin's left edge."),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moescope.decoder.config import ModelConfig
+from moescope.decoder.config import ModelConfig, override
 from moescope.decoder.routers.contract import Routed, Router, RouterInput, to_routing
 from moescope.decoder.routers.dense import Dense
 from moescope.decoder.routers.expert_choice import ExpertChoice
@@ -35,7 +35,8 @@ def router_class(name: str) -> type[Router]:
 
 def facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts about the router of a [model] table, such as run.json and config.json hold."""
-    return router_class(model["router"]).facts(ModelConfig(**model))
+    config = override(ModelConfig(), model, "moescope_lab")
+    return router_class(config.router).facts(config)
 
 
 __all__ = ["ROUTERS", "Routed", "Router", "RouterInput", "facts_of_model", "router_class", "to_routing"]

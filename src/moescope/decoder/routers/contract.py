@@ -69,6 +69,8 @@ class Router(nn.Module, ABC):
     learns_from_text: ClassVar[bool] = True  # the language-model loss has a gradient into the router
     expects_frozen_experts: ClassVar[bool] = False
     expects_low_entropy: bool = False  # near-certain decisions by design: low entropy is no alert
+    # what a layer's router stores besides rows and `bias_E`: name -> its kind, see types.RouterState
+    state_tensors: ClassVar[dict[str, str]] = {}
     # how pruning ("slice") or merging ("fold", "join") changes this router, where it is special: a sentence
     compression_effects: ClassVar[dict[str, str]] = {}
     # options that seed a random draw: in a study each seed draws anew, unless the study sets the option
@@ -176,7 +178,7 @@ RANGES = {
 }
 FACTS = (
     *("name", "routes", "has_rows", "has_logits", "has_keys", "plain_top_k", "sigmoid_scores", "fixed_top_k"),
-    *("experts_choose", "causal_in_training", "learns_from_text", "expects_low_entropy"),
+    *("experts_choose", "causal_in_training", "learns_from_text", "expects_low_entropy", "state_tensors"),
 )
 
 

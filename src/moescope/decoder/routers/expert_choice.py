@@ -33,6 +33,7 @@ class ExpertChoice(Router):
         "slice": "Thresholds stay while probabilities grow: the remaining experts take more tokens.",
         "fold": "Thresholds are set so that a merged expert takes as many tokens as any of its members took.",
     }
+    state_tensors: ClassVar[dict[str, str]] = {"midpoints_E": "experts", "steps": "shared"}
     OPTIONS: ClassVar[dict[str, Option]] = {"capacity_factor": 1.25, "decay": 0.9}
     midpoints_E: Tensor
     steps: Tensor

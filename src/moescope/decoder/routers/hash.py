@@ -27,15 +27,20 @@ class Hash(Router):
         "join": "A merged expert gets the token ids of all its members.",
     }
     seed_options = ("seed",)
+    state_tensors: ClassVar[dict[str, str]] = {"table_VK": "table"}
     OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0}
     table_VK: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__(config, layer, shared)
-        draws = np.random.default_rng([self.options["seed"], layer])
-        order_VE = draws.random((config.vocabulary, config.experts)).argsort(axis=1)
+        if torch.get_default_device().type == "meta":  # only counted
+            table_VK = torch.empty(config.vocabulary, config.top_k, dtype=torch.long)
+        else:
+            draws = np.random.default_rng([self.options["seed"], layer])
+            order_VE = draws.random((config.vocabulary, config.experts)).argsort(axis=1)
+            table_VK = torch.tensor(np.ascontiguousarray(order_VE[:, : config.top_k]))
         # saved, so that loading does not depend on numpy's generator
-        self.register_buffer("table_VK", torch.tensor(np.ascontiguousarray(order_VE[:, : config.top_k])))
+        self.register_buffer("table_VK", table_VK)
 
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:

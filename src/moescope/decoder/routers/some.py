@@ -51,6 +51,10 @@ class SoME(Router):
     compression_effects: ClassVar[dict[str, str]] = {
         "fold": "The rows are keys, fitted on the queries they meet."
     }
+    state_tensors: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("strength_E", "usage_E"), "experts"),
+        **dict.fromkeys(("steps", "wide.weight", "wide.bias", "narrow.weight", "narrow.bias"), "shared"),
+    }
     variants: ClassVar[dict[str, dict[str, Any]]] = {
         "": BLOCK,
         **{name: {**BLOCK, **changes} for name, changes in CONTROLS.items()},

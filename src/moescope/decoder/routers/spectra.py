@@ -67,6 +67,11 @@ class Spectra(Router):
     has_rows: ClassVar[bool] = False
     causal_in_training: ClassVar[bool] = False
     expects_low_entropy = True  # cosines divided by a small epsilon, and an entropy loss
+    state_tensors: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("direction_ER", "potential_E", "expand.weight", "expand.bias"), "experts"),
+        **dict.fromkeys(("express.weight", "express.bias"), "experts"),  # R rows per expert
+        **dict.fromkeys(("state.weight", "state.bias"), "shared"),
+    }
     variants: ClassVar[dict[str, dict[str, Any]]] = {
         "": {},
         **{name: {"router_options": options} for name, options in ABLATIONS.items()},
@@ -142,8 +147,12 @@ class Spectra(Router):
 
     @classmethod
     def facts(cls, config: ModelConfig) -> dict[str, Any]:
-        plain = cls.checked_options(config)["plain"]
-        return {**super().facts(config), "has_rows": plain, "expects_low_entropy": not plain}
+        options = cls.checked_options(config)
+        plain, tensors = options["plain"], dict(cls.state_tensors)
+        if not options["expression"]:  # one projection for all experts, which belongs to none of them
+            tensors |= dict.fromkeys(("express.weight", "express.bias"), "shared")
+        changed = {"has_rows": plain, "expects_low_entropy": not plain, "state_tensors": tensors}
+        return {**super().facts(config), **changed}
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:

@@ -96,7 +96,7 @@ M.number = (value, digits = 3) => {
 (() => {
   const csvCell = (value) => {
     if (value === null || value === undefined) return "";
-    if (typeof value === "number") return String(value);
+    if (typeof value !== "string") return String(value);
     // a spreadsheet would run a text that begins like a formula
     const text = /^[=+\-@\t\r]/.test(String(value)) ? "'" + value : String(value);
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;

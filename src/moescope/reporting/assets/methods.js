@@ -31,6 +31,8 @@
     const rows = { status: `${info.status}, ${info.started}${info.finished ? " to " + info.finished : ""}`, device: info.device,
       time: Object.entries(info.timings ?? {}).map(([stage, seconds]) => `${stage} ${seconds} s`).join(", "),
       versions: Object.entries(info.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", "),
+      machine: info.machine && [info.machine.cpu, `${info.machine.cores} cores`, info.machine.threads && `${info.machine.threads} threads per operation`, ...(info.machine.gpus ?? [])].filter(Boolean).join(", "),
+      "git commit of moescope": info.package_commit,
       "git commit of the working folder": info.git_commit,
       checkpoints: (info.checkpoints ?? []).map((item) => `${item.path ?? ""}${item.header_hash ? " (headers " + item.header_hash.slice(0, 16) + ")" : ""}`).join("\n") };
     const body = Object.entries(rows).filter(([, value]) => value).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, String(value))));

@@ -1,0 +1,185 @@
+"""Every verb that joins tables, on inputs so small that it can be killed hundreds of times.
+
+A module, so that forked processes can import it; with everything that a verb imports late.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import plotly.graph_objects  # noqa: F401
+import torch
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+import moescope.compression.steps
+import moescope.lab.evaluation
+import moescope.lab.overhead
+import moescope.lab.study_config
+import moescope.lab.study_statistics
+import moescope.lab.training
+import moescope.reporting.html
+import moescope.reporting.page
+import moescope.routing.collectors
+from checkpoints import tiny_checkpoint
+from lab.tiny_study import write_study
+from moescope import storage
+from moescope.comparison.verb import compare
+from moescope.compression.verb import compress
+from moescope.lab.study import study
+from moescope.lab.train import train
+from moescope.reporting.verb import OWN_MARK
+from moescope.routing.monitor import LoopMonitor
+from moescope.routing.trace import trace
+from moescope.weights.verb import scan
+from routing.tiny_text import save_model, texts, write_jsonl
+from routing.tiny_training import batch, documents, model_of
+
+TOML = """
+[model]
+d_model = 16
+layers = 1
+heads = 2
+d_ff = 16
+experts = 4
+max_positions = 64
+[data]
+validation_share = 0.4
+domains = {{ words = "{folder}/words.jsonl", sums = "{folder}/sums.jsonl" }}
+[train]
+steps = 4
+batch_size = 4
+sequence_length = 16
+warmup = 2
+evaluate_every = 2
+checkpoint_every = 2
+evaluation_rows = 8
+"""
+STUDY = """
+reference = "top2"
+seeds = [3, 5]
+[base.model]
+{base}
+[arms.top2]
+model = {{ router = "top2" }}
+[arms.other]
+model = {{ router = "switch_top1" }}
+"""
+
+
+def prepare(folder: Path) -> None:
+    """Write what the verbs read."""
+    write_study(folder)  # for its texts
+    settings = TOML.format(folder=folder)
+    (folder / "tiny.toml").write_text(settings)
+    base = settings.replace("[data]", "[base.data]").replace("[train]", "[base.train]")
+    (folder / "study.toml").write_text(STUDY.format(base=base.replace("[model]", "")))
+    tiny_checkpoint(folder / "a", layers=2)
+    tiny_checkpoint(folder / "b", layers=2, seed=1)
+    save_model(folder / "model")
+    write_jsonl(folder / "text.jsonl", texts(12, seed=0))
+
+
+def run_scan(inputs: Path, out: Path) -> None:
+    scan(inputs / "a", out=out, device="cpu", quiet=True)
+
+
+def run_compare(inputs: Path, out: Path) -> None:
+    compare(inputs / "a", inputs / "b", out=out, device="cpu", quiet=True)
+
+
+def run_trace(inputs: Path, out: Path) -> None:
+    text = inputs / "text.jsonl"
+    trace(inputs / "model", text=str(text), out=out, save_tokens=True, device="cpu", quiet=True)
+
+
+def run_compress(inputs: Path, out: Path) -> None:
+    options = {"method": "reap", "keep": 0.5, "text": inputs / "text.jsonl", "controls": 1}
+    small = out.with_name(f"{out.name}-small")
+    compress(inputs / "model", **options, apply=small, out=out, device="cpu", quiet=True)
+
+
+def run_train(inputs: Path, out: Path) -> None:
+    # the page takes most of the time, and other tests look at it
+    moescope.reporting.page.page_content = lambda runs: {}
+    moescope.reporting.html.render = lambda content: OWN_MARK.decode()
+    train(inputs / "tiny.toml", router="top2", out=out, device="cpu", quiet=True)
+
+
+def run_study(inputs: Path, out: Path) -> None:
+    study(inputs / "study.toml", out=out, device="cpu", quiet=True)
+
+
+def monitored(out: Path, last: int) -> None:
+    """Train to the last step as a user's loop does, from its own newest checkpoint if it has one."""
+    saved = out.with_name(f"{out.name}-saved")
+    saved.mkdir(exist_ok=True)
+    model, rows = model_of("mixtral"), documents()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = max((int(file.stem) for file in saved.glob("*.pt")), default=0)
+    if first:
+        model.load_state_dict(torch.load(saved / f"{first}.pt"))
+    monitor = LoopMonitor(out, every=2, gradients_every=2, overwrite=first == 0).watch(model, step=first)
+    for number in range(first, last):
+        model(**batch(rows[4 * number : 4 * number + 4])).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        monitor.step()
+        if (number + 1) % 2 == 0:
+            monitor.flush()
+            torch.save(model.state_dict(), saved / "new")
+            (saved / "new").rename(saved / f"{number + 1}.pt")
+    monitor.close()
+
+
+def run_monitor(inputs: Path, out: Path) -> None:
+    monitored(out, 4)
+
+
+def run_continued(inputs: Path, out: Path) -> None:
+    """Continue a monitored training that was finished and closed."""
+    if not out.exists():
+        shutil.copytree(inputs / "undisturbed-monitor-saved", out.with_name(f"{out.name}-saved"))
+        shutil.copytree(inputs / "undisturbed-monitor", out)
+    monitored(out, 6)
+
+
+RUNS: dict[str, Callable[[Path, Path], None]] = {
+    "scan": run_scan,
+    "compare": run_compare,
+    "trace": run_trace,
+    "compress": run_compress,
+    "train": run_train,
+    "study": run_study,
+    "monitor": run_monitor,
+    "continued": run_continued,
+}
+
+
+class Recorder(storage.Failpoint):
+    """Fails nowhere; records at which writes a run has joined tables without being done and tidied."""
+
+    def __init__(self, watched: Path):
+        self.watched, self.joining = watched, []
+
+    def reach(self, creates: bool) -> None:
+        joined, parts = (any(self.watched.glob(place)) for place in ("*.parquet", "parts/*/*.parquet"))
+        done = joined and json.loads((self.watched / "run.json").read_text())["status"] == "done"
+        self.joining.append(joined and (parts or not done))
+
+
+def attempt(verb: str, inputs: Path, out: Path, armed: str | None) -> None:
+    """Run the verb in this process, which the failpoint may kill."""
+    torch.set_num_threads(1)
+    storage.failpoint = storage.Failpoint(armed) if armed else None
+    RUNS[verb](inputs, out)
+
+
+def record(verb: str, inputs: Path, out: Path, watched: Path) -> None:
+    """Run the verb undisturbed and write what the recorder saw beside the run."""
+    torch.set_num_threads(1)
+    storage.failpoint = recorder = Recorder(watched)
+    RUNS[verb](inputs, out)
+    out.with_name(f"{out.name}.json").write_text(json.dumps(recorder.joining))

@@ -1,0 +1,117 @@
+"""Killed at any write and started again, a run has the tables of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from faults.forked import call
+from moescope.run import Run
+
+MEASURED = ["seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes"]  # differ from run to run
+VERBS = ("scan", "compare", "trace", "compress", "train", "study", "monitor", "continued")
+WATCHED = {"study": "trainings/top2-seed-3"}  # the run inside, whose joining is recorded
+OTHERS = 6  # kills per verb outside the joining
+Start = Callable[..., int | None]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Run a function of kill_work in a fork of a process that has imported everything; its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults.kill_work"])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), before])
+
+    def run(function: str, *arguments: Any) -> int | None:
+        process = context.Process(target=call, args=(function, *arguments))
+        process.start()
+        process.join(120)
+        if process.is_alive():
+            process.kill()
+            pytest.fail(f"{function} {arguments}: still running after 120 s")
+        return process.exitcode
+
+    assert run("prepare", tmp_path_factory.mktemp("none")) == 0
+    os.environ["PYTHONPATH"] = before
+    return run
+
+
+@pytest.fixture(scope="session")
+def inputs(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    assert start("prepare", folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(start: Start, inputs: Path) -> Callable[[str], tuple[Run, list[bool]]]:
+    """A verb -> its run, and at which of its writes joined tables and parts are both on disk."""
+    made: dict[str, tuple[Run, list[bool]]] = {}
+
+    def run(verb: str) -> tuple[Run, list[bool]]:
+        if verb not in made:
+            out = inputs / f"undisturbed-{verb}"
+            assert start("record", verb, inputs, out, out / WATCHED.get(verb, ".")) == 0
+            made[verb] = Run.load(out), json.loads(out.with_name(f"{out.name}.json").read_text())
+        return made[verb]
+
+    return run
+
+
+def all_runs(folder: Path) -> dict[str, Run]:
+    found = {str(file.parent.relative_to(folder)): Run.load(file.parent) for file in folder.rglob("run.json")}
+    assert {run.info["status"] for run in found.values()} == {"done"}
+    return found
+
+
+def assert_equal_tables(folder: Path, other: Path) -> None:
+    """Compare every table of the run and of the runs inside it, row by row, but for times and memory."""
+    runs, others = all_runs(folder), all_runs(other)
+    assert runs.keys() == others.keys()
+    for place, run in runs.items():
+        assert run.tables == others[place].tables
+        for name in set(run.tables) - {"overhead"}:  # times of parts of a step
+            left, right = (
+                of[place].table(name).drop(columns=MEASURED, errors="ignore") for of in (runs, others)
+            )
+            pd.testing.assert_frame_equal(left, right, check_exact=True, obj=f"{place} {name}")
+        leftovers = [path for path in run.path.rglob("*") if path.suffix in (".tmp", ".lock")]
+        assert leftovers == []
+
+
+def kill_and_resume(start: Start, verb: str, inputs: Path, undisturbed: Path, out: Path, write: int) -> None:
+    assert start("attempt", verb, inputs, out, f"kill:{write}") == -signal.SIGKILL, f"{verb} at {write}"
+    assert start("attempt", verb, inputs, out, None) == 0, f"{verb} at {write} did not resume"
+    try:
+        assert_equal_tables(undisturbed, out)
+    except Exception as error:
+        raise AssertionError(f"{verb} killed at write {write}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_killed_run_resumes_with_the_tables_of_an_undisturbed_one(
+    start, inputs, undisturbed, verb, tmp_path
+):
+    """Every write while tables are joined, and some of the others."""
+    if verb == "continued":
+        undisturbed("monitor")  # what it continues
+    run, joining = undisturbed(verb)
+    window = {write + near for write, both in enumerate(joining, 1) if both for near in (-1, 0, 1)}
+    window &= set(range(1, len(joining) + 1))
+    assert len(window) > 5
+    others = sorted(set(range(1, len(joining) + 1)) - window)
+    draw = random.Random(verb)
+    for write in sorted({*window, *draw.sample(others, min(OTHERS, len(others)))}):
+        kill_and_resume(start, verb, inputs, run.path, tmp_path / f"run{write}", write)

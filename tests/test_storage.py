@@ -1,0 +1,285 @@
+"""Writes: exclusive random names, nothing left behind, and failures of the disk as one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from checkpoints import tiny_checkpoint
+from moescope import storage
+from moescope.cli import app
+from moescope.errors import BadInput
+from moescope.reporting.verb import OWN_MARK, report
+from moescope.routing.monitor import LoopMonitor
+from moescope.run import Run, open_run
+from moescope.storage import Failpoint, atomic_file, is_leftover, leftover_name, remove_leftovers
+from moescope.verbs import load_verb
+from moescope.weights.verb import scan
+from routing.tiny_training import batch, documents, model_of
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    storage.failpoint = None
+
+
+@pytest.fixture
+def blank_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page itself takes seconds, and other tests look at it."""
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: {})
+    monkeypatch.setattr("moescope.reporting.html.render", lambda content: OWN_MARK.decode())
+
+
+@pytest.fixture(scope="module")
+def scanned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scanned")
+    return scan(tiny_checkpoint(folder / "model", layers=1), out=folder / "run", quiet=True).path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- names
+
+
+def test_a_link_at_a_temporary_name_is_not_followed(scanned, tmp_path, blank_page):
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    for name in ("report.html.tmp", "report.tmp", "run.tmp", "alignment.tmp"):
+        (scanned / name).symlink_to(victim)
+    report(scanned)
+    with atomic_file(scanned / "alignment.parquet.copy") as partial:
+        assert partial.parent == scanned
+        assert not partial.is_symlink()
+        partial.write_text("new")
+    assert victim.read_text() == "precious"
+    for name in ("report.html.tmp", "report.tmp", "run.tmp", "alignment.tmp", "alignment.parquet.copy"):
+        (scanned / name).unlink()
+
+
+def test_a_link_at_the_target_is_replaced_and_its_file_stays(tmp_path):
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    (tmp_path / "table").symlink_to(victim)
+    with atomic_file(tmp_path / "table") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "table").read_text() == "new"
+    assert victim.read_text() == "precious"
+
+
+def test_a_name_that_is_taken_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.secrets, "token_hex", lambda count: "0" * 16)
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    leftover_name(tmp_path).symlink_to(victim)
+    with pytest.raises(BadInput, match="cannot be written"), atomic_file(tmp_path / "table"):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_at_a_lock_does_not_empty_its_file(scanned, tmp_path):
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(victim)
+    with pytest.raises(BadInput), open_run(tmp_path / "run", load_verb("scan"), {"arguments": {}}):
+        pass
+    assert victim.read_text() == "precious"
+
+
+WAITING = """
+    import sys
+    from pathlib import Path
+    from moescope.storage import atomic_file, atomic_folder
+    with atomic_file(Path(sys.argv[1]) / "file"), atomic_folder(Path(sys.argv[1]) / "folder") as partial:
+        (partial / "content").write_text("half")
+        print("midway", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(tmp_path):
+    (tmp_path / "draft.tmp").write_text("the user's")
+    code = "\n".join(line[4:] for line in WAITING.splitlines())
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"midway\n"
+        remove_leftovers(tmp_path)
+        assert sum(map(is_leftover, tmp_path.iterdir())) == 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert sum(map(is_leftover, tmp_path.iterdir())) == 2
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["draft.tmp"]
+
+
+# --- after the run is done
+
+
+@pytest.mark.parametrize("command", ["scan", "report"])
+def test_the_next_command_removes_what_a_stop_after_done_left(command, tmp_path, monkeypatch, blank_page):
+    model = tiny_checkpoint(tmp_path / "model", layers=1)
+
+    def stop(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moescope.run.remove", stop)
+    with pytest.raises(KeyboardInterrupt):
+        scan(model, out=tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: {})
+    monkeypatch.setattr("moescope.reporting.html.render", lambda content: OWN_MARK.decode())
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
+    assert any((tmp_path / "run").glob("parts/*/*.parquet"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.parquet")}
+    scan(model, out=tmp_path / "run", quiet=True) if command == "scan" else report(tmp_path / "run")
+    assert not (tmp_path / "run" / "parts").exists()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.parquet")} == before
+
+
+# --- a disk that fails
+
+
+def monitored(out: Path, first: int, last: int) -> Run | None:
+    model, rows = model_of("mixtral"), documents()
+    monitor = LoopMonitor(out, every=2, overwrite=first == 0).watch(model, step=first)
+    for number in range(first, last):
+        model(**batch(rows[4 * number : 4 * number + 4])).loss.backward()
+        monitor.step()
+    try:
+        return monitor.close()
+    finally:
+        monitor.stop()
+
+
+def tables(run: Run) -> dict[str, pd.DataFrame]:
+    measured = ["seconds", "step_seconds", "tokens_per_second"]
+    return {name: run.table(name).drop(columns=measured, errors="ignore") for name in run.tables}
+
+
+class FullWhileJoining(Failpoint):
+    """A disk that is full from the n-th joined table on."""
+
+    def __init__(self, folder: Path, left: int):
+        self.folder, self.kind, self.left = folder, "full", left
+
+    def reach(self, creates: bool) -> None:
+        if any(self.folder.glob("*.parquet")):
+            super().reach(creates)
+
+
+@pytest.mark.parametrize("write", [1, 3, 5])
+def test_a_monitored_training_whose_joining_failed_resumes_with_every_row_once(write, tmp_path):
+    """Joined tables count only when the run is done: some of them exist here beside the tasks' own."""
+    torch.manual_seed(0)
+    whole = monitored(tmp_path / "whole", 0, 4)
+    storage.failpoint = FullWhileJoining(tmp_path / "run", write)
+    with pytest.raises(BadInput, match="No space left on device"):
+        monitored(tmp_path / "run", 0, 4)
+    storage.failpoint = None
+    assert any((tmp_path / "run").glob("*.parquet")), "nothing was joined, so nothing is shown"
+    resumed = monitored(tmp_path / "run", 4, 4)
+    for name, frame in tables(whole).items():
+        pd.testing.assert_frame_equal(frame, tables(resumed)[name], check_exact=True)
+
+
+@pytest.mark.parametrize("write", [1, 2, 3, 5, 9, 20, 40])
+def test_a_full_disk_is_one_line_and_the_run_resumes(write, tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", layers=2)
+    storage.failpoint = Failpoint(f"full:{write}")
+    with pytest.raises(BadInput, match=r"cannot be written \(No space left on device\)") as caught:
+        scan(model, out=tmp_path / "run", quiet=True)
+    assert "\n" not in str(caught.value)
+    storage.failpoint = None
+    assert not [path for path in tmp_path.rglob("*") if is_leftover(path)]
+    if not (tmp_path / "run").exists():  # nothing had been computed: nothing is left behind
+        assert names(tmp_path) == ["model"]
+    run = scan(model, out=tmp_path / "run", quiet=True)
+    whole = scan(model, out=tmp_path / "whole", quiet=True)
+    for name in whole.tables:
+        pd.testing.assert_frame_equal(run.table(name), whole.table(name), check_exact=True)
+
+
+def test_files_that_may_not_grow_are_one_line(tmp_path):
+    """A real limit of the kernel: whoever writes, parquet included, is refused after 5,000 bytes."""
+    model = tiny_checkpoint(tmp_path / "model", layers=1)
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from moescope.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))\n"
+        f"sys.argv = ['moescope', 'scan', {str(model)!r}, '--out', {str(tmp_path / 'run')!r}, '--quiet']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "File too large" in done.stderr
+    assert names(tmp_path) == ["model"]
+
+
+def call(*words: str | Path) -> str:
+    """Run a command that must fail, in this process, and return its one line."""
+    outcome = CliRunner().invoke(app, [str(word) for word in words])
+    assert isinstance(outcome.exception, BadInput), outcome.exception
+    return str(outcome.exception)
+
+
+def test_a_name_that_is_too_long_is_one_line(scanned, tmp_path, blank_page):
+    long, model = tmp_path / ("x" * 300), scanned.parent / "model"
+    assert "File name too long" in call("scan", model, "--out", long)
+    assert "no such folder or file" in call("scan", long, "--out", tmp_path / "run")
+    assert "File name too long" in call("report", scanned, "--out", long)
+    assert "File name too long" in call("report", long)
+    assert names(tmp_path) == []
+    report(scanned, out=tmp_path / ("x" * 250 + ".html"))  # as long as a name may be
+    assert len(names(tmp_path)) == 1
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_deep_json_in_a_checkpoint_is_one_line(name, tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", layers=1)
+    (model / name).write_text(DEEP)
+    assert name in call("scan", model, "--out", tmp_path / "run")
+    assert names(tmp_path) == ["model"]
+
+
+def test_deep_json_in_a_run_is_one_line_and_overwrite_replaces_it(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", layers=1)
+    run = scan(model, out=tmp_path / "run", quiet=True)
+    (run.path / "run.json").write_text(DEEP)
+    assert "run.json: not valid JSON" in call("report", run.path)
+    assert "run.json: not valid JSON" in call("scan", model, "--out", run.path)
+    assert scan(model, out=run.path, overwrite=True, quiet=True).info["status"] == "done"
+
+
+@pytest.mark.parametrize("layers", ["9" * 5000, "1-" + "9" * 5000, "0-99999999999", "1e9", "-1"])
+def test_huge_layer_numbers_are_one_line(layers, tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", layers=1)
+    assert "layers" in call("scan", model, f"--layers={layers}", "--out", tmp_path / "run")
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "alignment.parquet"])
+def test_a_file_that_is_a_folder_or_a_pipe_is_one_line(name, tmp_path, blank_page):
+    """Root may read everything, so what cannot be read here is a folder in a file's place."""
+    run = scan(tiny_checkpoint(tmp_path / "model", layers=1), out=tmp_path / "run", quiet=True)
+    (run.path / name).unlink()
+    (run.path / name).mkdir()
+    with pytest.raises(BadInput, match=name.replace(".", r"\.")):
+        Run.load(run.path).table("alignment")
