@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moescope.errors import printable
+from moescope.errors import BadInput, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +77,15 @@ class ExpertStack:
     files: tuple[str, ...]
     read: Callable[[int], Tensor]
     stored: StoredParts | None = None  # None if it cannot be written back: quantised, or not from a file
+
+    def read_finite(self, expert: int) -> Tensor:
+        part = self.read(expert)
+        if not part.isfinite().all():
+            file, name = (parts[expert % len(parts)] for parts in (self.files, self.names))
+            raise BadInput(
+                f"{file}: tensor {name} holds NaN or Inf; fix the checkpoint, or exclude its layer"
+            )
+        return part
 
     @property
     def significand_bits(self) -> int:
@@ -148,10 +157,10 @@ class LayerWeights:
         return {name: stack for name, stack in stacks.items() if stack is not None}
 
     def expert(self, number: int) -> ExpertWeights:
-        """Read one expert, in the stored dtype."""
+        """Read one expert, in the stored dtype; raise for NaN and Inf in it."""
         biases = (self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED)
         stacks = (self.gate_EFD, self.down_EDF, self.up_EFD, *biases)
-        gate, down, *rest = (None if stack is None else stack.read(number) for stack in stacks)
+        gate, down, *rest = (None if stack is None else stack.read_finite(number) for stack in stacks)
         assert gate is not None
         assert down is not None
         return ExpertWeights(gate, down, *rest)

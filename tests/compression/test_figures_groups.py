@@ -11,13 +11,13 @@ from scipy.cluster.hierarchy import linkage
 
 from moescope.compression.figures import GROUPS
 from moescope.compression.figures_groups import (
-    alone_by_chance,
     dendrogram,
     group_sizes,
     leaf_order,
     links,
     size_bins,
 )
+from moescope.compression.rows import alone_by_chance
 from moescope.compression.verb import VERB
 
 
@@ -134,6 +134,9 @@ def test_sizes_add_up_to_the_experts_left_and_chance_is_beside_them(tables):
     assert np.sum([trace["y"] for trace in bars], axis=0).tolist() == [6, 6]
     assert figure.data[-1]["y"] == pytest.approx([6 * (5 / 6) ** 4] * 2)
     assert f"{6 * (5 / 6) ** 4:.3g}" in figure.caption
+    other = group_sizes({**tables, "clusters": tables["clusters"].assign(chance_alone=4.5)})
+    assert other.data[-1]["y"] == [4.5, 4.5]
+    assert "4.5" in other.caption
 
 
 def test_alone_by_chance_is_what_dealing_gives():

@@ -106,3 +106,12 @@ def test_kl_is_that_of_the_definition_and_zero_probabilities_cost_nothing():
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
     q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]], dtype=torch.float64)
     assert mean_kl(p, q.log()) == pytest.approx(0.5 * np.log(2) / 2)
+
+
+def test_states_that_are_all_zero_leave_the_rows_as_they_are():
+    start = torch.arange(12, dtype=torch.float64).reshape(3, 4)
+    fit = fit_rows(
+        torch.zeros(8, 4, dtype=torch.float64), torch.full((8, 3), 1 / 3, dtype=torch.float64), start
+    )
+    assert torch.equal(fit.rows_KD, start)
+    assert fit.kl == 0

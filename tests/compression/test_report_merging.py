@@ -102,7 +102,7 @@ def test_a_plan_without_steps_has_no_dendrogram(merged_run, tmp_path):
 def test_what_becomes_of_the_router_is_said_for_each_kind(router: str, lab: str | None, said: str):
     clusters = pd.DataFrame(
         {"layer": 0, "expert": [0, 1], "kept": True, "cluster": [0, 1], "dominant": True, "weight": 1.0}
-    )
+    ).assign(chance_alone=2.0)
     effects = {} if lab is None else router_class(lab).compression_effects
     section = experts_section({"clusters": clusters}, {"router": router, "router_effects": effects})
     assert said in section.text

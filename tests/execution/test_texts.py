@@ -133,6 +133,8 @@ def test_token_ids_come_from_arrays_and_from_lines(tmp_path):
         ({"text": ["/dev/zero"]}, "/dev/zero: a pipe or device"),
         ({"text": ["a" * 300]}, "File name too long"),
         ({"text": ["a\0b"]}, "null byte"),
+        ({"text": [""]}, "no such file or folder"),
+        ({"text": ["a\udcff"]}, "its name is not UTF-8"),
     ],
 )
 def test_what_was_not_understood_is_said(ways, words):
@@ -151,6 +153,7 @@ def test_what_was_not_understood_is_said(ways, words):
         ("a.txt.gz", gzip.compress(b"x" * 1000)[:20], "a.txt.gz: cannot be read"),
         ("a.txt.gz", gzip.compress(b"x" * 1000)[:12] + b"\xff" * 20, "a.txt.gz: cannot be read"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON"),
+        ("a.jsonl", b'{"text": [99999999999999999999]}', "a.jsonl, line 1: token id 9"),
         ("a.jsonl", b'"x"\n"' + b"y" * 5000 + b'"\n', "a.jsonl, line 2: over"),
         ("a.jsonl", b'{"messages": [{"content": "' + b"y" * 900 + b'"}]}', "a chat of over a million"),
     ],
@@ -162,6 +165,15 @@ def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch, name, conten
     with pytest.raises(BadInput, match=words) as caught:
         all_of(text=[tmp_path / name])
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_inside_a_folder_may_have_any_name(tmp_path):
+    names = [b"\xff\xfe.txt", b"new\nline.txt", b"x" * 250 + b".txt", "ü.txt".encode()]
+    for name in names:
+        (tmp_path / os.fsdecode(name)).write_text(repr(name))
+    (source,) = sources([tmp_path], [], None)
+    assert sorted(source.read_in_turn()) == sorted(map(repr, names))
+    json.dumps(source.identity, ensure_ascii=False).encode()
 
 
 def test_the_byte_that_is_no_text_is_counted_from_the_start_of_the_file(tmp_path, monkeypatch):

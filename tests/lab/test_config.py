@@ -26,6 +26,7 @@ from moescope.lab.config import (
     with_router,
 )
 from moescope.lab.cost import training_bytes
+from moescope.lab.study import plan_study
 
 
 def test_every_preset_can_be_built_and_survives_json():
@@ -175,6 +176,13 @@ def test_absurd_options_of_a_router_are_rejected_from_estimates(width):
     options = {"router": "spectra", "router_options": {"router_dim": width}}
     with pytest.raises(BadInput, match="GB of memory, more than"):
         config_from({"model": options})
+
+
+def test_a_study_is_not_planned_with_a_router_that_cannot_be_measured_here(monkeypatch):
+    monkeypatch.setattr("moescope.lab.cost.memory_of", lambda device: 10**6)
+    arms = {"small": {}, "wide": {"model": {"router": "some", "d_model": 1024}}}  # 4 x 1024^2 weights
+    with pytest.raises(BadInput, match=r"some router of one layer needs 0\.0 GB; lower"):
+        plan_study({"reference": "small", "arms": arms})
 
 
 def test_numbers_that_are_no_floats_are_rejected(tmp_path):

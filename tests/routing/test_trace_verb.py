@@ -299,7 +299,7 @@ def test_a_folder_that_holds_no_model_is_named(place, tmp_path):
     for folder, words in (
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path / ("x" * 300), "no such folder"),
-        (tmp_path, "transformers cannot load it"),
+        (tmp_path, "no .safetensors file"),
     ):
         with pytest.raises(BadInput, match=words):
             trace(folder, text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
@@ -311,8 +311,7 @@ def test_missing_weights_are_not_made_up(place, tmp_path):
 
     save_model(tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    name = "model.layers.1.block_sparse_moe.gate.weight"
-    del tensors[name]
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadInput, match=r"1 weights are missing, such as model\.layers\.1"):
         trace(tmp_path / "model", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)

@@ -68,9 +68,9 @@ OF_A_LAYER = {
     "panel_delta_vs_shuffle": {"chance": FLAT},
     "panel_shuffle_mean": {"random direction": RAMP},
     "panel_shuffle_std": {"random directions": SPREAD},
-    "panel_expert_align": {"random direction": RAMP},
-    "panel_expert_delta_vs_shuffle": {"chance": FLAT},
-    "panel_expert_margin": {"no preference": FLAT},
+    "panel_expert_cos_squared": {"random direction": np.full(2, 1 / D)},
+    "panel_expert_align": {"random direction": np.full(2, 128 / D)},
+    "panel_expert_z_vs_shuffle": {"chance": np.zeros(2)},
 }
 
 

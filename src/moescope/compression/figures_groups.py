@@ -175,9 +175,8 @@ def group_sizes(tables: Tables) -> Figure:
                 "hovertemplate": f"layer %{{x}}<br>{name}: %{{y}}<extra></extra>",
             }
         )
-    experts = tables["clusters"].groupby("layer").size()
     alone = [int((sizes.loc[layer] == 1).sum()) for layer in layers]
-    by_chance = [alone_by_chance(int(experts[layer]), len(sizes.loc[layer])) for layer in layers]
+    by_chance = [float(value) for value in rows.groupby("layer")["chance_alone"].first().loc[layers]]
     data.append(grey_line(layers, by_chance, "alone if joined at random"))
     largest = int(sizes.max())
     where = int(sizes.idxmax()[0])
@@ -187,7 +186,7 @@ def group_sizes(tables: Tables) -> Figure:
         "Group sizes per layer",
         f"{number(float(np.mean(alone)))} of {number(groups)} experts stay alone on average (joined at "
         f"random: {number(float(np.mean(by_chance)))}). Largest group: {largest} members, layer {where}.",
-        ("cluster",),
+        ("cluster", "chance_alone"),
         data,
         base_layout(
             "layer",
@@ -207,11 +206,6 @@ def size_bins(sizes: pd.Series) -> list[tuple[int, int]]:
     if len(present) <= len(SIZES):
         return [(size, size) for size in present]
     return [*((size, size) for size in present if size <= 4), (5, present[-1])]
-
-
-def alone_by_chance(n_experts: int, groups: int) -> float:
-    """Expected groups of one when each of n - K others joins one of K at random: K (1 - 1/K)^(n - K)."""
-    return groups * (1 - 1 / groups) ** (n_experts - groups) if groups else 0.0
 
 
 def has_groups(tables: Tables) -> bool:

@@ -357,6 +357,8 @@ class Problem:
             shrink_R = torch.cat([shrink_R, shrink_R.new_ones(1)])
         states_TR = self.states_TR * shrink_R[:axes]
         free = (change_KR / shrink_R).clone()
+        if not free.numel():
+            return free  # states that are all zero
         search = torch.optim.LBFGS(
             [free],
             max_iter=STEPS,

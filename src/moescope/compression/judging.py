@@ -21,7 +21,7 @@ from moescope.compression.damage import measured_errors, original_outputs
 from moescope.compression.plan import Fits
 from moescope.errors import BadInput
 from moescope.execution.documents import Batch, Document, batches, windows
-from moescope.execution.models import TracedModel
+from moescope.execution.models import TracedModel, named_failures
 from moescope.families import MoeCheckpoint
 from moescope.progress import progress
 from moescope.statistics import FEWEST_DOCUMENTS, bootstrap_interval
@@ -283,7 +283,7 @@ def next_token_logits(
             "input_ids": torch.from_numpy(batch.ids_BL).to(traced.device),
             "attention_mask": torch.from_numpy(batch.real_BL.astype(np.int64)).to(traced.device),
         }
-        with torch.no_grad():
+        with torch.no_grad(), named_failures(traced):
             logits = traced.model(**inputs, use_cache=False).logits
         row_N, column_N = np.nonzero(known_BL)
         document_N = np.array([index[row.number] for row in rows], dtype=np.int64)[row_N]

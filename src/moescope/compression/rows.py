@@ -53,10 +53,16 @@ def cluster_rows(plan: Plan, layer_names: Mapping[int, str]) -> pd.DataFrame:
                 "dominant": expert in layer.dominants,
                 "weight": weight.get(expert),
                 "kept": expert in cluster,
+                "chance_alone": alone_by_chance(len(cluster), len(layer.groups)),
             }
             for expert in range(layer.n_experts)
         ]
     return pd.DataFrame(rows).astype({"cluster": "Int64"})
+
+
+def alone_by_chance(n_experts: int, groups: int) -> float:
+    """Expected groups of one when each of n - K others joins one of K at random: K (1 - 1/K)^(n - K)."""
+    return groups * (1 - 1 / groups) ** (n_experts - groups) if groups else 0.0
 
 
 def merge_rows(

@@ -17,6 +17,13 @@ COLUMNS: dict[str, Column] = {
         chance="1 for an expert kept alone",
     ),
     "kept": Column("bool", "Whether any of this expert is in the compressed model: false if dropped."),
+    "chance_alone": Column(
+        "float",
+        "Experts of the compressed layer that stand for one of the original's, if each removed expert "
+        "joins one of them at random.",
+        "K (1 − 1/K)^(n − K)",
+        title="alone by chance",
+    ),
     "merge": Column("int", "Number of the merge in its layer, from 0, the nearest first."),
     "merges.left": Column(
         "int", "Left node: an expert's number, or the number of experts plus that of an earlier merge."
@@ -193,7 +200,7 @@ CLUSTERS = Table(
     "clusters",
     "What becomes of every expert: kept, dropped, or merged into a cluster, and with what weight.",
     ("method", "layer", "expert"),
-    ("cluster", "dominant", "weight", "kept"),
+    ("cluster", "dominant", "weight", "kept", "chance_alone"),
 )
 MERGES = Table(
     "merges",

@@ -56,16 +56,14 @@ def compress(
 ) -> Run:
     """Prune or merge experts: plan, predict the damage, and with --apply write and measure the checkpoint.
 
-    A fifth of the text is held out; on it the compressed checkpoint is compared with the original and with
-    random controls that keep as many experts.
+    On a held-out fifth of the text the result is compared with the original and with random controls.
 
     Parameters
     ----------
     model : MODEL
         Model folder or hub id; a checkpoint to rewrite must be on this machine.
     method : METHOD, default reap
-        What drops experts (such as reap, ean or frequency) or merges them (such as hc_smoe, m_smoe or
-        weights); the error for an unknown name lists all.
+        What drops experts (such as reap or frequency) or merges them (such as hc_smoe or weights).
     keep : SHARE_OR_COUNT
         Experts to keep per layer: a share (0.5) or a number (4).
     text : PATH, repeatable
@@ -94,11 +92,9 @@ def compress(
     distance : DISTANCE
         Distance to cluster by: euclidean or cosine (hc_smoe), l2 or sv (weights).
     dominant : HOW
-        Member whose neurons the others are matched to: usage, the most used, or centre, the nearest to the
-        mean output (hc_smoe).
+        Dominant member of a group: usage or centre (hc_smoe).
     router : HOW
-        Router of merged experts: fold fits new rows; tie keeps all rows and shares experts, which is judged
-        but cannot be written.
+        Router of merged experts: fold fits new rows, tie keeps all (judged, not written).
     unsigned : bool
         Match neurons by order alone, without signs.
     adaptive : bool
@@ -106,7 +102,7 @@ def compress(
     sequential : bool
         Calibrate each layer on the output of the compressed layers before it.
     judge : bool
-        Whether to hold out text and judge on it; --no-judge: calibrate on all of it.
+        Whether to hold out text and judge on it.
     controls : int, default 3; 1 over 2 GiB
         Random controls to compare with.
     dtype : DTYPE

@@ -12,7 +12,7 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Block
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Batch, Document, batches, windows
-from moescope.execution.models import TracedModel
+from moescope.execution.models import TracedModel, named_failures
 from moescope.types import Routing
 
 
@@ -131,7 +131,8 @@ def run_batch(
         if traced.two_stacks:  # both stacks read the document
             inputs |= {f"decoder_{name}": tensor for name, tensor in inputs.items()}
         inputs |= {"use_cache": True, "past_key_values": cache} if phase == "decode" else {"use_cache": False}
-        output = traced.runner(**inputs)
+        with named_failures(traced):
+            output = traced.runner(**inputs)
         cache = getattr(output, "past_key_values", None) if phase == "decode" else None
         if phase == "decode" and cache is None and not current.is_last:
             raise BadInput(

@@ -13,12 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moescope.decoder.model import Consume, LabModel, MoE
+from moescope.decoder.model import Consume, LabModel, MoE, parameter_counts
 from moescope.decoder.routers import Router, RouterInput
-from moescope.decoder.saving import config_json, is_lab_checkpoint, is_own_layout, layout_of, load_model
+from moescope.decoder.saving import (
+    config_json,
+    is_lab_checkpoint,
+    is_own_layout,
+    layout_of,
+    load_config,
+    load_model,
+)
 from moescope.decoder.vocabulary import Vocabulary
+from moescope.errors import BadInput
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
-from moescope.execution.models import TracedModel
+from moescope.execution.model_names import checked_checkpoint
+from moescope.execution.models import MOST_GROWTH, TracedModel, check_finite
 from moescope.processor import avoid_broken_amx
 from moescope.types import Routing
 
@@ -158,12 +167,28 @@ class TraceableVocabulary:
 
 def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
     """Load a lab checkpoint ready to be run by the lab's own model, without transformers."""
+    check_lab_sizes(str(name))
     model, vocabulary = load_model(name, device)
+    check_finite(model, str(name))
     if dtype not in ("auto", "float32"):
         avoid_broken_amx(device, True)
         model.cast(getattr(torch, dtype))
     traceable = Traceable(model, vocabulary).eval()
     return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)
+
+
+def check_lab_sizes(name: str) -> None:
+    """Check files and headers, and that the config describes no larger model than the files hold."""
+    checkpoint = checked_checkpoint(name)
+    if checkpoint is None:
+        return
+    needed = parameter_counts(load_config(Path(name))).total
+    held = sum(info.parameters for info in checkpoint.tensors.values())
+    if needed > MOST_GROWTH * held:
+        raise BadInput(
+            f"{checkpoint.files.label('config.json')}: describes {needed:,} parameters, but the files hold "
+            f"{held:,}; correct the config, or copy the checkpoint again"
+        )
 
 
 def load_any_model(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from moescope.checkpoint import open_checkpoint
+from moescope.checkpoint import Checkpoint, open_checkpoint
+from moescope.checkpoint.files import read_config
 from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.errors import BadInput
 from moescope.execution.texts import Source, is_ids
@@ -17,6 +19,7 @@ from moescope.families.reading import text_config
 from moescope.types import Integers
 
 CHECKED_IDS = 2**24
+LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,9})\.")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -95,10 +98,49 @@ def check_ids(ids: Integers, name: str, vocabulary: int) -> None:
         )
 
 
-def checkpoint_identity(name: str) -> dict[str, Any]:
+def checked_checkpoint(name: str) -> Checkpoint | None:
+    """Open the checkpoint of a model that is to be run, and check its files, headers and config as scan does.
+
+    None where it is quantised in a way that only transformers can read.
+    """
+    from moescope.families import MODELS, read_moe
+    from moescope.families.reading import known_kind
+
     try:
         checkpoint = open_checkpoint(name)
-    except BadInput:  # not safetensors: transformers may still load it
+        if known_kind(MODELS, checkpoint.config) is not None:  # other models may have a layout of their own
+            read_moe(checkpoint)
+    except BadInput:
+        if is_quantised(name):
+            return None
+        raise
+    config, depth = text_config(checkpoint.config), stored_depth(checkpoint)
+    for field in ("num_hidden_layers", "n_layers", "num_layers"):
+        layers = config.get(field)
+        if isinstance(layers, int) and layers > depth > 0:
+            raise BadInput(
+                f"{checkpoint.files.label('config.json')}: {field} is {layers}, but the files hold {depth} "
+                "layers; correct it, or download the missing files"
+            )
+    return checkpoint
+
+
+def is_quantised(name: str) -> bool:
+    try:
+        return "quantization_config" in (read_config(find_location(name).files) or {})
+    except (BadInput, OSError):
+        return False
+
+
+def stored_depth(checkpoint: Checkpoint) -> int:
+    """Return one more than the largest layer number in the tensors' names; 0 if there is none."""
+    numbers = (LAYER.search(name) for name in checkpoint.tensors)
+    return max((int(match[1]) + 1 for match in numbers if match), default=0)
+
+
+def checkpoint_identity(name: str) -> dict[str, Any]:
+    checkpoint = checked_checkpoint(name)
+    if checkpoint is None:
         path, _, revision = name.partition("@")
         return {"path": path, "revision": revision or None, "header_hash": None}
     return {

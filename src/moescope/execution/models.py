@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging as python_logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import check_transformers
 from moescope.execution.chat_templates import ChatTemplate
 from moescope.execution.documents import WINDOW
+from moescope.execution.model_names import checked_checkpoint
 from moescope.processor import avoid_broken_amx
 from moescope.types import Integers
 
@@ -26,6 +29,8 @@ HALF = (torch.bfloat16, torch.float16)
 TRUST = "read it, and pass --trust-remote-code if you trust it"
 CODE_NEEDED = f"is defined by Python code inside the checkpoint, which moescope does not run; {TRUST}"
 GIVE_IDS = "give token ids with --token-ids FILE"
+DEFECT = "holds NaN or Inf, so nothing was run; fix the checkpoint, or download it again"
+MOST_GROWTH = 2  # parameters that a config may describe per stored one: some are computed when loading
 HEAD_TOKENS = 1024  # positions whose logits over the vocabulary exist at once
 
 
@@ -83,37 +88,120 @@ def load_model(name: str, dtype: str, device: str, trust_remote_code: bool = Fal
     path, _, revision = name.partition("@") if not name.startswith((".", "/")) else (name, "", "")
     more: dict[str, Any] = {"revision": revision} if revision else {}
     more["trust_remote_code"] = trust_remote_code
+    checkpoint = checked_checkpoint(name)
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(path, **more)
             if not trust_remote_code:
                 check_no_hub_code(name, config)
-            model, info = model_class(config, trust_remote_code).from_pretrained(
+            kind = model_class(config, trust_remote_code)
+            if checkpoint is not None:
+                check_sizes(kind, config, checkpoint)
+            model, info = kind.from_pretrained(
                 path,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 output_loading_info=True,
                 **more,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        except BadInput:
+            raise
+        except Exception as error:  # whatever transformers raises on a damaged config or file
             if needs_code(error):
                 raise BadInput(f"{name}: the model {CODE_NEEDED}") from None
             raise BadInput(
-                f"{name}: transformers cannot load it ({first_line(error)}); give a model folder or hub id"
+                f"{name}: transformers cannot load it ({cause(error)}); check config.json and the weights, "
+                "or give another model folder or hub id"
             ) from None
         absent = sorted(info["missing_keys"])
         if absent:
             raise BadInput(
-                f"{name}: {len(absent)} weights are missing, such as {absent[0]}; they would be random, so "
-                "nothing was traced"
+                f"{name}: {len(absent)} weights are missing, such as {absent[0]}, and would be random; "
+                "download the missing files"
             )
+    check_finite(model, name)
     avoid_broken_amx(device, any(weight.dtype in HALF for weight in model.parameters()))
     model = model.to(device).eval()
     traced = TracedModel(name, model, runner_of(model), None, device)
+    if traced.window < 1:
+        raise BadInput(f"{name}: config.json gives the model {traced.window} positions; correct it")
     try:
         traced.tokenizer = load_tokenizer(path, more)
     except BadInput as error:
         traced.no_tokenizer = f"{error}, or {GIVE_IDS}"
     return traced
+
+
+def check_sizes(kind: Any, config: Any, checkpoint: Checkpoint) -> None:
+    """Reject a config that describes a larger model than the files hold, before memory is taken for it."""
+    try:
+        with torch.device("meta"):
+            skeleton = kind(config)
+    except Exception:  # loading fails in the same way, and says so
+        return
+    label = checkpoint.files.label("config.json")
+    weights = dict(skeleton.named_parameters())
+    for name, weight in weights.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is not None and stored.parameters != weight.numel():
+            raise BadInput(
+                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but {label} makes it "
+                f"{list(weight.shape)}; correct the config, or download both again"
+            )
+    held = sum(info.parameters for info in checkpoint.tensors.values())
+    needed = sum(weight.numel() for weight in weights.values())
+    largest = max(weights, key=lambda name: weights[name].numel())
+    if needed > MOST_GROWTH * held:
+        raise BadInput(
+            f"{label}: describes {needed:,} parameters, {largest} {list(weights[largest].shape)} among them, "
+            f"but the files hold {held:,}; correct the config, or download both again"
+        )
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Reject a model with NaN or Inf in its weights, naming the tensor on disk."""
+    for weight_name, weight in model.named_parameters():
+        if weight.numel() and not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise BadInput(f"{stored_defect(name) or f'{name}: {weight_name}'} {DEFECT}")
+
+
+def stored_defect(name: str) -> str | None:
+    """Return file and name of the checkpoint's first tensor with NaN or Inf; None if none can be found."""
+    checkpoint = checked_checkpoint(name)
+    if checkpoint is None:
+        return None
+    for tensor, info in checkpoint.tensors.items():
+        with suppress(BadInput):
+            if not checkpoint.read(tensor).isfinite().all():
+                return f"{info.file}: tensor {tensor}"
+    return None
+
+
+@contextmanager
+def named_failures(traced: TracedModel) -> Iterator[None]:
+    """Turn what the model's own forward pass raises into one line with the model and the place in it."""
+    try:
+        yield
+    except Exception as error:
+        place = raised_in(traced.model, error)
+        if place is None or isinstance(error, BadInput):
+            raise
+        remedy = "check config.json against the weights, or use another version of transformers"
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            remedy = "use a smaller --batch-size"
+        raise BadInput(
+            f"{traced.name}: its forward pass fails in {place} ({cause(error)}); {remedy}"
+        ) from None
+
+
+def raised_in(model: nn.Module, error: Exception) -> str | None:
+    """Return the innermost module whose code raised the error; None if moescope's own code did."""
+    names = {id(module): name for name, module in model.named_modules()}
+    place = None
+    for frame, _ in walk_tb(error.__traceback__):
+        if place is not None and frame.f_globals.get("__name__", "").startswith("moescope."):
+            return None
+        place = names.get(id(frame.f_locals.get("self")), place)
+    return place if place != "" else type(model).__name__
 
 
 def needs_code(error: Exception) -> bool:
@@ -135,12 +223,12 @@ def load_tokenizer(path: str, more: dict[str, Any]) -> Any:
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **more)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            # transformers makes an empty tokenizer where a folder holds none
+            return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
+        except Exception as error:  # whatever transformers raises on a damaged file
             if needs_code(error):
                 raise BadInput(f"the tokenizer {CODE_NEEDED}") from None
             return None
-    # transformers makes an empty tokenizer where a folder holds none
-    return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
@@ -210,6 +298,7 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def first_line(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
+    """Return an error's kind and first lines, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    return f"{type(error).__name__}: {' '.join(lines[:3])}".removesuffix(": ")[:200]

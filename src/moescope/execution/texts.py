@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import stat
 import sys
@@ -69,7 +70,7 @@ class Source:
 
         So the first documents represent all files. At most 32 are open at once.
         """
-        waiting = deque(sorted(self.parts, key=lambda part: hashlib.blake2b(part.name.encode()).digest()))
+        waiting = deque(sorted(self.parts, key=lambda part: hashlib.blake2b(os.fsencode(part.name)).digest()))
         opened: deque[Iterator[Content]] = deque()
         while waiting or opened:
             if waiting and len(opened) < OPEN_FILES:
@@ -176,7 +177,10 @@ def read_copy(copy: Any) -> Iterator[Content]:
 def existing(path: str) -> Path:
     """Return the path if it is a folder or a regular file: reading a pipe or a device may never end."""
     try:
-        mode = Path(path).stat().st_mode
+        path.encode()  # run.json and the report are UTF-8
+        mode = os.stat(path).st_mode
+    except UnicodeEncodeError:
+        raise BadInput(f"{path[:100]}: its name is not UTF-8; rename it") from None
     except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, "
@@ -196,7 +200,7 @@ def reason(error: Exception) -> str:
 
 def file_identity(file: Path) -> list[Any]:
     status = file.stat()
-    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
+    return [os.fsencode(file.resolve()).decode(errors="backslashreplace"), status.st_size, status.st_mtime_ns]
 
 
 def text_files(path: Path) -> list[Path]:
@@ -288,7 +292,8 @@ def split_content(content: Content, where: str) -> Iterator[Content]:
             start = end
         yield content[start:]
     elif is_ids(content):
-        yield from (content[start : start + CHUNK] for start in range(0, len(content), CHUNK))
+        for start in range(0, len(content), CHUNK):
+            yield check_range(content[start : start + CHUNK], where)
     elif len(repr(content)) > 2 * CHUNK:
         raise BadInput(f"{where}: a chat of over a million characters; give shorter ones")
     else:
@@ -348,7 +353,7 @@ def read_ids(file: Path) -> Iterator[Content]:
                 raise BadInput(
                     f"{where}: not a list of token ids; write one list per line, such as [1, 2, 3]"
                 )
-            yield from split_content(check_range(value, where), where)
+            yield from split_content(value, where)
 
 
 def open_array(file: Path) -> Any:

@@ -139,6 +139,11 @@ def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> 
                 f"{anchor.info.name}; give a checkpoint with one stack of layers"
             )
         anchors[layer] = anchor
+    if not anchors:
+        raise BadInput(
+            f"{checkpoint.files.label('config.json')}: num_hidden_layers is {depth}, which leaves out all "
+            "MoE layers of the files; correct it"
+        )
     check_expected(family, checkpoint, expected, set(anchors))
     used: set[str] = set()
     layers = {
@@ -223,12 +228,17 @@ def one_layer(
     )
     gate, up, down = family.experts(tensors)
     correction = next((name for name in family.correction_bias if tensors.has(name)), None)
-    top_k: Any = model.top_k if model else None
+    top_k: Any = model.top_k if model else ("num_experts_per_tok",)
     if isinstance(top_k, tuple):
-        top_k = config_value(config, top_k, layer)
-    if family.router is None and isinstance(top_k, int):
-        top_k = min(top_k, n_experts)  # a dense block counts as all of its experts
+        top_k = read_top_k(checkpoint, config, top_k, layer, n_experts, clip=family.router is None)
     activation = model.activation if model else ("hidden_act",)
+    if isinstance(activation, tuple):
+        activation = config_value(config, activation, layer)
+        if not isinstance(activation, str | None):
+            raise BadInput(
+                f"{checkpoint.files.label('config.json')}: the activation is {activation!s:.60}; give a "
+                "name such as silu"
+            )
     norm = model.norm if model and model.norm != Model.norm else family.norm
     bias = family.router_bias
     return LayerWeights(
@@ -240,14 +250,29 @@ def one_layer(
         down_EDF=down,
         norm_D=tensors.lazy(norm, (d_model,)) if norm and tensors.has(norm) else None,
         norm_offset=model.norm_offset if model else 0.0,
-        top_k=top_k if model else config.get("num_experts_per_tok"),
+        top_k=top_k,
         scoring=model.scoring if model and family.router else "unknown",  # no rows, no logits
-        activation=activation if isinstance(activation, str) else config_value(config, activation, layer),
+        activation=activation,
         router_bias_E=tensors.lazy(bias, (n_experts,)) if bias and tensors.has(bias) else None,
         correction_bias_E=one_row(tensors, correction) if correction else None,
         shared=family.shared(tensors),
         router_state=family.router_state(tensors),
         **family.biases(tensors),
+    )
+
+
+def read_top_k(
+    checkpoint: Checkpoint, config: Config, fields: tuple[str, ...], layer: int, n_experts: int, clip: bool
+) -> int | None:
+    """Return the config's experts per token; None where it says nothing. A dense block has fewer: `clip`."""
+    top_k = config_value(config, fields, layer)
+    whole = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 1
+    if top_k is None or (whole and (clip or top_k <= n_experts)):
+        return min(top_k, n_experts) if whole else None
+    name = next(field for field in fields if config_value(config, (field,), layer) is not None)
+    raise BadInput(
+        f"{checkpoint.files.label('config.json')}: {name} is {repr(top_k)!s:.60}, but layer {layer} has "
+        f"{n_experts} experts; give a whole number from 1 to {n_experts}"
     )
 
 

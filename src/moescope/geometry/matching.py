@@ -222,7 +222,7 @@ class Rotation:
         even = rows.shape[1] // 2 * 2
         for order, phase in zip(self.orders_KD.to(rows.device), self.phases_KD.to(rows.device), strict=True):
             rows = rows[:, order]
-            pairs = torch.view_as_complex(rows[:, :even].reshape(len(rows), -1, 2))
+            pairs = torch.view_as_complex(rows[:, :even].reshape(len(rows), -1, 2).contiguous())
             turned = torch.fft.fft(pairs * torch.polar(torch.ones_like(phase), phase), norm="ortho")
             rows = torch.cat([torch.view_as_real(turned).flatten(1), rows[:, even:]], 1)
         return rows

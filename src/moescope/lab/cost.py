@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import ParameterCounts, parameter_counts
 from moescope.decoder.routers import RouterInput, router_class
+from moescope.errors import BadInput
 
 PROBED = 256  # tokens for which a router's operations are counted
 LAYER_BYTES = 50_000  # of a layer's Python objects, about
@@ -101,6 +102,14 @@ def router_flops(config: ModelConfig) -> float:
     """Count one layer's router operations per token, on random tokens."""
     kind = router_class(config.router)
     config = replace(config, vocabulary=min(config.vocabulary, PROBED))  # operations do not depend on it
+    with torch.device("meta"):
+        tensors = kind(config, 0, kind.shared_parts(config)).state_dict().values()
+    needed = sum(tensor.nbytes for tensor in tensors)
+    if needed > memory_of("cpu") // 2:
+        raise BadInput(
+            f"the {config.router} router of one layer needs {needed / 1e9:,.1f} GB; lower [model] d_model "
+            "or experts"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         router = kind(config, 0, kind.shared_parts(config)).train()

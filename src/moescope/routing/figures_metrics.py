@@ -96,7 +96,8 @@ def value_lines(rows: pd.DataFrame, name: str, index: int) -> list[Trace]:
                 "y": estimate.to_numpy(float),
                 "marker": {"size": 7, "symbol": "circle-open", "color": line["line"]["color"]},
                 "error_y": bars,
-                "hovertemplate": f"layer %{{x}}<br>{name} %{{y:.4g}}<extra></extra>",
+                "customdata": estimate.to_numpy(float),  # a logarithmic axis moves estimates of 0
+                "hovertemplate": f"layer %{{x}}<br>{name} %{{customdata:.4g}}<extra></extra>",
             },
         ]
     return [line]

@@ -50,7 +50,8 @@ COLUMNS: dict[str, Column] = {
     "routing_layers.corrected": Column("float",
         "The value without the bias of few documents, for cv, Gini, load entropy and load_balancing_loss: an "
         "estimate for endless text of this kind, where balanced routing has the best value. Else null.",
-        misleads="Null under 20 documents. Papers print `value`; `low` and `high` belong to `corrected`."),
+        misleads="Made from at most 256 groups of documents; null under 20 documents. Papers print `value`; "
+        "`low` and `high` belong to `corrected`."),
     "low": Column("float",
         "Lower end of the 95 % interval over documents: of `corrected` where there is one, else of `value`.",
         "value − t · jackknife standard error over 256 groups of documents; see cv, gini and max_violation",

@@ -21,6 +21,7 @@ from moescope.plotting.style import (
     heatmap,
     k_axis,
     number,
+    reference_k,
 )
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 from moescope.weights.figures_alignment import compact, line, matrix_layout, peak, random_spread, usable
@@ -272,32 +273,46 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
     return FigureSpec(name, ("alignment", "alignment_layers"), draw, description=description)
 
 
-def expert_panel(column: str, label: str, zero: str | None) -> FigureSpec:
-    """One line per expert against k; `zero` names a reference line at 0, else a random direction is drawn."""
+def expert_panel(column: str, label: str, at_one: bool = False) -> FigureSpec:
+    """One bar per expert at k = 1, or at 128 or else the median k."""
     name = f"panel_expert_{column}"
 
     @first_layer
     def draw(tables: Tables) -> Figure:
-        y, experts, ks = experts_by_k(tables, column)
-        finite = np.isfinite(y).all(axis=1)
-        data = expert_lines(ks, y[finite], [experts[row] for row in np.flatnonzero(finite)], "k")
-        if zero:
-            data.append(grey_line(ks, np.zeros(len(ks)), zero))
-        else:
-            chance, _, _ = experts_by_k(tables, "random_expectation")
-            data.append(grey_line(ks, np.nanmean(chance, axis=0), "random direction"))
-        at = ks.index(best_k(tables)) if best_k(tables) in ks else 0
-        low, high = int(np.nanargmin(y[:, at])), int(np.nanargmax(y[:, at]))
-        caption = (
-            f"At k = {ks[at]}, from {number(y[low, at])} (expert {experts[low]}) to {number(y[high, at])} "
-            f"(expert {experts[high]})."
+        k = 1 if at_one else reference_k(usable(tables)["k"])
+        rows = tables["alignment"]
+        rows = rows[(rows["k"] == k) & rows[column].notna()].sort_values("expert")
+        experts, values = rows["expert"].to_numpy(), rows[column].to_numpy(float)
+        chance, words = float(rows["random_expectation"].mean()), "random direction"
+        if column == "z_vs_shuffle":
+            chance, words = 0.0, "chance"
+        ends = [float(experts.min()) - 0.5, float(experts.max()) + 0.5]
+        data: list[Trace] = [
+            {
+                "type": "bar",
+                "x": experts,
+                "y": values,
+                "name": label,
+                "marker": {"color": CATEGORICAL[0]},
+                "hovertemplate": f"expert %{{x}}<br>{label} %{{y:.4g}}<extra></extra>",
+            },
+            grey_line(ends, [chance, chance], words),
+        ]
+        low, high = int(np.argmin(values)), int(np.argmax(values))
+        span = from_to(values[low], f"expert {experts[low]}", values[high], f"expert {experts[high]}")
+        layout = base_layout("expert", label, showlegend=False)
+        return Figure(
+            name,
+            f"{capital(label)} per expert, k = {k}",
+            f"{capital(label)} {span} ({words}: {number(chance)}).",
+            (column,),
+            data,
+            layout,
+            height=PANEL_HEIGHT,
         )
-        layout = base_layout("k", label, xaxis=k_axis(ks), showlegend=False)
-        title = f"{capital(label)} by expert"
-        return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)
 
-    description = f"{capital(label)} of one layer by k, one line per expert."
-    return FigureSpec(name, ("alignment", "alignment_tests"), draw, description=description)
+    description = f"{capital(label)} of every expert of one layer at one k."
+    return FigureSpec(name, ("alignment", "alignment_layers"), draw, description=description)
 
 
 COMPLETE_VIEW = [
@@ -310,7 +325,7 @@ COMPLETE_VIEW = [
     heat_panel("align", "alignment", False),
     heat_panel("delta_vs_shuffle", "delta", True),
     heat_panel("z_vs_shuffle", "z", True),
-    expert_panel("align", "alignment", None),
-    expert_panel("delta_vs_shuffle", "delta", "chance"),
-    expert_panel("margin", "margin", "no preference"),
+    expert_panel("cos_squared", "cos²", at_one=True),
+    expert_panel("align", "alignment"),
+    expert_panel("z_vs_shuffle", "z"),
 ]

@@ -1,0 +1,433 @@
+"""Damaged checkpoints given to every verb that reads or runs one: one line, no traceback, nothing left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import INDEX, edit_json, shard_name, write_checkpoint
+from moescope.compression.verb import compress
+from moescope.errors import BadInput, shortened
+from moescope.families.inspect import inspect
+from moescope.families.inspect import lines as inspect_lines
+from moescope.routing.trace import trace
+from moescope.weights.verb import scan
+from routing.tiny_text import save_model, save_tokenizer, texts, write_jsonl
+
+ONE = "model.safetensors"
+FIRST, SECOND = shard_name(0, 2), shard_name(1, 2)
+KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+BLOCK = "model.layers.1.block_sparse_moe"
+ROUTER = f"{BLOCK}.gate.weight"
+EXPERT = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, Path]:
+    """Whole models: one file per kind, and a Mixtral in two shards; and a text."""
+    folder = tmp_path_factory.mktemp("whole")
+    models = {kind: save_model(folder / kind, kind) for kind in KINDS}
+    config = json.loads((models["mixtral"] / "config.json").read_text())
+    sharded = write_checkpoint(folder / "sharded", load_file(models["mixtral"] / ONE), config, shards=2)
+    save_tokenizer(sharded)
+    return {**models, "sharded": sharded, "text": write_jsonl(folder / "text.jsonl", texts(6))}
+
+
+def verdicts(model: Path, text: Path) -> dict[str, str]:
+    """Verb -> its error line, or "" where it succeeds. Any other exception fails the test."""
+    out = model.parent / "run"
+    verbs: dict[str, Callable[[], Any]] = {
+        "inspect": lambda: inspect_lines(inspect(model)),
+        "scan": lambda: scan(model, out=out, quiet=True),
+        "trace": lambda: trace(model, text=text, out=out, device="cpu", quiet=True),
+        "compress": lambda: compress(
+            model, keep=0.5, text=text, out=out, device="cpu", judge=False, quiet=True
+        ),
+    }
+    found = {}
+    for name, verb in verbs.items():
+        before = sorted(model.parent.rglob("*"))
+        try:
+            verb()
+            found[name] = ""
+            shutil.rmtree(out, ignore_errors=True)
+        except BadInput as error:
+            found[name] = str(error)
+            assert len(found[name].splitlines()) == 1
+            assert len(shortened(found[name])) <= 400
+            assert "; " in found[name], f"{name} names no remedy: {error}"
+        assert sorted(model.parent.rglob("*")) == before, f"{name} left something behind"
+    return found
+
+
+def damaged(whole: dict[str, Path], kind: str, folder: Path, damage: Damage) -> dict[str, str]:
+    model = folder / "model"
+    shutil.copytree(whole[kind], model)
+    damage(model)
+    return verdicts(model, whole["text"])
+
+
+def test_the_whole_models_are_read_by_every_verb(whole, tmp_path):
+    for kind in ("mixtral", "sharded"):
+        assert set(damaged(whole, kind, tmp_path / kind, lambda model: None).values()) == {""}
+
+
+# --- files and headers
+
+
+def header(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def edit_header(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    entries, data = header(path)
+    edit(entries)
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def some_tensor(entries: dict[str, Any]) -> dict[str, Any]:
+    return entries[ROUTER]
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+FILE_DAMAGES: dict[str, tuple[str, Damage]] = {
+    "empty file": ("mixtral", lambda m: (m / ONE).write_bytes(b"")),
+    "no file": ("mixtral", lambda m: (m / ONE).unlink()),
+    "seven bytes": ("mixtral", lambda m: (m / ONE).write_bytes(b"\x01" * 7)),
+    "header cut": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes()[:100])),
+    "data cut": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes()[:-100])),
+    "data too long": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes() + b"x" * 64)),
+    "header length 2^60": ("mixtral", lambda m: (m / ONE).write_bytes(struct.pack("<Q", 2**60) + b"{}")),
+    "header is a list": ("mixtral", lambda m: (m / ONE).write_bytes(struct.pack("<Q", 2) + b"[]")),
+    "header is not JSON": ("mixtral", lambda m: (m / ONE).write_bytes(struct.pack("<Q", 4) + b"\xff{}\x00")),
+    "git lfs pointer": ("mixtral", lambda m: (m / ONE).write_text("version https://git-lfs.github.com/spec")),
+    "a folder": ("mixtral", lambda m: ((m / ONE).unlink(), (m / ONE).mkdir())),
+    "offsets beyond the file": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(data_offsets=[0, 2**40])),
+    ),
+    "offsets reversed": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e)["data_offsets"].reverse()),
+    ),
+    "offsets as text": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(data_offsets=["0", "1"])),
+    ),
+    "another dtype of the same size": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(dtype="I32")),
+    ),
+    "unknown dtype": ("mixtral", lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(dtype="Q7"))),
+    "a dtype of half the size": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(dtype="BF16")),
+    ),
+    "shape transposed": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e)["shape"].reverse()),
+    ),
+    "shape flattened": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(shape=[64])),
+    ),
+    "negative shape": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(shape=[-4, -16])),
+    ),
+    "shape of 10^30": (
+        "mixtral",
+        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(shape=[10**30, 16])),
+    ),
+    "missing shard": ("sharded", lambda m: (m / SECOND).unlink()),
+    "shards exchanged": (
+        "sharded",
+        lambda m: ((m / FIRST).rename(m / "x"), (m / SECOND).rename(m / FIRST), (m / "x").rename(m / SECOND)),
+    ),
+    "a shard twice": ("sharded", lambda m: shutil.copy(m / FIRST, m / SECOND)),
+    "an index that names an absent file": (
+        "sharded",
+        lambda m: edit_json(m / INDEX, weight_map={"model.norm.weight": "absent.safetensors"}),
+    ),
+    "an index of absent tensors": (
+        "sharded",
+        lambda m: edit_json(m / INDEX, weight_map={"x": FIRST, "y": SECOND}),
+    ),
+    "an index outside its folder": (
+        "sharded",
+        lambda m: edit_json(m / INDEX, weight_map={"x": "../../etc/passwd"}),
+    ),
+    "an index of numbers": ("sharded", lambda m: edit_json(m / INDEX, weight_map={"x": 7})),
+    "an index without a map": ("sharded", lambda m: (m / INDEX).write_text("{}")),
+    "an index that is not JSON": ("sharded", lambda m: (m / INDEX).write_text("{")),
+    "an index that is a list": ("sharded", lambda m: (m / INDEX).write_text("[]")),
+    "deep JSON in the index": ("sharded", lambda m: (m / INDEX).write_text("[" * 100_000)),
+}
+
+
+@pytest.mark.parametrize("name", FILE_DAMAGES)
+def test_a_damaged_file_is_one_line_from_every_verb(name, whole, tmp_path):
+    kind, damage = FILE_DAMAGES[name]
+    found = damaged(whole, kind, tmp_path, damage)
+    assert all(found.values()), found
+    assert len(set(found.values())) == 1, "every verb has the same reader"
+
+
+# --- tensors
+
+
+def change_shape(name: str, *shape: int) -> Damage:
+    return lambda m: rewrite(m / ONE, lambda tensors: tensors.update({name: torch.ones(shape)}))
+
+
+def drop(*names: str) -> Damage:
+    return lambda m: rewrite(m / ONE, lambda tensors: [tensors.pop(name) for name in names])
+
+
+# (kind, damage, verbs that need not notice)
+TENSOR_DAMAGES: dict[str, tuple[str, Damage, set[str]]] = {
+    "no router": ("mixtral", drop(ROUTER), set()),
+    "no expert": (
+        "mixtral",
+        drop(*(f"{BLOCK}.experts.2.{part}.weight" for part in ("w1", "w2", "w3"))),
+        set(),
+    ),
+    "no matrix of an expert": ("mixtral", drop(f"{BLOCK}.experts.2.w2.weight"), set()),
+    "no fused experts": ("gpt_oss", drop("model.layers.1.mlp.experts.down_proj"), set()),
+    "no attention": ("mixtral", drop("model.layers.0.self_attn.q_proj.weight"), {"inspect", "scan"}),
+    "no head": ("mixtral", drop("lm_head.weight"), {"inspect", "scan"}),
+    "no embedding": ("mixtral", drop("model.embed_tokens.weight"), {"inspect", "scan"}),
+    "router of another width": ("mixtral", change_shape(ROUTER, 4, 15), set()),
+    "router of more rows": ("mixtral", change_shape(ROUTER, 5, 16), set()),
+    "router without rows": ("mixtral", change_shape(ROUTER, 0, 16), set()),
+    "an expert of another width": ("mixtral", change_shape(f"{BLOCK}.experts.2.w1.weight", 24, 17), set()),
+    "an expert transposed": ("mixtral", change_shape(f"{BLOCK}.experts.2.w1.weight", 16, 24), set()),
+    "fused experts of another number": (
+        "gpt_oss",
+        change_shape("model.layers.1.mlp.experts.gate_up_proj", 3, 16, 32),
+        set(),
+    ),
+    "attention of another shape": (
+        "mixtral",
+        change_shape("model.layers.0.self_attn.q_proj.weight", 3, 5),
+        {"inspect", "scan"},
+    ),
+    "embedding of another shape": (
+        "mixtral",
+        change_shape("model.embed_tokens.weight", 3, 16),
+        {"inspect", "scan"},
+    ),
+    "norm of another shape": ("qwen3_moe", change_shape("model.norm.weight", 99), {"inspect", "scan"}),
+}
+
+
+@pytest.mark.parametrize("name", TENSOR_DAMAGES)
+def test_missing_and_misshapen_tensors_are_one_line(name, whole, tmp_path):
+    kind, damage, unaware = TENSOR_DAMAGES[name]
+    found = damaged(whole, kind, tmp_path, damage)
+    assert {verb for verb, line in found.items() if not line} <= unaware, found
+    assert all("model" in line for line in found.values() if line)
+
+
+# --- numbers of the config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [0, -1, 99, 10**12, 1e12, 1.5, "2", "many", {}, True], ids=repr)
+def test_an_impossible_top_k_is_named_with_its_value(kind, value, whole, tmp_path):
+    found = damaged(whole, kind, tmp_path, lambda m: edit_json(m / "config.json", num_experts_per_tok=value))
+    for line in found.values():
+        assert "config.json" in line
+        assert "num_experts_per_tok" in line
+        assert repr(value)[:20] in line
+
+
+ABSURD = {
+    "intermediate_size": 10**6,
+    "hidden_size": 10**6,
+    "vocab_size": 10**9,
+    "num_hidden_layers": 50_000,
+    "num_local_experts": 10**6,
+    "num_attention_heads": 10**6,
+    "head_dim": 10**7,
+}
+
+
+@pytest.mark.parametrize("field", ABSURD)
+def test_absurd_sizes_are_found_before_memory_is_taken(field, whole, tmp_path, monkeypatch):
+    """Of this process, not of torch's allocator alone: the peak may not grow by 500 MB."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = damaged(
+        whole, "mixtral", tmp_path, lambda m: edit_json(m / "config.json", **{field: ABSURD[field]})
+    )
+    assert found["trace"]
+    assert "config.json" in found["trace"]
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 500_000
+
+
+VALUES = [None, "x", [], {}, -1, 0, 2.5, 10**30, True]
+FIELDS = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_local_experts",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "vocab_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "pad_token_id",
+    "model_type",
+    "dtype",
+    "sliding_window",
+    "quantization_config",
+    "architectures",
+    "tie_word_embeddings",
+]
+MISTYPED = [
+    # every value and every field in the fast tests, all pairs in the slow ones
+    pytest.param(
+        field,
+        value,
+        id=f"{field}={value!r}",
+        marks=[] if number % len(VALUES) == column else pytest.mark.slow,
+    )
+    for number, field in enumerate(FIELDS)
+    for column, value in enumerate(VALUES)
+]
+
+
+@pytest.mark.parametrize(("field", "value"), MISTYPED)
+def test_a_mistyped_field_of_the_config_is_at_most_one_line(field, value, whole, tmp_path):
+    damaged(whole, "mixtral", tmp_path, lambda m: edit_json(m / "config.json", **{field: value}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "7", '"x"', "[" * 100_000, "{}", '{"model_type": "x"}'], ids=len
+)
+def test_a_config_that_is_none_is_at_most_one_line(text, whole, tmp_path):
+    found = damaged(whole, "mixtral", tmp_path, lambda m: (m / "config.json").write_text(text))
+    assert found["trace"]
+
+
+# --- NaN in the weights
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        EXPERT,
+        ROUTER,
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+    ],
+)
+def test_nan_is_named_by_the_tensor_on_disk(name, value, whole, tmp_path):
+    def plant(model: Path) -> None:
+        rewrite(model / ONE, lambda tensors: tensors[name].view(-1)[5:6].fill_(value))
+
+    found = damaged(whole, "mixtral", tmp_path, plant)
+    scanned = ["scan"] if name in (EXPERT, ROUTER) else []
+    for verb in ("trace", "compress", *scanned):
+        assert str(tmp_path / "model" / ONE) in found[verb], verb
+        assert name in found[verb]
+        assert "NaN or Inf" in found[verb]
+
+
+@pytest.mark.parametrize("method", ["weights", "random_merge"])
+def test_nan_is_named_where_experts_are_merged_without_a_text(method, whole, tmp_path):
+    name = f"{BLOCK}.experts.2.w3.weight"
+    shutil.copytree(whole["mixtral"], tmp_path / "model")
+    rewrite(tmp_path / "model" / ONE, lambda tensors: tensors[name].view(-1)[5:6].fill_(float("nan")))
+    with pytest.raises(BadInput, match=f"{name} holds NaN or Inf"):
+        compress(tmp_path / "model", keep=0.5, method=method, out=tmp_path / "run", quiet=True)
+
+
+def test_nan_in_a_lab_model_is_named_too(trained_run, whole, tmp_path):
+    (checkpoint, *_) = (trained_run.path / "checkpoints").glob("step-*")
+    shutil.copytree(checkpoint, tmp_path / "model")
+    name = sorted(name for name in load_file(tmp_path / "model" / ONE) if ".experts." in name)[3]
+    rewrite(tmp_path / "model" / ONE, lambda tensors: tensors[name].view(-1)[5:6].fill_(float("nan")))
+    with pytest.raises(BadInput, match="holds NaN or Inf") as caught:
+        trace(tmp_path / "model", text=whole["text"], out=tmp_path / "run", device="cpu", quiet=True)
+    assert name in str(caught.value)
+
+
+# --- a forward pass that fails
+
+
+def test_a_failing_forward_pass_names_model_layer_and_cause(whole, tmp_path, monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+
+    really = mixtral.MixtralAttention.forward
+
+    def fail(self, *args, **kwargs):
+        if self.layer_idx == 1:
+            raise RuntimeError("the size of tensor a (7) must match\nthe size of tensor b (9)")
+        return really(self, *args, **kwargs)
+
+    monkeypatch.setattr(mixtral.MixtralAttention, "forward", fail)
+    found = damaged(whole, "mixtral", tmp_path, lambda model: None)
+    assert (found["inspect"], found["scan"]) == ("", "")
+    for verb in ("trace", "compress"):
+        assert str(tmp_path / "model") in found[verb]
+        assert "layers.1.self_attn " in found[verb]
+        assert "the size of tensor a (7) must match" in found[verb]
+
+
+def test_an_error_of_moescope_s_own_inside_a_forward_pass_is_not_blamed_on_the_model(
+    whole, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("moescope.execution.capture.router_logits", lambda block: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trace(whole["mixtral"], text=whole["text"], out=tmp_path / "run", device="cpu", quiet=True)
+
+
+def test_text_beyond_the_vocabulary_fails_in_the_embedding_in_one_line(whole, tmp_path):
+    (tmp_path / "ids.jsonl").write_text("[1, 2, 1000000]\n")
+    with pytest.raises(BadInput) as caught:
+        trace(
+            whole["mixtral"], token_ids=tmp_path / "ids.jsonl", out=tmp_path / "run", device="cpu", quiet=True
+        )
+    assert "1000000" in str(caught.value) or "embed_tokens" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_whole_model_of_every_family_passes_the_checks_and_one_of_other_sizes_does_not(tmp_path):
+    from execution.test_capture import KINDS
+    from families.tiny_models import tiny_model
+    from moescope.execution.lab_models import load_any_model
+
+    for kind in KINDS:
+        folder = save_model(tmp_path / kind, kind, tokenizer=False)
+        load_any_model(str(folder), "auto", "cpu")
+        text = tiny_model(kind).model.config.get_text_config()
+        config = json.loads((folder / "config.json").read_text())
+        nested = next((config[name] for name in ("text_config", "thinker_config") if name in config), config)
+        nested = nested.get("text_config", nested)
+        nested["vocab_size"] = 10**9 + text.vocab_size
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(BadInput, match=r"config\.json makes it \[1000000064|describes"):
+            load_any_model(str(folder), "auto", "cpu")
