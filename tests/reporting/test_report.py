@@ -37,7 +37,7 @@ def test_the_report_is_one_file_with_plotly_once_and_no_address_to_load_from(pla
 
 def named(found: dict, figure: str) -> dict:
     """The payload of the one figure of that name."""
-    (payload,) = [value for value in found.values() if value.get("name") == figure and "data" in value]
+    (payload,) = [value for value in found.values() if "data" in value and value["name"] == figure]
     return payload
 
 

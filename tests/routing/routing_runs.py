@@ -24,7 +24,7 @@ EVIL = [
     BIDI,
     "\u200b",
 ]
-EVIL_DOMAIN = "<img/src>&amp;%{x}\u202e"
+EVIL_DOMAIN = "<img/src>&amp;%{x}"
 
 
 def save_evil_tokenizer(folder: Path) -> None:
