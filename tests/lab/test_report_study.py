@@ -5,6 +5,7 @@ What may be said is said with its numbers, what may not is not, and every cell h
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,10 @@ def test_one_seed_is_told_without_an_interval(tmp_path: Path):
     (said,) = findings(run)
     assert said.startswith("1 seed: too few")
     assert "95 %" not in said
-    assert page_content([run])["sections"]
+    (training,) = [
+        tab for tab in json.loads(page_content([run])["data"])["tabs"] if tab["name"] == "training"
+    ]
+    assert training["sections"]
 
 
 def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
@@ -137,7 +141,7 @@ def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run
 def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     found = sections(run)
     questions = ["question-main", "question-ablation", "question-sweep", "question-scaling"]
-    assert [section.anchor for section in found] == [*questions, "curves", "balance", "cost"]
+    assert [section.anchor for section in found] == ["overview", *questions, "curves", "balance", "cost"]
     figures = {section.anchor: [spec.name for spec, _ in section.figures] for section in found}
     assert figures["question-main"] == ["differences", "losses", "noise_and_spread", "difference_by_domain"]
     assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
@@ -148,7 +152,8 @@ def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
 def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
     page = page_content([run])
     assert page["title"] == "everything: a study of 17 arms against top2"
-    explained = {entry["key"] for section in page["glossary"] for entry in section["entries"]}
+    glossary = page["payloads"]["glossary"]
+    explained = {entry["key"] for section in glossary for entry in section["entries"]}
     assert {"detectable_difference", "study_comparisons.p_adjusted", "noise_low", "component"} <= explained
 
 

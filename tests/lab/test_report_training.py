@@ -101,7 +101,7 @@ def test_what_is_frozen_and_where_it_began_is_said(run: Run):
 
 def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):
     found = sections(run, Selection())
-    assert [section.anchor for section in found] == ["losses", "load", "routers", "speed"]
+    assert [section.anchor for section in found] == ["overview", "losses", "load", "routers", "speed"]
     assert all(section.figures for section in found)
     assert set(run.parts) == {"scan", "trace"}
     page = page_content([run])

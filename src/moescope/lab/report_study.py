@@ -113,6 +113,8 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
     first = next(iter(by_question))
     parts = [question_section(part, name, name == first) for name, part in by_question.items()]
+    if parts[0].figures:
+        parts.insert(0, Section("overview", parts[0].title, figures=parts[0].figures[:1], tab="overview"))
     figures = [(spec, by_question[first]) for spec in CURVE_FIGURES if spec.can_draw(by_question[first])]
     if figures:
         text = "Loss on held-out text, and routing in training, by step."
