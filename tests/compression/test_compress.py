@@ -440,7 +440,7 @@ def test_impossible_requests_are_rejected_before_a_model_is_loaded(place, tmp_pa
 
 def test_a_plan_needs_a_folder_and_its_own_checkpoint(run, place, tmp_path):
     rejected("give --apply DIR", tmp_path, place / "model", plan=run.path)
-    save_model(tmp_path / "other")
+    save_model(tmp_path / "other", nudge=0.01)
     rejected(
         "made for another checkpoint", tmp_path, tmp_path / "other", plan=run.path, apply=tmp_path / "small"
     )
