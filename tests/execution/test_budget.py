@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from functools import partial
 
@@ -93,6 +94,10 @@ def test_ids_beyond_the_memory_limit_lie_in_a_file_and_are_the_same(monkeypatch)
     before = [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)]
     monkeypatch.setattr(budget, "IN_MEMORY", 64)
     assert [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)] == before
+    abandoned = spread_tokens(given, 5000)
+    next(abandoned)
+    del abandoned  # an unclosed file would be a warning, here an error
+    gc.collect()
 
 
 @pytest.mark.parametrize("between", [" ", "", "\n\n"])
