@@ -209,7 +209,7 @@ def test_the_glance_table_leads_to_a_layer_and_a_heading_to_the_glossary(opened)
     page.locator("#summary [data-view='0'] td a").nth(2).click()
     expect(page.locator("#scan-v0-layer-2")).to_have_attribute("open", "")
     page.locator("#summary [data-view='0'] th a", has_text="ambiguity").click()
-    expect(page.locator("[id='g-ambiguity_score']")).to_be_in_viewport()
+    expect(page.locator("[id='g-absolute_score']")).to_be_in_viewport()
 
 
 def test_the_theme_button_repaints_the_figures(opened):

@@ -15,6 +15,7 @@ from moescope.comparison.figures import (
     EXPERT_DISTANCE,
     PROJECTIONS,
     UNRELATED_L2,
+    largest_change,
     layer_range,
     unmatched,
 )
@@ -132,13 +133,11 @@ def change_finding(geometry: pd.DataFrame) -> list[str]:
     experts = expert_changes(geometry)
     if experts.empty:
         return []
-    first, median = experts.iloc[0], float(experts["relative_l2"].median())
-    if first["relative_l2"] == 0:
+    median = float(experts["relative_l2"].median())
+    if experts["relative_l2"].iloc[0] == 0:
         return [f"Largest change: none, relative L2 is 0 for all {len(experts):,} experts."]
     return [
-        f"Largest change: layer {int(first['layer'])}, expert {int(first['expert_a'])}, relative L2 "
-        f"{number(first['relative_l2'])}, {number(first['of_all'])} times the median {number(median)} of "
-        f"{len(experts):,} experts."
+        f"Largest change: {largest_change(experts)} (median of {len(experts):,} experts: {number(median)})."
     ]
 
 
