@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from checkpoints import tiny_checkpoint
+from moescope import run as run_module
 from moescope import storage
 from moescope.cli import app
 from moescope.errors import BadInput
 from moescope.reporting.verb import OWN_MARK, report
 from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run, open_run
-from moescope.storage import Failpoint, atomic_file, is_leftover, leftover_name, remove_leftovers
+from moescope.storage import (
+    Failpoint,
+    atomic_file,
+    is_leftover,
+    leftover_name,
+    remove_leftovers,
+    without_absolute_paths,
+)
 from moescope.verbs import load_verb
 from moescope.weights.verb import scan
 from routing.tiny_training import batch, documents, model_of
@@ -283,3 +294,73 @@ def test_a_file_that_is_a_folder_or_a_pipe_is_one_line(name, tmp_path, blank_pag
     (run.path / name).mkdir()
     with pytest.raises(BadInput, match=name.replace(".", r"\.")):
         Run.load(run.path).table("alignment")
+
+
+# --- what run.json says
+
+
+def test_a_run_says_what_machine_and_code_made_it(scanned):
+    told = Run.load(scanned).info
+    assert told["machine"]["cpu"] in Path("/proc/cpuinfo").read_text() + platform.machine()
+    assert told["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert told["machine"]["threads"] == torch.get_num_threads()
+    assert len(told["machine"]["gpus"]) == torch.cuda.device_count()
+    assert {"python", "torch", "numpy", "pyarrow", "tokenizers"} <= told["versions"].keys()
+    assert told["versions"]["numpy"] == np.__version__
+    command = ["git", "-C", str(Path(run_module.__file__).parent), "log", "-1", "--format=%H", "--", "."]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    assert (told["package_commit"] or "") == shown
+
+
+def test_an_anonymous_run_holds_no_absolute_path_and_resumes(tmp_path, monkeypatch):
+    """The run, the runs inside it, the stored command and the page; checked as text."""
+    monkeypatch.chdir(tmp_path)
+    models = [
+        tiny_checkpoint(tmp_path / "secret" / name, layers=1, seed=seed) for seed, name in enumerate("ab")
+    ]
+    words = ["compare", *models, "--out", tmp_path / "secret" / "run", "--anonymous", "--quiet"]
+    attempts = []
+    for _ in range(2):
+        outcome = CliRunner().invoke(app, [str(word) for word in words])
+        assert outcome.exit_code == 0, outcome.exception
+        stored = {file: file.read_text() for file in (tmp_path / "secret" / "run").rglob("run.json")}
+        assert len(stored) == 3
+        for text in stored.values():
+            assert "secret" not in text
+            assert str(tmp_path) not in text
+        attempts.append(stored)
+    assert attempts[0] == attempts[1], "the same command computes nothing"
+    info = json.loads(stored[tmp_path / "secret" / "run" / "run.json"])
+    assert info["command"] == "moescope compare a b --out run --quiet"
+    assert [item["path"] for item in info["checkpoints"]] == ["a", "b"]
+    outcome = CliRunner().invoke(app, ["report", "secret/run", "--quiet"])
+    assert outcome.exit_code == 0, outcome.exception
+    page = (tmp_path / "secret" / "run" / "report.html").read_text()
+    assert str(tmp_path) not in page
+    assert "secret" not in page
+
+
+def test_a_report_can_be_anonymous_where_its_run_is_not(scanned, tmp_path):
+    for words, paths in (([], True), (["--anonymous"], False)):
+        outcome = CliRunner().invoke(app, ["report", str(scanned), "--out", str(tmp_path / "a.html"), *words])
+        assert outcome.exit_code == 0, outcome.exception
+        assert (str(scanned.parent) in (tmp_path / "a.html").read_text()) == paths
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("/home/me/model", "model"),
+        ("/home/me/My Models/x y", "x y"),
+        ("code=/home/me/code.txt", "code=code.txt"),
+        ("moescope scan '/home/me/My Models/a' --out /tmp/b", "moescope scan a --out b"),
+        ("/home/me/a.txt: no such file; give another", "a.txt: no such file; give another"),
+        ("skipped: /home/me/a, /home/me/b (damaged)", "skipped: a, b (damaged)"),
+        ("https://host/a/b", "https://host/a/b"),
+        ("owner/name@main", "owner/name@main"),
+        ("model.layers.0.mlp", "model.layers.0.mlp"),
+        ("3 / 4 experts and/or layers", "3 / 4 experts and/or layers"),
+    ],
+)
+def test_absolute_paths_become_names(text, hidden):
+    assert without_absolute_paths(text) == hidden

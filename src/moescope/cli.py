@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moescope.errors import BadInput, shortened, unknown_name
+from moescope.storage import ANONYMOUS
 from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
@@ -59,14 +60,21 @@ def command_of(verb: Verb) -> TyperCommand:
     debugging = "Print the traceback of an error before its line."
     parameters.append(named("debug", flag("--debug", help=debugging, rich_help_panel=MORE)))
 
+    hiding = "Leave absolute paths out of run.json and the report."
+    parameters.append(named("anonymous", flag("--anonymous", help=hiding, rich_help_panel=MORE)))
+
     def callback(**values: Any) -> None:
         debug = values.pop("debug")
+        if values.pop("anonymous"):
+            os.environ[ANONYMOUS] = "1"
         try:
             execute(verb, values)
         except BadInput as error:
             if debug:
                 print_traceback(error)
             raise
+        finally:
+            os.environ.pop(ANONYMOUS, None)
 
     callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -28,6 +28,7 @@ from multiprocessing.synchronize import Event
 from typing import Any, ClassVar, TypeVar
 
 from moescope.errors import BadInput, unknown_name
+from moescope.storage import ANONYMOUS, is_anonymous
 
 ENGINES = ("local", "ray")
 RETRIES = 3  # of a task whose worker died; a task too large for its machine must not loop
@@ -361,7 +362,8 @@ def thread_variables() -> dict[str, str]:
     openblas = (
         os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(count_cores())
     )
-    return {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": openblas}
+    variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": openblas}
+    return {**variables, ANONYMOUS: "1"} if is_anonymous() else variables
 
 
 @contextmanager

@@ -21,12 +21,14 @@ from moescope.storage import (
     atomic_file,
     atomic_folder,
     check_disk,
+    is_anonymous,
     is_leftover,
     only_writer,
     reason,
     remove,
     remove_leftovers,
     sync_file,
+    without_absolute_paths,
 )
 from moescope.tables import SCHEMA_VERSION, Table, arrow_schema, conform, read_parquet
 from moescope.verb import Figure, Selection, Verb, canonical
@@ -70,7 +72,7 @@ class Run:
         if info is None:
             where = "no such folder" if not path.exists() else "no run.json in it"
             raise BadInput(f"{path}: {where}; give a folder that a moescope verb has written")
-        run = cls(path, info)
+        run = cls(path, without_absolute_paths(info) if is_anonymous() else info)
         if info.get("schema_version") != SCHEMA_VERSION:
             raise BadInput(
                 f"{path}: schema version {info.get('schema_version')}, this moescope uses {SCHEMA_VERSION}; "
@@ -343,6 +345,8 @@ class RunWriter:
     def save_info(self, **changes: Any) -> None:
         self.info.update(changes)
         self.info["timings"] = {stage: round(seconds, 4) for stage, seconds in self.timings.items()}
+        if is_anonymous() or self.info.get("anonymous"):
+            self.info = {**without_absolute_paths(self.info), "anonymous": True}
         write_json(self.path / "run.json", self.info)
 
     def finish(self, frames: Frames) -> Run:
@@ -476,6 +480,8 @@ def is_content(file: Path) -> bool:
 def different_keys(info: dict[str, Any], identity: dict[str, Any]) -> list[str]:
     """Return the keys in which a run differs from an identity; a copy of a checkpoint is the same one."""
     wanted = jsonable(identity)
+    if info.get("anonymous"):
+        wanted = without_absolute_paths(wanted)
     return [key for key in wanted if without_places(info.get(key)) != without_places(wanted[key])]
 
 

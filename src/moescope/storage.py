@@ -12,11 +12,13 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from moescope.errors import BadInput
 
@@ -51,6 +53,40 @@ def write_point(creates: bool = False) -> None:
     """Mark a moment between two changes on disk, at which a test may have armed a failure."""
     if failpoint is not None:
         failpoint.reach(creates)
+
+
+# --- paths in what is written
+
+ABSOLUTE = re.compile(r"(?<![\w.:/~-])(?:/[^/\s'\",;:()\[\]]+){2,}/?")
+ANONYMOUS = "MOESCOPE_ANONYMOUS"  # in the environment, so that worker processes have it too
+
+
+def is_anonymous() -> bool:
+    """Return whether absolute paths are left out of run.json and report."""
+    return bool(os.environ.get(ANONYMOUS))
+
+
+def without_absolute_paths(value: Any) -> Any:
+    """Return the value with the last name of every absolute path in its texts."""
+    if isinstance(value, dict):
+        return {key: without_absolute_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_absolute_paths(item) for item in value]
+    if isinstance(value, Path):
+        return value.name if value.is_absolute() else value
+    if not isinstance(value, str):
+        return value
+    if value.startswith("moescope "):
+        return shlex.join(word_without_path(word) for word in shlex.split(value))
+    return word_without_path(value)
+
+
+def word_without_path(text: str) -> str:
+    """Return the text with names for paths: itself one, one after NAME=, or some within it."""
+    name, equals, path = text.rpartition("=")
+    if path.startswith("/") and not any(mark in path for mark in (": ", "; ", ", ", "\n")):
+        return f"{name}{equals}{Path(path).name}"
+    return ABSOLUTE.sub(lambda found: Path(found[0]).name, text)
 
 
 # --- files and folders

@@ -83,7 +83,7 @@ class ExpertStack:
         if not part.isfinite().all():
             file, name = (parts[expert % len(parts)] for parts in (self.files, self.names))
             raise BadInput(
-                f"{file}: tensor {name} holds NaN or Inf; fix the checkpoint, or exclude its layer"
+                f"{file}: tensor {name} holds NaN or Inf; fix the checkpoint, or download it again"
             )
         return part
 
@@ -156,11 +156,12 @@ class LayerWeights:
         stacks = {"gate": self.gate_EFD, "up": self.up_EFD, "down": self.down_EDF}
         return {name: stack for name, stack in stacks.items() if stack is not None}
 
-    def expert(self, number: int) -> ExpertWeights:
-        """Read one expert, in the stored dtype; raise for NaN and Inf in it."""
+    def expert(self, number: int, finite: bool = False) -> ExpertWeights:
+        """Read one expert, in the stored dtype; with `finite` raise for NaN and Inf in it."""
         biases = (self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED)
         stacks = (self.gate_EFD, self.down_EDF, self.up_EFD, *biases)
-        gate, down, *rest = (None if stack is None else stack.read_finite(number) for stack in stacks)
+        reads = ((stack.read_finite if finite else stack.read) if stack else None for stack in stacks)
+        gate, down, *rest = (None if read is None else read(number) for read in reads)
         assert gate is not None
         assert down is not None
         return ExpertWeights(gate, down, *rest)

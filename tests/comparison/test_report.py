@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 
+import pandas as pd
 import pytest
 import torch
 from playwright.sync_api import expect
 
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
-from moescope.comparison.report import expert_changes, overlay
+from moescope.comparison.figures import drift_caption
+from moescope.comparison.report import change_finding, expert_changes, overlay
 from moescope.comparison.verb import compare
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
@@ -168,3 +170,31 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(
         expect(legends.locator(".legend2text")).to_have_text(["base_to_ift", "base_to_ift_permuted"])
     context.close()
     assert troubles == []
+
+
+def changes(l2_LE) -> pd.DataFrame:
+    """One row of `geometry` per layer and expert."""
+    rows = [
+        {"series": "base_to_ift", "layer": layer, "expert_a": expert, "relative_l2": float(value)}
+        for layer, values in enumerate(l2_LE)
+        for expert, value in enumerate(values)
+    ]
+    return pd.DataFrame(rows).assign(matrix="gate", matched=False)
+
+
+@pytest.mark.parametrize(
+    ("l2", "named", "whole"),
+    [
+        ([[0.05, 0.06, 0.05, 0.04], [0.30, 0.33, 0.31, 0.29], [0.05] * 4], "layer 1", True),
+        ([[0.05, 0.06, 0.05, 0.04], [0.05, 0.33, 0.06, 0.05], [0.05] * 4], "layer 1, expert 1", False),
+        ([[0.0] * 4, [0.0] * 4, [0.2, 0.3, 0.2, 0.1]], "layer 2", True),
+        ([[0.0] * 4, [0.0, 0.0, 0.0, 0.4], [0.0] * 4], "layer 1, expert 3", False),
+        # a layer that moved, and an expert in it that moved far more than its layer
+        ([[0.05] * 4, [0.06, 0.9, 0.07, 0.06], [0.05] * 4], "layer 1, expert 1", False),
+        ([[0.1, 0.2, 0.3, 0.25]], "layer 0, expert 2", False),
+    ],
+)
+def test_the_largest_change_names_the_layer_where_the_whole_layer_moved(l2, named, whole):
+    (finding,) = change_finding(changes(l2))
+    for words in (finding, drift_caption("gate", changes(l2))):
+        assert f"{named} as a whole" in words if whole else f"{named}, relative L2" in words

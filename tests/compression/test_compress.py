@@ -440,7 +440,7 @@ def test_impossible_requests_are_rejected_before_a_model_is_loaded(place, tmp_pa
 
 def test_a_plan_needs_a_folder_and_its_own_checkpoint(run, place, tmp_path):
     rejected("give --apply DIR", tmp_path, place / "model", plan=run.path)
-    save_model(tmp_path / "other")
+    save_model(tmp_path / "other", nudge=0.01)
     rejected(
         "made for another checkpoint", tmp_path, tmp_path / "other", plan=run.path, apply=tmp_path / "small"
     )
@@ -538,3 +538,21 @@ def test_the_command_prints_what_was_done_and_what_it_costs_beside_original_and_
 
 def test_the_python_name_is_the_verb():
     assert moescope.compress is compress
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "content", "words"),
+    [
+        ("text", "empty.txt", "", "the text holds no token"),
+        ("token_ids", "ids.jsonl", "[4, 64]", "token id 64: .* has 64 tokens"),
+        ("token_ids", "ids.jsonl", "[4, 1.5]", "not a list of token ids"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_found_before_the_model_is_loaded(
+    place, tmp_path, monkeypatch, option, name, content, words
+):
+    monkeypatch.setattr(CalibrationText, "load", None)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=words):
+        compress(place / "model", keep=2, out=tmp_path / "run", quiet=True, **{option: tmp_path / name})
+    assert not (tmp_path / "run").exists()

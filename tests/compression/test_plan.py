@@ -151,9 +151,11 @@ def test_files_that_are_no_plan_are_rejected(tmp_path, content, said):
         read_plan(tmp_path / "nowhere.json")
 
 
-def test_a_plan_is_carried_out_on_no_other_checkpoint(tmp_path):
-    first, second = (open_checkpoint(tiny_checkpoint(tmp_path / name)) for name in ("a", "b"))
+def test_a_plan_is_carried_out_on_a_copy_and_on_no_other_checkpoint(tmp_path):
+    first, copy = (open_checkpoint(tiny_checkpoint(tmp_path / name)) for name in ("a", "b"))
+    second = open_checkpoint(tiny_checkpoint(tmp_path / "c", dtype=torch.bfloat16))
     plan = replace(SLICE, checkpoint=checkpoint_mark(first))
     check_same_checkpoint(plan, first)
+    check_same_checkpoint(plan, copy)
     with pytest.raises(BadInput, match="made for another checkpoint"):
         check_same_checkpoint(plan, second)

@@ -174,7 +174,8 @@ def test_the_demo_reads_code_within_the_trained_length_as_plain_transformers_doe
     traced = load_any_model(model, "float32", "cpu")
     documents = list(read_documents(traced, sources([], [f"code={run.path}/validation/code.jsonl"], None)))
     judged = next_token_logits(traced, documents, 8)
-    losses = torch.cat([torch.nn.functional.cross_entropy(*pair, reduction="none") for pair in judged])
+    pairs = ((batch.logits_NV, batch.next_N) for batch in judged)
+    losses = torch.cat([torch.nn.functional.cross_entropy(*pair, reduction="none") for pair in pairs])
     assert float(losses.mean().exp()) == pytest.approx(perplexity(length), rel=1e-3)
     assert perplexity(4 * length) > 2 * perplexity(length)  # what reading longer windows would cost
     assert run.parts["trace"].info["setup"][0]["window"] == length

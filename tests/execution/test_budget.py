@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from functools import partial
 
@@ -93,3 +94,40 @@ def test_ids_beyond_the_memory_limit_lie_in_a_file_and_are_the_same(monkeypatch)
     before = [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)]
     monkeypatch.setattr(budget, "IN_MEMORY", 64)
     assert [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)] == before
+    abandoned = spread_tokens(given, 5000)
+    next(abandoned)
+    del abandoned  # an unclosed file would be a warning, here an error
+    gc.collect()
+
+
+@pytest.mark.parametrize("between", [" ", "", "\n\n"])
+def test_the_tokens_of_a_prefix_are_the_first_tokens_of_the_text(between):
+    """By the demo's byte-level BPE, also in a text without a space, where all is one word."""
+    from transformers import AutoTokenizer
+
+    from moescope.demo.verb import SHIPPED
+    from moescope.execution.documents import tokenize
+    from moescope.execution.models import TracedModel
+
+    class Counting:
+        def __init__(self, tokenizer):
+            self.tokenizer, self.characters = tokenizer, 0
+
+        def __call__(self, text, **options):
+            self.characters += len(text)
+            return self.tokenizer(text, **options)
+
+    tokenizer = Counting(AutoTokenizer.from_pretrained(SHIPPED / "model"))
+    traced = TracedModel("demo", None, None, tokenizer, "cpu")
+    words = np.random.default_rng(0).choice(
+        np.array(["return", "self", "the", "x1", "(", "größer", "🙂"]), 60_000
+    )
+    text = between.join(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TracedModel, "vocabulary", 10**6)
+        complete = tokenize(traced, text, False)
+        assert len(complete) > 50_000
+        for most in (1, 7, 100, 1000, 20_000):
+            tokenizer.characters = 0
+            assert tokenize(traced, text, False, most).tolist() == complete[:most].tolist()
+            assert tokenizer.characters <= 50 * (most + 64)

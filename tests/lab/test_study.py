@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lab.tiny_study import SEEDS, write_study
 from moescope.decoder.saving import load_model
@@ -499,7 +500,7 @@ def test_what_is_kept_of_checkpoints_is_as_asked_for(keep: str, left: list[str],
     for name in ("step-2", "step-4"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "config.json").write_text("{}")
-        (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+        save_file({"a": torch.zeros(1)}, tmp_path / "checkpoints" / name / "model.safetensors")
     (tmp_path / "checkpoints" / "training_state.pt").write_text("")
     (tmp_path / "run.json").write_text(json.dumps({"verb": "train", "checkpoints": ["both"]}))
     prune(tmp_path, keep)

@@ -327,6 +327,15 @@ def test_a_model_without_a_tokenizer_asks_for_token_ids(place, tmp_path):
     assert run.table("vocabulary")["token"].isna().all()
 
 
+def test_a_damaged_tokenizer_is_named_with_the_cause(place, tmp_path):
+    save_model(tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(file.read_text()[:300])
+    with pytest.raises(BadInput, match="its tokenizer cannot be loaded"):
+        trace(tmp_path / "model", text=place / "a.jsonl", out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("token", [64, -1])
 def test_a_token_id_the_model_does_not_have_is_named_before_it_is_loaded(place, tmp_path, token, monkeypatch):
     monkeypatch.setattr(trace_module, "trace_step", None)

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
+from moescope.plotting.style import number
 from moescope.weights import report_findings as words
-from moescope.weights.report import layer_section, layer_table, summary
+from moescope.weights.report import across_table, layer_section, layer_table, most_ambiguous, summary
 from moescope.weights.report_findings import views
 from moescope.weights.verb import scan
 
@@ -65,7 +67,31 @@ def test_the_summary_is_json_and_names_every_reading(planted_run):
     facts = json.loads(json.dumps(found.details))
     assert [item["view"] for item in facts["views"]] == ["gate, raw router", "gate, centered router"]
     assert found.coverage[0].startswith("mixtral: 5 MoE layers of 5 expected, 8 experts per layer")
-    assert facts["views"][0]["most_ambiguous"][0]["layer"] in (0, 4)
+    ambiguity = planted_run.table("ambiguity").query("router == 'raw' and layer in (1, 2, 3)")
+    expected = ambiguity.sort_values("absolute_score", ascending=False)["layer"].tolist()
+    assert [item["layer"] for item in facts["views"][0]["most_ambiguous"]] == expected
+
+
+def test_layers_at_chance_are_not_ranked_by_ambiguity_and_the_absolute_score_leads(raw):
+    """Layer 0 is random and layer 4 permuted: both score higher than the three that are ranked."""
+    scores = raw.tables["ambiguity"].set_index("layer")["absolute_score"]
+    assert scores[[0, 4]].min() > scores[[1, 2, 3]].max()
+    (sentence,) = words.ambiguity_finding(raw)
+    ranking, rest = sentence.split(" Not ranked")
+    named = [int(layer) for layer in re.findall(r"layer (\d+) \(", ranking)]
+    assert named == scores[[1, 2, 3]].sort_values(ascending=False).index[: len(named)].tolist()
+    assert f"layer {named[0]} ({number(scores[named[0]])}; relative" in ranking
+    assert "layers 0 and 4" in rest
+    assert [row[0] for row in across_table(raw, "ambiguity")["rows"]] == scores.sort_values(
+        ascending=False
+    ).index.tolist()
+
+
+def test_where_no_layer_beats_chance_none_is_ranked(tmp_path):
+    view = scanned(tmp_path, tiny_tensors(layers=2, experts=3), layers=2, experts=3)
+    (sentence,) = words.ambiguity_finding(view)
+    assert "no layer is ranked" in sentence
+    assert most_ambiguous(view) == []
 
 
 def scanned(folder, tensors, **config):

@@ -253,11 +253,25 @@ def drift_caption(name: str, rows: pd.DataFrame) -> str:
     known = rows[rows["relative_l2"].notna()]
     if known.empty:
         return f"{matrix}: no distance, all zeros."
-    top, median = known.loc[known["relative_l2"].idxmax()], float(known["relative_l2"].median())
+    median = float(known["relative_l2"].median())
     return (
-        f"Largest change, {matrix}: layer {top['layer']}, expert {top['expert_a']}, "
-        f"{number(top['relative_l2'])}; median {number(median)} (unrelated experts: {number(UNRELATED_L2)})."
+        f"Largest change, {matrix}: {largest_change(known)}; median {number(median)} "
+        f"(unrelated experts: {number(UNRELATED_L2)})."
     )
+
+
+def largest_change(experts: pd.DataFrame) -> str:
+    """Where relative L2 is largest: the layer, if most of it (in logs) is that of the layer's median expert,
+    else the expert. `experts` has one row per layer and expert, not all zero."""
+    top = experts.loc[experts["relative_l2"].idxmax()]
+    rows = experts[experts["layer"] == top["layer"]]
+    of_layer, of_all = (float(frame["relative_l2"].median()) for frame in (rows, experts))
+    if of_layer**2 >= top["relative_l2"] * of_all and of_layer > of_all:
+        return (
+            f"layer {top['layer']:.0f} as a whole, median relative L2 {number(of_layer)} over its "
+            f"{len(rows)} experts"
+        )
+    return f"layer {top['layer']:.0f}, expert {top['expert_a']:.0f}, relative L2 {number(top['relative_l2'])}"
 
 
 def router_cosines(tables: Tables) -> Figure:

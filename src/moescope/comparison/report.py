@@ -15,6 +15,7 @@ from moescope.comparison.figures import (
     EXPERT_DISTANCE,
     PROJECTIONS,
     UNRELATED_L2,
+    largest_change,
     layer_range,
     unmatched,
 )
@@ -25,7 +26,7 @@ from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
-from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import FigureSpec, KeyNumber, Measure, Section, Selection, Summary, Tables, all_rows
 from moescope.weights.figures_identification import ACROSS_VIEWS
 from moescope.weights.report import VERDICT_NAMES
 
@@ -128,17 +129,38 @@ def expert_changes(geometry: pd.DataFrame) -> pd.DataFrame:
     return experts.sort_values("relative_l2", ascending=False, ignore_index=True)
 
 
+def measures(run: Run) -> list[Measure]:
+    """How far each expert and each router row moved."""
+    if "geometry" not in run.tables or of_runs(run):
+        return []
+    geometry = run.table("geometry")
+    found = []
+    experts = expert_changes(geometry).rename(columns={"expert_a": "expert", "relative_l2": "value"})
+    if len(experts):
+        caption = (
+            "Relative L2 distance of each expert between the checkpoints, mean over its matrices "
+            f"(0: unchanged, median {number(experts['value'].median())}, unrelated experts: √2)."
+        )
+        frame = experts[["layer", "expert", "value"]]
+        found.append(Measure("change", "Change of experts", frame, "", caption))
+    rows = unmatched({"geometry": geometry})
+    rows = rows[rows["matrix"] == "router"].rename(columns={"expert_a": "expert", "relative_l2": "value"})
+    if len(rows):
+        caption = "Relative L2 distance of each router row between the checkpoints (0: unchanged)."
+        frame = rows[["layer", "expert", "value"]]
+        found.append(Measure("router_change", "Change of router rows", frame, "", caption))
+    return found
+
+
 def change_finding(geometry: pd.DataFrame) -> list[str]:
     experts = expert_changes(geometry)
     if experts.empty:
         return []
-    first, median = experts.iloc[0], float(experts["relative_l2"].median())
-    if first["relative_l2"] == 0:
+    median = float(experts["relative_l2"].median())
+    if experts["relative_l2"].iloc[0] == 0:
         return [f"Largest change: none, relative L2 is 0 for all {len(experts):,} experts."]
     return [
-        f"Largest change: layer {int(first['layer'])}, expert {int(first['expert_a'])}, relative L2 "
-        f"{number(first['relative_l2'])}, {number(first['of_all'])} times the median {number(median)} of "
-        f"{len(experts):,} experts."
+        f"Largest change: {largest_change(experts)} (median of {len(experts):,} experts: {number(median)})."
     ]
 
 

@@ -296,11 +296,13 @@ def neuron_orders(
     for members, dominant in zip(grouping.groups, grouping.dominants, strict=True):
         if len(members) == 1:
             continue
-        target = weights.expert(dominant)
+        target = weights.expert(dominant, finite=True)
         for member in members:
             if member == dominant:
                 continue
-            matching = match_neurons(target, weights.expert(member), signed=signed, device=device)
+            matching = match_neurons(
+                target, weights.expert(member, finite=True), signed=signed, device=device
+            )
             orders[member] = torch.from_numpy(matching.order_F)
             if signed and can_flip(target):
                 signs[member] = torch.from_numpy(matching.sign_F)

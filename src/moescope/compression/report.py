@@ -30,7 +30,7 @@ from moescope.reporting.pack import table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
-from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import FigureSpec, KeyNumber, Measure, Section, Selection, Summary, Tables, all_rows
 
 ERRORS = {"measured_error": "Measured", "predicted_error": "Predicted"}
 ROUTER_CHANGES = {  # what the plan does to the router -> a sentence
@@ -172,6 +172,29 @@ def rank_finding(tables: Tables) -> str | None:
 
 
 # --- sections
+
+
+def measures(run: Run) -> list[Measure]:
+    """The plan's saliency scores with the experts it drops crossed out; else which experts it keeps."""
+    clusters = run.table("clusters") if "clusters" in run.tables else pd.DataFrame()
+    if clusters.empty:
+        return []
+    plan = clusters[clusters["method"] == clusters["method"].iloc[0]][["layer", "expert", "kept", "cluster"]]
+    removed = plan.assign(mark=~plan["kept"].astype(bool))[["layer", "expert", "mark"]]
+    if "saliency" not in run.tables:
+        sizes = plan.groupby(["layer", "cluster"])["expert"].transform("size")
+        frame = plan[["layer", "expert"]].assign(value=sizes.fillna(0), mark=removed["mark"])
+        caption = "Experts in the cluster that each expert joins; 1: kept alone. Crossed out: dropped."
+        return [Measure("cluster_size", "Cluster size", frame, "experts", caption)]
+    saliency = run.table("saliency").merge(removed, on=["layer", "expert"])
+    measured = []
+    for name, title in (("reap", "REAP saliency"), ("tokens", "Calibration tokens")):
+        relative = saliency[name] / saliency.groupby("layer")[name].transform("mean")
+        frame = saliency[["layer", "expert", "mark"]].assign(value=relative, chance=1.0)
+        caption = f"{title} of each expert, as a multiple of the layer's mean. Crossed out: dropped."
+        place = {"middle": 1.0, "logarithmic": True, "limits": (0.25, 4.0)}
+        measured.append(Measure(name, title, frame, "× layer mean", caption, **place))
+    return measured
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:

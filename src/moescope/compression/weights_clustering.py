@@ -183,7 +183,7 @@ def fingerprint_similarity(experts: Sequence[ExpertWeights], device: str = "cpu"
 
 
 def group_by_weights(evidence: Evidence, layer: LayerEvidence) -> Grouping:
-    experts = [layer.weights.expert(number) for number in range(layer.weights.n_experts)]
+    experts = [layer.weights.expert(number, finite=True) for number in range(layer.weights.n_experts)]
     measure = layer.measure(MEASURES)
     bits = {name: stack.significand_bits for name, stack in layer.weights.projections.items()}
     return weights_clusters(experts, layer.keep, measure, layer.n_groups, device=layer.device, bits=bits)[0]

@@ -58,7 +58,7 @@ def demo(
         return planted_demo(Path(out or "runs/demo-planted"), seed, overwrite, quiet)
     folder = Path(out or "runs/demo")
     run = shipped_training(folder, overwrite)
-    model = run.info["checkpoints"][-1]["path"]
+    model = folder / "checkpoints" / Path(run.info["checkpoints"][-1]["path"]).name
     # On the CPU: the model is small, and every demo should show the same numbers.
     shared: dict[str, Any] = {"seed": seed, "device": "cpu", "quiet": quiet}
     scan(model, out=folder / "scan", router="raw,centered", **shared)

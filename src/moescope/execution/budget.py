@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 
 import numpy as np
@@ -44,7 +45,7 @@ class Quota:
         self.sizes = array("q")
         self.short = 0  # tokens in documents of at most `enough`
         self.long: list[int] = []  # sizes of the others
-        self.file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 (read closes it)
+        self.file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 (closed by spread_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -71,13 +72,12 @@ class Quota:
         return min(self.tokens, sum(self.sizes))
 
     def read(self, tokens: int) -> Iterator[Integers]:
-        """Yield the documents' prefixes, `tokens` in total, and forget them."""
-        with self.file:
-            self.file.seek(0)
-            for size, share in zip(self.sizes, deal(self.sizes, tokens), strict=True):
-                ids = np.frombuffer(self.file.read(8 * size), dtype=np.int64)
-                if share:
-                    yield ids[:share]
+        """Yield the documents' prefixes, `tokens` in total."""
+        self.file.seek(0)
+        for size, share in zip(self.sizes, deal(self.sizes, tokens), strict=True):
+            ids = np.frombuffer(self.file.read(8 * size), dtype=np.int64)
+            if share:
+                yield ids[:share]
 
 
 def spread_tokens(
@@ -101,21 +101,21 @@ def spread_tokens(
     names = sorted(domains)
     wanted = dict(zip(names, deal([budget] * len(names), budget), strict=True))
     held: dict[str, Quota] = {}
-    while True:
-        for name in names:
-            if name not in held or held[name].tokens < wanted[name]:
-                if name in held:
-                    held[name].file.close()
-                held[name] = Quota(wanted[name])
-                for prefix in domains[name]():
-                    held[name].add(prefix)
-                    if held[name].is_full:
-                        break
-        exhausted = {name: held[name].total for name in names if held[name].total < held[name].tokens}
-        sizes = [exhausted.get(name, budget) for name in names]
-        wanted = dict(zip(names, deal(sizes, budget), strict=True))
-        if all(name in exhausted or wanted[name] <= held[name].tokens for name in names):
-            break
-    for name in domains:
-        for ids in held[name].read(wanted[name]):
-            yield name, ids
+    with ExitStack() as files:
+        while True:
+            for name in names:
+                if name not in held or held[name].tokens < wanted[name]:
+                    held[name] = Quota(wanted[name])
+                    files.callback(held[name].file.close)
+                    for prefix in domains[name]():
+                        held[name].add(prefix)
+                        if held[name].is_full:
+                            break
+            exhausted = {name: held[name].total for name in names if held[name].total < held[name].tokens}
+            sizes = [exhausted.get(name, budget) for name in names]
+            wanted = dict(zip(names, deal(sizes, budget), strict=True))
+            if all(name in exhausted or wanted[name] <= held[name].tokens for name in names):
+                break
+        for name in domains:
+            for ids in held[name].read(wanted[name]):
+                yield name, ids

@@ -88,10 +88,10 @@ def tokenize(traced: TracedModel, content: Content, chat_template: bool, most: i
                 str(message.get("content", "")) for message in content if isinstance(message, dict)
             )
         length = len(content) if most is None else 8 * (most + MARGIN)
-        ids = traced.tokenizer(content[:length], verbose=False)["input_ids"]
+        ids = traced.encode(content[:length])
         while length < len(content) and len(ids) < (most or 0) + MARGIN:
             length *= 4
-            ids = traced.tokenizer(content[:length], verbose=False)["input_ids"]
+            ids = traced.encode(content[:length])
     found = np.asarray(ids[:most], dtype=np.int64)
     check_ids(found, traced.name, traced.vocabulary)
     return found

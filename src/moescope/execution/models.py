@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging as python_logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from moescope.types import Integers
 HALF = (torch.bfloat16, torch.float16)
 TRUST = "read it, and pass --trust-remote-code if you trust it"
 CODE_NEEDED = f"is defined by Python code inside the checkpoint, which moescope does not run; {TRUST}"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 GIVE_IDS = "give token ids with --token-ids FILE"
 DEFECT = "holds NaN or Inf, so nothing was run; fix the checkpoint, or download it again"
 MOST_GROWTH = 2  # parameters that a config may describe per stored one: some are computed when loading
@@ -48,6 +50,15 @@ class TracedModel:
     @property
     def config(self) -> Any:
         return self.model.config
+
+    def encode(self, text: str) -> list[int]:
+        """Return the text's token ids."""
+        try:
+            return list(self.tokenizer(text, verbose=False)["input_ids"])
+        except Exception as error:  # a tokenizer raises what it likes, such as for an unknown word
+            raise BadInput(
+                f"{self.name}: its tokenizer cannot read the text ({cause(error)}); {GIVE_IDS}"
+            ) from None
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -228,6 +239,8 @@ def load_tokenizer(path: str, more: dict[str, Any]) -> Any:
         except Exception as error:  # whatever transformers raises on a damaged file
             if needs_code(error):
                 raise BadInput(f"the tokenizer {CODE_NEEDED}") from None
+            if any(os.path.exists(os.path.join(path, file)) for file in TOKENIZER_FILES):
+                raise BadInput(f"its tokenizer cannot be loaded ({cause(error)}); repair it") from None
             return None
 
 

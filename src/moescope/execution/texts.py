@@ -5,6 +5,7 @@ Every source is read one document at a time; hub datasets are streamed and never
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import hashlib
 import io
@@ -157,7 +158,8 @@ def shortened(identity: list[Any]) -> list[Any]:
 
 def copy_stdin() -> tuple[Any, str]:
     """Copy standard input to a temporary file, since it may be read more than once; also return its hash."""
-    copy = tempfile.NamedTemporaryFile(prefix="moescope-text-")  # noqa: SIM115 (removed with the source)
+    copy = tempfile.NamedTemporaryFile(prefix="moescope-text-")  # noqa: SIM115 (closed at exit)
+    atexit.register(copy.close)
     digest = hashlib.blake2b(digest_size=16)
     try:
         while piece := sys.stdin.buffer.read(CHUNK):

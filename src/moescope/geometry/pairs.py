@@ -115,11 +115,13 @@ class LoadedExpert:
         self.factors: dict[str, PolarFactor] = {}
         for name in matrices:
             stack = layer.projections[name]
-            if self.weights:
-                matrix = projection_matrix(self.weights, name)
-            else:
-                matrix = stack.read_finite(number).to(device)
+            matrix = projection_matrix(self.weights, name) if self.weights else stack.read(number).to(device)
             assert matrix is not None
+            if not torch.isfinite(matrix).all():
+                raise BadInput(
+                    f"{stack.names[number % len(stack.names)]}: expert {number} of layer {layer.layer} "
+                    "holds NaN or infinity; exclude that layer with --layers"
+                )
             self.matrices[name] = matrix
             if sv:
                 self.factors[name] = polar_factor(matrix, device, stack.significand_bits)

@@ -17,6 +17,8 @@ SIZES = {
     "model": ("vocabulary", "d_model", "layers", "d_ff", "experts", "max_positions"),
     "train": ("steps", "batch_size"),
 }
+RHYTHM = ("warmup", "evaluate_every", "evaluation_rows", "checkpoint_every")
+MOST_ROWS = 10**9  # or steps, of each of them
 MOST_TOKENS = 10**15  # of a training; the largest ones known read 1e14
 MOST_GIGABYTES = 5_000  # of a training: 300 billion trained parameters
 LAYOUTS = ("packed", "documents")
@@ -256,6 +258,9 @@ def check_size(config: LabConfig, where: str = "config") -> None:
     from moescope.lab.cost import training_bytes
 
     train = config.train
+    for key in RHYTHM:
+        if getattr(train, key) > MOST_ROWS:
+            raise BadInput(f"{where}: [train] {key} must be at most {MOST_ROWS:,}")
     tokens = train.batch_size * train.sequence_length
     needed = training_bytes(config.model, tokens // train.micro_batches)
     for amount, most, unit in (

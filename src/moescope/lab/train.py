@@ -495,8 +495,9 @@ def window_length(train: TrainConfig) -> int:
     Tables end at every checkpoint so that a training can resume there; other windows would be cut short.
     """
     wanted = max(train.steps / WINDOWS, 1.0)
-    divisors = [n for n in range(1, train.checkpoint_every + 1) if train.checkpoint_every % n == 0]
-    return min(divisors, key=lambda n: abs(math.log(n / wanted)))
+    every = train.checkpoint_every
+    small = [n for n in range(1, math.isqrt(every) + 1) if every % n == 0]
+    return min(sorted({*small, *(every // n for n in small)}), key=lambda n: abs(math.log(n / wanted)))
 
 
 # --- after the last step

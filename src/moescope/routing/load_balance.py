@@ -18,7 +18,9 @@ from moescope.types import Array
 
 DRAWS = 200
 EQUAL_GATES = 1e-9  # relative variance of gates below which they are equal
-WIDER = np.sqrt(2)  # spread of estimates from the other documents' order, over that of the plain value
+# Estimates by the other documents' order vary more than the plain value. Chosen by simulation: with 1, Gini's
+# interval covers 0.88 for one busy expert of 64, with 1.3 0.92 for even loads, with sqrt 2 at least 0.93.
+WIDER = np.sqrt(2)
 
 
 def cv(load_E: Array) -> Array:

@@ -30,8 +30,10 @@ ACROSS_LAYERS = [
     FigureSpec("cosine_heatmap", PAIRS, redundancy.cosine_heatmap),
     FigureSpec("orthogonality_by_layer", ("orthogonality",), redundancy.orthogonality_by_layer),
     FigureSpec("overlap_by_k", PAIRS, redundancy.overlap_by_k),
+    FigureSpec(
+        "absolute_ambiguity_by_layer", ("ambiguity", *TESTS), identification.absolute_ambiguity_by_layer
+    ),
     FigureSpec("ambiguity_by_layer", ("ambiguity",), identification.ambiguity_by_layer),
-    FigureSpec("absolute_ambiguity_by_layer", ("ambiguity",), identification.absolute_ambiguity_by_layer),
     FigureSpec(
         "accuracy_and_margin_by_layer",
         ("ambiguity", "alignment_layers"),

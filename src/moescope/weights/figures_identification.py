@@ -16,6 +16,7 @@ from moescope.plotting.style import (
     base_layout,
     capital,
     category_style,
+    counted,
     grey_line,
     layer_axis,
     layer_lines,
@@ -101,6 +102,15 @@ def margin_by_k(tables: Tables) -> Figure:
     )
 
 
+def ranked_layers(tables: Tables) -> pd.DataFrame:
+    """Rows of `ambiguity` of the layers whose stored pairing beats chance, highest absolute score first."""
+    verdicts = tables["alignment_tests"].set_index("layer")["verdict"]
+    beat_chance = verdicts.index[verdicts.isin(["identifying", "non_random"])]
+    rows = tables["ambiguity"]
+    rows = rows[rows["layer"].isin(beat_chance) & rows["absolute_score"].notna()]
+    return rows.sort_values(["absolute_score", "layer"], ascending=[False, True])
+
+
 def ambiguity_by_layer(tables: Tables) -> Figure:
     """Ambiguity score and its three terms at each layer's k*."""
     frame = tables["ambiguity"].sort_values("layer")
@@ -149,11 +159,16 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
     """Absolute and normalised ambiguity score by layer."""
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
-    top = frame.loc[frame["absolute_score"].fillna(-1).idxmax()]
-    low = frame.loc[frame["absolute_score"].fillna(2).idxmin()]
-    caption = f"Highest in layer {top['layer']:.0f} ({number(top['absolute_score'])})"
-    if len(frame) > 1:
-        caption += f", lowest in layer {low['layer']:.0f} ({number(low['absolute_score'])})"
+    ranked = ranked_layers(tables)
+    caption = "No layer beats chance"
+    if len(ranked):
+        top, low = ranked.iloc[0], ranked.iloc[-1]
+        caption = (
+            f"{counted(len(ranked), 'layer')} beyond chance, highest in layer {top['layer']:.0f} "
+            f"({number(top['absolute_score'])})"
+        )
+        if len(ranked) > 1:
+            caption += f", lowest in layer {low['layer']:.0f} ({number(low['absolute_score'])})"
     chance = frame["absolute_chance"]
     hover = "layer %{x}<br>absolute %{y:.3g}"
     data = [

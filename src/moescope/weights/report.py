@@ -21,6 +21,7 @@ from moescope.weights.figures_identification import (
     ACROSS_VIEWS,
     FEWEST_TESTED,
     VERDICT_WORDS,
+    ranked_layers,
     shown_verdict,
 )
 from moescope.weights.figures_layer import COMPLETE_VIEW
@@ -45,7 +46,7 @@ EXPERT_TABLE += ["margin", "identified"]
 SPECTRA_TABLE = ["expert", "effective_rank", "stable_rank", "rank", "spectral_norm", "frobenius", "condition"]
 ACROSS_TABLES = {
     "alignment_tests": "Tests and verdicts of every layer",
-    "ambiguity": "Ambiguity ranking",
+    "ambiguity": "Ambiguity of every layer",
     "orthogonality": "Redundancy of experts over k",
     "alignment_layers": "Every layer and k",
 }
@@ -58,7 +59,7 @@ PAIRING_HEADS = [
     ("chance_accuracy", "chance", "float"),
     ("p_accuracy", "accuracy p", "float"),
     ("q_value", "q", "float"),
-    ("ambiguity_score", "ambiguity", "float"),
+    ("absolute_score", "ambiguity", "float"),
     ("mean_abs", "mean |cos|", "float"),
     ("chance", "chance", "float"),
     ("n_pairs_above_0_7", "collapsed", "int"),
@@ -162,8 +163,8 @@ def key_numbers(view: View) -> list[KeyNumber]:
 def most_ambiguous(view: View) -> list[dict[str, Any]]:
     if not view.has_rows:
         return []
-    columns = ["layer", "ambiguity_score", "absolute_score", "level"]
-    ranked = view.tables["ambiguity"].sort_values("rank").head(3)[columns].astype(object)
+    columns = ["layer", "absolute_score", "ambiguity_score", "level"]
+    ranked = ranked_layers(view.tables).head(3)[columns].astype(object)
     rows: list[dict[str, Any]] = ranked.where(ranked.notna(), None).to_dict("records")
     return rows
 
@@ -173,7 +174,7 @@ def layer_table(view: View) -> Payload:
     cosines, ranks = first_cosines(view.tables), layer_ranks(view)
     if view.has_rows:
         heads = PAIRING_HEADS
-        ambiguity = view.tables["ambiguity"].set_index("layer")["ambiguity_score"]
+        ambiguity = view.tables["ambiguity"].set_index("layer")["absolute_score"]
         tests = view.tables["alignment_tests"].set_index("layer")
     else:
         heads = [head for head in EXPERT_HEADS if len(cosines) or head[0] not in OF_PAIRS]
@@ -183,7 +184,7 @@ def layer_table(view: View) -> Payload:
         cells |= dict(cosines.loc[layer]) if len(cosines) else {}
         if view.has_rows:
             facts = view.facts(layer)
-            cells |= {**tests.loc[layer], "ambiguity_score": ambiguity[layer], **facts}
+            cells |= {**tests.loc[layer], "absolute_score": ambiguity[layer], **facts}
             cells["verdict"] = verdict_name(view, layer, cells["verdict"])
             if order := facts["other_order"]:
                 cells["p_value"] = order["p"]
@@ -269,9 +270,10 @@ def stack(parts: list[View], labels: list[str] | None = None, names: Iterable[st
 def across_table(view: View, name: str) -> Payload:
     frame = view.tables[name]
     columns = [column for column in TABLES[name].columns if column not in {"step", "layer_name", *VIEW}]
-    if name == "ambiguity":  # a ranking
-        frame = frame.sort_values(["rank", "layer"])
-        columns = ["rank", "layer", *(column for column in columns if column not in ("rank", "layer"))]
+    if name == "ambiguity":  # the absolute score leads
+        frame = frame.sort_values(["absolute_score", "layer"], ascending=[False, True])
+        first = ("layer", "absolute_score", "absolute_chance")
+        columns = [*first, *(column for column in columns if column not in first)]
     return table_payload(TABLES[name], frame, columns, ACROSS_TABLES[name])
 
 

@@ -19,7 +19,12 @@ from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
 from moescope.types import SIGNIFICAND_BITS, Coverage
 from moescope.verb import FigureSpec, Tables
-from moescope.weights.figures_identification import FEWEST_TESTED, experts_by_layer, verdict_sentence
+from moescope.weights.figures_identification import (
+    FEWEST_TESTED,
+    experts_by_layer,
+    ranked_layers,
+    verdict_sentence,
+)
 from moescope.weights.figures_redundancy import d_model_by_layer, share_above
 from moescope.weights.tables import TABLES, VIEW
 
@@ -314,22 +319,22 @@ def redundancy_finding(view: View) -> str:
 
 
 def ambiguity_finding(view: View) -> list[str]:
-    table = view.tables["ambiguity"]
-    if table["ambiguity_score"].isna().all():
+    """The most ambiguous of the layers that beat chance, by the absolute score."""
+    table, ranked = view.tables["ambiguity"], ranked_layers(view.tables)
+    if table["absolute_score"].isna().all():
         return []
-    ranked = table[table["level"].isin(["high", "medium"])].sort_values("rank").head(NAMED_AT_MOST)
-    layers = named_layers(table["layer"])
+    others = sorted(set(table["layer"]) - set(ranked["layer"]))
+    rest = f" Not ranked, since they do not beat chance: {named_layers(others)}." if others else ""
+    chance = f"a layer at chance, at a given k: {number(table['absolute_chance'].mean())}"
     if ranked.empty:
-        return [f"Ambiguity: no layer is ambiguous relative to the others of {layers}."]
+        return [f"Ambiguity: no layer is ranked, none beats chance (absolute score of {chance})."]
     named = [
-        f"layer {row['layer']} ({number(row['ambiguity_score'])}, {row['level']}; absolute "
-        f"{number(row['absolute_score'])})"
-        for _, row in ranked.iterrows()
+        f"layer {row.layer} ({number(row.absolute_score)}"
+        + ("" if pd.isna(row.ambiguity_score) else f"; relative {number(row.ambiguity_score)}")
+        + ")"
+        for row in ranked.head(NAMED_AT_MOST).itertuples()
     ]
-    return [
-        f"Ambiguity, normalised over {layers}: highest in {', '.join(named)}. A layer at chance has an "
-        f"absolute score of {number(ranked['absolute_chance'].iloc[0])} at a given k."
-    ]
+    return [f"Ambiguity, absolute score: highest in {', '.join(named)} ({chance}).{rest}"]
 
 
 def layer_ranks(view: View) -> pd.DataFrame:

@@ -337,7 +337,11 @@ COLUMNS: dict[str, Column] = {
         title="pairs > 0.7",
     ),
     # --- ambiguity
-    "rank": Column("int", "Rank of the layer, 1 = most ambiguous; null where the score is undefined."),
+    "rank": Column(
+        "int",
+        "Rank of the layer by ambiguity_score, 1 = most ambiguous; null where that is undefined.",
+        misleads="Layers at chance are ranked too; the report ranks by absolute_score and without them.",
+    ),
     "ambiguity_score": Column(
         "float",
         "How hard a layer's experts are to tell apart, normalised over the layers analysed.",
