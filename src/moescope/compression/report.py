@@ -192,8 +192,7 @@ def measures(run: Run) -> list[Measure]:
         relative = saliency[name] / saliency.groupby("layer")[name].transform("mean")
         frame = saliency[["layer", "expert", "mark"]].assign(value=relative, chance=1.0)
         caption = f"{title} of each expert, as a multiple of the layer's mean. Crossed out: dropped."
-        place = {"middle": 1.0, "logarithmic": True, "limits": (0.25, 4.0)}
-        measured.append(Measure(name, title, frame, "× layer mean", caption, **place))
+        measured.append(Measure(name, title, frame, "× layer mean", caption, 1.0, True, (0.25, 4.0)))
     return measured
 
 

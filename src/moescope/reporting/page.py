@@ -45,13 +45,16 @@ TABS = (
 def page_content(runs: list[Run]) -> dict[str, Any]:
     """Return what the template needs: the page's data, and payloads that are unpacked when needed."""
     page = Page(runs)
+    overview = page.map_data()
+    layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
     data = {
         "title": page_title(page.runs) if len(runs) == 1 else listed([run.name for run in runs]),
         "shape": shape_words(page.runs),
         "runs": [page.run_data(run) for run in page.runs],
         "roots": [page.names[run.path] for run in runs],
         "tabs": page.tabs(),
-        "map": page.keep("map", page.map_data()),
+        "map": page.keep("map", overview),
+        "layers": sorted(layers),
         "experts": page.expert_data(),
         "views": page.selectors(),
         "glossary": page.keep("glossary", glossary_sections(page.runs)),

@@ -1,9 +1,9 @@
 // The frame: header with selections, tabs, overview. Starts the page.
 (() => {
   const { make } = M;
-  const { runs, roots, tabs, views } = M.data;
+  const { runs, roots, tabs, views, layers } = M.data;
   const main = document.getElementById("main");
-  const filled = (tab) => ["overview", "methods"].includes(tab.name) || tab.sections.length > 0 || (tab.name === "experts" && M.data.experts.length > 0);
+  const filled = (tab) => ["overview", "methods"].includes(tab.name) || tab.sections.length > 0 || (tab.name === "experts" && layers.length > 0);
 
   // ---- header
   const select = (label, key, options, none) => {
@@ -12,8 +12,6 @@
     element.append(...options.map(([value, words]) => make("option", { value }, words)));
     return make("label", {}, label, element);
   };
-  const layers = [...new Set([...M.data.experts.map((entry) => entry.layer), ...tabs.flatMap((tab) => tab.sections.flatMap((section) => [section, ...(section.sections ?? [])]).map((section) => section.layer))])]
-    .filter((layer) => layer !== null && layer !== undefined).sort((a, b) => a - b);
 
   function header() {
     const top = document.getElementById("top");

@@ -115,10 +115,12 @@ M.map = (() => {
       pen.strokeRect(x + 0.5, y + 0.5, w - gap - 1, h - gap - 1);
     }
     if (measure.mark?.[row][expert]) {
+      const [cx, cy, arm] = [x + (w - gap) / 2, y + (h - gap) / 2, Math.min(6, w / 2 - 1, h / 2 - 1)];
       pen.strokeStyle = M.theme.color("--ink");
+      pen.lineWidth = 1.5;
       pen.beginPath();
-      pen.moveTo(x + 2, y + 2); pen.lineTo(x + w - gap - 2, y + h - gap - 2);
-      pen.moveTo(x + w - gap - 2, y + 2); pen.lineTo(x + 2, y + h - gap - 2);
+      pen.moveTo(cx - arm, cy - arm); pen.lineTo(cx + arm, cy + arm);
+      pen.moveTo(cx + arm, cy - arm); pen.lineTo(cx - arm, cy + arm);
       pen.stroke();
     }
   }
@@ -252,5 +254,5 @@ M.map = (() => {
   M.theme.changed(refresh);
   M.state.onChange(refresh);
   const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts });
-  return { element, refresh, ready, candidates, layout };
+  return { element, refresh, ready, candidates, layout, shown };
 })();

@@ -1,0 +1,78 @@
+"""Two trainings with different routers in one page: lines together, maps as differences, numbers side by side."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from lab.tiny_training import TOML
+from moescope.lab.train import train
+from moescope.reporting.verb import report
+from moescope.run import Run
+from reporting.test_browser import bring
+
+
+@pytest.fixture(scope="module")
+def two(trained_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "tiny.toml").write_text(TOML.format(steps=12))
+    other = train(folder / "tiny.toml", out=folder / "other", router="spectra", device="cpu", quiet=True)
+    return report(trained_run, other, out=folder / "two.html"), other
+
+
+@pytest.fixture
+def page(browser, two):
+    troubles: list[str] = []
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    page = context.new_page()
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(two[0].as_uri() + "#/overview?vs=1")
+    yield page
+    context.close()
+    assert troubles == []
+
+
+def test_key_numbers_stand_side_by_side(page, two, trained_run: Run):
+    losses = [
+        run.table("evaluations").query("domain == ''")["loss"].iloc[-1] for run in (trained_run, two[1])
+    ]
+    card = page.locator(".card", has_text="Validation loss")
+    expect(card).to_contain_text(f"{losses[0]:.3g}")
+    expect(card).to_contain_text(f"vs {losses[1]:.3g}")
+
+
+def test_losses_share_one_axis(page, two):
+    page.locator("#tabs a[data-tab=training]").click()
+    figure = bring(page, "losses_by_step")
+    traces = figure.locator(".plot").evaluate(
+        "plot => plot.data.map((trace) => [trace.name, Array.from(trace.y)])"
+    )
+    mine = dict(traces)
+    rows = two[1].table("evaluations").query("domain == ''").sort_values("step")
+    (other,) = [values for name, values in mine.items() if name.startswith("validation · ")]
+    assert other == pytest.approx(rows["loss"].tolist(), rel=1e-5)
+    assert "validation" in mine
+
+
+def test_the_map_shows_the_ratio_of_loads(page, two, trained_run: Run):
+    page.locator("select[aria-label='Colour of the map']").select_option("load")
+    expect(page.locator(".map h2")).to_have_text("Load per expert: change")
+    times = []
+    for run in (trained_run, two[1]):
+        load = run.parts["trace"].table("load")
+        load = load[load["step"] == load["step"].max()]
+        counts = load.groupby(["layer", "expert"])["tokens"].sum().unstack(fill_value=0)
+        times.append(counts.div(counts.mean(axis=1), axis=0).to_numpy())
+    shown = np.array(page.evaluate("M.map.shown().value"), float)
+    np.testing.assert_allclose(shown, times[0] / times[1], rtol=2e-3)
+
+
+def test_another_run_is_selected_with_its_parts(page, two):
+    page.locator("#top select[data-state=run]").select_option("1")
+    page.locator("#top select[data-state=vs]").select_option("")
+    loss = two[1].table("evaluations").query("domain == ''")["loss"].iloc[-1]
+    expect(page.locator(".card", has_text="Validation loss")).to_contain_text(f"{loss:.3g}")
+    runs = page.evaluate("['train', 'scan', 'trace'].map((verb) => M.data.runs[M.selected.run(verb)].root)")
+    assert runs == [1, 1, 1]
