@@ -1,4 +1,4 @@
-"""Two trainings with different routers in one page: lines together, maps as differences, numbers side by side."""
+"""Two trainings with different routers in one page: lines together, maps as differences."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_key_numbers_stand_side_by_side(page, two, trained_run: Run):
 
 def test_losses_share_one_axis(page, two):
     page.locator("#tabs a[data-tab=training]").click()
-    figure = bring(page, "losses_by_step")
+    figure = bring(page, "loss_by_step")
     traces = figure.locator(".plot").evaluate(
         "plot => plot.data.map((trace) => [trace.name, Array.from(trace.y)])"
     )
