@@ -370,6 +370,21 @@ def test_nan_is_named_where_experts_are_merged_without_a_text(method, whole, tmp
         compress(tmp_path / "model", keep=0.5, method=method, out=tmp_path / "run", quiet=True)
 
 
+def test_quantised_weights_are_not_searched_for_nan_and_half_precision_is(tmp_path):
+    from moescope.execution.models import check_finite
+
+    model = torch.nn.Module()
+    packed = (torch.ones(4, dtype=torch.float8_e4m3fn), torch.ones(4, dtype=torch.uint8), torch.ones(0))
+    for number, weight in enumerate(packed):
+        model.register_parameter(f"part_{number}", torch.nn.Parameter(weight, requires_grad=False))
+    check_finite(model, "model")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for value in (float("nan"), float("-inf")):
+            model.scale = torch.nn.Parameter(torch.tensor([1, value, 2], dtype=dtype), requires_grad=False)
+            with pytest.raises(BadInput, match="scale holds NaN or Inf"):
+                check_finite(model, str(save_model(tmp_path / "whole", tokenizer=False)))
+
+
 def test_nan_in_a_lab_model_is_named_too(trained_run, whole, tmp_path):
     (checkpoint, *_) = (trained_run.path / "checkpoints").glob("step-*")
     shutil.copytree(checkpoint, tmp_path / "model")
