@@ -59,7 +59,8 @@ def made(folder: Path, identity: dict = IDENTITY, **options: bool) -> Run:
 
 
 def info(folder: Path) -> dict:
-    return json.loads((folder / "run.json").read_text())
+    told = json.loads((folder / "run.json").read_text())
+    return {key: value for key, value in told.items() if key != "fields"}  # which describes the others
 
 
 def listing(folder: Path) -> list[str]:

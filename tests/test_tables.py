@@ -86,6 +86,7 @@ def test_the_arrow_schema_has_the_columns_kinds_and_forbids_null_keys(name):
     assert schema.metadata == {
         b"moescope.schema_version": str(SCHEMA_VERSION).encode(),
         b"moescope.table": name.encode(),
+        b"moescope.columns": ",".join(schema.names).encode(),
     }
 
 

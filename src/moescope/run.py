@@ -30,7 +30,15 @@ from moescope.storage import (
     sync_file,
     without_absolute_paths,
 )
-from moescope.tables import SCHEMA_VERSION, Table, arrow_schema, conform, read_parquet
+from moescope.tables import (
+    SCHEMA_VERSION,
+    Table,
+    arrow_schema,
+    conform,
+    damaged_field,
+    read_parquet,
+    shape_of,
+)
 from moescope.verb import Figure, Selection, Verb, canonical
 from moescope.verbs import load_verb
 
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 
 Frames = dict[str, "pd.DataFrame"]
 RUN_JSON = "run.json"
+SHAPE = "fields"  # in run.json: the kinds of all other fields
 OWN_FILES = (RUN_JSON, "report.html")  # and the tables and files of the verb
 TRAIN_LOCK = ".train.lock"  # of a training with its scan and trace, which the lock of one run does not cover
 
@@ -121,8 +130,10 @@ class Run:
             raise unknown_name(f"table in {self.path}", name, self.tables)
         import pandas as pd
 
-        columns = list(self.verb.tables[name].columns)
-        frames = [read_parquet(str(file)).reindex(columns=columns) for file in self.files(name)]
+        table, files = self.verb.tables[name], self.files(name)
+        frames = [read_parquet(str(file), table) for file in files]
+        if self.info.get("rows", {}).get(name) and not sum(map(len, frames)):
+            raise BadInput(f"{files[0]}: has lost its rows; run its command again with --overwrite")
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     def tidy(self) -> None:
@@ -344,10 +355,19 @@ class RunWriter:
 
     def save_info(self, **changes: Any) -> None:
         self.info.update(changes)
+        if changes.get("status") == "done":
+            self.info["rows"] = self.count_rows()
         self.info["timings"] = {stage: round(seconds, 4) for stage, seconds in self.timings.items()}
         if is_anonymous() or self.info.get("anonymous"):
             self.info = {**without_absolute_paths(self.info), "anonymous": True}
         write_json(self.path / "run.json", self.info)
+
+    def count_rows(self) -> dict[str, int]:
+        """Return the number of rows per joined table."""
+        import pyarrow.parquet as pq
+
+        files = {name: self.path / f"{name}.parquet" for name in self.verb.tables}
+        return {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.exists()}
 
     def finish(self, frames: Frames) -> Run:
         """Write the joined tables, mark the run done, then delete the tasks: a crash loses nothing."""
@@ -575,8 +595,10 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
         raise BadInput(f"{path}: cannot be read ({reason(error)}); give another folder") from None
     except (ValueError, RecursionError):
         raise DamagedRun(f"{path}: not valid JSON; give --overwrite to write the run again") from None
-    if not isinstance(info, dict) or "verb" not in info:
+    if not isinstance(info, dict) or not {"verb", SHAPE} & info.keys():
         raise BadInput(f"{path}: not written by moescope; give another folder")
+    if damage := damaged_field(info, info.pop(SHAPE, "any")):
+        raise DamagedRun(f"{path}: field {damage}; give --overwrite to write the run again")
     return info
 
 
@@ -598,7 +620,10 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(jsonable(value), indent=2, ensure_ascii=False) + "\n"
+    content = jsonable(value)
+    if path.name == RUN_JSON:
+        content[SHAPE] = shape_of(content)
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_VERSION = 2
+COLUMNS = b"moescope.columns"  # of a parquet file's metadata: the columns that it was written with
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,11 @@ def arrow_schema(table: Table) -> pa.Schema:
     required = set(table.keys) - set(table.optional)
     return pa.schema(
         [pa.field(name, kinds[table.column(name).kind], name not in required) for name in table.columns],
-        metadata={"moescope.schema_version": str(SCHEMA_VERSION), "moescope.table": table.name},
+        metadata={
+            "moescope.schema_version": str(SCHEMA_VERSION),
+            "moescope.table": table.name,
+            COLUMNS: ",".join(table.columns),
+        },
     )
 
 
@@ -139,22 +145,89 @@ def conform(table: Table, frame: pd.DataFrame) -> pa.Table:
     return pa.Table.from_pandas(full, schema=arrow_schema(table), preserve_index=False)
 
 
-def read_parquet(path: str) -> pd.DataFrame:
-    """Return the table as a pandas frame; a damaged file or another schema version is an error."""
+def read_parquet(path: str, table: Table | None = None) -> pd.DataFrame:
+    """Return the table as a pandas frame; a damaged file or another schema version is an error.
+
+    With `table` also a file that has lost one of its columns, or has one of another type. Columns that did
+    not exist when the file was written are null.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    again = "run its command again with --overwrite"
     try:
         arrow = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        why = str(error).splitlines()[0]
-        raise BadInput(
-            f"{path}: damaged parquet file ({why}); run its command again with --overwrite"
-        ) from None
-    written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
-    if written != str(SCHEMA_VERSION):
-        raise BadInput(
-            f"{path}: schema version {written}, this moescope uses {SCHEMA_VERSION}; run its command again"
-        )
-    frame: pd.DataFrame = arrow.to_pandas()
-    return frame
+        written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
+        if written != str(SCHEMA_VERSION):
+            raise BadInput(
+                f"{path}: schema version {written}, this moescope uses {SCHEMA_VERSION}; "
+                "run its command again"
+            )
+        if wrong := wrong_column(arrow.schema, table):
+            raise BadInput(f"{path}: column {wrong}; {again}")
+        frame: pd.DataFrame = arrow.to_pandas()
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path}: damaged parquet file ({why}); {again}") from None
+    return frame if table is None else frame.reindex(columns=list(table.columns))
+
+
+def wrong_column(schema: pa.Schema, table: Table | None) -> str | None:
+    """Return the first column that a file has lost or that has another type than in the table, and why."""
+    types = {column.name: column.type for column in schema}
+    written = (schema.metadata or {}).get(COLUMNS, b"").decode(errors="replace").split(",")
+    for column in [] if table is None else arrow_schema(table):
+        found = types.get(column.name)
+        if found is None and column.name in written:
+            return f"{column.name} is missing"
+        if found is not None and found != column.type:
+            return f"{column.name} holds {found}, not {column.type}"
+    return None
+
+
+# --- fields of run.json: their types are stored with them, so that a damaged one can be named
+
+Shape = str | dict[str, Any] | list[Any]  # kinds of a value; of a list its length and the shape of its items
+KINDS = {str: "text", bool: "flag", int: "number", float: "number", type(None): "nothing"}
+
+
+def shape_of(value: Any) -> Shape:
+    """Return the fields of a JSON value and the kinds of their values."""
+    if isinstance(value, dict):
+        return {key: shape_of(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [len(value), *([reduce(common_shape, map(shape_of, value))] if value else [])]
+    return KINDS[type(value)]
+
+
+def common_shape(one: Shape, other: Shape) -> Shape:
+    """Return the shape that values of both shapes have; "any" where they have none in common."""
+    if one == other:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: common_shape(one[key], other[key]) for key in one if key in other}
+    if isinstance(one, str) and isinstance(other, str) and "any" not in (one, other):
+        return "|".join(sorted({*one.split("|"), *other.split("|")}))
+    return "any"
+
+
+def damaged_field(value: Any, shape: Shape, place: str = "") -> str | None:
+    """Return what is wrong with the first field that has not its shape; None where all have."""
+    if shape == "any":
+        return None
+    where = place or "its content"
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{where} is not an object"
+        dot = f"{place}." if place else ""
+        if missing := [key for key in shape if key not in value]:
+            return f"{dot}{missing[0]} is missing"
+        found = (damaged_field(value[key], part, f"{dot}{key}") for key, part in shape.items())
+        return next(filter(None, found), None)
+    if isinstance(shape, list):
+        if not isinstance(value, list) or len(value) != shape[0]:
+            return f"{where} is not a list of {shape[0]}"
+        found = (damaged_field(item, shape[1], f"{place}[{at}]") for at, item in enumerate(value))
+        return next(filter(None, found), None)
+    kind = KINDS.get(type(value), "another")
+    return None if kind in shape.split("|") else f"{where} is {kind}, not {shape.replace('|', ' or ')}"

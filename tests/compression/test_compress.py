@@ -23,6 +23,7 @@ import moescope
 from families.test_writing import on_disk, same_bits
 from moescope import cli
 from moescope.compression import calibration_text, steps
+from moescope.compression.calibration import load_sums, save_sums
 from moescope.compression.calibration_text import CalibrationText, is_held_out
 from moescope.compression.plan import read_plan
 from moescope.compression.tables import TABLES
@@ -374,6 +375,23 @@ def test_sums_that_do_not_belong_are_rejected(run, place, tmp_path):
     for place_of_sums in (old, old / "calibration.safetensors"):
         said = "schema version 1, this moescope uses .*; make it again: moescope compress"
         rejected(said, tmp_path, place / "model", keep=2, text=text, add=place_of_sums)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda sums, facts: ({**sums, "layer.0.tokens_BE": sums["layer.0.tokens_BE"][:, :3]}, facts),
+        lambda sums, facts: ({**sums, "layer.0.norm_BE": sums["layer.0.norm_BE"] * float("nan")}, facts),
+        lambda sums, facts: ({name: part for name, part in sums.items() if "layer.1" not in name}, facts),
+        lambda sums, facts: (sums, {**facts, "calibration_documents": "many"}),
+        lambda sums, facts: (sums, {"header_hash": facts["header_hash"]}),
+        lambda sums, facts: (sums, [facts]),
+    ],
+)
+def test_damaged_sums_of_an_earlier_run_are_rejected(run, place, tmp_path, damage):
+    sums, facts = damage(*load_sums(run.path / "calibration.safetensors"))
+    save_sums(tmp_path / "sums.safetensors", sums, facts)
+    rejected("calibrate again", tmp_path, place / "model", keep=2, add=tmp_path / "sums.safetensors")
 
 
 # --- weights alone

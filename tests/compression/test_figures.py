@@ -94,13 +94,14 @@ def test_loss_differences_have_their_intervals_and_a_line_at_zero(tables):
     figure = loss_differences(tables)
     whole = tables["damage"][tables["damage"]["layer"].isna()].set_index("method")
     for trace in figure.data[1:]:
-        row = whole.loc[trace["name"].split(" − ")[0]]
+        row = whole.loc[trace["name"].split("<br>")[0]]
         column = "loss_increase" if row.name == "reap" else "loss_above_plan"
         (value,), bars = trace["x"], trace["error_x"]
         ends = [value, value - bars["arrayminus"][0], value + bars["array"][0]]
         assert ends == pytest.approx([row[f"{column}{end}"] for end in ("", "_low", "_high")])
     assert len(figure.data) == 1 + len(whole)
-    assert figure.data[0]["x"] == [0, 0]
+    assert figure.data[0]["x"] == [0] * len(whole)
+    assert figure.data[0]["y"] == [trace["y"][0] for trace in figure.data[1:]]  # decides the order
     few = tables["damage"].assign(**{name: np.nan for name in whole if name.endswith(("_low", "_high"))})
     bare = loss_differences({**tables, "damage": few})
     validate(bare)

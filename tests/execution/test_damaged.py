@@ -43,7 +43,7 @@ def whole(tmp_path_factory) -> dict[str, Path]:
     return {**models, "sharded": sharded, "text": write_jsonl(folder / "text.jsonl", texts(6))}
 
 
-def verdicts(model: Path, text: Path) -> dict[str, str]:
+def verdicts(model: Path, text: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
     """Verb -> its error line, or "" where it succeeds. Any other exception fails the test."""
     out = model.parent / "run"
     verbs: dict[str, Callable[[], Any]] = {
@@ -56,6 +56,8 @@ def verdicts(model: Path, text: Path) -> dict[str, str]:
     }
     found = {}
     for name, verb in verbs.items():
+        if name in skip:
+            continue
         before = sorted(model.parent.rglob("*"))
         try:
             verb()
@@ -70,11 +72,13 @@ def verdicts(model: Path, text: Path) -> dict[str, str]:
     return found
 
 
-def damaged(whole: dict[str, Path], kind: str, folder: Path, damage: Damage) -> dict[str, str]:
+def damaged(
+    whole: dict[str, Path], kind: str, folder: Path, damage: Damage, skip: tuple[str, ...] = ()
+) -> dict[str, str]:
     model = folder / "model"
     shutil.copytree(whole[kind], model)
     damage(model)
-    return verdicts(model, whole["text"])
+    return verdicts(model, whole["text"], skip)
 
 
 def test_the_whole_models_are_read_by_every_verb(whole, tmp_path):
@@ -272,14 +276,13 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("field", ABSURD)
-def test_absurd_sizes_are_found_before_memory_is_taken(field, whole, tmp_path, monkeypatch):
+def test_absurd_sizes_are_found_before_memory_is_taken(field, whole, tmp_path):
     """Of this process, not of torch's allocator alone: the peak may not grow by 500 MB."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = damaged(
-        whole, "mixtral", tmp_path, lambda m: edit_json(m / "config.json", **{field: ABSURD[field]})
-    )
+    damage = lambda m: edit_json(m / "config.json", **{field: ABSURD[field]})  # noqa: E731
+    found = damaged(whole, "mixtral", tmp_path, damage, skip=("inspect", "scan"))
     assert found["trace"]
     assert "config.json" in found["trace"]
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 500_000
@@ -321,14 +324,15 @@ MISTYPED = [
 
 @pytest.mark.parametrize(("field", "value"), MISTYPED)
 def test_a_mistyped_field_of_the_config_is_at_most_one_line(field, value, whole, tmp_path):
-    damaged(whole, "mixtral", tmp_path, lambda m: edit_json(m / "config.json", **{field: value}))
+    damage = lambda m: edit_json(m / "config.json", **{field: value})  # noqa: E731
+    damaged(whole, "mixtral", tmp_path, damage, skip=("scan",))
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "7", '"x"', "[" * 100_000, "{}", '{"model_type": "x"}'], ids=len
 )
 def test_a_config_that_is_none_is_at_most_one_line(text, whole, tmp_path):
-    found = damaged(whole, "mixtral", tmp_path, lambda m: (m / "config.json").write_text(text))
+    found = damaged(whole, "mixtral", tmp_path, lambda m: (m / "config.json").write_text(text), ("scan",))
     assert found["trace"]
 
 
@@ -364,6 +368,21 @@ def test_nan_is_named_where_experts_are_merged_without_a_text(method, whole, tmp
     rewrite(tmp_path / "model" / ONE, lambda tensors: tensors[name].view(-1)[5:6].fill_(float("nan")))
     with pytest.raises(BadInput, match=f"{name} holds NaN or Inf"):
         compress(tmp_path / "model", keep=0.5, method=method, out=tmp_path / "run", quiet=True)
+
+
+def test_quantised_weights_are_not_searched_for_nan_and_half_precision_is(tmp_path):
+    from moescope.execution.models import check_finite
+
+    model = torch.nn.Module()
+    packed = (torch.ones(4, dtype=torch.float8_e4m3fn), torch.ones(4, dtype=torch.uint8), torch.ones(0))
+    for number, weight in enumerate(packed):
+        model.register_parameter(f"part_{number}", torch.nn.Parameter(weight, requires_grad=False))
+    check_finite(model, "model")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for value in (float("nan"), float("-inf")):
+            model.scale = torch.nn.Parameter(torch.tensor([1, value, 2], dtype=dtype), requires_grad=False)
+            with pytest.raises(BadInput, match="scale holds NaN or Inf"):
+                check_finite(model, str(save_model(tmp_path / "whole", tokenizer=False)))
 
 
 def test_nan_in_a_lab_model_is_named_too(trained_run, whole, tmp_path):
@@ -476,5 +495,5 @@ def test_a_damaged_lab_checkpoint_is_one_line(name, trained_run, whole, tmp_path
     (checkpoint, *_) = (trained_run.path / "checkpoints").glob("step-*")
     shutil.copytree(checkpoint, tmp_path / "model")
     LAB_DAMAGES[name](tmp_path / "model")
-    found = verdicts(tmp_path / "model", whole["text"])
+    found = verdicts(tmp_path / "model", whole["text"], skip=("scan",))
     assert found["trace"], found

@@ -78,7 +78,7 @@ def test_the_room_a_training_needs_is_what_it_takes(trained_run: Run):
 
 
 def test_a_training_that_no_disk_can_hold_is_refused_before_anything_is_written(tmp_path: Path):
-    given = {"train": {"steps": 10**12, "checkpoint_every": 1}}
+    given = {"train": {"steps": 10**11, "checkpoint_every": 1}}
     with pytest.raises(BadInput, match=r"MB needed; raise \[train\] checkpoint_every"):
         train(given, out=tmp_path / "run", device="cpu", quiet=True)
     assert not list(tmp_path.iterdir())

@@ -148,7 +148,7 @@ def load_sums(path: Path) -> tuple[Sums, dict[str, object]]:
             if metadata.get("moescope_sums") != SUMS_VERSION:
                 raise BadInput(f"{path}: not sums of this version of moescope; calibrate again")
             return {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["facts"])  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, KeyError):
+    except (OSError, SafetensorError, ValueError, KeyError, RecursionError):
         raise BadInput(f"{path}: the calibration sums cannot be loaded; calibrate again") from None
 
 

@@ -23,7 +23,7 @@ from moescope.compression.calibration import (
     states_from_arrays,
     states_to_arrays,
 )
-from moescope.compression.saliency import RoutedSums
+from moescope.compression.saliency import SUM_NAMES, RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.budget import deal
@@ -35,7 +35,7 @@ from moescope.execution.scoring import Scoring
 from moescope.execution.texts import ReadSettings, Source
 from moescope.families import MoeCheckpoint
 from moescope.run import Run
-from moescope.statistics import FEWEST_DOCUMENTS
+from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
 
 ONE_IN = 5  # documents: one is held out, the others calibrate
 JUDGED_TOKENS = 32_768  # shared evenly by the domains
@@ -239,11 +239,21 @@ def load_earlier_sums(location: Path, moe: MoeCheckpoint) -> EarlierSums:
             f"{location}: no {CALIBRATION_FILE}; give the folder of a `moescope compress` run on a text"
         )
     sums, facts = load_sums(file)
-    if facts.get("header_hash") != moe.checkpoint.header_hash():
+    if not isinstance(facts, dict) or facts.get("header_hash") != moe.checkpoint.header_hash():
         raise BadInput(f"{file}: from another checkpoint, or its files changed since; calibrate again")
     status = file.stat()
     identity = [str(file.resolve()), status.st_size, status.st_mtime_ns]
-    counts: Any = (facts["calibration_documents"], facts["calibration_tokens"], facts["held_out"])
+    counts: Any = [facts.get(name) for name in ("calibration_documents", "calibration_tokens", "held_out")]
+    shapes = {
+        f"layer.{layer}.{name}": (BUCKETS, weights.n_experts)
+        for layer, weights in moe.layers.items()
+        for name in SUM_NAMES
+    }
+    bad = [name for name, shape in shapes.items() if name not in sums or sums[name].shape != shape]
+    bad += [name for name, tensor in sums.items() if not bool(tensor.isfinite().all())]
+    if bad or [type(count) for count in counts] != [int, int, str]:
+        what = f"the sum {bad[0][:60]}" if bad else "its number of documents or tokens"
+        raise BadInput(f"{file}: {what} is missing or malformed; calibrate again")
     return EarlierSums(identity, sums, *counts)
 
 

@@ -244,10 +244,13 @@ def loss_differences(tables: Tables) -> Figure:
     """Differences of loss with their 95 % intervals: to the original, and of every control to the plan."""
     plan, controls = whole_model(tables, "loss_above_plan")
     method = method_of(tables)
-    rows = [(f"{row['method']} − {method}", row, "loss_above_plan", GREY) for _, row in controls.iterrows()]
-    rows = [*rows[::-1], (f"{method} − original", plan, "loss_increase", CATEGORICAL[0])]  # the last on top
+    rows = [
+        (f"{row['method']}<br>− {method}", row, "loss_above_plan", GREY) for _, row in controls.iterrows()
+    ]
+    # the last on top
+    rows = [*rows[::-1], (f"{method}<br>− original", plan, "loss_increase", CATEGORICAL[0])]
     names = [name for name, *_ in rows]
-    zero = {**grey_line([0, 0], [names[0], names[-1]], "no difference"), "showlegend": False}
+    zero = {**grey_line([0] * len(names), names, "no difference"), "showlegend": False}
     documents = counted(int(plan["judged_documents"]), "document")
     above = f"{number(plan['loss_increase'])} nats per token"
     if pd.isna(plan["loss_increase_low"]):
@@ -265,9 +268,14 @@ def loss_differences(tables: Tables) -> Figure:
         base_layout(
             "difference in loss (nats per token)",
             "models",
-            yaxis={"type": "category", "range": [-0.5, len(names) - 0.5], "automargin": True},
+            yaxis={
+                "title": {"text": "models", "standoff": 12},
+                "type": "category",
+                "range": [-0.5, len(names) - 0.5],
+                "automargin": True,
+            },
         ),
-        height=max(260, 160 + 40 * len(names)),
+        height=160 + 50 * len(names),
         details="Intervals: held-out documents resampled 2,000 times within domains, the same ones for both "
         "models of a difference. A control right of 0 is worse than the plan. The intervals are over "
         "documents; other random controls differ too.",

@@ -75,7 +75,13 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
         layer, value, random = worst_layer(tables, column)
         numbers.append((f"{ERRORS[column]} error, layer {layer}", value, random.mean(), ""))
     return [
-        KeyNumber(name, float(value), None if chance is None or pd.isna(chance) else float(chance), unit)
+        KeyNumber(
+            name,
+            float(value),
+            None if chance is None or pd.isna(chance) else float(chance),
+            unit,
+            reference="random controls",
+        )
         for name, value, chance, unit in numbers
         if pd.notna(value)
     ]

@@ -185,7 +185,7 @@ def existing(path: str) -> Path:
         raise BadInput(f"{path[:100]}: its name is not UTF-8; rename it") from None
     except FileNotFoundError:
         raise BadInput(
-            f"{path}: no such file or folder; give a text file, a folder, a .jsonl file, "
+            f"{path or repr(path)}: no such file or folder; give a text file, a folder, a .jsonl file, "
             f"{HUB_SPELLING}, or - for standard input"
         ) from None
     except (OSError, ValueError) as error:  # a name that is too long or holds a zero byte
