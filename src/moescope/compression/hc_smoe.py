@@ -62,7 +62,7 @@ def hc_smoe(
 
     The dominant member is the most used one, or, as in the authors' code, the one nearest to the centre of
     its group's outputs (`dominant="centre"`). The most used one is the default: it has the largest share of
-    the merged expert, and of a pair, the usual group, both members are equally near to the centre.
+    the merged expert, and both members of a pair are equally near to its centre.
     """
     if measure not in MEASURES:
         raise unknown_name("measure", measure, list(MEASURES))

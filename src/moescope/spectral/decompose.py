@@ -110,7 +110,7 @@ def numerical_rank(values: Any, shape: tuple[int, ...], bits: int) -> Any:
     height, width = shape
     rms = ((values**2).sum(-1) / (height * width)) ** 0.5
     stored = 2.0**-bits * rms * (math.sqrt(height) + math.sqrt(width))
-    computed = max(shape) * np.finfo(float).eps * values[..., 0]
+    computed = max(shape) * float(np.finfo(float).eps) * values[..., 0]
     return ((values > stored[..., None]) & (values > computed[..., None])).sum(-1)
 
 
