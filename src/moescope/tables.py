@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from moescope.errors import BadInput
@@ -187,7 +186,8 @@ def wrong_column(schema: pa.Schema, table: Table | None) -> str | None:
 
 # --- fields of run.json: their types are stored with them, so that a damaged one can be named
 
-Shape = str | dict[str, Any] | list[Any]  # kinds of a value; of a list its length and the shape of its items
+# the kind of a value, or of each field of an object; of a list its length, then the shape of its items
+Shape = str | dict[str, Any] | list[Any]
 KINDS = {str: "text", bool: "flag", int: "number", float: "number", type(None): "nothing"}
 
 
@@ -196,19 +196,9 @@ def shape_of(value: Any) -> Shape:
     if isinstance(value, dict):
         return {key: shape_of(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [len(value), *([reduce(common_shape, map(shape_of, value))] if value else [])]
+        shapes = [shape_of(item) for item in value]
+        return [len(value), *(shapes[:1] if all(shape == shapes[0] for shape in shapes) else shapes)]
     return KINDS[type(value)]
-
-
-def common_shape(one: Shape, other: Shape) -> Shape:
-    """Return the shape that values of both shapes have; "any" where they have none in common."""
-    if one == other:
-        return one
-    if isinstance(one, dict) and isinstance(other, dict):
-        return {key: common_shape(one[key], other[key]) for key in one if key in other}
-    if isinstance(one, str) and isinstance(other, str) and "any" not in (one, other):
-        return "|".join(sorted({*one.split("|"), *other.split("|")}))
-    return "any"
 
 
 def damaged_field(value: Any, shape: Shape, place: str = "") -> str | None:
@@ -225,9 +215,11 @@ def damaged_field(value: Any, shape: Shape, place: str = "") -> str | None:
         found = (damaged_field(value[key], part, f"{dot}{key}") for key, part in shape.items())
         return next(filter(None, found), None)
     if isinstance(shape, list):
-        if not isinstance(value, list) or len(value) != shape[0]:
-            return f"{where} is not a list of {shape[0]}"
-        found = (damaged_field(item, shape[1], f"{place}[{at}]") for at, item in enumerate(value))
+        if not isinstance(value, list) or [len(value)] != shape[:1]:
+            return f"{where} is not a list of the length that was written"
+        shapes = shape[1:] if len(shape) > 2 else shape[1:] * shape[0]  # one for all items where they agree
+        pairs = enumerate(zip(value, shapes, strict=False))
+        found = (damaged_field(item, part, f"{place}[{at}]") for at, (item, part) in pairs)
         return next(filter(None, found), None)
     kind = KINDS.get(type(value), "another")
-    return None if kind in shape.split("|") else f"{where} is {kind}, not {shape.replace('|', ' or ')}"
+    return None if kind == shape else f"{where} is {kind}, not {shape}"
