@@ -572,3 +572,17 @@ def test_a_rule_fails_where(case, tmp_path):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_a_sound_tree_passes(rule, tmp_path):
     assert [str(breach) for breach in rule(fake_tree(tmp_path, SOUND))] == []
+
+
+def test_every_data_file_of_the_package_is_shipped():
+    """A wheel holds only what pyproject.toml names: without a script the installed report would be blank."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["moescope"]
+    package = ROOT / "src" / "moescope"
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    tracked = subprocess.run(
+        ["git", "ls-files", "src/moescope"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    data = {ROOT / line for line in tracked.stdout.splitlines() if not line.endswith(".py")}
+    assert data
+    assert data <= shipped, sorted(str(path) for path in data - shipped)
