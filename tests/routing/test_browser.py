@@ -135,6 +135,13 @@ def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, tra
     expect(page.locator(".results a", has_text="layer 1, expert 2").first).to_be_visible()
 
 
+def test_a_finding_opens_the_figure_that_shows_it(opened):
+    page = opened()
+    page.locator(".findings-box a", has_text="Load balance").last.click()
+    expect(page.locator("#tab-routing .figure-slot[data-figure=cv_by_layer]:visible")).to_be_in_viewport()
+    assert page.evaluate("M.state.get().layer") is not None
+
+
 def test_two_experts_are_compared_on_the_experts_tab(opened):
     page = opened(place="#/experts?layer=1&expert=2")
     expect(page.locator(".expert-column h2")).to_have_text(["L1 · E2"])

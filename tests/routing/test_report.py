@@ -124,6 +124,17 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     assert "Routing consistency between steps 100 and 200" in html
 
 
+def test_findings_lead_to_figures_of_the_page(html):
+    (run,) = page_data(html)["runs"]
+    tabs = {tab["name"] for tab in page_data(html)["tabs"]}
+    places = [finding["place"] for finding in run["findings"]]
+    figures = [place["figure"] for place in places if "figure" in place]
+    assert len(figures) >= 5
+    names = payloads(html)
+    assert all(in_view(names, LAST, figure) for figure in figures)
+    assert {place["tab"] for place in places if "tab" in place} <= tabs
+
+
 def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html, traced_run):
     table = table_of(html, LAST, "glance")
     titles = [column["title"] for column in table["columns"]]

@@ -40,7 +40,7 @@ from moescope.routing.report_views import (
 )
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
-from moescope.verb import FigureSpec, KeyNumber, Payload, Section, Selection, Summary, Tables
+from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables
 
 STEPS_NAMED = 6
 ROWS_SHOWN = 2000  # of a folded table; the run folder has all
@@ -68,26 +68,38 @@ def routing_findings(view: View) -> list[str]:
         line = f"Routing entropy (nats) {layer_range(rows)}; {references(rows, UNIFORM)}."
         if len(top := values_of(tables, "confidence")):
             line += f" Mean top-1 probability: {span(top['value'])} ({UNIFORM}: {span(top['chance'])})."
-        findings.append(line)
+        findings.append(Finding(line, figure="routing_entropy_by_layer"))
     findings += pair_findings(view)
     if len(rows := values_of(tables, "domain_information")):
         top = highest(rows)
         findings.append(
-            f"Domain specialisation: highest in layer {top['layer']}, I(expert; domain) = "
-            f"{with_interval(top)} nats (permuted labels: 0, at most "
-            f"{number(np.log(tables['load']['domain'].nunique()))})."
+            Finding(
+                f"Domain specialisation: highest in layer {top['layer']}, I(expert; domain) = "
+                f"{with_interval(top)} nats (permuted labels: 0, at most "
+                f"{number(np.log(tables['load']['domain'].nunique()))}).",
+                figure="domain_information_by_layer",
+                layer=int(top["layer"]),
+            )
         )
     if len(rows := values_of(tables, "token_information")):
         top = highest(rows)
         findings.append(
-            f"Token specialisation: highest in layer {top['layer']}, I(expert; token) = "
-            f"{number(top['value'])} nats ({PERMUTED_TOKENS}: {number(top['chance'])})."
+            Finding(
+                f"Token specialisation: highest in layer {top['layer']}, I(expert; token) = "
+                f"{number(top['value'])} nats ({PERMUTED_TOKENS}: {number(top['chance'])}).",
+                figure="token_information_by_layer",
+                layer=int(top["layer"]),
+            )
         )
     if len(rows := values_of(tables, "sequential_consistency")):
         top = highest(rows)
         findings.append(
-            f"Adjacent tokens share their top expert most often in layer {top['layer']}: "
-            f"{with_interval(top)}; {references(rows[rows['layer'] == top['layer']], INDEPENDENT)}."
+            Finding(
+                f"Adjacent tokens share their top expert most often in layer {top['layer']}: "
+                f"{with_interval(top)}; {references(rows[rows['layer'] == top['layer']], INDEPENDENT)}.",
+                figure="sequence_by_layer",
+                layer=int(top["layer"]),
+            )
         )
     return findings
 
@@ -97,17 +109,27 @@ def load_findings(view: View) -> list[str]:
     if len(rows := values_of(tables, "cv")):
         top = highest(rows)
         findings.append(
-            f"Load balance: worst in layer {top['layer']}, CV {with_interval(top)}; "
-            f"{references(rows[rows['layer'] == top['layer']], RANDOM)}. "
-            f"All layers: {span(rows['value'])}."
+            Finding(
+                f"Load balance: worst in layer {top['layer']}, CV {with_interval(top)}; "
+                f"{references(rows[rows['layer'] == top['layer']], RANDOM)}. "
+                f"All layers: {span(rows['value'])}.",
+                figure="cv_by_layer",
+                layer=int(top["layer"]),
+            )
         )
     if loads := [usage for usage in usages(tables) if usage.even]:
         busy = max(loads, key=lambda usage: float(usage.times.max()))
         chance = values_of(tables, "max_over_mean").set_index("layer")["chance"].get(busy.layer)
         findings.append(
-            f"The busiest expert is {busy.experts[busy.counts.argmax()]} of layer {busy.layer}, with "
-            f"{number(busy.times.max())} times an even share"
-            + ("." if chance is None else f" ({RANDOM}: {number(chance)}).")
+            Finding(
+                f"The busiest expert is {busy.experts[busy.counts.argmax()]} of layer {busy.layer}, with "
+                f"{number(busy.times.max())} times an even share"
+                + ("." if chance is None else f" ({RANDOM}: {number(chance)})."),
+                tab="overview",
+                layer=busy.layer,
+                expert=int(busy.experts[busy.counts.argmax()]),
+                colour="load",
+            )
         )
         unused = {usage.layer: int((usage.counts == 0).sum()) for usage in loads}
         chance = f"{RANDOM}: {number(100 * values_of(tables, 'unused')['chance'].max())} %"
@@ -122,8 +144,11 @@ def load_findings(view: View) -> list[str]:
     if len(rows := values_of(tables, "dropped")) and rows["value"].max() > 0:
         top = highest(rows)
         findings.append(
-            f"Expert capacity was exceeded: in layer {top['layer']} {number(100 * top['value'])} % of the "
-            "expert slots are empty (0 without capacity)."
+            Finding(
+                f"Expert capacity was exceeded: in layer {top['layer']} {number(100 * top['value'])} % of "
+                "the expert slots are empty (0 without capacity).",
+                layer=int(top["layer"]),
+            )
         )
     return findings
 
@@ -137,10 +162,11 @@ def pair_findings(view: View) -> list[str]:
         return []
     layer = max(strongest, key=lambda layer: strongest[layer].over)
     top = strongest[layer]
-    return [
+    text = (
         f"Most co-activated: experts {top.a} and {top.b} of layer {layer}, {number(top.over)} times chance "
         f"(the largest of a layer's pairs reaches about {number(top.at_chance)} at chance)."
-    ]
+    )
+    return [Finding(text, figure="coactivation_heatmap", layer=int(layer))]
 
 
 def step_findings(trace: TraceTables) -> list[str]:
