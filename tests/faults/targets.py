@@ -262,16 +262,16 @@ def tokenizer(chance: random.Random, bases: Bases, folder: Path) -> list[str | P
 
 
 TARGETS = [
-    Target("inspect", inspect, "moescope.families:read_moe", 1400, 0.5),
+    Target("inspect", inspect, "moescope.families:read_moe", 1400, 0.35),
     Target("scan", scan, "moescope.weights.verb:scan_layers", 200, 0.2),
     Target("compare", compare, "moescope.comparison.verb:check_same_architecture", 100, 0.2),
     Target("trace", trace, "moescope.execution.models:load_model", 150, 0.2),
     Target("compress", compress, "moescope.execution.models:load_model", 100, 0.2),
-    Target("compress --plan", compress_plan, "moescope.compression.plan:read_plan", 300, 0.5),
-    Target("report", report, "moescope.run:read_run_json", 150, 0.5),
-    Target("train", train, "moescope.lab.config:config_from", 1000, 0.5),
-    Target("study", study, "moescope.lab.study_config:study_from", 600, 0.5),
-    Target("trace --recorded", recorded, "moescope.execution.recorded:read_trace", 900, 0.5),
-    Target("trace --text", text, "moescope.execution.texts:sources", 150, 0.5),
-    Target("tokenizer", tokenizer, "moescope.execution.models:load_tokenizer", 60, 0.5),
+    Target("compress --plan", compress_plan, "moescope.compression.plan:read_plan", 300, 0.9),
+    Target("report", report, "moescope.run:read_run_json", 150, 0.9),
+    Target("train", train, "moescope.lab.config:config_from", 1000, 0.65),
+    Target("study", study, "moescope.lab.study_config:study_from", 600, 0.6),
+    Target("trace --recorded", recorded, "moescope.execution.recorded:read_trace", 900, 0.85),
+    Target("trace --text", text, "moescope.execution.texts:sources", 150, 0.9),
+    Target("tokenizer", tokenizer, "moescope.execution.models:load_tokenizer", 60, 0.9),
 ]
