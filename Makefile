@@ -9,7 +9,7 @@ WORKERS ?= 2
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo demo-model test test-slow check bench bench-growth bench-memory bench-gpu bench-peer clean
+.PHONY: demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -24,6 +24,12 @@ test: .venv/everything check
 
 test-slow: .venv/everything
 	$(TEST) -m slow
+
+# Damaged and hostile input of every kind: `make fuzz SEED=1 N=50000`, about 15 cases per second.
+SEED ?= 0
+N ?= 5000
+fuzz: .venv/everything
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.fuzz --seed $(SEED) -n $(N)
 
 check: .venv/everything
 	$(BIN)/ruff check src tests bench

@@ -101,7 +101,8 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 def router_flops(config: ModelConfig) -> float:
     """Count one layer's router operations per token, on random tokens."""
     kind = router_class(config.router)
-    config = replace(config, vocabulary=min(config.vocabulary, PROBED))  # operations do not depend on it
+    probed = min(PROBED, max(2**24 // config.experts, 1))  # tokens x experts in little memory
+    config = replace(config, vocabulary=min(config.vocabulary, 8))  # operations do not depend on it
     with torch.device("meta"):
         tensors = kind(config, 0, kind.shared_parts(config)).state_dict().values()
     needed = sum(tensor.nbytes for tensor in tensors)
@@ -113,11 +114,11 @@ def router_flops(config: ModelConfig) -> float:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         router = kind(config, 0, kind.shared_parts(config)).train()
-        x_TD, ids_T = torch.randn(PROBED, config.d_model), torch.randint(config.vocabulary, (PROBED,))
+        x_TD, ids_T = torch.randn(probed, config.d_model), torch.randint(config.vocabulary, (probed,))
         inputs = RouterInput(x_TD, ids_T, torch.ones_like(ids_T, dtype=torch.bool), 0)
         with torch.no_grad(), FlopCount() as counted:
             router(inputs)
-    return counted.flops / PROBED
+    return counted.flops / probed
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]

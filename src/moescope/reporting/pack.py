@@ -102,7 +102,11 @@ def plain_table(
 
 def packed(value: Any) -> str:
     """Return a payload as base64 of gzipped JSON: the page unpacks it when it is needed."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    options: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
+    try:
+        text = json.dumps(value, **options)
+    except ValueError:  # infinite, as only a changed table holds
+        text = json.dumps(plain(value), **options)
     return pack_text(text)
 
 

@@ -14,6 +14,7 @@ from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
+from moescope.tables import wrong_column
 from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
@@ -253,6 +254,7 @@ def read_excerpt(view: View) -> Excerpt | None:
     """The first tokens of some documents of every domain; None if the trace has no tokens table."""
     if "tokens" not in view.run.tables or not view.main:
         return None
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     coverage = view.setup["coverage"]
@@ -263,7 +265,14 @@ def read_excerpt(view: View) -> Excerpt | None:
         ("document", "in", wanted),
         ("position", "<", min(TOKENS_EACH, most)),
     ]
-    frame = pq.read_table(view.run.path / "tokens.parquet", columns=COLUMNS, filters=filters).to_pandas()
+    path = view.run.path / "tokens.parquet"
+    try:
+        frame = pq.read_table(path, columns=COLUMNS, filters=filters).to_pandas()
+        wrong = wrong_column(pq.read_schema(path), TRACE_TABLES["tokens"])
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        wrong = (str(error).splitlines() or [type(error).__name__])[0]
+    if wrong:
+        raise BadInput(f"{path}: damaged parquet file ({wrong}); run its command again with --overwrite")
     frame = frame[frame["phase"] == view.phase].sort_values(["document", "position", "layer"])
     if frame.empty:
         return None

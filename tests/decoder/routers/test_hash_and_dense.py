@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from decoder.tiny_lab import run, text, tiny
 from moescope.decoder.model import LabModel, parameter_counts
+from moescope.decoder.routers import hash
 from moescope.decoder.routers.hash import Hash
 
 
@@ -29,6 +31,13 @@ def test_the_table_depends_on_seed_and_layer_alone_and_is_even_over_the_vocabula
     )
     counts = torch.bincount(one.table_VK.flatten(), minlength=8)
     assert (counts - 1000).abs().max() < 150  # 5 standard deviations
+
+
+def test_the_table_is_drawn_in_parts_with_equal_numbers(monkeypatch):
+    monkeypatch.setattr(hash, "AT_ONCE", 50)
+    config = tiny("hash", vocabulary=100)
+    order = np.random.default_rng([0, 3]).random((100, config.experts)).argsort(axis=1)
+    assert Hash(config, 3).table_VK.tolist() == order[:, : config.top_k].tolist()
 
 
 def test_dense_has_one_expert_of_the_active_width_and_no_router():

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
+from moescope.types import Array, Integers
+
+AT_ONCE = 2**22  # tokens x experts drawn together
 
 
 class Hash(Router):
@@ -37,8 +40,12 @@ class Hash(Router):
             table_VK = torch.empty(config.vocabulary, config.top_k, dtype=torch.long)
         else:
             draws = np.random.default_rng([self.options["seed"], layer])
-            order_VE = draws.random((config.vocabulary, config.experts)).argsort(axis=1)
-            table_VK = torch.tensor(np.ascontiguousarray(order_VE[:, : config.top_k]))
+            at_once = max(AT_ONCE // config.experts, 1)
+            parts = [
+                lowest(draws.random((min(at_once, config.vocabulary - first), config.experts)), config.top_k)
+                for first in range(0, config.vocabulary, at_once)
+            ]
+            table_VK = torch.tensor(np.concatenate(parts))
         # saved, so that loading does not depend on numpy's generator
         self.register_buffer("table_VK", table_VK)
 
@@ -49,3 +56,10 @@ class Hash(Router):
     def forward(self, inputs: RouterInput) -> Routed:
         chosen_TK = self.table_VK[inputs.token_ids_T].masked_fill(~inputs.mask_T[:, None], -1)
         return Routed(chosen_TK, (chosen_TK >= 0).to(inputs.x_TD.dtype) / self.config.top_k)
+
+
+def lowest(draws_VE: Array, k: int) -> Integers:
+    """Return the places of each row's k lowest numbers, in rising order."""
+    places_VK = np.argpartition(draws_VE, k - 1, axis=1)[:, :k]
+    order_VK = np.take_along_axis(draws_VE, places_VK, axis=1).argsort(axis=1)
+    return np.take_along_axis(places_VK, order_VK, axis=1)
