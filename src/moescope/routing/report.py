@@ -105,7 +105,8 @@ def routing_findings(view: View) -> list[str]:
 
 
 def load_findings(view: View) -> list[str]:
-    tables, findings = view.tables, []
+    tables = view.tables
+    findings: list[str] = []
     if len(rows := values_of(tables, "cv")):
         top = highest(rows)
         findings.append(
