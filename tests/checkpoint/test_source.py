@@ -135,6 +135,37 @@ def test_a_copy_has_the_same_header_hash_and_an_edited_checkpoint_another(tmp_pa
     assert open_checkpoint(tiny_checkpoint(tmp_path / "other", shards=2, seed=1)).header_hash() not in hashes
 
 
+@pytest.mark.parametrize("whole", [64 * 2**20, 4096], ids=["a small file", "a file that is sampled"])
+def test_any_byte_of_a_small_tensor_belongs_to_the_identity(whole, tmp_path, monkeypatch):
+    """A router that was trained alone makes another checkpoint."""
+    monkeypatch.setattr("moescope.checkpoint.local.HASHED_WHOLE", whole)
+    tensors = tiny_tensors()
+    model = write_checkpoint(tmp_path / "model", tensors)
+    before = open_checkpoint(model).header_hash()
+    routers = [name for name in tensors if name.endswith("gate.weight")]
+    assert routers
+    for name in routers:
+        row, column = (int(size) // 3 for size in tensors[name].shape)
+        edited = {**tensors, name: tensors[name].clone()}
+        edited[name][row, column] += 1
+        other = write_checkpoint(tmp_path / "other", edited)
+        assert open_checkpoint(other).header_hash() != before, name
+
+
+def test_of_a_large_tensor_both_ends_and_the_middle_belong_to_the_identity(tmp_path, monkeypatch):
+    monkeypatch.setattr("moescope.checkpoint.local.HASHED_WHOLE", 100)
+    monkeypatch.setattr("moescope.checkpoint.local.SAMPLE_BYTES", 16)
+    weights = torch.zeros(1000)
+    hashes = set()
+    for place in (None, 0, 501, 999):
+        edited = weights.clone()
+        if place is not None:
+            edited[place] = 1
+        save_file({"weight": edited}, tmp_path / "model.safetensors")
+        hashes.add(open_checkpoint(tmp_path).header_hash())
+    assert len(hashes) == 4
+
+
 # --- bad input
 
 

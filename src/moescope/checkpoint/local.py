@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPEN_FILES = 8
-SAMPLES, SAMPLE_BYTES = 64, 512
+HASHED_WHOLE = 64 * 2**20  # bytes per file; beyond, the largest tensors are sampled
+MAX_SMALL_TENSOR = 8 * 2**20
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,36 @@ class LocalFiles:
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
     def fingerprint(self, name: str) -> str:
-        """Return the size and a hash of SAMPLES blocks of the file, evenly spaced from its first byte on.
+        """Return the size and a hash of the file's content, times aside.
 
-        A training step changes nearly every weight, so that no block needs to be large.
+        Of a large file, small tensors are hashed whole, up to HASHED_WHOLE bytes: routers and norms, which
+        may be all that a fine-tuning changes. Of the others the first, middle and last SAMPLE_BYTES are.
         """
-        digest, size = hashlib.sha256(), self.size(name)
+        size = self.size(name)
+        spans = [(0, size)] if size <= HASHED_WHOLE else self.sampled_spans(name, size)
+        digest = hashlib.sha256()
         with (self.folder / name).open("rb") as file:
-            for number in range(SAMPLES):
-                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+            for start, end in spans:
+                file.seek(start)
+                digest.update(file.read(end - start))
         return f"{size} {digest.hexdigest()}"
+
+    def sampled_spans(self, name: str, size: int) -> list[tuple[int, int]]:
+        tensors = [] if is_pickle(name) else list(self.stored.get(name, {}).values())
+        pieces = [(tensor.start, tensor.end) for tensor in tensors]
+        if not pieces:  # a pickle has no table of contents: blocks all over it
+            step = max(size // (HASHED_WHOLE // SAMPLE_BYTES), SAMPLE_BYTES)
+            return [(start, min(start + SAMPLE_BYTES, size)) for start in range(0, size, step)]
+        spans, left = [], HASHED_WHOLE
+        for start, end in sorted(pieces, key=lambda piece: (piece[1] - piece[0], piece[0])):
+            if end - start <= min(left, MAX_SMALL_TENSOR):
+                spans.append((start, end))
+                left -= end - start
+            else:
+                middle = (start + end) // 2
+                places = (start, middle, max(end - SAMPLE_BYTES, start))
+                spans += [(place, min(place + SAMPLE_BYTES, end)) for place in places]
+        return spans
 
     def headers(self, name: str) -> dict[str, StoredTensor]:
         from safetensors import SafetensorError

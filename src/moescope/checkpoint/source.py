@@ -51,10 +51,10 @@ class Checkpoint:
         return self.address if "://" in self.location and self.revision is None else self.location
 
     def header_hash(self) -> str:
-        """Return SHA-256 over names, shapes, dtypes, config, and each file's size and sampled blocks.
+        """Return SHA-256 over names, shapes, dtypes, config, and each file's size and content.
 
-        A copy elsewhere has the same hash, whatever its times. For a hub repository the commit replaces the
-        blocks, so that the cached copy equals the one on the server; for a URL the server's marks do.
+        A copy elsewhere has the same hash, whatever its times. For a hub repository the commit replaces
+        the content, so that the cached copy equals the one on the server; for a URL the server's marks do.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         digest.update(str(self.revision).encode())
