@@ -309,7 +309,7 @@ def test_a_damaged_run_json_is_replaced_by_overwrite_as_its_message_says(tmp_pat
     made(tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text("{")
     with (
-        pytest.raises(BadInput, match="give --overwrite to write the run again"),
+        pytest.raises(BadInput, match="repeat the command of this run with --overwrite"),
         open_run(tmp_path / "run", SCAN, IDENTITY),
     ):
         pass

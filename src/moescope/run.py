@@ -594,11 +594,11 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({reason(error)}); give another folder") from None
     except (ValueError, RecursionError):
-        raise DamagedRun(f"{path}: not valid JSON; give --overwrite to write the run again") from None
+        raise DamagedRun(f"{path}: not valid JSON; repeat the command of this run with --overwrite") from None
     if not isinstance(info, dict) or not {"verb", SHAPE} & info.keys():
         raise BadInput(f"{path}: not written by moescope; give another folder")
     if damage := damaged_field(info, info.pop(SHAPE, "any")):
-        raise DamagedRun(f"{path}: field {damage}; give --overwrite to write the run again")
+        raise DamagedRun(f"{path}: field {damage}; repeat the command of this run with --overwrite")
     return info
 
 

@@ -180,6 +180,8 @@ class Summary:
     sections: list[Section] = field(default_factory=list)  # tables below the findings, on the page only
     notices: list[str] = field(default_factory=list)  # what a reader must know before passing the page on
     details: dict[str, Any] = field(default_factory=dict)  # more for --json
+    # view -> key numbers and findings, of views that differ from the one above
+    views: dict[str, tuple[list[KeyNumber], list[str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

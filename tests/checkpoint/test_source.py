@@ -169,6 +169,12 @@ def test_of_a_large_tensor_both_ends_and_the_middle_belong_to_the_identity(tmp_p
 # --- bad input
 
 
+def test_a_pipe_is_not_called_missing(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="pipe: a pipe or device; give a folder"):
+        open_checkpoint(tmp_path / "pipe")
+
+
 def refusal(model: Path | str) -> str:
     """The one line that refuses the checkpoint, whether on opening it or on reading its tensors."""
     with pytest.raises(BadInput) as caught:

@@ -186,8 +186,27 @@ def test_the_keyboard_reaches_tabs_map_and_drawer(opened):
     expect(page.locator("#drawer")).to_be_hidden()
 
 
+def test_key_numbers_and_findings_are_of_the_selected_view(opened, planted_run):
+    page = opened()
+    page.locator("#top select[data-state=scan]").select_option("gate, centered router")
+    keys, findings = planted_run.verb.summary(planted_run).views["gate, centered router"]
+    card = page.locator(".card", has_text=keys[1].name)
+    expect(card.locator(".value")).to_contain_text(f"{keys[1].value:.3g}")
+    expect(page.locator(".findings-box li").first).to_have_text(str(findings[0]))
+
+
+def test_no_line_fades_before_a_layer_is_selected(opened):
+    page = opened("#/weights")
+    figure = bring(page, "margin_by_k")
+    assert set(figure.locator(".plot").evaluate("plot => plot.data.map((trace) => trace.opacity ?? 1)")) == {
+        1
+    }
+
+
 def test_search_leads_to_an_expert_and_to_a_figure(opened):
     page = opened()
+    page.locator("#top input[type=search]").fill("L99 E2")
+    expect(page.locator(".results")).to_have_text("Nothing found")
     search = page.locator("#top input[type=search]")
     search.fill("L4 E2")
     page.locator(".results a").first.click()

@@ -162,6 +162,19 @@ def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
     assert page.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
 
 
+def test_a_run_without_the_selected_view_shows_its_own(browser, traced_run, tmp_path):
+    """Two traces with different steps and phases in one page: each has a map."""
+    other = evil_run(tmp_path / "evil")
+    path = report(traced_run, other, out=tmp_path / "both.html")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    for run in ("0", "1"):
+        page.locator("#top select[data-state=run]").select_option(run)
+        expect(page.locator("canvas")).to_be_visible()
+        assert page.evaluate("M.map.candidates().map((measure) => measure.name)").count("load") == 1
+    page.close()
+
+
 def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
     page = opened("evil", "#/text")
     body = text_of(page)

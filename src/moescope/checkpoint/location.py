@@ -71,6 +71,8 @@ def local_location(text: str) -> Location:
             raise BadInput(f"{path}: not a .safetensors file; give a folder or a .safetensors file")
         address = path.parent.resolve() / path.name  # not resolved: the hub's cache consists of links
         return Location(str(path), str(address), path.stem, LocalFiles(path.parent), one_file=path.name)
+    if not is_folder and path.exists():
+        raise BadInput(f"{text}: a pipe or device; give a folder or a .safetensors file")
     if not is_folder:
         raise missing
     return Location(str(path), str(path.resolve()), path.resolve().name, LocalFiles(path))

@@ -202,7 +202,7 @@ class Calibration:
         warnings = []
         if self.held_out == "tails":
             warnings.append(
-                "too few documents in a domain to hold some out: the last fifth of each of its documents is"
+                "a domain has too few documents to hold some out; instead, the last fifth of each is held out"
             )
         if documents < FEWEST_DOCUMENTS:
             warnings.append(

@@ -102,7 +102,7 @@ def compress(
     sequential : bool
         Calibrate each layer on the output of the compressed layers before it.
     judge : bool
-        Whether to hold out text and judge on it.
+        Do not hold out text and judge on it.
     controls : int, default 3; 1 over 2 GiB
         Random controls to compare with.
     dtype : DTYPE

@@ -16,7 +16,7 @@ from moescope.reporting.pack import figure_payload, plain, script_json
 from moescope.reporting.untrusted import visible
 from moescope.run import Run
 from moescope.tables import Column
-from moescope.verb import FigureSpec, Finding, Measure, Section, Selection, Strip, Summary, Tables
+from moescope.verb import FigureSpec, Finding, KeyNumber, Measure, Section, Selection, Strip, Summary, Tables
 
 DIGITS = 4  # of numbers in the map
 FINDINGS = 5
@@ -57,6 +57,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "layers": sorted(layers),
         "experts": page.expert_data(),
         "views": page.selectors(),
+        "run_views": page.run_views,
         "glossary": page.keep("glossary", glossary_sections(page.runs)),
         "guide": list(dict.fromkeys(line for run in page.runs for line in run.verb.guide(run))),
         "notices": page.notices,
@@ -76,6 +77,7 @@ class Page:
                 self.root.setdefault(part.path, index)
         self.payloads: dict[str, Any] = {}
         self.views: dict[str, list[str]] = {}  # verb -> labels of its views
+        self.run_views: dict[int, list[str]] = {}  # run -> labels of its views
         self.notices: list[str] = []
         self.summaries = {run.path: summary_of(run) for run in self.runs}
 
@@ -89,9 +91,12 @@ class Page:
 
     def view(self, run: Run, label: str) -> str:
         """Note a view of the run's verb; views of several runs with the same label are one choice."""
-        known = self.views.setdefault(run.verb.name, [])
-        if label and label not in known:
-            known.append(label)
+        for known in (
+            self.views.setdefault(run.verb.name, []),
+            self.run_views.setdefault(self.number(run), []),
+        ):
+            if label not in known:
+                known.append(label)
         return label
 
     # --- runs
@@ -107,11 +112,8 @@ class Page:
             "tab": run.verb.tab,
             "root": self.root[run.path],
             "coverage": list(dict.fromkeys(summary.coverage)),
-            "key_numbers": [plain(asdict(key)) for key in summary.key_numbers],
-            "findings": [
-                {"text": str(line), "place": line.place if isinstance(line, Finding) else {}}
-                for line in summary.findings
-            ],
+            **shown_first(summary.key_numbers, summary.findings),
+            "views": {view: shown_first(*shown) for view, shown in summary.views.items()},
             "warnings": run.info.get("warnings", []),
             "info": self.keep(f"{prefix}-info", run.info),
         }
@@ -230,6 +232,16 @@ def summary_of(run: Run) -> Summary:
     if run.verb.summary is None:
         raise BadInput(f"{run.path}: a run of {run.verb.name!r} has no report; give another folder")
     return run.verb.summary(run)
+
+
+def shown_first(key_numbers: list[KeyNumber], findings: list[str]) -> dict[str, Any]:
+    places = [line.place if isinstance(line, Finding) else {} for line in findings]
+    return {
+        "key_numbers": [plain(asdict(key)) for key in key_numbers],
+        "findings": [
+            {"text": str(line), "place": place} for line, place in zip(findings, places, strict=True)
+        ],
+    }
 
 
 def measure_payload(measure: Measure) -> dict[str, Any]:

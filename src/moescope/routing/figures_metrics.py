@@ -117,7 +117,7 @@ def interval_words(rows: pd.DataFrame) -> str:
     if rows["corrected"].notna().any():
         return "Open markers: corrected, with 95 % intervals."
     shown = rows["low"].notna().any()
-    return "Error bars: 95 % over documents." if shown else "No interval (needs 20 documents)."
+    return "Error bars: 95 % over documents." if shown else "No interval."
 
 
 def layer_figure(

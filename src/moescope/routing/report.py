@@ -238,7 +238,8 @@ def summary(run: Run) -> Summary:
         for view in views
     ]
     notices = [text_notice(trace)] if text_notice(trace) else []
-    return Summary(coverage, trace_findings(trace), key_numbers(views[-1]), glance, notices)
+    others = {view.label: (key_numbers(view), routing_findings(view)) for view in views[:-1]}
+    return Summary(coverage, trace_findings(trace), key_numbers(views[-1]), glance, notices, views=others)
 
 
 def key_numbers(view: View) -> list[KeyNumber]:

@@ -161,7 +161,7 @@ def key_numbers(run: Run) -> list[KeyNumber]:
     if len(rows):
         rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "") & rows["value"].notna()]
         for name, metric, unit in (
-            ("Worst load CV", "cv", ""),
+            ("Worst load CV in training", "cv", ""),
             ("Unused experts, worst layer", "unused", ""),
             ("Highest routing entropy", "routing_entropy", "nats"),
         ):

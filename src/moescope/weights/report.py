@@ -114,7 +114,12 @@ def summary(run: Run) -> Summary:
         for index, view in enumerate(all_views)
     ]
     return Summary(
-        coverage_lines(run), headline(all_views), key_numbers(all_views[0]), tables, details=details
+        coverage_lines(run),
+        headline(all_views),
+        key_numbers(all_views[0]),
+        tables,
+        details=details,
+        views={view.label: (key_numbers(view), findings(view)) for view in all_views[1:]},
     )
 
 
@@ -137,12 +142,22 @@ def key_numbers(view: View) -> list[KeyNumber]:
         identifying = len(verdict_layers(view).get("identifying", []))
         ambiguity = view.tables["ambiguity"]
         numbers = [
-            KeyNumber("Layers that identify their experts", identifying, ALPHA * tested, f"of {len(layers)}"),
-            KeyNumber("Median best argmax accuracy", tests["best_accuracy"].median(), chance.median()),
+            KeyNumber(
+                "Layers that identify their experts",
+                identifying,
+                ALPHA * tested,
+                f"of {len(layers)}",
+                reference="by chance at most",
+                most=len(layers),
+            ),
+            KeyNumber(
+                "Median best argmax accuracy", tests["best_accuracy"].median(), chance.median(), most=1.0
+            ),
             KeyNumber(
                 "Mean absolute ambiguity",
                 ambiguity["absolute_score"].mean(),
                 ambiguity["absolute_chance"].mean(),
+                most=1.0,
             ),
         ]
     cosines = first_cosines(view.tables)
@@ -313,7 +328,7 @@ def guide(run: Run) -> list[str]:
             "Alignment grows with k for any weights, so it is shown with the level of a random direction. "
             "Router rows and experts of a layer share directions, so exceeding that level does not show a "
             "pairing: the pairing is tested against all other pairings of the layer, corrected for multiple "
-            "k. z has a ceiling and is not a confidence; p-values are.",
+            "k. z has a ceiling; judge by the p-value, not by z.",
         ]
     pairs = [
         "Experts are compared by the leading singular directions of their matrices: |cos| is of the first "

@@ -33,7 +33,7 @@ def view_measures(view: View) -> Iterator[Measure]:
             frame_of(rows, "delta_vs_shuffle", chance=0.0, beyond=rows["identified"].astype(bool)),
             "",
             "Alignment of a router row with its own expert, minus the mean over all pairings, at the layer's "
-            "best k. Outlined: the row finds its own expert.",
+            "best k. Beyond chance: the row finds its own expert.",
             0.0,
             False,
             (-largest, largest),
@@ -43,7 +43,7 @@ def view_measures(view: View) -> Iterator[Measure]:
         yield Measure(
             "margin",
             "Alignment margin",
-            frame_of(rows, "margin", chance=0.0, beyond=rows["margin"] > 0),
+            frame_of(rows, "margin", beyond=rows["margin"] > 0),
             "",
             "Alignment with its own expert, minus the highest with another; positive: the row finds its own.",
             0.0,
@@ -111,12 +111,12 @@ def strips(run: Run) -> list[Strip]:
     for view in views(run):
         if view.has_rows:
             tests = view.tables["alignment_tests"]
-            sizes = view.tables["alignment_layers"].groupby("layer")["n_experts"].first()
+            chance = {layer: view.facts(layer)["chance_accuracy"] for layer in view.layers}
             accuracy = pd.DataFrame(
                 {
                     "layer": tests["layer"],
                     "value": tests["best_accuracy"],
-                    "chance": 1 / tests["layer"].map(sizes),
+                    "chance": tests["layer"].map(chance),
                     "word": tests["verdict"].str.replace("_", " "),
                 }
             )

@@ -60,7 +60,7 @@ M.figures = (() => {
     const Plotly = window.Plotly;
     const lines = plot.data.map((trace) => trace.meta?.layer);
     if (lines.some((value) => value !== undefined)) {
-      const known = lines.includes(layer);
+      const known = layer !== undefined && lines.includes(layer);
       Plotly.restyle(plot, { opacity: lines.map((value) => (!known || value === undefined || value === layer ? 1 : 0.18)) });
     }
     Plotly.relayout(plot, { shapes: layerMark(plot, layer) });
@@ -160,9 +160,9 @@ M.figures = (() => {
       ask.setAttribute("aria-expanded", String(!box.hidden));
       definitions(box, figure);
     });
-    const frame = make("figure", { "data-name": figure.name }, make("div", { class: "figure-head" }, make("h4", {}, figure.title), ask, menu(figure, div)), caption);
+    const frame = make("figure", { "data-name": figure.name }, make("div", { class: "figure-head" }, make("h4", {}, figure.title), ask, menu(figure, div)), caption, box);
     if (figure.slider) frame.append(slider(figure, div, caption));
-    frame.append(div, box);
+    frame.append(div);
     if (figure.slider) figure.data.forEach((trace, index) => { trace.visible = visibleTraces(figure, figure.slider.start)[index]; });
     requestAnimationFrame(() => draw(figure, div));
     return frame;
@@ -197,6 +197,9 @@ M.figures = (() => {
     return controls;
   }
 
+  const closeMenus = (except) => document.querySelectorAll("details.menu[open]").forEach((open) => { if (open !== except) open.open = false; });
+  document.addEventListener("click", (event) => closeMenus(event.target.closest("details.menu")));
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeMenus(null); });
   const live = () => [...drawn].filter((div) => div.isConnected);
   M.state.onChange((state, before) => { if (state.layer !== before.layer || state.expert !== before.expert) live().forEach(follow); });
   M.theme.changed(() => live().forEach((div) => {

@@ -21,7 +21,7 @@
     }
     for (const selector of views) controls.push(select(selector.label, selector.verb, selector.views.map((name) => [name, name])));
     if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), "all"));
-    const search = make("input", { type: "search", placeholder: "Expert (L9 E24), token or figure", "aria-label": "Search", list: "found" });
+    const search = make("input", { type: "search", placeholder: "L2 E5, token, figure", "aria-label": "Search", list: "found" });
     const results = make("ul", { class: "results", hidden: true });
     search.addEventListener("input", () => M.search(search.value, results));
     search.addEventListener("keydown", (event) => { if (event.key === "Enter") results.querySelector("a")?.click(); if (event.key === "Escape") results.hidden = true; });
@@ -83,12 +83,14 @@
     return make("div", { class: "card" }, make("div", { class: "name" }, key.name), make("div", { class: "value" }, M.number(key.value), " ", make("small", {}, key.unit),
       baseline ? make("small", { class: "versus" }, ` vs ${M.number(baseline.value)}`) : null), bar, make("div", { class: "words" }, ...words));
   }
+  // a run's summary, of the selected view where it has one of its own
+  const summaryOf = (index) => (index === null || index === undefined ? null : { ...runs[index], ...(runs[index].views[M.selected.view(runs[index].verb)] ?? {}) });
   function keyNumbers() {
     const cards = [];
     for (const verb of M.selected.verbs.keys()) {
-      const run = runs[M.selected.run(verb)];
+      const run = summaryOf(M.selected.run(verb));
       const other = M.selected.run(verb, "vs");
-      const baseline = other !== null && other !== M.selected.run(verb) ? runs[other] : null;
+      const baseline = other !== null && other !== M.selected.run(verb) ? summaryOf(other) : null;
       for (const key of run?.key_numbers ?? []) cards.push([verb, card(key, baseline?.key_numbers.find((item) => item.name === key.name))]);
     }
     // several verbs share the first row: equally many cards each
@@ -97,7 +99,7 @@
     return verbs.flatMap((verb) => cards.filter(([of]) => of === verb).slice(0, each).map(([, element]) => element)).slice(0, 6);
   }
   function findings() {
-    const all = [...M.selected.verbs.keys()].map((verb) => runs[M.selected.run(verb)]).filter(Boolean);
+    const all = [...M.selected.verbs.keys()].map((verb) => summaryOf(M.selected.run(verb))).filter(Boolean);
     const lists = all.map((run) => run.findings.map((finding) => ({ ...finding, place: { tab: run.tab, ...finding.place } })));
     const some = [];
     for (let turn = 0; some.length < 5 && lists.some((list) => list.length > turn); turn++) for (const list of lists) if (list[turn] && some.length < 5) some.push(list[turn]);
@@ -107,7 +109,7 @@
       return make("li", {}, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, ...place }) }, head), text.slice(head.length));
     };
     const box = [make("h2", {}, "Findings"), make("ol", {}, ...some.map(line))];
-    if (rest.length) box.push(make("details", {}, make("summary", {}, `${rest.length} more`), make("ol", {}, ...rest.map(line))));
+    if (rest.length) box.push(make("details", {}, make("summary", {}, `${rest.length} more`), make("ol", { start: some.length + 1 }, ...rest.map(line))));
     return box;
   }
   function warnings() {
@@ -137,8 +139,10 @@
     const wanted = text.trim().toLowerCase();
     const found = [];
     const numbers = wanted.match(/^l?\s*(\d+)\D+(\d+)$/) ?? wanted.match(/^e(?:xpert)?\s*(\d+)$/);
+    const known = (place) => layers.includes(place.layer) && place.expert < M.map.experts();
     if (numbers) found.push([numbers.length > 2 ? `Layer ${numbers[1]}, expert ${numbers[2]}` : `Expert ${numbers[1]}`, numbers.length > 2 ? { layer: Number(numbers[1]), expert: Number(numbers[2]) } : { layer: M.state.get().layer ?? layers[0], expert: Number(numbers[1]) }]);
-    if (wanted.length > 1) {
+    if (found.length && !known(found[0][1])) found.pop();
+    if (wanted.length > 0) {
       for (const tab of tabs) for (const section of tab.sections) {
         if (M.selected.matches(section) && section.title?.toLowerCase().includes(wanted)) found.push([`${tab.title}: ${section.title}`, { tab: tab.name }]);
         for (const figure of section.figures ?? []) if (M.selected.matches(section) && figure.name.replaceAll("_", " ").includes(wanted)) found.push([`${tab.title}: ${figure.name.replaceAll("_", " ")}`, { tab: tab.name, figure: figure.name }]);

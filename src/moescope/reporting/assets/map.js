@@ -197,7 +197,8 @@ M.map = (() => {
     tip.replaceChildren(...words(cell).map((line, index) => make(index ? "div" : "strong", {}, line)));
     const box = frame.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(x - box.left + 12, box.width - tip.offsetWidth - 4)) + "px";
-    tip.style.top = y - box.top + 14 + "px";
+    const below = y - box.top + 14;
+    tip.style.top = (below + tip.offsetHeight > box.height ? Math.max(0, y - box.top - tip.offsetHeight - 8) : below) + "px";
   }
   function open({ row, column }) {
     const layer = geometry.measure.layers[row];
@@ -239,7 +240,7 @@ M.map = (() => {
     frame = make("div", { class: "map-frame" }, canvas, tip);
     canvas.addEventListener("pointermove", (event) => { hover = cellAt(event); point(hover, event.clientX, event.clientY); });
     canvas.addEventListener("pointerleave", () => point(null));
-    canvas.addEventListener("click", (event) => { const cell = cellAt(event); if (cell) { cursor = null; open(cell); } });
+    canvas.addEventListener("click", (event) => { const cell = cellAt(event); point(null); if (cell) { cursor = null; open(cell); } });
     canvas.addEventListener("keydown", key);
     canvas.addEventListener("blur", () => { cursor = null; point(null); draw(); });
     const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, "beyond chance only"));
@@ -254,5 +255,6 @@ M.map = (() => {
   M.theme.changed(refresh);
   M.state.onChange(refresh);
   const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts });
-  return { element, refresh, ready, candidates, layout, shown };
+  const experts = () => Math.max(...(data?.measures ?? []).map((measure) => measure.experts), 0);
+  return { element, refresh, ready, candidates, layout, shown, experts };
 })();

@@ -70,6 +70,12 @@ M.selected = (() => {
     return selector.views.includes(chosen) ? chosen : selector.views[selector.first];
   }
   const matchesRun = (entry) => entry.run === null || entry.run === undefined || run(runs[entry.run].verb) === entry.run;
-  const matchesView = (entry) => !entry.view || view(entry.verb) === null || view(entry.verb) === entry.view;
+  // a run without the selected view shows the one it opens with
+  function matchesView(entry) {
+    const wanted = view(entry.verb);
+    if (!entry.view || wanted === null) return true;
+    const own = M.data.run_views[entry.run] ?? [];
+    return entry.view === (own.includes(wanted) ? wanted : own.at(-1));
+  }
   return { run, view, root, verbs, matches: (entry) => matchesRun(entry) && matchesView(entry) };
 })();

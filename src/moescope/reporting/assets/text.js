@@ -77,7 +77,7 @@
       const chosen = spans.filter((_, i) => layer.experts[first + i].includes(wanted)).length;
       title.textContent = wanted === null
         ? (top ? `Layer ${layer.layer}: ${ranked.length} of ${layer.n} experts come first for a token here, expert ${top[0]} most often (${((100 * top[1]) / tokens).toFixed(0)} %; an even share is ${display(100 / layer.n, "float")} %)` : `Layer ${layer.layer}: no token was routed`) +
-          (layer.same === null ? "" : `; over all documents shown, ${(100 * layer.same).toFixed(0)} % of tokens share their first expert with the token before, ${display(100 / layer.n, "float")} % by chance`)
+          (layer.same === null ? "" : `; over all documents shown, ${(100 * layer.same).toFixed(0)} % of tokens share their first expert with the token before`)
         : `Layer ${layer.layer}: expert ${wanted} is chosen at ${chosen} of ${tokens} tokens here; an even share is ${display((tokens * layer.experts[first].length) / layer.n, "float")}`;
       if (at >= 0) showTip(at);
     }
@@ -117,7 +117,7 @@
     slot.append(title, make("div", { class: "controls" }, make("label", {}, "layer", range, shownLayer), make("label", {}, "text", documents), make("label", {}, "colour", focus)), legend, body, tip,
       make("details", { class: "definition" }, make("summary", {}, "What is drawn, and what the words mean"),
         make("p", {}, "The first tokens of some documents of every domain. A token has the colour of its first choice, the expert with the largest gate, stronger where that gate is a larger share of the token's gates; the eight experts that come first most often here are coloured. Point at a token, or go along with the arrow keys, to see all its experts and gates. Colours are given anew in every layer and document."),
-        make("p", {}, "By chance, neighbouring tokens would share their first expert in 1/n of the cases. Characters that cannot be seen are spelled out, as [U+200B]." + (text.unnamed ? ` ${text.unnamed} of ${text.words.length} tokens are shown by number: the run does not hold their words.` : ""))));
+        make("p", {}, "Characters that cannot be seen are spelled out, as [U+200B]." + (text.unnamed ? ` ${text.unnamed} of ${text.words.length} tokens are shown by number: the run does not hold their words.` : ""))));
     showDocument();
     follow();
   }
