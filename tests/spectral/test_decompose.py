@@ -163,6 +163,21 @@ def test_the_rank_of_random_matrices_is_the_expected_one(shape, bits):
     assert ranks.mean() == pytest.approx(random_rank(shape, bits), abs=0.5)
 
 
+@pytest.mark.parametrize(("spread", "highest"), [(0.25, [10]), (1.0, [11, 12, 13])])
+@pytest.mark.parametrize("side", [(-1, 1), (1, -1)], ids=["rows", "columns"])
+def test_uneven_norms_add_up_to_three_directions_of_rounding(side, spread, highest):
+    """The stated limit of the tolerance: log-normal norms of rows or columns, rank 10, 512 x 512 in bf16."""
+    ranks = []
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        weight = generator.standard_normal((512, 10)) @ generator.standard_normal((10, 512))
+        weight *= np.exp(spread * generator.standard_normal(512)).reshape(side)
+        values = np.linalg.svd(torch.from_numpy(weight).bfloat16().double().numpy(), compute_uv=False)
+        ranks.append(int(numerical_rank(values, weight.shape, 8)))
+    assert min(ranks) >= 10
+    assert max(ranks) in highest
+
+
 def test_the_tolerance_lies_at_the_norm_of_rounding_errors_worked_by_hand():
     """Singular values 1 and t of a 2 x 8 matrix in bf16: rms sqrt((1 + t^2) / 16), so t counts above
     2^-8 (1/4) (sqrt 2 + sqrt 8) = 0.004143."""

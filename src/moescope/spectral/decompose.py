@@ -106,6 +106,10 @@ def numerical_rank(values: Any, shape: tuple[int, ...], bits: int) -> Any:
     n) eps s_1, is the tolerance where it is larger, as for weights stored in fp64. A weaker direction may be
     real: what is stored cannot tell. Weights computed, not only stored, in few bits carry larger errors: the
     product of two factors in fp32 arithmetic may exceed the tolerance.
+
+    The bound takes rows and columns of about equal norm. Rounding errors of a few large ones exceed it: 512 x
+    512 matrices of rank 10 in bf16 got rank 11 to 13 in 179 of 200 cases with log-normal norms of rows or of
+    columns (sigma 1), 11 in 7 of 200 with sigma 0.5, and 10 in all 200 with sigma 0.25.
     """
     height, width = shape
     rms = ((values**2).sum(-1) / (height * width)) ** 0.5

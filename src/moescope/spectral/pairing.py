@@ -175,7 +175,7 @@ def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
 
     Searched at every k that is not degenerate. Accepted where at least 0.9 of the routers are in mutual-best
     pairs, which chance, corrected for multiple k, does with p <= 0.01 (`mutual_best_bound`): out of reach for
-    up to five experts (five have 0.0079 per k), for six from five ks on, for seven from 18.
+    up to four experts, for five (0.0079 per k) from two ks on, for six from five, for seven from 18.
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     indices = np.flatnonzero(~matrix.degenerate_K)
@@ -195,6 +195,17 @@ def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
     if order is None or all(expert in (-1, router) for router, expert in enumerate(order.experts)):
         return None
     return order
+
+
+def false_call_rate(n: int, n_ks: int) -> float:
+    """Largest share of random layers that get another verdict than chance, with n_ks ks not degenerate.
+
+    ALPHA, and ORDER_ALPHA more where a perfect other order can be called permuted; 0 with two or three
+    experts, where no p is as small as ALPHA.
+    """
+    if 1 / math.factorial(n) > ALPHA:
+        return 0.0
+    return ALPHA + (ORDER_ALPHA if n_ks * mutual_best_bound(n, n) <= ORDER_ALPHA else 0.0)
 
 
 def mutual_best_bound(n: int, pairs: int) -> float:

@@ -15,7 +15,7 @@ from moescope.plotting.style import capital, counted, from_to, listed, named_lay
 from moescope.run import Run
 from moescope.spectral.alignment import TIE
 from moescope.spectral.decompose import random_rank
-from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY
+from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, false_call_rate
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
 from moescope.types import SIGNIFICAND_BITS, Coverage
 from moescope.verb import FigureSpec, Tables
@@ -206,9 +206,12 @@ def verdict_finding(view: View) -> str:
     start = f"{verdict_sentence(view.tables)}. Chance accuracy at one k: {chance}; "
     if not tested:
         return f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
-    return (
-        f"{start}random layers called something else than chance: up to {number(ALPHA * tested)} of {tested}."
+    layers = view.tables["alignment_layers"]
+    ks = layers[~layers["degenerate"].astype(bool)].groupby("layer")["k"].nunique()
+    level = sum(
+        false_call_rate(n, int(ks.get(layer, 0))) for layer, n in zip(view.layers, counts, strict=True)
     )
+    return f"{start}random layers called something else than chance: up to {number(level)} of {tested}."
 
 
 def other_order_findings(view: View) -> list[str]:

@@ -260,9 +260,10 @@ COLUMNS: dict[str, Column] = {
         "also, at best_k at least 90 % of experts are identified from the weights alone, with positive "
         "margin, and p_accuracy ≤ 0.05. permuted: neither, but at least 90 % of router rows and experts are "
         "each other's best match in another order than the stored one, p ≤ 0.01. chance: none of these.",
-        misleads="One random layer in twenty is called non_random. Fewer than four experts have too few "
-        "pairings for any call. permuted cannot be reached with five experts or fewer, with six only up to "
-        "four values of k, with seven up to 17: chance then fits some order too often.",
+        misleads="Of random layers up to 5 % are called non_random (or identifying) and, where it can be "
+        "reached, up to 1 % more permuted. Fewer than four experts have too few pairings for any call. "
+        "permuted cannot be reached with four experts or fewer, with five only at one value of k, with six "
+        "up to four, with seven up to 17: chance then fits some order too often.",
     ),
     # --- nulls
     "left": Column("float", "The bin's left edge."),
@@ -411,6 +412,8 @@ COLUMNS: dict[str, Column] = {
         "may be real, but the checkpoint cannot tell.",
         "#{sₐ > 2⁻ᵖ rms(W) (√f + √d), and > max(f, d) · ε · s₁, the error of fp64}",
         chance="min(f, d) for a random matrix, less where f and d are close and p is small",
+        misleads="Very uneven norms of rows or columns add up to three directions that are rounding "
+        "(log-normal with σ = 1, at 512 × 512).",
     ),
     "condition": Column(
         "float", "Largest over smallest singular value above the rank tolerance.", "s₁/s_rank"
