@@ -26,6 +26,11 @@ def page_data(html: str) -> dict[str, Any]:
     return data
 
 
+def page_text(html: str) -> str:
+    """Return every text that the page holds, packed or not."""
+    return json.dumps([page_data(html), payloads(html)], ensure_ascii=False)
+
+
 def page_sections(html: str, tab: str = "") -> list[dict[str, Any]]:
     """Return the sections of a tab, or of all tabs."""
     return [

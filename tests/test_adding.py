@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import moescope
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from report_payloads import page_text
 
 SOURCE = Path(__file__).parents[1] / "src" / "moescope"
 
@@ -188,7 +189,7 @@ def test_a_compression_method_is_one_file_and_one_line(copy, tmp_path):
     plan = json.loads((out / "plan.json").read_text())
     assert [layer["dominants"] for layer in plan["layers"]] == [[0, 2], [0, 2]]
     copy.moescope("report", out)
-    assert "weight_norm" in (out / "report.html").read_text(encoding="utf-8")
+    assert "weight_norm" in page_text((out / "report.html").read_text(encoding="utf-8"))
 
 
 VERB = '''
@@ -283,6 +284,7 @@ def test_a_verb_is_one_package_and_one_line(copy, tmp_path):
     )
     assert "already complete" in copy.moescope("sizes", model, "--factor", "2", "--out", run)
     page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
+    page = page_text(page)
     assert "Numbers per expert" in page
     assert "How many numbers the expert has." in page
 
@@ -306,6 +308,7 @@ def test_a_metric_is_one_record(copy, tmp_path):
     rows = pd.read_parquet(run / "routing_layers.parquet").set_index("metric")
     assert rows.loc["busiest_share", ["value", "collapse"]].tolist() == [3 / 8, 1 / 2]
     page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
+    page = page_text(page)
     assert "Share of all choices that the busiest expert has." in page
 
 
@@ -325,6 +328,7 @@ def test_a_figure_is_one_function_and_one_line(copy, tmp_path):
     assert copy.changed() == {"weights/figures.py"}
     moescope.scan(tiny_checkpoint(tmp_path / "model"), out=tmp_path / "run", quiet=True)
     page = Path(copy.moescope("report", tmp_path / "run").split()[-1]).read_text(encoding="utf-8")
+    page = page_text(page)
     assert "Rank of every expert" in page
     source = "import moescope, sys; run = moescope.open(sys.argv[1]); print(run.figures()['rank_bars'])"
     drawn = "print(len(run.figure('rank_bars').data[0].y))"

@@ -370,7 +370,7 @@ class Verb:
     summary: Callable[[Run], Summary] | None = None
     sections: Callable[[Run, Selection], list[Section]] = no_sections
     select: Callable[[Run, Selection], Tables] = all_rows  # tables of the selected or the default view
-    tab: str = ""  # of the page, for sections that name none
+    tab: str = ""  # of the page, for sections that name none; empty: overview
     measures: Callable[[Run], list[Measure]] = lambda run: []  # what the layers x experts map can show
     strips: Callable[[Run], list[Strip]] = lambda run: []  # numbers per layer beside the map
     experts: Callable[[Run], Iterable[LayerCards]] = lambda run: ()  # its part of the expert pages

@@ -33,6 +33,7 @@ from moescope.lab.train import initial_model, make_data, train
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.storage import only_writer
+from report_payloads import page_sections, page_text
 
 OF_THE_CLOCK = ["tokens_per_second", "seconds"]
 TABLES = ["study_runs", "study_documents", "study_curves", "study_comparisons"]
@@ -189,8 +190,8 @@ def test_routers_that_draw_other_weights_still_share_every_part_of_equal_shape()
 
 def test_each_training_is_a_run_that_reports_are_made_of(whole: Run, tmp_path: Path):
     page = report(training(whole, "top2", 3), out=tmp_path / "page.html", quiet=True).read_text()
-    assert '<section id="train-' in page
-    assert f"moescope study --resume --out {whole.path}" in page
+    assert page_sections(page, "training")
+    assert f"moescope study --resume --out {whole.path}" in page_text(page)
     assert not (whole.path / "trainings" / "top2-seed-3" / "scan").exists()
 
 

@@ -155,7 +155,11 @@ def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_wit
 
 def test_a_part_given_beside_its_training_is_shown_once(trained_run: Run):
     parts = [Run.load(trained_run.path / part) for part in ("scan", "trace")]
-    assert page_content([trained_run, *parts])["runs"] == page_content([trained_run])["runs"]
+    alone, beside = (
+        json.loads(page_content(runs)["data"]) for runs in ([trained_run], [trained_run, *parts])
+    )
+    assert beside["runs"] == alone["runs"]
+    assert beside["roots"] == alone["roots"]
 
 
 def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):

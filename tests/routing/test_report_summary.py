@@ -5,7 +5,6 @@ Of several steps it names them.
 
 from __future__ import annotations
 
-import html
 import json
 import re
 
@@ -18,6 +17,7 @@ from moescope.reporting.verb import report
 from moescope.routing.report import step_findings, summary, trace_findings, which_findings
 from moescope.routing.report_views import load_trace
 from moescope.run import Run
+from report_payloads import page_data
 
 
 def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
@@ -25,13 +25,13 @@ def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
     printed = capsys.readouterr().out
     cli.show(None, traced_run, as_json=True, quiet=False)
     facts = json.loads(capsys.readouterr().out)
-    page = html.unescape(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
+    page = page_data(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(facts["findings"]) > 6
     for sentence in facts["findings"]:
         assert f"- {sentence}\n" in printed
-        assert f"<li>{sentence}</li>" in page
+    assert [finding["text"] for finding in page["runs"][0]["findings"]] == facts["findings"]
     assert any("step 200, the last of 100 and 200; prefill" in line for line in facts["coverage"])
-    assert "step 200, the last of 100 and 200; prefill" in page
+    assert page["runs"][0]["coverage"] == facts["coverage"]
 
 
 def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_levels(traced_run):

@@ -151,14 +151,17 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
 @pytest.mark.parametrize("router", sorted(WITHOUT))
 def test_the_report_has_only_what_has_something_to_show(router, runs):
     run = runs[router]
-    across, layers = run.verb.sections(run, Selection())
+    sections = run.verb.sections(run, Selection())
+    across = [section for section in sections if section.layer is None]
     of_pairs = ["cosine_heatmap", "orthogonality_by_layer", "overlap_by_k"] if router != "dense" else []
-    assert [spec.name for spec, _ in across.figures] == [*of_pairs, "spectra_by_layer", "ranks_by_layer"]
-    assert [table["name"] for table in across.tables] == (["orthogonality"] if router != "dense" else [])
+    names = [spec.name for section in across for spec, _ in section.figures]
+    assert sorted(names) == sorted([*of_pairs, "spectra_by_layer", "ranks_by_layer"])
+    tables = [table["name"] for section in across for table in section.tables]
+    assert tables == (["orthogonality"] if router != "dense" else [])
     assert run.verb.overlay([run]) == []
-    glossary = [section["table"] for section in page_content([run])["glossary"]]
+    glossary = [section["table"] for section in page_content([run])["payloads"]["glossary"]]
     assert glossary == (["similarity", "orthogonality", "spectra"] if router != "dense" else ["spectra"])
-    opened = layers.sections[1]
+    opened = [section for section in sections if section.layer is not None][1]
     assert [spec.name for spec, _ in opened.figures] == (["overlap_over_k"] if of_pairs else []) + [
         "expert_spectra"
     ]

@@ -48,10 +48,10 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     overview = page.map_data()
     layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
     data = {
-        "title": page_title(page.runs) if len(runs) == 1 else listed([run.name for run in runs]),
+        "title": page_title(page.runs) if len(page.roots) == 1 else listed([run.name for run in page.roots]),
         "shape": shape_words(page.runs),
         "runs": [page.run_data(run) for run in page.runs],
-        "roots": [page.names[run.path] for run in runs],
+        "roots": [page.names[run.path] for run in page.roots],
         "tabs": page.tabs(),
         "map": page.keep("map", overview),
         "layers": sorted(layers),
@@ -71,10 +71,14 @@ class Page:
     def __init__(self, runs: list[Run]) -> None:
         self.runs = with_parts(runs)
         self.names = run_names(self.runs)
-        self.root = {run.path: index for index, run in enumerate(runs)}
-        for index, run in enumerate(runs):
-            for part in run.parts.values() if run.verb.parts else ():
-                self.root.setdefault(part.path, index)
+        parts = {run.path: list(run.parts.values()) if run.verb.parts else [] for run in runs}
+        inner = {part.path.resolve() for inside in parts.values() for part in inside}
+        self.roots = [run for run in runs if run.path.resolve() not in inner] or runs
+        self.root = {
+            run.path.resolve(): index
+            for index, root in enumerate(self.roots)
+            for run in (root, *parts[root.path])
+        }
         self.payloads: dict[str, Any] = {}
         self.views: dict[str, list[str]] = {}  # verb -> labels of its views
         self.run_views: dict[int, list[str]] = {}  # run -> labels of its views
@@ -110,7 +114,7 @@ class Page:
             "name": self.names[run.path],
             "verb": run.verb.name,
             "tab": run.verb.tab,
-            "root": self.root[run.path],
+            "root": self.root[run.path.resolve()],
             "coverage": list(dict.fromkeys(summary.coverage)),
             **shown_first(summary.key_numbers, summary.findings),
             "views": {view: shown_first(*shown) for view, shown in summary.views.items()},
@@ -129,7 +133,7 @@ class Page:
         for group in groups.values():
             verb = group[0].verb
             overlays = [
-                (section.tab or verb.tab, self.entry(section, f"{verb.name}-overlay"))
+                (section.tab or verb.tab or "overview", self.entry(section, f"{verb.name}-overlay"))
                 for section in verb.overlay(group)
             ]
             for tab, entry in overlays if len(group) > 1 else ():
@@ -137,7 +141,7 @@ class Page:
             for run in group:
                 for section in [*verb.sections(run, Selection()), *self.summaries[run.path].sections]:
                     entry = self.entry(section, f"{verb.name}{self.number(run)}", run)
-                    found[section.tab or verb.tab].append(entry)
+                    found[section.tab or verb.tab or "overview"].append(entry)
             for tab, entry in overlays if len(group) == 1 else ():
                 found[tab].append(entry)
         for section in joint_sections(self.runs):

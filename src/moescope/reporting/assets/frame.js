@@ -16,9 +16,9 @@
   function header() {
     const top = document.getElementById("top");
     const controls = [];
-    if (roots.length > 1) {
-      controls.push(select("Run", "run", roots.map((name, index) => [index, name])), select("vs", "vs", roots.map((name, index) => [index, name]), "none"));
-    }
+    // only runs of one verb can stand in for each other
+    const alike = roots.map((name, index) => [index, name]).filter(([index]) => runs.some((run) => run.root === index && M.selected.verbs.get(run.verb).length > 1));
+    if (alike.length > 1) controls.push(select("Run", "run", alike), select("vs", "vs", alike, "none"));
     for (const selector of views) controls.push(select(selector.label, selector.verb, selector.views.map((name) => [name, name])));
     if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), "all"));
     const search = make("input", { type: "search", placeholder: "L2 E5, token, figure", "aria-label": "Search", list: "found" });
