@@ -123,16 +123,16 @@ def findings(run: Run, tables: Tables) -> list[str]:
 
 
 def judgement_finding(plan: pd.Series, controls: pd.DataFrame) -> str:
-    """Loss against original and controls; a claim is made only where a 95 % interval excludes 0."""
+    """Loss against original and controls; nothing is claimed where a limit of an interval is unknown."""
     documents = counted(int(plan["judged_documents"]), "held-out document")
-    if pd.isna(plan["loss_increase_low"]):
+    if plan[["loss_increase_low", "loss_increase_high"]].isna().any():
         return f"No claim about original or random controls: {documents} give no interval."
     low, high = number(plan["loss_increase_low"]), number(plan["loss_increase_high"])
     sentence = (
         f"Loss above the original's: {number(plan['loss_increase'])} nats per token [{low}, {high}] "
         f"(95 % interval over {documents})"
     )
-    return f"{sentence}; {verdict(controls)}." if len(controls) else f"{sentence}."
+    return f"{sentence}{verdict(controls)}."
 
 
 def compression_finding(tables: Tables) -> str:
