@@ -284,9 +284,9 @@ def loss_differences(tables: Tables) -> Figure:
             },
         ),
         height=160 + 50 * len(names),
-        details="Intervals: held-out documents resampled 2,000 times within domains, the same ones for both "
-        "models of a difference. A control right of 0 is worse than the plan. The intervals are over "
-        "documents; other random controls differ too.",
+        details="Means of domain means. Intervals: held-out documents resampled 2,000 times within domains, "
+        "the same ones for both models of a difference. A control right of 0 is worse than the plan. The "
+        "intervals are over documents; other random controls differ too.",
     )
 
 
@@ -332,8 +332,8 @@ def divergences(tables: Tables) -> Figure:
         ("js_divergence",),
         data,
         base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
-        details="Mean over held-out positions of the divergence from the original's distribution. Bars: 95 % "
-        "intervals over documents.",
+        details="Divergence from the original's distribution at held-out positions: mean of domain means. "
+        "Bars: 95 % intervals over documents.",
     )
 
 

@@ -228,11 +228,17 @@ def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
         columns = ["method", "layer", *errors]
         payloads.append(table_payload(damage, layers, columns, "Every layer, with controls"))
     if facts.get("judged_tokens"):
+        by_domain = facts.get("judged_tokens_by_domain", {})
+        tokens = ", ".join(f"{name}: {count:,}" for name, count in by_domain.items())
         text = (
             f"Judged on {counted(facts['judged_tokens'], 'token')} of "
             f"{counted(facts['judged_documents'], 'held-out document')}; distributions compared at "
             f"{counted(facts['compared_tokens'], 'position')}."
         )
+        if len(by_domain) > 1:
+            text += (
+                f" Tokens per domain: {tokens}. Every domain counts alike: numbers are means of domain means."
+            )
     else:
         text = "Not judged: errors are predicted on the calibration text, the size is computed from headers."
     if gating := sorted(set(facts.get("gating", {}).values())):
