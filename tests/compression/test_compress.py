@@ -33,6 +33,7 @@ from moescope.execution.documents import Document
 from moescope.execution.texts import ReadSettings
 from moescope.execution.texts import sources as texts_of
 from moescope.run import Run, write_json
+from moescope.verb import Selection
 from routing.tiny_text import save_model, texts, write_jsonl
 
 PRUNING_TABLES = ["clusters", "saliency", "damage"]  # where nothing is merged
@@ -528,6 +529,41 @@ def test_every_domain_has_its_part_in_judging_and_in_calibrating(place, tmp_path
     assert all(280 < count <= 300 for count in judged)
     single = len(files["single"].read_text().split())
     assert tokens(reader.calibration_documents())[2] == pytest.approx(0.8 * single, rel=0.01)
+
+
+def test_a_short_domain_counts_as_much_as_a_long_one_and_tokens_of_both_are_stated(place, tmp_path):
+    files = two_domains(tmp_path)
+    lines = files["prose"].read_text().splitlines()
+    files["prose"].write_text("\n".join(lines[:25]))
+    run = compress(
+        place / "model",
+        keep=2,
+        domain=[f"{name}={file}" for name, file in files.items()],
+        apply=tmp_path / "small",
+        out=tmp_path / "run",
+        controls=0,
+        quiet=True,
+    )
+    sources = texts_of([], [f"{name}={file}" for name, file in files.items()], None)
+    reader = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings())
+    model = reader.traced.model
+    losses: dict[int, list[float]] = {0: [], 1: []}
+    for document in reader.held_out_documents():
+        ids = torch.from_numpy(document.ids)[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        losses[document.domain] += torch.nn.functional.cross_entropy(
+            logits, ids[0, 1:], reduction="none"
+        ).tolist()
+    whole = run.table("damage").query("layer.isna()").iloc[0]
+    expected = np.mean([np.mean(values) for values in losses.values()])
+    assert np.log(whole["perplexity_original"]) == pytest.approx(expected, rel=1e-4)
+    tokens = {"code": len(losses[0]), "prose": len(losses[1])}
+    assert tokens["code"] > 2 * tokens["prose"]
+    assert run.info["setup"]["judged_tokens_by_domain"] == tokens
+    text = run.verb.sections(run, Selection())[0].text
+    assert all(f"{name}: {count:,}" in text for name, count in tokens.items())
+    assert any("'prose'" in warning and "'code'" not in warning for warning in run.info["warnings"])
 
 
 # --- the command line

@@ -44,6 +44,44 @@ def test_perplexity_is_that_of_transformers_own_loss_document_by_document():
     assert reference.perplexity == pytest.approx(math.exp(lost / tokens), rel=1e-4)
 
 
+def test_every_domain_counts_alike_in_perplexity_and_divergence():
+    """A domain of 2 documents and one of 20, against transformers' own loss and scipy's distance."""
+    long, short = documents(20, longest=40), documents(2, seed=1, longest=6)
+    texts = [*long, *(Document(20 + place, 1, document.ids) for place, document in enumerate(short))]
+    first, second = tiny_model("mixtral").model, tiny_model("mixtral").model
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    losses, distances = ({0: [], 1: []} for _ in range(2))
+    for document in texts:
+        ids = torch.from_numpy(document.ids)[None]
+        with torch.no_grad():
+            before, after = (model(input_ids=ids).logits[0, :-1].double() for model in (first, second))
+        losses[document.domain] += torch.nn.functional.cross_entropy(
+            after, ids[0, 1:], reduction="none"
+        ).tolist()
+        both = zip(before.softmax(-1).numpy(), after.softmax(-1).numpy(), strict=True)
+        distances[document.domain] += [jensenshannon(p, q) ** 2 for p, q in both]
+    judged = judge(traced(second), texts, judge_original(traced(first), texts))
+    expected = [np.mean([np.mean(values) for values in found.values()]) for found in (losses, distances)]
+    assert np.log(judged.perplexity) == pytest.approx(expected[0], rel=1e-4)
+    assert judged.js_divergence == pytest.approx(expected[1], rel=1e-3)
+    pooled = np.mean([value for values in losses.values() for value in values])
+    assert abs(pooled - expected[0]) > 0.01
+
+
+def test_compared_positions_are_dealt_to_the_domains(monkeypatch):
+    """12 positions for domains of 380 and 8: 6 each, though 2 % of the text is of the second."""
+    sizes = [39] * 10 + [5, 5]
+    texts = [Document(number, number // 10, np.arange(3, 3 + size)) for number, size in enumerate(sizes)]
+    monkeypatch.setattr(judging, "COMPARED_TOKENS", 12)
+    model = traced(tiny_model("mixtral").model)
+    reference = judge_original(model, texts, batch_size=3)
+    assert reference.compared_D[:10].sum() == 6
+    assert reference.compared_D[10:].tolist() == [3, 3]
+    assert judge(model, texts, reference, batch_size=3).js_divergence == pytest.approx(0, abs=1e-12)
+
+
 def test_divergence_is_scipy_s_squared():
     generator = torch.Generator().manual_seed(0)
     first, second = (3 * torch.randn(9, 20, generator=generator) for _ in range(2))
@@ -156,6 +194,17 @@ def test_differences_and_intervals_of_a_hand_worked_case():
     assert (low, high) == (5 / 19, 14 / 19)
     assert (row["loss_above_plan_low"], row["loss_above_plan_high"]) == pytest.approx((low, high))
     assert [row[f"js_above_plan{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.1] * 3)
+
+
+def test_a_short_domain_weighs_as_much_as_a_long_one_in_differences_and_intervals():
+    """Control worse by 1 nat in 20 documents of 600 tokens, and in half of 20 of 15: (1 + Bin(19)/19) / 2."""
+    row = judged_by_hand([1.0] * 20 + [0.0, 1.0] * 10, [600] * 20 + [15] * 20, [3] * 20 + [7] * 20)
+    assert row["loss_above_plan"] == pytest.approx(0.75)
+    assert row["loss_increase"] == pytest.approx(1.25) == math.log(row["perplexity"])
+    assert row["js_divergence"] == pytest.approx(0.2)
+    tail = stats.norm.cdf(stats.t.ppf(0.025, 38))
+    expected = (1 + stats.binom.ppf([tail, 1 - tail], 19, 0.5) / 19) / 2
+    assert [row["loss_above_plan_low"], row["loss_above_plan_high"]] == pytest.approx(list(expected))
 
 
 def test_long_documents_weigh_by_their_tokens_and_too_few_documents_have_no_interval():

@@ -51,8 +51,11 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     [
         ([(0.1, 0.3), (0.2, 0.4)], "better than all 2 random controls"),
         ([(-0.3, -0.1), (-0.4, -0.2)], "worse than all 2 random controls"),
-        ([(-0.1, 0.9), (-0.4, 0.2)], "no better than random"),
+        ([(-0.1, 0.9), (-0.4, 0.2)], "not distinguishable from random"),
+        ([(-0.1, 0.9), (-0.4, 0.0)], "no better than random"),
+        ([(-0.1, 0.9), (-0.4, -0.1)], "no better than random"),
         ([(-0.1, 0.9), (0.1, 0.2)], "better than 1 of 2 random controls"),
+        ([(0.1, 0.9), (-0.3, -0.2)], "better than 1 of 2 random controls, worse than 1"),
     ],
 )
 def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, intervals, expected):
@@ -63,6 +66,31 @@ def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, i
     damage.loc[at, "perplexity"] = 1.0  # below the plan's: no claim follows from it
     assert expected in findings(compressed_run, {**tables, "damage": damage})[3]
     assert expected in loss_differences({**tables, "damage": damage}).caption
+
+
+@pytest.mark.parametrize("limit", ["loss_above_plan_low", "loss_above_plan_high"])
+def test_no_claim_about_the_controls_is_made_without_both_limits_of_all(compressed_run, limit):
+    tables = all_rows(compressed_run, Selection())
+    damage = tables["damage"].copy()
+    at = damage.index[damage["layer"].isna() & (damage["method"] != "reap")]
+    damage.loc[at, ["loss_above_plan_low", "loss_above_plan_high"]] = (0.1, 0.2)
+    damage.loc[at[-1], limit] = float("nan")
+    changed = {**tables, "damage": damage}
+    interval = findings(compressed_run, changed)[3]
+    assert interval.startswith("Loss above the original's")
+    for sentence in (interval, loss_differences(changed).caption):
+        assert "random" not in sentence
+        assert ";" not in sentence
+
+
+@pytest.mark.parametrize("limit", ["loss_increase_low", "loss_increase_high"])
+def test_no_interval_of_the_plan_is_stated_without_both_limits(compressed_run, limit):
+    tables = all_rows(compressed_run, Selection())
+    damage = tables["damage"].copy()
+    damage.loc[damage["layer"].isna() & (damage["method"] == "reap"), limit] = float("nan")
+    changed = {**tables, "damage": damage}
+    assert findings(compressed_run, changed)[3].startswith("No claim")
+    assert "[" not in loss_differences(changed).caption
 
 
 def test_the_page_has_every_figure_and_explains_every_column(page, compressed_run):

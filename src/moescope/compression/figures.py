@@ -228,16 +228,24 @@ def perplexities(tables: Tables) -> Figure:
 
 
 def verdict(controls: pd.DataFrame) -> str:
-    """How the plan compares with its random controls, from the interval of each difference."""
-    better, worse = controls["loss_above_plan_low"] > 0, controls["loss_above_plan_high"] < 0
+    """How the plan compares with its random controls, from the interval of each difference.
+
+    "; " and the verdict; "" without controls, or where a limit is unknown.
+    """
+    limits = controls[["loss_above_plan_low", "loss_above_plan_high"]]
+    if limits.empty or limits.isna().any(axis=None):
+        return ""
+    better, not_better = limits["loss_above_plan_low"] > 0, limits["loss_above_plan_high"] <= 0
+    worse = limits["loss_above_plan_high"] < 0
     everyone = "the random control" if len(controls) == 1 else f"all {len(controls)} random controls"
     if better.all():
-        return f"better than {everyone}"
+        return f"; better than {everyone}"
     if worse.all():
-        return f"worse than {everyone}"
-    if not better.any():
-        return "no better than random"
-    return f"better than {int(better.sum())} of {len(controls)} random controls"
+        return f"; worse than {everyone}"
+    if better.any():
+        others = f", worse than {int(worse.sum())}" if worse.any() else ""
+        return f"; better than {int(better.sum())} of {len(controls)} random controls{others}"
+    return "; no better than random" if not_better.any() else "; not distinguishable from random"
 
 
 def loss_differences(tables: Tables) -> Figure:
@@ -253,11 +261,11 @@ def loss_differences(tables: Tables) -> Figure:
     zero = {**grey_line([0] * len(names), names, "no difference"), "showlegend": False}
     documents = counted(int(plan["judged_documents"]), "document")
     above = f"{number(plan['loss_increase'])} nats per token"
-    if pd.isna(plan["loss_increase_low"]):
+    if plan[["loss_increase_low", "loss_increase_high"]].isna().any():
         caption = f"{above} above the original; {documents}: too few for intervals."
     else:
         interval = f"[{number(plan['loss_increase_low'])}, {number(plan['loss_increase_high'])}]"
-        compared = f"; {verdict(controls)}" if len(controls) else ""
+        compared = verdict(of_controls(tables, model_rows(tables)))
         caption = f"{above} {interval} above the original, {documents}{compared}."
     return Figure(
         "loss_differences",
@@ -276,16 +284,16 @@ def loss_differences(tables: Tables) -> Figure:
             },
         ),
         height=160 + 50 * len(names),
-        details="Intervals: held-out documents resampled 2,000 times within domains, the same ones for both "
-        "models of a difference. A control right of 0 is worse than the plan. The intervals are over "
-        "documents; other random controls differ too.",
+        details="Means of domain means. Intervals: held-out documents resampled 2,000 times within domains, "
+        "the same ones for both models of a difference. A control right of 0 is worse than the plan. The "
+        "intervals are over documents; other random controls differ too.",
     )
 
 
 def difference_trace(name: str, row: pd.Series, column: str, color: str) -> Trace:
     value, low, high = (float(row[f"{column}{end}"]) for end in ("", "_low", "_high"))
     limits = {"array": np.array([high - value]), "arrayminus": np.array([value - low])}
-    interval = "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
+    interval = "" if math.isnan(low) or math.isnan(high) else f" [{number(low)}, {number(high)}]"
     return {
         "type": "scatter",
         "mode": "markers",
@@ -324,8 +332,8 @@ def divergences(tables: Tables) -> Figure:
         ("js_divergence",),
         data,
         base_layout("model", "JS divergence (nats)", xaxis=categories(names), yaxis={"range": [-0.03, 0.72]}),
-        details="Mean over held-out positions of the divergence from the original's distribution. Bars: 95 % "
-        "intervals over documents.",
+        details="Divergence from the original's distribution at held-out positions: mean of domain means. "
+        "Bars: 95 % intervals over documents.",
     )
 
 

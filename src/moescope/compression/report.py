@@ -123,16 +123,16 @@ def findings(run: Run, tables: Tables) -> list[str]:
 
 
 def judgement_finding(plan: pd.Series, controls: pd.DataFrame) -> str:
-    """Loss against original and controls; a claim is made only where a 95 % interval excludes 0."""
+    """Loss against original and controls; nothing is claimed where a limit of an interval is unknown."""
     documents = counted(int(plan["judged_documents"]), "held-out document")
-    if pd.isna(plan["loss_increase_low"]):
+    if plan[["loss_increase_low", "loss_increase_high"]].isna().any():
         return f"No claim about original or random controls: {documents} give no interval."
     low, high = number(plan["loss_increase_low"]), number(plan["loss_increase_high"])
     sentence = (
         f"Loss above the original's: {number(plan['loss_increase'])} nats per token [{low}, {high}] "
         f"(95 % interval over {documents})"
     )
-    return f"{sentence}; {verdict(controls)}." if len(controls) else f"{sentence}."
+    return f"{sentence}{verdict(controls)}."
 
 
 def compression_finding(tables: Tables) -> str:
@@ -228,11 +228,17 @@ def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
         columns = ["method", "layer", *errors]
         payloads.append(table_payload(damage, layers, columns, "Every layer, with controls"))
     if facts.get("judged_tokens"):
+        by_domain = facts.get("judged_tokens_by_domain", {})
+        tokens = ", ".join(f"{name}: {count:,}" for name, count in by_domain.items())
         text = (
             f"Judged on {counted(facts['judged_tokens'], 'token')} of "
             f"{counted(facts['judged_documents'], 'held-out document')}; distributions compared at "
             f"{counted(facts['compared_tokens'], 'position')}."
         )
+        if len(by_domain) > 1:
+            text += (
+                f" Tokens per domain: {tokens}. Every domain counts alike: numbers are means of domain means."
+            )
     else:
         text = "Not judged: errors are predicted on the calibration text, the size is computed from headers."
     if gating := sorted(set(facts.get("gating", {}).values())):

@@ -118,8 +118,8 @@ COLUMNS: dict[str, Column] = {
     ),
     "perplexity": Column(
         "float",
-        "Perplexity of the compressed model on held-out text.",
-        "exp(−mean log p(next token))",
+        "Perplexity of the compressed model on held-out text. Every domain counts alike.",
+        "exp(mean over domains of the domain's mean −log p(next token))",
         worst="above the vocabulary size: worse than guessing",
         chance="that of the random control",
         best="perplexity_original",
@@ -130,7 +130,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "loss_increase": Column(
         "float",
-        "Loss on held-out text above the original's, in nats per token.",
+        "Loss on held-out text above the original's, in nats per token: the mean of domain means.",
         "ln(perplexity / perplexity_original)",
         chance="that of the random control",
         best="0",
@@ -140,14 +140,14 @@ COLUMNS: dict[str, Column] = {
         "float",
         "Lower end of its 95 % interval: a paired bootstrap over held-out documents, within domains.",
         "2,000 resamples",
-        misleads="Null under 20 documents, and where a domain has only one.",
+        misleads="Null under 20 documents, and where a domain has only one; too short where one has under 8.",
         title="loss increase, low",
     ),
     "loss_increase_high": Column("float", "Upper end of that interval.", title="loss increase, high"),
     "js_divergence": Column(
         "float",
-        "Jensen-Shannon divergence in nats of next-token distributions from the original's, mean over at "
-        "most 8,192 held-out positions.",
+        "Jensen-Shannon divergence in nats of next-token distributions from the original's: the mean of "
+        "domain means, over at most 8,192 held-out positions.",
         "½ KL(p ‖ m) + ½ KL(q ‖ m), m = (p + q)/2",
         worst="ln 2 = 0.693",
         chance="that of the random control",
@@ -186,7 +186,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "js_above_plan_high": Column("float", "Upper end of that interval.", title="JS above the plan's, high"),
     "judged_documents": Column(
-        "int", "Held-out documents that were judged; every domain has the same quota of tokens."
+        "int", "Held-out documents that were judged; every domain counts alike, whatever its tokens."
     ),
     "bytes": Column(
         "int",
