@@ -106,6 +106,17 @@ def test_ties_and_vanishing_couplings_in_any_order_do_no_harm(entries):
     check_eigenbasis(np.array(entries[0]), np.array(entries[1]))
 
 
+def test_a_matrix_that_does_not_converge_is_reported_and_its_neighbour_is_not():
+    """42 rows, all but two coupled by nothing: the caller decomposes such a matrix by other means."""
+    diagonal, beside = np.zeros(42), np.zeros(41)
+    diagonal[21], beside[20], beside[21] = 1.0, 1.0, 1e-8
+    draw = np.random.default_rng(0)
+    pair = [np.stack([diagonal, draw.standard_normal(42)]), np.stack([beside, draw.standard_normal(41)])]
+    eye = torch.eye(42, dtype=torch.float64).expand(2, 42, 42).contiguous()
+    found = divide_and_conquer(*(torch.from_numpy(part) for part in pair), eye)
+    assert found.converged_B.tolist() == [False, True]
+
+
 def test_matrices_of_one_batch_do_not_touch_each_other():
     pairs = [
         tridiagonal(kind)
