@@ -531,6 +531,44 @@ def test_every_domain_has_its_part_in_judging_and_in_calibrating(place, tmp_path
     assert tokens(reader.calibration_documents())[2] == pytest.approx(0.8 * single, rel=0.01)
 
 
+def hash_holds_out(ids: np.ndarray) -> bool:
+    return is_held_out(Document(0, 0, ids))
+
+
+@pytest.mark.parametrize(
+    ("held", "others", "longest"),
+    [(0, 4, 12), (1, 3, 12), (1, 40, 12), (4, 0, 12), (5, 1, 12), (0, 3, 30), (1, 2, 30), (2, 0, 30)],
+)
+def test_two_documents_of_every_domain_are_held_out_where_it_has_four(place, tmp_path, held, others, longest):
+    """Of so many documents that the hash holds out and so many that it does not, some of them twice."""
+    generator = np.random.default_rng(held + 10 * others)
+    wanted = {True: held, False: others}
+    lines: list[np.ndarray] = []
+    while any(wanted.values()):
+        ids = generator.integers(3, 50, longest)
+        if wanted[hash_holds_out(ids)]:
+            wanted[hash_holds_out(ids)] -= 1
+            lines.append(ids)
+    np.save(tmp_path / "ids.npy", np.stack(lines + lines[:2]))
+    sources = texts_of([], [], tmp_path / "ids.npy")
+    reader = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings())
+    judged = [tuple(document.ids) for document in reader.held_out_documents()]
+    calibrating = [tuple(document.ids) for document in reader.calibration_documents()]
+    assert len(set(judged)) >= 2
+    assert not set(judged) & set(calibrating)
+    assert len(set(calibrating)) >= 2
+    if held + others < 4:
+        assert reader.held_out() == "tails"
+        assert {len(ids) for ids in judged} == {6}
+        assert {len(ids) for ids in calibrating} == {24}
+    else:
+        assert reader.held_out() == "documents"
+        assert sorted(judged + calibrating) == sorted(tuple(ids) for ids in lines + lines[:2])
+        if others > 1:
+            assert {tuple(ids) for ids in lines if hash_holds_out(ids)} <= set(judged)
+            assert len(set(judged)) == max(2, held)
+
+
 def test_a_short_domain_counts_as_much_as_a_long_one_and_tokens_of_both_are_stated(place, tmp_path):
     files = two_domains(tmp_path)
     lines = files["prose"].read_text().splitlines()

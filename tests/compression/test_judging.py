@@ -141,6 +141,8 @@ def test_a_document_in_two_parts_is_whole_again():
     first, second = split_document(document)
     assert [*first.ids, *second.ids] == list(range(23))
     assert len(second.ids) == 4
+    parts = [[len(part.ids) for part in split_document(Document(0, 0, np.arange(size)))] for size in range(6)]
+    assert parts == [[0, 0], [1, 0], [2, 0], [3, 0], [2, 2], [3, 2]]  # a tail has a token to predict
 
 
 def sampled(texts: list[Document], quota: int) -> list[Document]:

@@ -38,6 +38,7 @@ from moescope.run import Run
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
 
 ONE_IN = 5  # documents: one is held out, the others calibrate
+FEWEST_HELD_OUT = 2  # documents per domain, and as many to calibrate: an interval needs two
 JUDGED_TOKENS = 32_768  # shared evenly by the domains
 CALIBRATION_FILE = "calibration.safetensors"
 
@@ -53,6 +54,7 @@ class CalibrationText:
     settings: ReadSettings
     loaded: TracedModel | None = field(default=None, repr=False)
     split: dict[int, str] | None = None
+    chosen: dict[int, frozenset[int]] = field(default_factory=dict)  # domain -> hashes of those held out
     judged: list[Document] | None = field(default=None, repr=False)
 
     @property
@@ -73,22 +75,39 @@ class CalibrationText:
         gc.collect()
 
     def splits(self) -> dict[int, str]:
-        """Domain -> how it is held out: "documents", "tails" if that leaves one part empty, or "none"."""
+        """Domain -> how it is held out: "documents", "tails" where it has too few of them, or "none"."""
         if self.split is None:
-            parts: dict[int, set[bool]] = {}
+            by_hash: dict[int, dict[int, bool]] = {domain: {} for domain in range(len(self.sources))}
+            settled: set[int] = set()  # the hash leaves enough documents on both sides
+            empty = True
             for document in self.documents():
-                parts.setdefault(document.domain, set()).add(is_held_out(document))
+                empty, domain = False, document.domain
+                if len(document.ids) > 1 and domain not in settled:
+                    by_hash[domain][fingerprint(document.ids)] = is_held_out(document)
+                    held = sum(by_hash[domain].values())
+                    if FEWEST_HELD_OUT <= held <= len(by_hash[domain]) - FEWEST_HELD_OUT:
+                        settled.add(domain)
                 # a long text need not be read to its end
-                if not self.hold_out or sum(map(len, parts.values())) == 2 * len(self.sources):
+                if not self.hold_out or len(settled) == len(self.sources):
                     break
-            if not parts:
+            if empty:
                 raise BadInput("the text holds no token; give a longer one")
-            by_size = {1: "tails", 2: "documents"}
-            self.split = {
-                domain: by_size[len(parts.get(domain, (1,)))] if self.hold_out else "none"
-                for domain in range(len(self.sources))
-            }
+            self.split = dict.fromkeys(by_hash, "documents" if self.hold_out else "none")
+            for domain in set(by_hash) - settled if self.hold_out else ():
+                documents = by_hash[domain]
+                if len(documents) < 2 * FEWEST_HELD_OUT:
+                    self.split[domain] = "tails"
+                    continue
+                most = len(documents) - FEWEST_HELD_OUT
+                count = min(max(FEWEST_HELD_OUT, sum(documents.values())), most)
+                ordered = sorted(documents, key=lambda hashed: (not documents[hashed], hashed))
+                self.chosen[domain] = frozenset(ordered[:count])
         return self.split
+
+    def holds_out(self, document: Document) -> bool:
+        """Whether a document of a domain whose documents are held out is one of those."""
+        chosen = self.chosen.get(document.domain)
+        return is_held_out(document) if chosen is None else fingerprint(document.ids) in chosen
 
     def held_out(self) -> str:
         """How the text is held out: "documents" where that is so in every domain."""
@@ -104,11 +123,11 @@ class CalibrationText:
         for document in self.documents():
             split = splits[document.domain]
             part = split_document(document)[0] if split == "tails" else document
-            if len(part.ids) and not (split == "documents" and is_held_out(document)):
+            if len(part.ids) and not (split == "documents" and self.holds_out(document)):
                 yield part
 
     def held_out_documents(self) -> list[Document]:
-        """The documents to judge on: every domain has the same quota of tokens."""
+        """The documents to judge on: every domain has at most the same number of tokens."""
         if self.judged is None:
             splits = self.splits()
             samples = {domain: JudgedSample(JUDGED_TOKENS // len(splits)) for domain in splits}
@@ -116,7 +135,7 @@ class CalibrationText:
                 split = splits[document.domain]
                 if split == "tails":
                     samples[document.domain].add(split_document(document)[1])
-                elif split == "none" or is_held_out(document):
+                elif split == "none" or self.holds_out(document):
                     samples[document.domain].add(document)
             self.judged = [document for sample in samples.values() for document in sample.documents()]
         return self.judged
@@ -135,8 +154,12 @@ def is_held_out(document: Document) -> bool:
 
 
 def split_document(document: Document) -> tuple[Document, Document]:
-    """The first four fifths and the rest of a document: for a text of one document."""
-    cut = len(document.ids) - max(1, len(document.ids) // ONE_IN)
+    """The first four fifths and the rest of a document, for a domain of few documents.
+
+    The rest has a token to predict; a document of under four tokens has none.
+    """
+    size = len(document.ids)
+    cut = size - (max(2, size // ONE_IN) if size > 3 else 0)
     return (
         Document(document.number, document.domain, document.ids[:cut]),
         Document(document.number, document.domain, document.ids[cut:]),
