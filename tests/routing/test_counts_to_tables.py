@@ -210,6 +210,81 @@ def test_slots_left_empty_lower_k_and_are_counted_as_dropped():
     assert rows["cv"]["collapse"] == pytest.approx(np.sqrt(8 / 1.75 - 1))
 
 
+def drawn_routing(tokens: int, n: int, sizes: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Every token chooses as many experts as `sizes` says, all subsets alike; the other slots are empty."""
+    chosen, gates = random_routing(tokens, n, int(sizes.max()), seed)
+    empty = np.arange(chosen.shape[1]) >= sizes[:, None]
+    return np.where(empty, -1, chosen), np.where(empty, 0, gates)
+
+
+VARIABLE = {
+    "one or eight of 16": (16, np.where(np.arange(40_000) % 4, 1, 8)),
+    "experts choose": (8, np.random.default_rng(0).binomial(8, 0.25, 40_000)),
+    "dropped": (8, np.where(np.arange(40_000) % 10 < 3, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("case", VARIABLE)
+def test_chance_of_pairs_holds_for_tokens_with_different_numbers_of_experts(case):
+    """40,000 random tokens, at least 1,000 per pair of experts: means over pairs vary by less than 1 %."""
+    n, sizes = VARIABLE[case]
+    counts = counted(*drawn_routing(40_000, n, sizes), n)
+    row = by_metric(counts)["expert_overlap"]
+    assert row["value"] == pytest.approx(row["chance"], rel=0.02)
+    columns = coactivation_columns(counts)
+    assert np.mean(columns["lift"]) == pytest.approx(columns["chance_lift"], rel=0.02)
+
+
+def test_experts_that_choose_a_quarter_of_the_tokens_independently_have_the_lift_of_independence():
+    n, sizes = VARIABLE["experts choose"]
+    counts = counted(*drawn_routing(40_000, n, sizes), n)
+    assert coactivation_columns(counts)["chance_lift"] == pytest.approx(1, rel=0.01)
+    assert by_metric(counts)["expert_overlap"]["chance"] == pytest.approx(0.25 / 1.75, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("share", "least"),
+    [(0.75, 1), (0.7, 0)],  # tokens with one expert more than `least`
+)
+def test_the_chance_of_adjacent_sets_follows_the_number_of_choices_not_of_slots(share, least):
+    """At least 19,000 pairs of adjacent tokens; tolerance: four binomial standard deviations, 0.01."""
+    sizes = least + (np.random.default_rng(1).random(40_000) < share)
+    chosen, gates = drawn_routing(40_000, 8, sizes)
+    wide = ((0, 0), (0, 8 - chosen.shape[1]))  # as many slots as experts
+    counts = counted(np.pad(chosen, wide, constant_values=-1), np.pad(gates, wide), 8)
+    row = by_metric(counts)["adjacent_jaccard"]
+    assert row["value"] == pytest.approx(row["chance"], abs=0.01)
+
+
+def test_the_chance_of_adjacent_sets_is_near_where_experts_choose():
+    """The mean cannot tell how sizes vary: chance is 0.192, simulated 0.172."""
+    n, sizes = VARIABLE["experts choose"]
+    row = by_metric(counted(*drawn_routing(40_000, n, sizes), n))["adjacent_jaccard"]
+    assert row["value"] < row["chance"] < 1.15 * row["value"]
+
+
+def test_collapse_levels_stay_within_the_metrics_bounds_when_tokens_lose_their_only_expert():
+    chosen = np.where(np.arange(2048)[:, None] % 10 < 3, -1, 5)
+    rows = by_metric(counted(chosen, (chosen >= 0) * 1.0, 8))
+    for name, row in rows.items():
+        if np.isfinite(row["collapse"]):
+            assert row["value"] == pytest.approx(row["collapse"], abs=1e-9), name
+    assert rows["load_entropy"]["collapse"] == 0
+    assert rows["cv"]["collapse"] == pytest.approx(np.sqrt(7))
+
+
+def test_few_independent_tokens_repeat_the_first_choice_as_often_as_chance_says():
+    """300 texts of 16 documents with two tokens; tolerance: four standard errors of the mean."""
+    generator, differences = np.random.default_rng(0), []
+    for _ in range(300):
+        chosen = np.full((2 * BUCKETS, 1), -1)
+        chosen[:16, 0], chosen[BUCKETS : BUCKETS + 16, 0] = generator.integers(0, 4, (2, 16))
+        rows = metric_rows(counted(chosen, (chosen >= 0) * 1.0, 4), CORPUS, decisions=False)
+        row = next(row for row in rows if row["metric"] == "sequential_consistency")
+        differences.append(row["value"] - row["chance"])
+    assert abs(np.mean(differences)) < 4 * np.std(differences) / np.sqrt(len(differences))
+
+
 def test_every_ordered_pair_of_experts_is_listed_with_its_chance():
     chosen, gates = random_routing(3000, 6, 3)
     columns = coactivation_columns(counted(chosen, gates, 6))

@@ -52,8 +52,8 @@ def test_random_routing_gives_the_stated_chance_of_overlap_and_lift(n, k):
     assert expert_overlap(pairs) == pytest.approx(overlap_chance(n, k), rel=0.02)
     _, lift = coactivation(pairs, 20_000)
     off = lift[~np.eye(n, dtype=bool)]
-    assert off.mean() == pytest.approx(chance_lift(n, k), rel=0.01)
-    assert chance_lift(n, k) < 0.9, "so near 1 that 1 would pass too"
+    assert off.mean() == pytest.approx(chance_lift(n, k, k * (k - 1)), rel=0.01)
+    assert chance_lift(n, k, k * (k - 1)) < 0.9, "so near 1 that 1 would pass too"
 
 
 @pytest.mark.parametrize(("n", "k"), [(8, 3), (64, 2), (64, 8)])

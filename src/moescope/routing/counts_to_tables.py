@@ -267,15 +267,20 @@ class Scope:
     def __init__(self, counts: LayerCounts, domain: str, where: slice, documents: int):
         self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
         tokens = int(self.total("tokens"))
-        k = self.total("assigned") / tokens
-        self.setting = Setting(tokens, counts.n_experts, k, slots=counts.k, same_first=self.same_first())
-
-    def same_first(self) -> float:
-        """Sum of the squared shares of first choices."""
-        if self.counts.first_ME is None:
-            return float("nan")
-        first_E = self.counts.first_ME[self.where].sum(0).astype(float)
-        return float((divide(first_E, first_E.sum()) ** 2).sum())
+        assigned, levels = self.total("assigned"), {}
+        if counts.first_ME is not None:
+            first_E = counts.first_ME[where].sum(0).astype(float)
+            total = first_E.sum()
+            levels = {
+                "choices": divide(np.asarray(assigned), total),
+                "same_first": divide((first_E * (first_E - 1)).sum(), total * (total - 1)),
+            }
+        self.setting = Setting(
+            tokens,
+            counts.n_experts,
+            assigned / tokens,
+            **{name: float(level) for name, level in levels.items()},
+        )
 
     def sums(self, name: str) -> Array:
         if name == "slots":
@@ -371,7 +376,9 @@ def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Ro
     if router_ED is not None and len(router_ED) > 1:
         metrics += [(metric, router_ED) for metric in ROUTER]
     d_model = 0 if router_ED is None else router_ED.shape[1]
-    setting = Setting(counts.tokens, counts.n_experts, counts.mean_k, d_model=d_model)
+    setting = Setting(
+        counts.tokens, counts.n_experts, counts.mean_k, pairs=counts.mean_pairs, d_model=d_model
+    )
     for metric, values in metrics:
         assert metric.function is not None
         levels = metric.chance(setting), metric.collapse(setting)
@@ -393,7 +400,7 @@ def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
         "layer_tokens": tokens,
         "share_of_a": share_EE[a, b],
         "lift": lift_EE[a, b],
-        "chance_lift": chance_lift(n, counts.mean_k or np.nan),
+        "chance_lift": chance_lift(n, counts.mean_k, counts.mean_pairs),
     }
 
 

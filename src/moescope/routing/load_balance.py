@@ -187,9 +187,15 @@ class Setting:
     n_experts: int
     k: float
     gate_std: float | None = None  # relative_std where the load is gate weight
-    slots: int = 0  # expert slots per token, empty or not
+    pairs: float | None = None  # mean of k (k - 1) over tokens; None: all tokens have k experts
+    choices: float = float("nan")  # mean number of experts of the tokens that have one
     d_model: int = 0
     same_first: float = float("nan")  # probability that two independent tokens have the same first choice
+
+    @property
+    def k_at_collapse(self) -> float:
+        """At least 1: tokens that lost their only expert do not make the others' load less even."""
+        return max(self.k, 1.0)
 
     @property
     def relative_std(self) -> float:
@@ -254,12 +260,22 @@ def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: 
     return loads
 
 
-def jaccard_chance(n_experts: int, k: int) -> float:
-    """Expected Jaccard index of two random k-subsets of n.
+def jaccard_chance(n_experts: int, k: float) -> float:
+    """Expected Jaccard index of two random subsets of n evenly used experts.
 
-    Sum over j of P(j shared) j/(2k - j), hypergeometric.
+    Sum over j of P(j shared) j/(2k - j), hypergeometric. Where k is no whole number, some subsets have one
+    expert more than others.
     """
     from scipy.stats import hypergeom  # slow to import, and reports do not need it
 
-    shared = np.arange(0, k + 1)
-    return float((hypergeom.pmf(shared, n_experts, k, k) * shared / (2 * k - shared)).sum())
+    if not np.isfinite(k):
+        return float("nan")
+    more = k - int(k)
+    sizes = [(int(k), 1 - more), (int(k) + 1, more)] if more else [(int(k), 1.0)]
+    chance = 0.0
+    for a, share_a in sizes:
+        for b, share_b in sizes:
+            shared = np.arange(min(a, b) + 1)
+            jaccard = shared / np.maximum(a + b - shared, 1)
+            chance += share_a * share_b * float((hypergeom.pmf(shared, n_experts, a, b) * jaccard).sum())
+    return chance

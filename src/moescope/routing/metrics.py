@@ -1,6 +1,7 @@
 """Every value of `routing_layers.metric`, one record each: function, chance level, bounds, words.
 
-N tokens, n experts, k experts per token, c loads, q shares of the load, p the router's probabilities.
+N tokens, n experts, k experts per token (the mean; at collapse at least 1), c loads, q shares of the load,
+p the router's probabilities.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ LOAD = [
         "std(c)/mean(c), ddof 0",
         ("√(n/k − 1)", "√((n − k)/(N k))", "0"),
         chance=lambda s: s.relative_std,
-        collapse=lambda s: float(np.sqrt(max(s.n_experts / s.k - 1, 0))),
+        collapse=lambda s: float(np.sqrt(max(s.n_experts / s.k_at_collapse - 1, 0))),
         interval=load_balance.cv_interval,
         misleads=BIASED
         + "It uses products of different documents’ loads only: cv² = n Σᵢ (Tᵢ² − Σ_d x_di²)/(N² − Σ_d N_d²) "
@@ -109,7 +110,7 @@ LOAD = [
         "(max c − c̄)/c̄",
         ("n/k − 1", DRAWN, "0"),
         chance=lambda s: s.mean_draw(load_balance.max_violation),
-        collapse=lambda s: s.n_experts / s.k - 1,
+        collapse=lambda s: s.n_experts / s.k_at_collapse - 1,
         interval=load_balance.max_interval(even=0.0),
         misleads=LARGEST,
         title="max violation",
@@ -120,7 +121,7 @@ LOAD = [
         "max c/c̄",
         ("n/k", DRAWN, "1"),
         chance=lambda s: s.mean_draw(load_balance.max_over_mean),
-        collapse=lambda s: s.n_experts / s.k,
+        collapse=lambda s: s.n_experts / s.k_at_collapse,
         interval=load_balance.max_interval(even=1.0),
         misleads=LARGEST,
         title="max/mean",
@@ -131,7 +132,7 @@ LOAD = [
         "(n + 1 − 2 Σ cumulative shares)/n, ascending",
         ("1 − k/n", f"{DRAWN}; about cv chance × √((n − 1)/(π n))", "0"),
         chance=lambda s: s.mean_draw(load_balance.gini),
-        collapse=lambda s: 1 - s.k / s.n_experts,
+        collapse=lambda s: 1 - s.k_at_collapse / s.n_experts,
         interval=load_balance.gini_interval,
         title="Gini",
         misleads=BIASED
@@ -144,7 +145,7 @@ LOAD = [
         "#{cᵢ = 0}/n",
         ("1 − k/n", "(1 − k/n)^N", "0"),
         chance=lambda s: (1 - s.k / s.n_experts) ** s.tokens,
-        collapse=lambda s: 1 - s.k / s.n_experts,
+        collapse=lambda s: 1 - s.k_at_collapse / s.n_experts,
         misleads="It falls with the length of the text by itself, so it has no interval.",
     ),
     load_metric(
@@ -163,7 +164,7 @@ LOAD = [
         "−Σ q log q",
         ("log k", f"{DRAWN}; about log n − (n − k)/(2 N k)", "log n"),
         chance=lambda s: s.mean_draw(load_balance.load_entropy),
-        collapse=lambda s: float(np.log(s.k)),
+        collapse=lambda s: float(np.log(s.k_at_collapse)),
         interval=load_balance.entropy_interval(load_balance.load_entropy),
         unit="nats",
         title="load entropy",
@@ -175,7 +176,7 @@ LOAD = [
         "−Σ q log₂ q",
         ("log₂ k", "as load_entropy/log 2", "log₂ n"),
         chance=lambda s: s.mean_draw(load_balance.load_entropy_bits),
-        collapse=lambda s: float(np.log2(s.k)),
+        collapse=lambda s: float(np.log2(s.k_at_collapse)),
         interval=load_balance.entropy_interval(load_balance.load_entropy_bits),
         unit="bits",
         title="load entropy, bits",
@@ -187,7 +188,7 @@ LOAD = [
         "−Σ q log q/log n",
         ("log k/log n", "as load_entropy/log n", "1"),
         chance=lambda s: s.mean_draw(load_balance.load_entropy_share),
-        collapse=lambda s: float(np.log(s.k) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
+        collapse=lambda s: float(np.log(s.k_at_collapse) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         interval=load_balance.entropy_interval(load_balance.load_entropy_share),
         title="load entropy, share",
         misleads=ENTROPY_BIASED,
@@ -231,7 +232,7 @@ DECISION = [
         "Entropy over the chosen k alone, their probabilities divided by their sum.",
         "mean of −Σ p′ log p′, p′ = p/Σ chosen p",
         ("0", "log k", PURPOSE),
-        chance=lambda s: float(np.log(s.k)),
+        chance=lambda s: float(np.log(s.k_at_collapse)),
         collapse=lambda s: 0.0,
         unit="nats",
         title="chosen entropy",
@@ -281,7 +282,7 @@ BALANCING_LOSS = Metric(
     ("n/k", "1 for even loads or a uniform router", "1"),
     load_balance.balancing_loss,
     lambda s: 1.0,
-    lambda s: s.n_experts / s.k,
+    lambda s: s.n_experts / s.k_at_collapse,
     title="load-balancing loss",
     misleads=(
         "Mixtral and other models train with k times this. Values below 1 exist: experts with large "
@@ -294,7 +295,11 @@ SEQUENCE = [
         "sums",
         "Share of tokens with the same first choice as the token before, within a document.",
         "P(topᵗ = topᵗ⁺¹)",
-        ("1: routing ignores the text", "Σ f², f the shares of first choices", PURPOSE),
+        (
+            "1: routing ignores the text",
+            "Σ c(c − 1)/(M(M − 1)), c the first choices per expert, M their sum",
+            PURPOSE,
+        ),
         chance=lambda s: s.same_first,
         collapse=lambda s: 1.0,
         sums=("same_first", "neighbours"),
@@ -306,10 +311,12 @@ SEQUENCE = [
         "Overlap of the expert sets of adjacent tokens, within a document.",
         "mean of |S ∩ S′|/|S ∪ S′|",
         ("1: routing ignores the text", "Σⱼ P(j) j/(2k − j), hypergeometric", PURPOSE),
-        chance=lambda s: jaccard_chance(s.n_experts, s.slots),
+        chance=lambda s: jaccard_chance(s.n_experts, s.choices),
         collapse=lambda s: 1.0,
         sums=("jaccard", "neighbours"),
         title="adjacent Jaccard",
+        misleads="Chance assumes even use of experts and, where k varies, the mean k of tokens with an "
+        "expert: too high by about a tenth where experts choose tokens.",
     ),
 ]
 OVERLAP = Metric(
@@ -317,10 +324,15 @@ OVERLAP = Metric(
     "pairs",
     "Jaccard index of two experts’ token sets, pairs weighted by their use.",
     "Σ cᵢ cⱼ Jᵢⱼ/Σ cᵢ cⱼ over pairs, J = |A ∩ B|/|A ∪ B|",
-    ("1: the same experts for all tokens", "ρ/(2 − ρ), ρ = (k − 1)/(n − 1)", "0"),
+    (
+        "1: the same experts for all tokens",
+        "P₂/(2 P₁ − P₂), P₁ = E[k]/n, P₂ = E[k(k − 1)]/(n(n − 1)); for equal k ρ/(2 − ρ), "
+        "ρ = (k − 1)/(n − 1)",
+        "0",
+    ),
     separation.expert_overlap,
-    lambda s: separation.overlap_chance(s.n_experts, s.k),
-    lambda s: 1.0 if s.k > 1 else np.nan,
+    lambda s: separation.overlap_chance(s.n_experts, s.k, s.pairs),
+    lambda s: 1.0 if (s.k - 1 if s.pairs is None else s.pairs) > 0 else np.nan,
     title="expert overlap",
     misleads="Undefined for k = 1.",
 )

@@ -15,9 +15,17 @@ def coactivation(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:
     return share_EE, divide(share_EE * tokens, np.broadcast_to(counts_E[None, :], pairs_EE.shape))
 
 
-def chance_lift(n_experts: int, k: float) -> float:
-    """n (k - 1)/(k (n - 1)): below 1, since a token's k experts are different ones."""
-    return n_experts * (k - 1) / (k * (n_experts - 1)) if n_experts > 1 else np.nan
+def pair_probability(n_experts: int, pairs: float) -> float:
+    """Probability that a random token chose two given experts; `pairs` is the tokens' mean of k (k - 1)."""
+    return pairs / (n_experts * (n_experts - 1)) if n_experts > 1 else np.nan
+
+
+def chance_lift(n_experts: int, k: float, pairs: float) -> float:
+    """P(both)/P(one)^2 of random tokens, k their mean number of experts and `pairs` the mean of k (k - 1).
+
+    n (k - 1)/(k (n - 1)) where all tokens have k experts: below 1, since the experts of a token differ.
+    """
+    return pair_probability(n_experts, pairs) / (k / n_experts) ** 2 if k > 0 else np.nan
 
 
 def expert_overlap(pairs_EE: Array) -> float:
@@ -35,12 +43,17 @@ def expert_overlap(pairs_EE: Array) -> float:
     return float((weight * jaccard).sum() / weight.sum())
 
 
-def overlap_chance(n_experts: int, k: float) -> float:
-    """rho/(2 - rho), rho = (k - 1)/(n - 1) the probability that a token of one expert is also another's."""
-    if n_experts < 2 or k <= 1:
+def overlap_chance(n_experts: int, k: float, pairs: float | None = None) -> float:
+    """P(both)/(2 P(one) - P(both)) of random tokens, k their mean number of experts.
+
+    `pairs` is the mean of k (k - 1), by default that of tokens with k experts each: then it is rho/(2 - rho)
+    with rho = (k - 1)/(n - 1). Undefined (NaN) where no token has two experts.
+    """
+    pairs = k * (k - 1) if pairs is None else pairs
+    if n_experts < 2 or not pairs > 0:
         return np.nan
-    rho = (k - 1) / (n_experts - 1)
-    return rho / (2 - rho)
+    both = pair_probability(n_experts, pairs)
+    return both / (2 * k / n_experts - both)
 
 
 def normalised(rows_ED: Array) -> Array:

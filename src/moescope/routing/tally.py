@@ -65,6 +65,15 @@ class LayerCounts:
         """Experts per token, empty slots not counted."""
         return float(self.sums("assigned").sum() / self.tokens) if self.tokens else float("nan")
 
+    @property
+    def mean_pairs(self) -> float:
+        """Mean over tokens of k (k - 1), k the token's number of experts."""
+        return (
+            float((self.pairs_EE.sum() - self.pairs_EE.trace()) / self.tokens)
+            if self.tokens
+            else float("nan")
+        )
+
     def sums(self, name: str) -> Array:
         return self.sums_MBS[..., SUMS.index(name)]
 
