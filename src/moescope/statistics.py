@@ -35,6 +35,11 @@ class Jackknife(NamedTuple):
     half: float
 
 
+def clip_share(interval: Interval) -> Interval:
+    """The interval of a share, cut at 0 and 1."""
+    return Interval(*np.clip(interval, 0, 1).tolist())
+
+
 def jackknife(parts: Array, statistic: Callable[[Array], Array]) -> Jackknife:
     """Return statistic(sum of parts) with its bias and its spread from leaving out one part at a time.
 

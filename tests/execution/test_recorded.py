@@ -628,3 +628,27 @@ def test_a_changed_tokens_table_is_one_line(own, tmp_path, change, words):
     pq.write_table(changed.replace_schema_metadata(table.schema.metadata), tmp_path / "t.parquet")
     with pytest.raises(BadInput, match=words):
         trace(recorded=tmp_path / "t.parquet", format="moescope", experts=4, out=tmp_path / "run")
+
+
+def test_intervals_need_20_documents_with_tokens_in_the_phase(tmp_path):
+    """Two prompts with ten answers each: 20 documents have answers, two have prompts."""
+    generator = np.random.default_rng(0)
+
+    def choices(tokens: int) -> list:
+        return generator.random((tokens, 1, 8)).argsort(-1)[..., :2].tolist()
+
+    lines = [
+        json.dumps(
+            {
+                "prompt_routed_experts": choices(12),
+                "choices": [{"routed_experts": choices(9)} for _ in range(10)],
+            }
+        )
+        for _ in range(2)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    run = trace(recorded=tmp_path / "a.jsonl", format="vllm", experts=8, out=tmp_path / "run")
+    rows = run.table("routing_layers").set_index(["phase", "metric"])
+    assert rows.loc["prefill", ["low", "high", "corrected"]].isna().all(axis=None)
+    assert rows.loc["decode"].loc[["cv", "adjacent_jaccard"], ["low", "high"]].notna().all(axis=None)
+    assert any("prefill" in warning and "2 " in warning for warning in run.info["warnings"])

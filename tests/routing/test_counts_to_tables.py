@@ -183,6 +183,16 @@ def test_intervals_sit_around_their_values_and_shrink_with_the_text():
     assert widths[1] == pytest.approx(widths[0] / 4, rel=0.3)
 
 
+@pytest.mark.parametrize("repeating", [[0], range(1, BUCKETS)])
+def test_intervals_of_shares_stay_between_0_and_1(repeating):
+    """Tokens choose expert 0 and 1 in turn, and in some documents expert 0 alone."""
+    chosen = np.repeat(np.arange(16) % 2, BUCKETS)[:, None]
+    chosen[np.isin(np.arange(len(chosen)) % BUCKETS, repeating)] = 0
+    rows = by_metric(counted(chosen, np.ones(chosen.shape), 4))
+    for name in MEANS:
+        assert 0 <= rows[name]["low"] <= rows[name]["value"] <= rows[name]["high"] <= 1, name
+
+
 def test_a_domain_s_rows_are_of_its_own_tokens():
     chosen, gates = random_routing(4096, 8, 2)
     domain = (np.arange(4096) % BUCKETS) % 2

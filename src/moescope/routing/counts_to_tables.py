@@ -44,7 +44,7 @@ from moescope.routing.specialisation import (
 )
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Probe
-from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, jackknife_interval
+from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ class Corpus:
     def single_documents(self) -> bool:
         """Whether no domain has two documents, so that domain and document cannot be told apart."""
         return max(self.documents, default=0) < 2
+
+    def documents_of(self, counts: LayerCounts) -> list[int]:
+        """Return the number of documents of each domain that have tokens in this phase and layer."""
+        return self.documents if counts.documents_M is None else counts.documents_M
 
 
 @dataclass
@@ -195,6 +199,17 @@ class Traced:
         documents = sum(self.corpus.documents)
         if documents < FEWEST_DOCUMENTS:
             lines.append(f"no intervals: {FEWEST_DOCUMENTS} documents are needed, {documents} given")
+        else:
+            few: dict[tuple[str, int], list[str]] = {}
+            for counts in self.counts:
+                filled = sum(self.corpus.documents_of(counts))
+                if filled < FEWEST_DOCUMENTS:
+                    few.setdefault((counts.phase, filled), []).append(str(counts.layer))
+            lines += [
+                f"no intervals of {phase} in layers {', '.join(layers)}: {FEWEST_DOCUMENTS} documents are "
+                f"needed, {filled} of {documents} have tokens there"
+                for (phase, filled), layers in few.items()
+            ]
         if len(self.corpus.domains) > 1 and self.corpus.single_documents:
             lines.append(
                 "domain_information and purity not available: with one document per domain, domain and "
@@ -244,11 +259,11 @@ def metric_rows(
 
     `gates`, `decisions`, `order` (of the tokens) and (empty) `slots` say which were counted.
     """
-    scopes = [("", slice(None), sum(corpus.documents))]
+    documents_M = corpus.documents_of(counts)
+    scopes = [("", slice(None), sum(documents_M))]
     if len(corpus.domains) > 1:
         scopes += [
-            (name, slice(index, index + 1), corpus.documents[index])
-            for index, name in enumerate(corpus.domains)
+            (name, slice(index, index + 1), documents_M[index]) for index, name in enumerate(corpus.domains)
         ]
     for domain, where, documents in scopes:
         if counts.sums("tokens")[where].sum():
@@ -329,6 +344,7 @@ class Scope:
         for metric in metrics:
             parts = np.stack([self.sums(name) for name in metric.sums], -1)
             interval = jackknife_interval(parts, ratio, self.documents)
+            interval = clip_share(interval) if metric.share else interval
             yield self.row(metric, ratio(parts.sum(0)), interval, self.setting)
 
     def row(self, metric: Metric, value: float, interval: Interval, setting: Setting) -> Row:
@@ -425,14 +441,14 @@ def domain_metric_rows(counts: LayerCounts, corpus: Corpus, seed: int) -> Iterat
     cells_CE, labels_C = counts.counts_MBE[filled_MB].astype(float), np.nonzero(filled_MB)[0]
     permuted_PME = permuted_tables(cells_CE, labels_C, n_domains, seed)
     value = domain_information(cells_CE, labels_C, n_domains, seed)
-    documents = sum(corpus.documents)
+    documents = sum(corpus.documents_of(counts))
     by_bucket_BME = counts.counts_MBE.transpose(1, 0, 2).astype(float)
     interval = jackknife_interval(by_bucket_BME, information, documents, centre=value)
     yield {**layer_columns(counts), **row("domain_information", value, 0.0, 0.0, interval)}
     table_ME = by_domain(cells_CE, labels_C, n_domains)
     full = permuted_PME.sum(-1).all(-1)  # a domain without a token has no shares
     chance = float(purity(permuted_PME[full]).mean()) if full.any() else np.nan
-    interval = jackknife_interval(by_bucket_BME, purity, documents)
+    interval = clip_share(jackknife_interval(by_bucket_BME, purity, documents))
     yield {**layer_columns(counts), **row("purity", float(purity(table_ME)), chance, 1 / n_domains, interval)}
 
 

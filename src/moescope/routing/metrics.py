@@ -66,6 +66,7 @@ class Metric:
     collapse: Level = unknown
     interval: Callable[[Array], Interval] | None = None  # of load metrics, from documents' loads; None: none
     sums: tuple[str, str] = ("", "")  # of a ratio: the tally's names of numerator and denominator
+    share: bool = False  # of tokens, slots or probability: the interval is cut at 0 and 1
     unit: str = ""
     misleads: str = ""
     title: str = ""  # in figures and tables; the name where empty
@@ -214,6 +215,7 @@ DROPPED = Metric(
     ("1", "0 without capacity", "0"),
     chance=lambda s: 0.0,
     sums=("dropped", "slots"),
+    share=True,
 )
 DECISION = [
     decision_metric(
@@ -244,6 +246,7 @@ DECISION = [
         ("1/n: undecided", f"1/n {UNIFORM}", PURPOSE),
         chance=lambda s: 1 / s.n_experts,
         collapse=lambda s: 1.0,
+        share=True,
     ),
     decision_metric(
         decision.top_gap,
@@ -252,6 +255,7 @@ DECISION = [
         ("0: undecided", "0", "1"),
         chance=lambda s: 0.0,
         collapse=lambda s: 1.0,
+        share=True,
         title="top gap",
     ),
     decision_metric(
@@ -303,6 +307,7 @@ SEQUENCE = [
         chance=lambda s: s.same_first,
         collapse=lambda s: 1.0,
         sums=("same_first", "neighbours"),
+        share=True,
         title="sequential consistency",
     ),
     Metric(
@@ -314,6 +319,7 @@ SEQUENCE = [
         chance=lambda s: jaccard_chance(s.n_experts, s.choices),
         collapse=lambda s: 1.0,
         sums=("jaccard", "neighbours"),
+        share=True,
         title="adjacent Jaccard",
         misleads="Chance assumes even use of experts and, where k varies, the mean k of tokens with an "
         "expert: too high by about a tenth where experts choose tokens.",

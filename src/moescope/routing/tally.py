@@ -51,6 +51,7 @@ class LayerCounts:
     pairs_EE: Array
     first_ME: Integers | None = None  # tokens with this first choice; None: not counted
     probability_MBE: Array | None = None  # sums of the router's probabilities; None: unknown
+    documents_M: list[int] | None = None  # documents with tokens in this phase and layer; None: all documents
 
     @property
     def n_experts(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -143,7 +144,7 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
     names, dense = routed_layers(stretches, shape)
     check_size({number: experts_of(number, shape) for number in names}, len(domains))
     tally, contents, domain_of = Tally(len(domains)), dict[int, int](), dict[int, int]()
-    sample = Sample(list(names))
+    sample, filled = Sample(list(names)), set[tuple[str, int, int, int]]()
     for stretch in stretches:
         ids = stretch.chosen_TLK.reshape(-1).astype(np.int64) if stretch.ids_T is None else stretch.ids_T
         content = contents.setdefault(stretch.document, fingerprint(ids) >> 1)
@@ -153,6 +154,11 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
         window = Window(stretch.document, domain, stretch.start, ids, -1, content, draw)
         numbers = layer_numbers(stretch, shape)
         rows = {number: row for row, number in enumerate(numbers) if number in names}
+        filled |= {
+            (stretch.phase, number, domain, stretch.document)
+            for number, row in rows.items()
+            if (stretch.chosen_TLK[:, row] >= 0).any()
+        }
         for layer in layer_routings(stretch, window, rows, names, shape):
             tally.consume(layer)
         if stretch.phase == main and stretch.ids_T is not None:
@@ -162,9 +168,15 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
             chosen = [stretch.chosen_TLK[:, rows[number]] if number in rows else none for number in names]
             sample.add(window, np.stack(chosen), following, np.full(len(following), -1))
     documents = [list(domain_of.values()).count(index) for index in range(len(domains))]
+    filled_in = Counter(cell[:3] for cell in filled)
     traced = Traced(
         Corpus(domains, documents),
-        tally.to_cpu(),
+        [
+            replace(
+                counts, documents_M=[filled_in[counts.phase, counts.layer, at] for at in range(len(domains))]
+            )
+            for counts in tally.to_cpu()
+        ],
         main,
         names,
         sample.probe() if sample.windows else None,
