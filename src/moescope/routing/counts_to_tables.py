@@ -282,20 +282,14 @@ class Scope:
     def __init__(self, counts: LayerCounts, domain: str, where: slice, documents: int):
         self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
         tokens = int(self.total("tokens"))
-        assigned, levels = self.total("assigned"), {}
+        assigned, choices, same_first = self.total("assigned"), float("nan"), float("nan")
         if counts.first_ME is not None:
             first_E = counts.first_ME[where].sum(0).astype(float)
-            total = first_E.sum()
-            levels = {
-                "choices": divide(np.asarray(assigned), total),
-                "same_first": divide((first_E * (first_E - 1)).sum(), total * (total - 1)),
-            }
-        self.setting = Setting(
-            tokens,
-            counts.n_experts,
-            assigned / tokens,
-            **{name: float(level) for name, level in levels.items()},
-        )
+            chosen = first_E.sum()
+            choices = float(divide(np.asarray(assigned), chosen))
+            same_first = float(divide((first_E * (first_E - 1)).sum(), chosen * (chosen - 1)))
+        k = assigned / tokens
+        self.setting = Setting(tokens, counts.n_experts, k, choices=choices, same_first=same_first)
 
     def sums(self, name: str) -> Array:
         if name == "slots":
