@@ -223,7 +223,7 @@ def damage_torch(chance: random.Random, content: bytes) -> bytes:
         if isinstance(container[key], torch.Tensor) and chance.random() < 0.3:
             changed = [
                 container[key].float(),
-                container[key][:1],
+                container[key].reshape(-1)[:1],
                 -container[key],
                 container[key] * 1000,
                 container[key].sum(),

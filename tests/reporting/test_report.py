@@ -145,7 +145,7 @@ def test_a_figure_that_cannot_be_drawn_fails_the_report_with_its_name(planted_ru
     verb = replace(planted_run.verb, sections=lambda run, selection: [section])
     monkeypatch.setattr(Run, "verb", verb)
     with pytest.raises(
-        RuntimeError, match="figure broken of scan0-gate-across cannot be drawn: ValueError: no such"
+        BadInput, match="figure broken of scan0-gate-across cannot be drawn: ValueError: no such"
     ):
         report(planted_run, out=tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []

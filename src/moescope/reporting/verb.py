@@ -66,7 +66,14 @@ def report(
         from moescope.reporting.export import check_export
 
         check_export(Path(figures))
-    text = render(page_content(loaded))
+    try:
+        text = render(page_content(loaded))
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        places = ", ".join(str(run.path) for run in loaded)
+        raise BadInput(
+            f"{places}: the report cannot be built ({type(error).__name__}: {error}); if a table is damaged, "
+            "repeat the run's command with --overwrite; --debug shows the traceback"
+        ) from error
     for run in loaded:
         run.tidy()
     remove_leftovers(target.parent)
