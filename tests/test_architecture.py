@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -581,9 +580,6 @@ def test_every_data_file_of_the_package_is_shipped():
     patterns = project["tool"]["setuptools"]["package-data"]["moescope"]
     package = ROOT / "src" / "moescope"
     shipped = {path for pattern in patterns for path in package.glob(pattern)}
-    tracked = subprocess.run(
-        ["git", "ls-files", "src/moescope"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    data = {ROOT / line for line in tracked.stdout.splitlines() if not line.endswith(".py")}
+    data = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert data
     assert data <= shipped, sorted(str(path) for path in data - shipped)
