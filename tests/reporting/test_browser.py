@@ -203,6 +203,31 @@ def test_no_line_fades_before_a_layer_is_selected(opened):
     }
 
 
+def test_a_link_to_an_expert_that_does_not_exist_opens_nothing(opened):
+    page = opened("#/overview?layer=9&expert=24")
+    expect(page.locator("canvas")).to_be_visible()
+    expect(page.locator("#drawer")).to_be_hidden()
+
+
+def test_the_header_stays_usable_beside_the_drawer(opened):
+    page = opened("#/overview?layer=1&expert=1")
+    expect(page.locator("#drawer h2")).to_have_text("L1 · E1")
+    page.locator("#theme").click()  # fails if the drawer covers it
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_pointing_at_a_layer_shows_its_numbers(opened, planted_run):
+    page = opened()
+    expect(page.locator("canvas")).to_be_visible()
+    layout = page.evaluate("M.map.layout()")
+    y = layout["top"] + 1.5 * layout["cellHeight"]
+    page.locator("canvas").hover(position={"x": 10, "y": y})
+    best = (
+        planted_run.table("alignment_tests").query("layer == 1 and router == 'raw'")["best_accuracy"].iloc[0]
+    )
+    expect(page.locator(".map .tip")).to_contain_text(f"accuracy {best:.3g}")
+
+
 def test_search_leads_to_an_expert_and_to_a_figure(opened):
     page = opened()
     page.locator("#top input[type=search]").fill("L99 E2")

@@ -92,8 +92,11 @@ M.experts = (() => {
   let newest = 0;
   async function show() {
     const { layer, expert, tab } = M.state.get();
-    const open = layer !== undefined && expert !== undefined && tab !== "experts";
     const mine = ++newest;
+    await M.map.ready;
+    if (mine !== newest) return;
+    const exists = M.data.layers.includes(layer) && expert < M.map.experts();
+    const open = exists && tab !== "experts";
     if (!open) { drawer.hidden = true; drawer.replaceChildren(); document.body.classList.remove("with-drawer"); return; }
     const parts = await content(layer, expert);
     if (mine !== newest) return;
@@ -115,7 +118,7 @@ M.experts = (() => {
       await M.map.ready;
       const measure = M.map.candidates()[0];
       const layer = measure?.layers.includes(state.layer) ? state.layer : measure?.layers[0];
-      const expert = state.expert ?? 0;
+      const expert = Math.min(state.expert ?? 0, (measure?.experts ?? 1) - 1);
       const column = async (index, key) => {
         const input = make("input", { type: "number", min: 0, max: (measure?.experts ?? 1) - 1, value: index, "aria-label": "Expert" });
         input.addEventListener("change", () => M.state.set({ layer, [key]: Number(input.value) }));

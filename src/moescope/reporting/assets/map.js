@@ -182,7 +182,15 @@ M.map = (() => {
   function words({ row, column }) {
     const { measure, orders } = geometry;
     const layer = measure.layers[row];
-    if (column === null) return [`Layer ${layer}`];
+    if (column === null) {
+      const at = (strip) => strip.layer.indexOf(layer);
+      const lines = geometry.strips.filter((strip) => at(strip) >= 0).map((strip) => {
+        const chance = strip.chance?.[at(strip)];
+        const word = strip.word?.[at(strip)];
+        return `${strip.title} ${M.number(strip.value[at(strip)])}${chance === null || chance === undefined ? "" : ` (chance ${M.number(chance)})`}${word ? ", " + word : ""}`;
+      });
+      return [`Layer ${layer}`, ...lines];
+    }
     const expert = orders[row][column];
     const at = (name) => measure[name]?.[row][expert];
     const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
