@@ -254,6 +254,15 @@ def test_names_that_hold_control_characters_are_spelled_out():
     assert str(Refusal("model_type \x1b[2Jx\x07\ny")) == "model_type \\x1b[2Jx\\x07 y"
 
 
+def test_the_report_opens_in_the_browser_when_asked(planted_run, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) < 2)
+    path = report(planted_run, out=tmp_path / "r.html", open=True)
+    assert opened == [path.resolve().as_uri()]
+    with pytest.raises(BadInput, match=r"r\.html: written, but no browser could be started"):
+        report(planted_run, out=tmp_path / "r.html", open=True)
+
+
 def test_without_plotly_the_report_is_one_line_that_names_the_remedy(planted_run, monkeypatch, tmp_path):
     monkeypatch.setattr("moescope.reporting.verb.find_spec", lambda name: None)
     with pytest.raises(BadInput, match="the report needs plotly; install it with"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,6 +21,7 @@ def report(
     out: str | Path | None = None,
     figures: str | Path | None = None,
     format: Format = "svg",
+    open: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Build one interactive, self-contained HTML report from one run or several.
@@ -36,6 +38,8 @@ def report(
         Also write every figure into this folder (needs the extra `export`).
     format : FORMAT
         File format of the figures.
+    open : bool
+        Open the report in the browser.
 
     Other Parameters
     ----------------
@@ -83,6 +87,8 @@ def report(
         from moescope.reporting.export import export_figures
 
         export_figures(loaded, Path(figures), format, quiet)
+    if open and not webbrowser.open(target.resolve().as_uri()):
+        raise BadInput(f"{target}: written, but no browser could be started; open the file yourself")
     return target
 
 
