@@ -1,8 +1,8 @@
 """Atomic writes: free space is checked first, and data reach the disk before their name does.
 
-A file or folder is written under a random name beside its place, created exclusively, and then takes its
-name. Its writer holds a lock of the operating system on it, so that `remove_leftovers` can tell what a killed
-process left from what another process is writing.
+A file or folder is created exclusively under a random name in the target folder, written, and then renamed.
+Its writer holds a lock of the operating system on it, so that `remove_leftovers` can tell the leftovers of a
+killed process from files that another process is writing.
 """
 
 from __future__ import annotations

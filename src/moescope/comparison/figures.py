@@ -261,8 +261,8 @@ def drift_caption(name: str, rows: pd.DataFrame) -> str:
 
 
 def largest_change(experts: pd.DataFrame) -> str:
-    """Where relative L2 is largest: the layer, if most of it (in logs) is that of the layer's median expert,
-    else the expert. `experts` has one row per layer and expert, not all zero."""
+    """Return where relative L2 is largest: a layer if its median expert explains most of it (in logs),
+    otherwise an expert. `experts` has one row per layer and expert, not all zero."""
     top = experts.loc[experts["relative_l2"].idxmax()]
     rows = experts[experts["layer"] == top["layer"]]
     of_layer, of_all = (float(frame["relative_l2"].median()) for frame in (rows, experts))

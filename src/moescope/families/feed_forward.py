@@ -13,7 +13,7 @@ from moescope.families.layout import (
 
 TOP_K = ("num_experts_per_tok",)
 EACH, FUSED = "{L}.feed_forward.experts.{e}.gate_proj.weight", "{L}.feed_forward.experts.gate_up_proj"
-# Llama 4's sigmoid multiplies what goes into an expert, not what comes out of it.
+# Llama 4's sigmoid multiplies an expert's input, not its output.
 LLAMA4 = Model(("num_local_experts",), TOP_K, interleaved, scoring="sigmoid")
 
 FEED_FORWARD = Family(

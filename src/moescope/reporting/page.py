@@ -19,7 +19,6 @@ from moescope.tables import Column
 from moescope.verb import FigureSpec, Finding, KeyNumber, Measure, Section, Selection, Strip, Summary, Tables
 
 DIGITS = 4  # of numbers in the map
-FINDINGS = 5
 
 
 class Tab(NamedTuple):

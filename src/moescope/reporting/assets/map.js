@@ -4,7 +4,7 @@ M.map = (() => {
   const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
   const DIVERGING = { light: ["#2166ac", "#92c5de", "#f3f4f6", "#f4a582", "#b2182b"], dark: ["#6aaee8", "#2d5f8f", "#2b3138", "#96503a", "#f08c6c"] };
   const LABEL = 44, STRIP = 96, GAP = 10, TOP = 4, AXIS = 22, SMALLEST = 9;
-  let data = null, geometry = null, hover = null, cursor = null;
+  let data = null, geometry = null, cursor = null;
   let canvas, tip, title, caption, legend, colour, sort, beyond, frame;
 
   // ---- what is drawn
@@ -246,7 +246,7 @@ M.map = (() => {
     sort = make("select", { "aria-label": "Order of experts", onchange: draw }, make("option", { value: "number" }, "by number"), make("option", { value: "value" }, "by value"));
     beyond = make("input", { type: "checkbox", onchange: draw });
     frame = make("div", { class: "map-frame" }, canvas, tip);
-    canvas.addEventListener("pointermove", (event) => { hover = cellAt(event); point(hover, event.clientX, event.clientY); });
+    canvas.addEventListener("pointermove", (event) => point(cellAt(event), event.clientX, event.clientY));
     canvas.addEventListener("pointerleave", () => point(null));
     canvas.addEventListener("click", (event) => { const cell = cellAt(event); point(null); if (cell) { cursor = null; open(cell); } });
     canvas.addEventListener("keydown", key);
