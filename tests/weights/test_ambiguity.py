@@ -1,3 +1,5 @@
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -5,7 +7,8 @@ import pandas as pd
 import pytest
 
 from moescope.errors import BadInput
-from moescope.weights.ambiguity import ambiguity_ranking, choose_k_star, level, min_max
+from moescope.spectral.alignment import AlignmentMatrix, argmax_accuracy, diagonal, margins
+from moescope.weights.ambiguity import ambiguity_ranking, chance_at_k_star, choose_k_star, level, min_max
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MIXTRAL_D_MODEL = 4096
@@ -159,6 +162,62 @@ def test_the_absolute_score_clips_negative_margins_and_z_and_does_not_look_at_ot
     both = ambiguity_ranking(layers_of(hopeless, perfect)).set_index("layer")["absolute_score"]
     assert both.to_dict() == pytest.approx({0: 1.0, 1: 0.0})
     assert ambiguity_ranking(perfect)["absolute_score"].tolist() == pytest.approx([0.0])
+
+
+def random_layer(n: int, ks: list[int], seed: int = 0) -> AlignmentMatrix:
+    """Alignments that grow with k, as sums of squares do; the width is the last k."""
+    steps = np.random.default_rng(seed).random((len(ks), n, n)) / len(ks)
+    return AlignmentMatrix(ks, steps.cumsum(axis=0), np.full(n, 64.0), d_model=ks[-1])
+
+
+def rows_of(matrix: AlignmentMatrix) -> pd.DataFrame:
+    """alignment_layers of one layer in its stored pairing, by the definitions of its columns."""
+    M, n = matrix.align_KEE, matrix.n_experts
+    return pd.DataFrame(
+        {
+            "layer": 0,
+            "k": matrix.ks,
+            "align": diagonal(M).mean(axis=1),
+            "argmax_accuracy": argmax_accuracy(M),
+            "alignment_margin": margins(M).mean(axis=1),
+            "z_vs_shuffle": (diagonal(M).mean(axis=1) - M.mean(axis=(1, 2))) / M.std(axis=(1, 2)),
+            "z_ceiling": np.sqrt(n - 1),
+            "n_experts": n,
+            "degenerate": np.array(matrix.ks) >= matrix.d_model,
+        }
+    )
+
+
+@pytest.mark.parametrize(("rule", "full"), [("max_margin", False), ("max_margin", True), (128, False)])
+def test_chance_at_k_star_is_the_mean_over_all_pairings_each_ranked_by_itself(rule, full):
+    layer = random_layer(5, [1, 16, 128, 200])
+    scores = []
+    for order in permutations(range(5)):
+        paired = replace(layer, align_KEE=layer.align_KEE[:, :, list(order)])
+        scores.append(ambiguity_ranking(rows_of(paired), rule, full).iloc[0])
+    means = pd.DataFrame(scores)[["absolute_score", "argmax_accuracy", "alignment_margin", "z_score"]].mean()
+    assert list(chance_at_k_star(layer, rule, full).values()) == pytest.approx(means.tolist())
+
+
+def test_sampled_pairings_of_many_experts_agree_with_other_random_ones():
+    """500 fresh pairings; a mean may differ by five standard errors."""
+    layer = random_layer(16, [1, 8, 64, 128])
+    generator = np.random.default_rng(1)
+    orders = [generator.permutation(16) for _ in range(500)]
+    rows = [
+        ambiguity_ranking(rows_of(replace(layer, align_KEE=layer.align_KEE[:, :, order]))).iloc[0]
+        for order in orders
+    ]
+    drawn = pd.DataFrame(rows)[["absolute_score", "argmax_accuracy", "alignment_margin", "z_score"]]
+    drawn = drawn.astype(float)
+    errors = 5 * drawn.std().to_numpy() * np.sqrt(1 / 500 + 1 / 2000)
+    expected = np.array(list(chance_at_k_star(layer).values()))
+    assert (np.abs(drawn.mean().to_numpy() - expected) <= errors).all()
+
+
+def test_a_layer_without_a_usable_k_has_no_chance_level():
+    layer = random_layer(4, [64])
+    assert np.isnan(list(chance_at_k_star(layer).values())).all()
 
 
 def test_one_layer_alone_has_no_score_rank_or_level_but_an_absolute_score():

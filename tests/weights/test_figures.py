@@ -92,7 +92,7 @@ def test_a_run_draws_its_figures_by_name_of_the_view_and_layer_selected(planted_
     caption = planted_run.draw("pair_matrix", layer=4, router="centered").caption
     view = views(planted_run)[1]
     assert caption == ONE_LAYER[0].draw(dict(view.by_layer())[4]).caption
-    assert len(planted_run.draw("compare_accuracy", router=None).data) == 3  # two views and chance
+    assert len(planted_run.draw("compare_accuracy", router=None).data) == 4  # two views, each with its chance
     for name in planted_run.figures():
         validate(planted_run.draw(name))
 
@@ -102,7 +102,8 @@ def test_captions_state_what_was_planted(planted_run):
     captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
     assert captions["accuracy_by_k"] == (
         "Layers 1 and 2 identify their experts; layer 3 beats chance without identifying its experts; "
-        "layer 4 fits one to one, but in another order; layer 0 is not distinguishable from chance."
+        "layer 4 fits one to one, but in another order; layer 0 is not distinguishable from chance (chance "
+        "at each k: 1/8)."
     )
     assert "layer 3: experts 2 and 5, |cos| 0.98" in captions["cosine_heatmap"]
     assert captions["orthogonality_by_layer"].startswith("1 collapsed pair, in layer 3")

@@ -11,6 +11,7 @@ import torch
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import number
 from moescope.weights import report_findings as words
+from moescope.weights.figures import ACROSS_LAYERS
 from moescope.weights.report import across_table, layer_section, layer_table, most_ambiguous, summary
 from moescope.weights.report_findings import views
 from moescope.weights.verb import scan
@@ -171,7 +172,8 @@ def test_chance_counts_only_the_experts_that_took_part(tmp_path):
     run = scan(path, out=tmp_path / "run", keep_going=True, quiet=True)
     view = views(run)[0]
     assert view.n_experts(0) == 4
-    assert "Chance accuracy at one k: 1/4" in words.verdict_finding(view)
+    (accuracy,) = [spec for spec in ACROSS_LAYERS if spec.name == "accuracy_by_k"]
+    assert "1/4" in accuracy.draw(view.tables).caption
     (warning,) = [text for text in run.info["warnings"] if "skipped" in text]
     assert warning.endswith("holds NaN or Inf")
 
@@ -213,17 +215,17 @@ def test_avoidance_is_told_with_its_own_p_and_only_beyond_chance_over_all_layers
 def test_the_verdicts_say_how_many_chance_gives(raw, tmp_path):
     """5 % by the mean alignment, and 1 % by another order where that can be found: with six experts at the
     four ks of d = 16 that are not degenerate, not with four experts."""
-    assert words.verdict_finding(raw).endswith("up to 0.3 of 5.")
+    assert words.verdict_finding(raw).endswith("among 5 random layers: at most 0.3.")
     for experts, level in ((4, "0.1"), (6, "0.12")):
         view = scanned(tmp_path / str(experts), tiny_tensors(experts=experts), experts=experts)
-        assert words.verdict_finding(view).endswith(f"up to {level} of 2.")
+        assert words.verdict_finding(view).endswith(f"among 2 random layers: at most {level}.")
 
 
 def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
     view = scanned(tmp_path, tiny_tensors(experts=3), experts=3)
     assert words.findings(view)[0] == (
-        "Layers 0 and 1 have too few experts to be tested. Chance accuracy at one k: 1/3; 3 experts have "
-        "only 6 pairings, so no p can be below 1/6."
+        "Layers 0 and 1 have too few experts to be tested. 3 experts have only 6 pairings, so no p can be "
+        "below 1/6."
     )
     assert "distinguishable" not in " ".join(words.findings(view))
     section = layer_section(view, 0, dict(view.by_layer())[0])
@@ -236,7 +238,7 @@ def test_redundancy_is_counted_beside_what_random_directions_give(tmp_path):
     sentence = words.redundancy_finding(scanned(tmp_path, tiny_tensors(layers=2, experts=8), experts=8))
     # 56 pairs at d = 16: cos √15 / √(1 − cos²) follows t with 15 degrees of freedom, so P(|cos| > 0.3) =
     # 0.242
-    assert "of 56 pairs are above 0.3 (random directions: 13.6)" in sentence
+    assert "of 56 pairs are above 0.3 (expected of random directions: 13.6 pairs)" in sentence
 
 
 def test_other_matrices_of_a_run_speak_for_themselves(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope.plotting.style import GREY
+from moescope.plotting.style import GREY, number
 from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
 from moescope.weights.figures_alignment import density_caption, discoveries, random_std_of_mean
 from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
@@ -55,8 +55,6 @@ ACROSS = {
         "collapse 0.7": np.full(2, 0.7),
     },
     "ambiguity_by_layer": {"high above 0.7": np.full(2, 0.7), "medium above 0.4": np.full(2, 0.4)},
-    "absolute_ambiguity_by_layer": {"a layer at chance, at one k": np.full(5, 0.4 * 7 / 8 + 0.6)},
-    "accuracy_and_margin_by_layer": {"chance accuracy 1/n": np.full(5, 1 / N)},
     "ranks_by_layer": {"rank": np.full(5, D)},
 }
 OF_A_LAYER = {
@@ -111,8 +109,6 @@ def two_models(tmp_path_factory):
 
 
 COMPARED = {
-    "compare_accuracy": (1 / 4, 1 / 32),
-    "compare_ambiguity": (0.4 * 3 / 4 + 0.6, 0.4 * 31 / 32 + 0.6),
     "compare_orthogonality": (math.sqrt(2 / (math.pi * 16)), math.sqrt(2 / (math.pi * 32))),
     "compare_effective_rank": (16, 32),
 }
@@ -128,20 +124,39 @@ def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_m
         np.testing.assert_allclose(y, level)
 
 
-def test_readings_with_one_reference_share_its_line(planted_run):
-    spec = next(spec for spec in ACROSS_VIEWS if spec.name == "compare_accuracy")
+def test_views_with_one_reference_share_its_line(planted_run):
+    spec = next(spec for spec in ACROSS_VIEWS if spec.name == "compare_orthogonality")
+    assert len(grey(spec.draw(stack(views(planted_run))))) == 1
+
+
+CHANCE_COLUMNS = {
+    "compare_accuracy": ("alignment_tests", "chance_accuracy"),
+    "compare_margin": ("ambiguity", "margin_chance"),
+    "compare_ambiguity": ("ambiguity", "absolute_chance"),
+    "compare_z": ("ambiguity", "z_chance"),
+}
+
+
+@pytest.mark.parametrize("name", CHANCE_COLUMNS)
+def test_the_chance_of_a_chosen_k_is_the_tables_in_line_and_caption(name, planted_run):
+    spec = next(spec for spec in ACROSS_VIEWS if spec.name == name)
     figure = spec.draw(stack(views(planted_run)))
-    assert list(grey(figure)) == ["chance at one k, 1/n"]
-    assert "0.65 for gate, raw router (0.125)" in figure.caption
+    table, column = CHANCE_COLUMNS[name]
+    rows = planted_run.table(table).sort_values("layer")
+    for router, line in zip(("raw", "centered"), grey(figure).values(), strict=True):
+        values = rows.loc[rows["router"] == router, column]
+        np.testing.assert_allclose(line, values)
+        assert f"{router} router ({number(values.mean())})" in figure.caption
 
 
 def test_steps_are_drawn_with_their_reference(tmp_path):
     models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
-    found = views(scan(*models, out=tmp_path / "run", quiet=True))
+    run = scan(*models, out=tmp_path / "run", quiet=True)
+    found, ambiguity = views(run), run.table("ambiguity")
     levels = {
-        "accuracy": 1 / 4,
-        "margin": 0,
-        "ambiguity": 0.9,
+        "accuracy": run.table("alignment_tests")["chance_accuracy"].mean(),
+        "margin": ambiguity["margin_chance"].mean(),
+        "ambiguity": ambiguity["absolute_chance"].mean(),
         "orthogonality": math.sqrt(2 / (math.pi * 16)),
     }
     for spec in ACROSS_STEPS:
@@ -213,7 +228,7 @@ def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
     model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=8, experts=8))
     view = views(scan(model, out=tmp_path / "run", quiet=True))[0]
     captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
-    assert captions["accuracy_by_k"] == "Layers 0 to 7 are not distinguishable from chance."
+    assert captions["accuracy_by_k"].startswith("Layers 0 to 7 are not distinguishable from chance")
     assert captions["delta_by_k"].startswith("In no layer")
     assert "Random router rows: 0 ± " in captions["effect_by_k"]
     assert "random router rows: 1 ± 1)" in captions["cos_squared_by_layer"]
@@ -238,7 +253,13 @@ def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
     model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
     run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
     spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
-    check(spec.draw(views(run)[0].tables), {"a layer at chance, at one k": np.full(2, 0.6 * 3 / 4 + 0.4)})
+    levels = run.table("ambiguity").sort_values("layer")
+    check(spec.draw(views(run)[0].tables), {"a layer at chance": levels["absolute_chance"]})
+    # at a given k every term but that of accuracy is at its worst; choosing k lowers all three
+    assert (levels["absolute_chance"] < 0.6 * 3 / 4 + 0.4).all()
+    default = scan(model, out=tmp_path / "default", quiet=True).table("ambiguity").sort_values("layer")
+    assert (levels["absolute_chance"] < default["absolute_chance"]).all()
+    np.testing.assert_allclose(levels["accuracy_chance"], default["accuracy_chance"])
 
 
 def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):

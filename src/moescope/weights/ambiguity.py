@@ -6,10 +6,14 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
+from moescope.spectral.alignment import AlignmentMatrix, hit_shares, shuffle_null, z_ceiling
+from moescope.spectral.pairing import paired_means, pairings
 
 HIGH, MEDIUM = 0.7, 0.4
 DEFAULT_WEIGHTS = (0.4, 0.3, 0.3)
 FIXED_K_STAR = (128, 256, 512)
+CHANCE = ("absolute_chance", "accuracy_chance", "margin_chance", "z_chance")
+CHANCE_PAIRINGS = 2000  # beyond 8 experts, whose pairings are all evaluated
 
 
 def check_settings(k_star: str | int, weights: tuple[float, float, float]) -> None:
@@ -49,7 +53,7 @@ def ambiguity_ranking(
     score = a (1 - accuracy) + b (1 - margin') + g (1 - z'), margin and z min-max scaled over these layers. It
     is null for a single layer, or where all margins or all z are equal.
     absolute = a (1 - accuracy) + b (1 - clip(margin/align, 0, 1)) + g (1 - clip(z/sqrt(n-1), 0, 1)) needs no
-    other layer; at chance it is a (1 - 1/n) + b + g at a given k.
+    other layer; `chance_at_k_star` gives its chance level.
     """
     check_settings(k_star, weights)
     a, b, g = weights
@@ -78,13 +82,51 @@ def ambiguity_ranking(
         relative_margin = (margin / align.where(align > 0)).clip(0, 1)
         relative_z = (z / chosen["z_ceiling"].astype(float)).clip(0, 1)
         result["absolute_score"] = a * (1 - accuracy) + b * (1 - relative_margin) + g * (1 - relative_z)
-        result["absolute_chance"] = a * (1 - 1 / chosen["n_experts"].astype(float)) + b + g
     result["k_star"] = chosen["k"].astype("Int64") if "k" in chosen else pd.NA
     result["argmax_accuracy"], result["alignment_margin"], result["z_score"] = accuracy, margin, z
     result = pd.concat([result, terms], axis=1)
     result["level"] = [level(score) for score in result["ambiguity_score"]]
     result["rank"] = result["ambiguity_score"].rank(ascending=False, method="first").astype("Int64")
     return result.sort_values(["rank", "layer"], ignore_index=True)
+
+
+def chance_at_k_star(
+    matrix: AlignmentMatrix,
+    k_star: str | int = "max_margin",
+    allow_full_rank: bool = False,
+    weights: tuple[float, float, float] = DEFAULT_WEIGHTS,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Chance levels of a layer's absolute score, accuracy, margin and z: means over its random pairings.
+
+    Each pairing is judged at its own k*, chosen as for the stored one. NaN where no k qualifies.
+    """
+    M_KEE, n = matrix.align_KEE, matrix.n_experts
+    pairings_EP, exact = pairings(n, seed)
+    pairings_EP = pairings_EP if exact else pairings_EP[:, :CHANCE_PAIRINGS]
+    first_KE, second_KE = -np.partition(-M_KEE, 1, axis=2)[:, :, :2].transpose(2, 0, 1)
+    is_first_KEE = np.arange(n) == M_KEE.argmax(axis=2)[:, :, None]
+    best_other_KEE = np.where(is_first_KEE, second_KE[:, :, None], first_KE[:, :, None])
+    align_KP, margin_KP, accuracy_KP = (
+        paired_means(values_KEE, pairings_EP)
+        for values_KEE in (M_KEE, M_KEE - best_other_KEE, hit_shares(M_KEE))
+    )
+    mean_K, std_K = shuffle_null(M_KEE)
+    z_KP = (align_KP - mean_K[:, None]) / np.where(std_K > 1e-12, std_K, np.inf)[:, None]
+    usable = np.flatnonzero(allow_full_rank | ~matrix.degenerate_K)
+    if k_star != "max_margin":
+        usable = usable[[matrix.ks[index] <= int(k_star) for index in usable]][-1:]
+    if not len(usable):
+        return dict.fromkeys(CHANCE, float("nan"))
+    at_P = usable[margin_KP[usable].argmax(axis=0)]
+    align, margin, accuracy, z = (
+        values_KP[at_P, np.arange(len(at_P))] for values_KP in (align_KP, margin_KP, accuracy_KP, z_KP)
+    )
+    a, b, g = weights
+    relative_margin = np.clip(margin / np.where(align > 0, align, np.nan), 0, 1)
+    scores = a * (1 - accuracy) + b * (1 - relative_margin) + g * (1 - np.clip(z / z_ceiling(n), 0, 1))
+    means = (scores.mean(), accuracy.mean(), margin.mean(), z.mean())
+    return dict(zip(CHANCE, map(float, means), strict=True))
 
 
 def min_max(values: pd.Series) -> pd.Series:

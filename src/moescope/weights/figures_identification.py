@@ -21,6 +21,7 @@ from moescope.plotting.style import (
     layer_axis,
     layer_lines,
     lines_or_map,
+    listed,
     named_layers,
     number,
 )
@@ -71,13 +72,15 @@ def verdict_sentence(tables: Tables) -> str:
 
 def accuracy_by_k(tables: Tables) -> Figure:
     """Share of router rows whose best match is their own expert, by k."""
+    counts = sorted(set(experts_by_layer(tables)))
+    levels = [f"1/{n}" for n in counts]
     return by_k(
         "accuracy_by_k",
         "Experts identified by their router row",
-        f"{verdict_sentence(tables)}.",
+        f"{verdict_sentence(tables)} (chance at each k: {listed(levels)}).",
         tables,
         ("argmax_accuracy", "p_accuracy", "verdict"),
-        [constant(tables, 1 / n, f"chance 1/{n}") for n in sorted(set(experts_by_layer(tables)))],
+        [constant(tables, 1 / n, f"chance {level}") for n, level in zip(counts, levels, strict=True)],
         yaxis={"range": [-0.04, 1.04]},
     )
 
@@ -174,12 +177,12 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
     data = [
         line(layers, frame["absolute_score"], "absolute score", CATEGORICAL[0], hover),
         line(layers, frame["ambiguity_score"], "normalised score", GREY, "layer %{x}<br>normalised %{y:.3g}"),
-        grey_line(layers, chance.to_numpy(), "a layer at chance, at one k"),
+        grey_line(layers, chance.to_numpy(), "a layer at chance"),
     ]
     return Figure(
         "absolute_ambiguity_by_layer",
         "Absolute ambiguity at k*",
-        f"{caption} (a layer at chance, at a given k: {number(chance.mean())}).",
+        f"{caption} (a layer at chance: {number(chance.mean())}).",
         ("absolute_score", "ambiguity_score"),
         data,
         base_layout("layer", "score", xaxis=layer_axis(frame["layer"]), yaxis={"range": [0, 1.04]}),
@@ -191,7 +194,6 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
-    chance = 1 / experts_by_layer(tables)
     hover = "layer %{x}, k* %{customdata}<br>accuracy %{y:.3g}"
     k_star = frame["k_star"].astype(float).tolist()
     data = [
@@ -203,12 +205,16 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
             CATEGORICAL[1],
             "layer %{x}<br>margin %{y:.3g}",
         ),
-        grey_line(chance.index.to_numpy(), chance.to_numpy(), "chance accuracy 1/n"),
+        *(
+            grey_line(layers, frame[f"{name}_chance"].to_numpy(), f"{name} at chance", dash)
+            for name, dash in (("accuracy", "dash"), ("margin", "dot"))
+        ),
     ]
     return Figure(
         "accuracy_and_margin_by_layer",
         "Accuracy and margin at k*",
-        f"Every expert is identified in {named_layers(perfect)} (chance accuracy: {number(chance.mean())}).",
+        f"Every expert is identified in {named_layers(perfect)} (accuracy at chance: "
+        f"{number(frame['accuracy_chance'].mean())}).",
         ("argmax_accuracy", "alignment_margin", "k_star"),
         data,
         base_layout("layer", "value at k*", xaxis=layer_axis(frame["layer"])),
@@ -245,10 +251,6 @@ def orthogonality_chance(tables: Tables) -> pd.Series:
     return per_layer({"orthogonality": tables["orthogonality"].query("k == 1")}, "orthogonality", "chance")
 
 
-def zero(tables: Tables) -> pd.Series:
-    return per_layer(tables, "ambiguity", "absolute_chance") * 0.0
-
-
 @dataclass(frozen=True)
 class Compared:
     """A number compared over layers or steps: table, column, name and reference."""
@@ -283,10 +285,13 @@ def by_layer(compared: Compared) -> FigureSpec:
         drawn: dict[tuple[float, ...], str] = {}
         for view in frame["view"].unique():
             reference = references[view].sort_index()
+            mean = frame.loc[frame["view"] == view, compared.column].mean()
+            if reference.isna().all():  # of a run that is older than the column
+                means.append(f"{number(mean)} for {view}")
+                continue
             # a constant is one line however many layers a model has; else the line belongs to the view
             single = reference.round(9).nunique() == 1
             drawn.setdefault(tuple(reference.round(9))[: 1 if single else None], str(view))
-            mean = frame.loc[frame["view"] == view, compared.column].mean()
             means.append(f"{number(mean)} for {view} ({number(reference.mean())})")
         for values, view in drawn.items():
             reference = references[view].sort_index()
@@ -299,7 +304,8 @@ def by_layer(compared: Compared) -> FigureSpec:
         return Figure(
             f"compare_{compared.name}",
             f"{compared.label} by layer",
-            f"Mean over layers: {', '.join(means[:2])}{more}; in brackets: {compared.reference_name}.",
+            f"Mean over layers: {', '.join(means[:2])}{more}"
+            + (f"; in brackets: {compared.reference_name}." if drawn else "."),
             (compared.column,),
             [*view_lines(frame, compared.column), *lines],
             base_layout("layer", compared.label[:1].lower() + compared.label[1:], xaxis=layers),
@@ -337,14 +343,19 @@ def by_step(compared: Compared) -> FigureSpec:
 
 ACCURACY = Compared(
     "accuracy",
-    ("alignment_tests", "alignment_layers"),
+    ("alignment_tests",),
     "best_accuracy",
     "Best argmax accuracy",
-    lambda tables: 1 / per_layer(tables, "alignment_layers", "n_experts"),
-    "chance at one k, 1/n",
+    lambda tables: per_layer(tables, "alignment_tests", "chance_accuracy"),
+    "chance at the best k",
 )
 MARGIN = Compared(
-    "margin", ("ambiguity",), "alignment_margin", "Margin at k*", zero, "no preference (chance: below)"
+    "margin",
+    ("ambiguity",),
+    "alignment_margin",
+    "Margin at k*",
+    lambda tables: per_layer(tables, "ambiguity", "margin_chance"),
+    "chance at k*",
 )
 AMBIGUITY = Compared(
     "ambiguity",
@@ -354,7 +365,14 @@ AMBIGUITY = Compared(
     lambda tables: per_layer(tables, "ambiguity", "absolute_chance"),
     "a layer at chance",
 )
-Z = Compared("z", ("ambiguity",), "z_score", "Mean z at k*", zero, "chance")
+Z = Compared(
+    "z",
+    ("ambiguity",),
+    "z_score",
+    "Mean z at k*",
+    lambda tables: per_layer(tables, "ambiguity", "z_chance"),
+    "chance at k*",
+)
 ORTHOGONALITY = Compared(
     "orthogonality",
     ("orthogonality",),

@@ -26,7 +26,13 @@ from moescope.spectral.pairing import PairingTest, pairing_test
 from moescope.spectral.parallel import decompose_each, layer_stream, matrix_readers
 from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
 from moescope.types import Array
-from moescope.weights.ambiguity import DEFAULT_WEIGHTS, ambiguity_ranking, choose_k_star
+from moescope.weights.ambiguity import (
+    CHANCE,
+    DEFAULT_WEIGHTS,
+    ambiguity_ranking,
+    chance_at_k_star,
+    choose_k_star,
+)
 from moescope.weights.tables import VIEW
 from moescope.weights.views import (
     MATRICES,
@@ -175,7 +181,7 @@ def scan_model(
         for weights in read_moe(in_memory(model, "the model in training")).layers.values()
     ]
     frames = {}
-    for name in ("alignment", "alignment_layers", "alignment_tests", "orthogonality"):
+    for name in ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity"):
         parts = [result[name] for result in results if name in result]
         if parts:  # a router without rows has the tables of experts alone
             frames[name] = pd.concat(parts, ignore_index=True).assign(step=step)
@@ -198,7 +204,9 @@ def compare_layers(frames: dict[str, pd.DataFrame], settings: ScanSettings) -> d
             ).assign(**dict(zip(view, keys, strict=True)))
             for keys, rows in frames["alignment_layers"].groupby(view, sort=True)
         ]
-        frames["ambiguity"] = pd.concat(rankings, ignore_index=True)
+        keys = [*view, "layer"]
+        chance = frames["ambiguity"][[*keys, *CHANCE]]  # all that a layer's task could say
+        frames["ambiguity"] = pd.concat(rankings, ignore_index=True).merge(chance, on=keys, how="left")
     return frames
 
 
@@ -274,10 +282,9 @@ def analyse_layer(
 
 
 def test_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
-    """What the report needs beyond the tables: chance level of the best accuracy, another order if any."""
+    """What the report needs beyond the tables: another order, if one fits."""
     order = test.other_order
     return {
-        "chance_accuracy": test.chance_accuracy,
         "other_order": order
         and {
             "k": order.k,
@@ -371,6 +378,7 @@ def matrix_frames(
 ) -> dict[str, pd.DataFrame]:
     """All tables of one layer and matrix, without the keys step and layer."""
     frames: dict[str, list[pd.DataFrame]] = {}
+    ambiguity_settings = settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
     for router, M in layer.matrices.items():
         test = tests[router]
         per_expert, per_layer = alignment_frames(M, test, layer.experts, unusable, settings)
@@ -379,6 +387,7 @@ def matrix_frames(
             "alignment": per_expert,
             "alignment_layers": per_layer,
             "alignment_tests": test_frame(test),
+            "ambiguity": pd.DataFrame([chance_at_k_star(M, *ambiguity_settings, settings.seed)]),
             "pairs": pairs_frame(M, layer.experts, test.best_k, k_star),
             "nulls": nulls_frame(M, test),
         }.items():
@@ -458,6 +467,7 @@ def test_frame(test: PairingTest) -> pd.DataFrame:
     columns = (
         "best_k",
         "best_accuracy",
+        "chance_accuracy",
         "p_value",
         "p_lower",
         "p_accuracy",

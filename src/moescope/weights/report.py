@@ -138,7 +138,6 @@ def key_numbers(view: View) -> list[KeyNumber]:
     if view.has_rows:
         tests, layers = view.tables["alignment_tests"], view.layers
         tested = sum(view.n_experts(layer) >= FEWEST_TESTED for layer in layers)
-        chance = pd.Series([view.facts(layer)["chance_accuracy"] for layer in layers])
         identifying = len(verdict_layers(view).get("identifying", []))
         ambiguity = view.tables["ambiguity"]
         numbers = [
@@ -151,7 +150,10 @@ def key_numbers(view: View) -> list[KeyNumber]:
                 most=len(layers),
             ),
             KeyNumber(
-                "Median best argmax accuracy", tests["best_accuracy"].median(), chance.median(), most=1.0
+                "Median best argmax accuracy",
+                tests["best_accuracy"].median(),
+                tests["chance_accuracy"].median(),
+                most=1.0,
             ),
             KeyNumber(
                 "Mean absolute ambiguity",
@@ -373,7 +375,7 @@ def pairing_parts(view: View, layer: int, tables: Tables) -> Parts:
     else:
         line = (
             f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} "
-            f"(chance: {number(facts['chance_accuracy'])}), p = {number(test['p_accuracy'])}"
+            f"(chance: {number(test['chance_accuracy'])}), p = {number(test['p_accuracy'])}"
         )
     shown = [
         table_payload(
@@ -395,9 +397,8 @@ def verdict_words(view: View, layer: int, test: dict[str, Any], tables: Tables) 
     pairings = f"{'all' if test['exact'] else 'sampled'} {test['n_pairings']:,} pairings"
     words = [
         f"Layer {layer} {VERDICT_WORDS[shown_verdict(test['verdict'], n)][0]}. Best argmax accuracy: "
-        f"{number(test['best_accuracy'])} at k = {test['best_k']} (chance: 1/{n} at a given k, "
-        f"{number(facts['chance_accuracy'])} at a random pairing's own best k); "
-        f"p = {number(test['p_accuracy'])}.",
+        f"{number(test['best_accuracy'])} at k = {test['best_k']} (random pairings, each at its best k: "
+        f"{number(test['chance_accuracy'])}); p = {number(test['p_accuracy'])}.",
         f"Mean alignment over all k: p = {number(test['p_value'])} against {pairings} "
         f"(q = {number(test['q_value'])} over the layers scanned); lower tail p = {number(test['p_lower'])}.",
     ]

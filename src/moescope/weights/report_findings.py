@@ -57,7 +57,7 @@ class View:
         return int(experts_by_layer(self.tables)[layer])
 
     def facts(self, layer: int) -> dict[str, Any]:
-        """Facts from run.json: chance level of the best accuracy, another order if one fits."""
+        """Facts from run.json: another order, if one fits."""
         facts: dict[str, Any] = self.setup(layer)["matrices"][self.keys["matrix"]]["routers"][
             self.keys["router"]
         ]
@@ -201,9 +201,8 @@ def findings(view: View) -> list[str]:
 
 def verdict_finding(view: View) -> str:
     counts = [view.n_experts(layer) for layer in view.layers]
-    chance = " or ".join(f"1/{n}" for n in sorted(set(counts)))
     tested = sum(n >= FEWEST_TESTED for n in counts)
-    start = f"{verdict_sentence(view.tables)}. Chance accuracy at one k: {chance}; "
+    start = f"{verdict_sentence(view.tables)}. "
     if not tested:
         return f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
     layers = view.tables["alignment_layers"]
@@ -211,7 +210,7 @@ def verdict_finding(view: View) -> str:
     level = sum(
         false_call_rate(n, int(ks.get(layer, 0))) for layer, n in zip(view.layers, counts, strict=True)
     )
-    return f"{start}random layers called something else than chance: up to {number(level)} of {tested}."
+    return f"{start}False positives expected among {tested} random layers: at most {number(level)}."
 
 
 def other_order_findings(view: View) -> list[str]:
@@ -317,7 +316,7 @@ def redundancy_finding(view: View) -> str:
     start = f"Collapsed experts (|cos| above {COLLAPSED}): {examples(named) if named else 'none'}"
     return (
         f"{start}; {statistics['n_pairs_above_0_3'].sum():,} of {pairs.sum():,} pairs are above {REDUNDANT} "
-        f"(random directions: {number(expected)})."
+        f"(expected of random directions: {number(expected)} pairs)."
     )
 
 
@@ -328,7 +327,7 @@ def ambiguity_finding(view: View) -> list[str]:
         return []
     others = sorted(set(table["layer"]) - set(ranked["layer"]))
     rest = f" Not ranked, since they do not beat chance: {named_layers(others)}." if others else ""
-    chance = f"a layer at chance, at a given k: {number(table['absolute_chance'].mean())}"
+    chance = f"a layer at chance: {number(table['absolute_chance'].mean())}"
     if ranked.empty:
         return [f"Ambiguity: no layer is ranked, none beats chance (absolute score of {chance})."]
     named = [

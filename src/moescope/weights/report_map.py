@@ -111,12 +111,11 @@ def strips(run: Run) -> list[Strip]:
     for view in views(run):
         if view.has_rows:
             tests = view.tables["alignment_tests"]
-            chance = {layer: view.facts(layer)["chance_accuracy"] for layer in view.layers}
             accuracy = pd.DataFrame(
                 {
                     "layer": tests["layer"],
                     "value": tests["best_accuracy"],
-                    "chance": tests["layer"].map(chance),
+                    "chance": tests["chance_accuracy"],
                     "word": tests["verdict"].str.replace("_", " "),
                 }
             )

@@ -205,9 +205,14 @@ COLUMNS: dict[str, Column] = {
         "float",
         "Argmax accuracy at best_k.",
         worst="0",
-        chance="above 1/n: the best of several ks",
+        chance="chance_accuracy",
         best="1",
         title="best accuracy",
+    ),
+    "chance_accuracy": Column(
+        "float",
+        "Chance level of best_accuracy: its mean over random pairings, each at its own best k.",
+        title="best accuracy at chance",
     ),
     "p_value": Column(
         "float",
@@ -359,15 +364,40 @@ COLUMNS: dict[str, Column] = {
         "Ambiguity without reference to other layers.",
         "0.4 (1 − accuracy) + 0.3 (1 − clip(margin/align)) + 0.3 (1 − clip(z/√(n−1)))",
         worst="1",
-        chance="absolute_chance at a given k; less where k* is chosen: 0.91 for 8 experts, 0.77 for 4",
+        chance="absolute_chance",
         best="0",
         title="absolute ambiguity",
     ),
     "absolute_chance": Column(
         "float",
-        "absolute_score of a layer at chance, at a given k.",
-        "0.4 (1 − 1/n) + 0.3 + 0.3",
+        "Chance level of absolute_score: its mean over random pairings, each at its own k*.",
         title="absolute ambiguity at chance",
+    ),
+    "ambiguity.argmax_accuracy": Column(
+        "float",
+        "argmax_accuracy at k*.",
+        worst="0",
+        chance="accuracy_chance",
+        best="1",
+        title="accuracy at k*",
+    ),
+    "ambiguity.alignment_margin": Column(
+        "float", "alignment_margin at k*.", chance="margin_chance", title="margin at k*"
+    ),
+    "accuracy_chance": Column(
+        "float",
+        "Chance level of argmax_accuracy at k*: its mean over random pairings, each at its own k*.",
+        title="accuracy at chance",
+    ),
+    "margin_chance": Column(
+        "float",
+        "Chance level of alignment_margin at k*: its mean over random pairings, each at its own k*.",
+        title="margin at chance",
+    ),
+    "z_chance": Column(
+        "float",
+        "Chance level of z_score: its mean over random pairings, each at its own k*.",
+        title="z at chance",
     ),
     "k_star": Column(
         "int", "k at which the layer is judged: the one with the largest margin, or a fixed one.", title="k*"
@@ -375,7 +405,7 @@ COLUMNS: dict[str, Column] = {
     "z_score": Column(
         "float",
         "Mean z_vs_shuffle at k*.",
-        chance="a little above 0, since k* is chosen: 0.1 for 8 experts",
+        chance="z_chance",
         best="√(n−1)",
         title="z at k*",
     ),
@@ -449,6 +479,7 @@ TABLES = define_tables(
             *(
                 "best_k",
                 "best_accuracy",
+                "chance_accuracy",
                 "p_value",
                 "q_value",
                 "p_lower",
@@ -494,7 +525,8 @@ TABLES = define_tables(
         ("step", "layer", *VIEW),
         (
             *("rank", "ambiguity_score", "absolute_score", "absolute_chance", "k_star", "argmax_accuracy"),
-            *("alignment_margin", "z_score", "accuracy_term", "margin_term", "z_term", "level"),
+            *("alignment_margin", "z_score", "accuracy_chance", "margin_chance", "z_chance"),
+            *("accuracy_term", "margin_term", "z_term", "level"),
         ),
     ),
     Table(
