@@ -158,6 +158,57 @@ def compressed_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
+@pytest.fixture(scope="session")
+def merged_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A tiny model whose four experts per layer are merged into two, planned but not written."""
+    import numpy as np
+
+    from families.tiny_models import tiny_model
+    from moescope.compression.verb import compress
+
+    folder = tmp_path_factory.mktemp("merged")
+    model = tiny_model("mixtral").save(folder / "model", "saved")
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 60, (30, 20)))
+    ids = folder / "ids.npy"
+    return compress(
+        model, method="hc_smoe", keep=2, token_ids=ids, out=folder / "run", quiet=True, controls=1
+    )
+
+
+@pytest.fixture(scope="session")
+def compared_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two checkpoints compared; layer 2, expert 1 changed ten times as far as the rest."""
+    import torch
+
+    from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+    from moescope.comparison.verb import compare
+
+    folder = tmp_path_factory.mktemp("compared")
+    sizes = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
+    generator = torch.Generator().manual_seed(5)  # not the model's: its noise would be a change of scale
+    tensors = tiny_tensors(**sizes)
+    for name, tensor in tensors.items():
+        share = 0.4 if "layers.2.block_sparse_moe.experts.1." in name else 0.04
+        tensors[name] = tensor + share * torch.randn(tensor.shape, generator=generator)
+    base = tiny_checkpoint(folder / "<b>base", **sizes)
+    tuned = write_checkpoint(folder / "tuned", tensors, tiny_config(3, 4))
+    return compare(base, tuned, out=folder / "run", matched=True, quiet=True)
+
+
+@pytest.fixture(scope="session")
+def deep_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """A scan and a trace of one model with as many layers as the questions over layers need."""
+    from moescope.routing.trace import trace
+    from moescope.weights.verb import scan
+    from routing.routing_runs import deep_model
+    from routing.tiny_text import texts, write_jsonl
+
+    folder = tmp_path_factory.mktemp("deep")
+    model, text = deep_model(folder / "model"), write_jsonl(folder / "text.jsonl", texts(24))
+    traced = trace(model, text=text, out=folder / "trace", quiet=True)
+    return scan(model, out=folder / "scan", router="raw,centered", quiet=True), traced
+
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 

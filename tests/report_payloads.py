@@ -38,6 +38,18 @@ def page_sections(html: str, tab: str = "") -> list[dict[str, Any]]:
     ]
 
 
+def page_figures(html: str) -> list[str]:
+    """Return the name of every figure of every tab, once per place."""
+    held = payloads(html)
+
+    def names(entry: dict[str, Any]) -> list[str]:
+        content = held[entry["payload"]] if entry.get("payload") else entry
+        inner = [name for section in content["sections"] for name in names(section)]
+        return [*(figure["name"] for figure in content["figures"]), *inner]
+
+    return [name for entry in page_sections(html) for name in names(entry)]
+
+
 def glossary_terms(html: str) -> set[str]:
     """Return the keys of the page's glossary."""
     return {entry["key"] for section in payloads(html)["glossary"] for entry in section["entries"]}

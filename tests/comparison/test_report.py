@@ -6,10 +6,8 @@ import shutil
 
 import pandas as pd
 import pytest
-import torch
 from playwright.sync_api import expect
 
-from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 from moescope.comparison.figures import drift_caption
 from moescope.comparison.report import change_finding, expert_changes, overlay
 from moescope.comparison.verb import compare
@@ -24,17 +22,9 @@ SIZES = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Run:
+def run(compared_run) -> Run:
     """Layer 2, expert 1 changed ten times as far as the rest."""
-    folder = tmp_path_factory.mktemp("compared")
-    generator = torch.Generator().manual_seed(5)  # not the model's: its noise would be a change of scale
-    tensors = tiny_tensors(**SIZES)
-    for name, tensor in tensors.items():
-        share = 0.4 if "layers.2.block_sparse_moe.experts.1." in name else 0.04
-        tensors[name] = tensor + share * torch.randn(tensor.shape, generator=generator)
-    base = tiny_checkpoint(folder / "<b>base", **SIZES)
-    tuned = write_checkpoint(folder / "tuned", tensors, tiny_config(3, 4))
-    return compare(base, tuned, out=folder / "run", matched=True, quiet=True)
+    return compared_run
 
 
 @pytest.fixture(scope="module")

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 import pytest
 
 import moescope
-from families.tiny_models import tiny_model
 from moescope.compression.report import experts_section
 from moescope.decoder.routers import router_class
-from moescope.run import Run
 from moescope.verb import Selection
 from report_payloads import glossary_terms, payloads
-
-
-@pytest.fixture(scope="module")
-def merged_run(tmp_path_factory) -> Run:
-    folder = tmp_path_factory.mktemp("merged")
-    model = tiny_model("mixtral").save(folder / "model", "saved")
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 60, (30, 20)))
-    return moescope.compress(
-        model,
-        method="hc_smoe",
-        keep=2,
-        token_ids=folder / "ids.npy",
-        out=folder / "run",
-        quiet=True,
-        controls=1,
-    )
 
 
 def test_groups_and_distances_are_drawn_and_every_column_is_explained(merged_run, tmp_path):

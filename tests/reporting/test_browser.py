@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -458,16 +459,30 @@ def test_figures_are_written_as_pictures(browser, few_figures, tmp_path):
     report(few_figures, out=tmp_path / "report.html", figures=tmp_path / "figures", format="svg", quiet=True)
     written = sorted(file.name for file in (tmp_path / "figures").iterdir())
     assert len(written) == 2 * 2 + 1
-    assert "scan0-alignment-gate_raw_router-accuracy_by_k.svg" in written
-    assert "scan0-layer-0-gate_raw_router-pair_matrix.svg" in written
-    picture = (tmp_path / "figures" / "scan0-alignment-gate_raw_router-accuracy_by_k.svg").read_text(
+    assert "run-alignment-gate_raw_router-accuracy_by_k.svg" in written
+    assert "run-layer-0-gate_raw_router-pair_matrix.svg" in written
+    picture = (tmp_path / "figures" / "run-alignment-gate_raw_router-accuracy_by_k.svg").read_text(
         encoding="utf-8"
     )
     assert picture.lstrip().startswith("<svg")
     assert "argmax accuracy" in picture
+    (width,) = re.findall(r'<svg[^>]* width="([\d.]+)"', picture)[:1]
+    assert float(width) * 25.4 / 96 == pytest.approx(175, abs=0.2)  # 96 CSS pixels are an inch
+
+
+def test_a_pdf_is_as_wide_as_a_column_and_has_no_title(browser, few_figures, tmp_path):
+    folder = tmp_path / "figures"
+    report(few_figures, out=tmp_path / "r.html", figures=folder, format="pdf", width=85, title=False)
+    assert len(list(folder.iterdir())) == 2 * 2 + 1
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        assert content.startswith(b"%PDF-")
+        assert content.count(b"/Type /Page\n") == 1
+        (width,) = re.findall(rb"/MediaBox \[0 0 ([\d.]+) ", content)
+        assert float(width) * 25.4 / 72 == pytest.approx(85, abs=0.4)  # points; whole pixels
 
 
 def test_a_picture_that_cannot_be_written_fails_the_export(browser, few_figures, tmp_path, monkeypatch):
-    monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder: None)
+    monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder, width: None)
     with pytest.raises(Exception, match="missing"):
         export_figures([few_figures], tmp_path / "missing", "svg", quiet=True)

@@ -1,15 +1,58 @@
-"""Which figures become files, and how they look on paper."""
+"""Which figures become files, under which names, and how they look on paper."""
 
+import shutil
+
+import pytest
+
+from moescope.errors import BadInput
 from moescope.reporting.export import paper_figure, report_figures
+from moescope.reporting.joint import FIGURES as JOINT
+from moescope.reporting.verb import report
+from moescope.run import Run
+from report_payloads import page_figures
 
 
 def test_every_figure_of_a_trace_becomes_a_file_of_its_own(traced_run):
     names = [name for name, _ in report_figures([traced_run])]
     assert len(set(names)) == len(names)
-    assert any(name.startswith("trace0-load") and name.endswith("-cv_by_layer") for name in names)
+    assert any(name.startswith("run-load") and name.endswith("-cv_by_layer") for name in names)
     assert any("decode" in name for name in names)
     drawn = {name.rpartition("-")[2] for name in names}
     assert drawn <= {spec.name for spec in traced_run.verb.figures}
+
+
+def test_all_that_the_page_draws_is_exported_joint_figures_too(deep_runs, tmp_path):
+    page = report(*deep_runs, out=tmp_path / "r.html").read_text(encoding="utf-8")
+    figures = list(report_figures(list(deep_runs)))
+    assert sorted(figure.name for _, figure in figures) == sorted(page_figures(page))
+    assert {spec.name for spec in JOINT} <= {figure.name for _, figure in figures}
+
+
+def test_runs_of_equal_names_keep_all_their_figures(compared_run, tmp_path):
+    """Three copies: two in folders of the same name, one that differs in case alone."""
+    copies = [tmp_path / "x" / "a" / "r", tmp_path / "y" / "a" / "r", tmp_path / "z" / "A" / "R"]
+    runs = []
+    for copy in copies:
+        shutil.copytree(compared_run.path, copy)
+        runs.append(Run.load(copy))
+    alone = len([name for name, _ in report_figures(runs[:1]) if not name.startswith("all_")])
+    names = [name.lower() for name, _ in report_figures(runs)]
+    assert len(set(names)) == len(names)
+    assert len([name for name in names if not name.startswith("all_")]) == 3 * alone
+
+
+@pytest.mark.parametrize("width", [0, 39, 401])
+def test_a_width_that_no_paper_has_is_one_line(compared_run, tmp_path, width):
+    with pytest.raises(BadInput, match=f"width {width} mm"):
+        report(compared_run, out=tmp_path / "r.html", figures=tmp_path / "figures", width=width)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_browser_nothing_is_written_and_the_remedy_is_named(compared_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "no-browser"))
+    with pytest.raises(BadInput, match="BROWSER_PATH"):
+        report(compared_run, out=tmp_path / "r.html", figures=tmp_path / "figures", format="pdf")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_paper_a_slider_stands_at_its_start(traced_run):
@@ -21,3 +64,4 @@ def test_on_paper_a_slider_stands_at_its_start(traced_run):
     even = figure.slider.per_value - 3  # the grey line of an even share
     assert list(drawn["data"][even]["y"]) == list(figure.data[start + even]["y"])
     assert figure.title in drawn["layout"]["title"]["text"].replace("<br>", " ")
+    assert "text" not in paper_figure(figure, title=False)["layout"].get("title", {})

@@ -35,7 +35,7 @@ from moescope.routing.trace import trace
 from moescope.run import Run, write_table
 from moescope.weights.verb import scan
 from report_payloads import glossary_terms, page_data, page_sections, payloads
-from routing.routing_runs import EVIL, deep_model, evil_run
+from routing.routing_runs import EVIL, evil_run
 from routing.tiny_text import save_model, texts, write_jsonl
 
 ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
@@ -364,11 +364,8 @@ def test_an_experts_tokens_come_by_count_times_log_lift():
 # --- weights and text together
 
 
-def test_scan_and_trace_of_one_model_give_one_report_with_what_they_show_together(tmp_path):
-    model = deep_model(tmp_path / "model")
-    text = write_jsonl(tmp_path / "text.jsonl", texts(24))
-    traced = trace(model, text=text, out=tmp_path / "trace", quiet=True)
-    scanned = scan(model, out=tmp_path / "scan", router="raw,centered", quiet=True)
+def test_scan_and_trace_of_one_model_give_one_report_with_what_they_show_together(deep_runs, tmp_path):
+    scanned, traced = deep_runs
     page = report(scanned, traced, out=tmp_path / "r.html").read_text(encoding="utf-8")
     found = payloads(page)
     assert any(name.endswith("-accuracy_by_k") for name in found)

@@ -86,14 +86,14 @@ def layer_axis(layers: Iterable[int]) -> dict[str, object]:
     """An axis with ticks at integer layers, at most 16."""
     values = [int(layer) for layer in layers]
     values = values[:: max(1, -(-len(values) // 16))]
-    return {"tickvals": values, "ticktext": [str(value) for value in values]}
+    return {"tickvals": values, "ticktext": [str(value) for value in values], "zeroline": False}
 
 
 def step_axis(steps: Iterable[int]) -> dict[str, object]:
     """An axis with ticks at measured steps, at most 10."""
     values = [int(step) for step in steps]
     values = values[:: max(1, -(-len(values) // 10))]
-    return {"tickvals": values, "ticktext": [f"{value:,}" for value in values]}
+    return {"tickvals": values, "ticktext": [f"{value:,}" for value in values], "zeroline": False}
 
 
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:

@@ -21,6 +21,8 @@ def report(
     out: str | Path | None = None,
     figures: str | Path | None = None,
     format: Format = "svg",
+    width: int = 175,
+    title: bool = True,
     open: bool = False,
     quiet: bool = False,
 ) -> Path:
@@ -35,9 +37,13 @@ def report(
     out : FILE, default RUN/report.html
         The HTML file to write.
     figures : DIR
-        Also write every figure into this folder (needs the extra `export`).
+        Also write every figure into this folder (needs the extra `export`, and Chrome or Chromium).
     format : FORMAT
         File format of the figures.
+    width : MM
+        Width of the figures in millimetres: 85 for one column of a paper, 175 for two.
+    title : bool
+        Write the figures without title and caption.
     open : bool
         Open the report in the browser.
 
@@ -69,7 +75,7 @@ def report(
     if figures is not None:
         from moescope.reporting.export import check_export
 
-        check_export(Path(figures))
+        check_export(Path(figures), width)
     try:
         text = render(page_content(loaded))
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -86,7 +92,7 @@ def report(
     if figures is not None:
         from moescope.reporting.export import export_figures
 
-        export_figures(loaded, Path(figures), format, quiet)
+        export_figures(loaded, Path(figures), format, width, title, quiet)
     if open and not webbrowser.open(target.resolve().as_uri()):
         raise BadInput(f"{target}: written, but no browser could be started; open the file yourself")
     return target
