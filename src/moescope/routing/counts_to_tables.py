@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,12 @@ from moescope.routing.specialisation import (
     domain_information,
     domain_shares,
     information,
-    permute_within_documents,
     permuted_tables,
     purity,
-    token_counts,
-    token_information,
-    top_tokens,
-    vocabulary_specialisation,
 )
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Probe
+from moescope.routing.vocabulary import Vocabulary
 from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
@@ -128,6 +124,7 @@ class Traced:
                 add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
             add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
         contexts = self.context_rows()
+        vocabulary = None if self.probe is None else Vocabulary(self.probe, seed)
         for counts in self.main():
             add("domains", counts, domain_rows(counts, self.corpus))
             add("contexts", counts, contexts.get(counts.layer, []))
@@ -136,9 +133,11 @@ class Traced:
                     add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
             if counts.k > 1 and self.has_tokens:
                 add("coactivation", counts, coactivation_columns(counts))
-            if self.probe is not None:
-                add("routing_layers", counts, vocabulary_metric_rows(self.probe, counts, seed))
-                add("vocabulary", counts, vocabulary_columns(self.probe, counts, self.text.of))
+            if vocabulary is not None:
+                measured, columns = vocabulary.layer(counts.layer, counts.n_experts, self.text.of)
+                layer = layer_columns(counts, tokens=len(vocabulary.probe.ids_T))
+                add("routing_layers", counts, ({**layer, **row(*metric)} for metric in measured))
+                add("vocabulary", counts, columns)
         frames = {
             name: pd.concat(frames, ignore_index=True)
             if frames
@@ -462,49 +461,3 @@ def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:
                 "share": shares_ME[index, expert],
                 "share_chance": 1 / len(corpus.domains),
             }
-
-
-# --- vocabulary
-
-
-def vocabulary_metric_rows(probe: Probe, counts: LayerCounts, seed: int) -> Iterator[Row]:
-    """Yield held-out information of tokens about experts, and specialisation by role of the token."""
-    chosen_TK, n_experts = probe.chosen_TK(counts.layer), counts.n_experts
-    if not len(chosen_TK):
-        return
-    columns = layer_columns(counts, tokens=len(chosen_TK))
-    permuted_T = permute_within_documents(probe.ids_T, probe.document_T, seed)
-    value, chance = (
-        token_information(ids_T, chosen_TK, probe.half_T, n_experts) for ids_T in (probe.ids_T, permuted_T)
-    )
-    yield {**columns, **row("token_information", value, chance, 0.0)}
-    for role, ids_T in token_roles(probe).items():
-        permuted_T = permute_within_documents(ids_T, probe.document_T, seed)
-        value, chance = (vocabulary_specialisation(ids, chosen_TK, n_experts) for ids in (ids_T, permuted_T))
-        yield {**columns, **row(f"vocabulary_specialisation_{role}", value, chance, 1.0)}
-
-
-def token_roles(probe: Probe) -> dict[str, Integers]:
-    """Return role -> token ids: the input, the next, the predicted token; unknown ones are left out."""
-    roles = {"input": probe.ids_T, "next": probe.next_T, "predicted": probe.predicted_T}
-    return {role: ids_T for role, ids_T in roles.items() if (ids_T >= 0).any()}
-
-
-def vocabulary_columns(
-    probe: Probe, counts: LayerCounts, token_text: Callable[[int], str | None]
-) -> dict[str, list[Any]]:
-    """Return the columns of the vocabulary table: each expert's 50 most distinctive tokens, in each role."""
-    chosen_TK, n_experts = probe.chosen_TK(counts.layer), counts.n_experts
-    names = ("expert", "role", "token_id", "token", "count", "share", "lift")
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for role, ids_T in token_roles(probe).items():
-        counts_VE = token_counts(ids_T, chosen_TK, int(ids_T.max()) + 1, n_experts)
-        for expert, (ids, count, share, lift) in enumerate(top_tokens(counts_VE)):
-            columns["expert"] += [expert] * len(ids)
-            columns["role"] += [role] * len(ids)
-            columns["token_id"] += ids.tolist()
-            columns["token"] += [token_text(int(token)) for token in ids]
-            columns["count"] += [int(number) for number in count]
-            columns["share"] += share.tolist()
-            columns["lift"] += lift.tolist()
-    return columns

@@ -7,6 +7,7 @@ correlated, so even a balanced router lies above these chance levels on text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -144,10 +145,10 @@ def gini_interval(x_BE: Array) -> Interval:
     is 0 for even loads. The second is jackknife-corrected, which halves the bias at even loads. The estimate
     is their mean.
     """
-    from scipy.stats import rankdata  # slow to import, and reports do not need it
+    import pandas as pd
 
     n = x_BE.shape[1]
-    ranks_BE = rankdata(x_BE.sum(0) - x_BE, axis=1)
+    ranks_BE = pd.DataFrame(x_BE.sum(0) - x_BE).rank(axis=1).to_numpy()
     below = float(((2 * ranks_BE - n - 1) * x_BE).sum() / (n * x_BE.sum()))
     _, above, half = jackknife(x_BE, gini)
     limits = below - WIDER * half, above + half, (below + above) / 2
@@ -266,8 +267,6 @@ def jaccard_chance(n_experts: int, k: float) -> float:
     Sum over j of P(j shared) j/(2k - j), hypergeometric. Where k is no whole number, some subsets have one
     expert more than others.
     """
-    from scipy.stats import hypergeom  # slow to import, and reports do not need it
-
     if not np.isfinite(k):
         return float("nan")
     more = k - int(k)
@@ -275,7 +274,8 @@ def jaccard_chance(n_experts: int, k: float) -> float:
     chance = 0.0
     for a, share_a in sizes:
         for b, share_b in sizes:
-            shared = np.arange(min(a, b) + 1)
-            jaccard = shared / np.maximum(a + b - shared, 1)
-            chance += share_a * share_b * float((hypergeom.pmf(shared, n_experts, a, b) * jaccard).sum())
+            for shared in range(min(a, b) + 1):
+                ways = math.comb(a, shared) * math.comb(n_experts - a, b - shared)
+                share = ways / math.comb(n_experts, b)
+                chance += share_a * share_b * share * shared / max(a + b - shared, 1)
     return chance

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moescope.routing import decision, load_balance, separation, specialisation
+from moescope.routing import decision, load_balance, separation, specialisation, vocabulary
 from moescope.routing.load_balance import Setting, jaccard_chance
 from moescope.statistics import Interval
 from moescope.tables import Column
@@ -424,7 +424,7 @@ SPECIALISATION = [
         "Information of the token about the expert, in nats: held-out gain.",
         "E log p(e | token)/p(e), fitted on half of the documents",
         ("0 or below: nothing", PERMUTED, "the entropy of the loads"),
-        specialisation.token_information,
+        vocabulary.token_information,
         collapse=lambda s: 0.0,
         unit="nats",
         title="I(expert; token)",
@@ -437,7 +437,7 @@ SPECIALISATION = [
             f"Share of {words} that go to that token’s favourite expert, in the sample.",
             "Σ_v max_i N(v, i)/Σ_v N(v), tokens seen 8 times or more",
             ("chance", PERMUTED, "1"),
-            specialisation.vocabulary_specialisation,
+            vocabulary.vocabulary_specialisation,
             collapse=lambda s: 1.0,
             title=f"specialisation by {role} token",
         )

@@ -34,7 +34,7 @@ class Probe:
         return (self.document_T >> 32) % 2
 
     def chosen_TK(self, layer: int) -> Integers:
-        return self.chosen_LTK[self.layers.index(layer)].astype(np.int64)
+        return self.chosen_LTK[self.layers.index(layer)]
 
 
 @dataclass
