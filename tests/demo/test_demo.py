@@ -138,7 +138,7 @@ def test_the_report_has_training_weights_routing_and_joint_questions_in_one_page
     page = (shown[0].path / "report.html").read_text()
     for tab in ("training", "weights", "routing", "text"):
         assert page_sections(page, tab), tab
-    assert "together" in [section["id"] for section in page_sections(page, "overview")]
+    assert "together" in [section["id"] for section in page_sections(page, "routing")]
 
 
 def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):

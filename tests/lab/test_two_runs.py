@@ -28,7 +28,7 @@ def page(browser, two):
     page = context.new_page()
     page.on("console", lambda message: troubles.append(message.text))
     page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.goto(two[0].as_uri() + "#/overview?vs=1")
+    page.goto(two[0].as_uri())
     yield page
     context.close()
     assert troubles == []
@@ -38,9 +38,53 @@ def test_key_numbers_stand_side_by_side(page, two, trained_run: Run):
     losses = [
         run.table("evaluations").query("domain == ''")["loss"].iloc[-1] for run in (trained_run, two[1])
     ]
-    card = page.locator(".card", has_text="Validation loss")
-    expect(card).to_contain_text(f"{losses[0]:.3g}")
-    expect(card).to_contain_text(f"vs {losses[1]:.3g}")
+    values = page.locator(".card", has_text="Validation loss").locator(".value")
+    expect(values).to_have_text([f"{loss:.3g}" for loss in losses])
+    boxes = [value.bounding_box() for value in values.all()]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] < boxes[1]["x"]
+
+
+def test_the_first_screen_says_which_loss_is_lower_and_claims_nothing_from_one_seed(page, two, trained_run):
+    losses = {
+        run.name: run.table("evaluations").query("domain == ''")["loss"].iloc[-1]
+        for run in (trained_run, two[1])
+    }
+    low, high = sorted(losses, key=losses.get)
+    first = page.locator(".findings-box li").first
+    expect(first).to_be_in_viewport(ratio=1)
+    expect(first).to_contain_text(f"lowest in {low}, {losses[low]:.3g}")
+    expect(first).to_contain_text(f"{high} is {losses[high] - losses[low]:.3g} higher")
+    expect(first).to_contain_text("no claim")
+    expect(page.locator(".findings-box > ol > li")).to_have_count(5)
+    figure = page.locator("#tab-overview .figure-slot[data-figure=loss_by_run]")
+    expect(figure).to_be_in_viewport(ratio=0.95)
+    expect(figure.locator(".plot.drawn")).to_be_visible()
+    lines = figure.locator(".plot").evaluate(
+        "plot => plot.data.map((trace) => [trace.name, Array.from(trace.y).at(-1)])"
+    )
+    assert dict(lines)[low] == pytest.approx(losses[low], rel=1e-5)
+    assert dict(lines)[high] == pytest.approx(losses[high], rel=1e-5)
+
+
+def test_what_both_runs_say_is_said_once_with_both_names(page, two, trained_run: Run):
+    notice = page.locator(".notice")
+    expect(notice).to_have_count(1)
+    expect(notice.locator(".run-tag")).to_have_text(f"{trained_run.name}, {two[1].name}")
+    page.locator(".findings-box details > summary", has_text="more").click()
+    items = page.locator(".findings-box li", has_text="Routing entropy")
+    expect(items).to_have_count(1)
+    expect(items.locator(".run-tag")).to_have_text([trained_run.name, two[1].name])
+
+
+def test_a_comparison_is_switched_off_by_a_link_that_keeps_it_off(page):
+    page.locator("#top select[data-state=vs]").select_option("none")
+    expect(page.locator(".card .value").first).not_to_have_text("")
+    expect(page.locator(".card .run-tag")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#top select[data-state=vs]")).to_have_value("none")
+    expect(page.locator(".card").first).to_be_visible()
+    expect(page.locator(".card .run-tag")).to_have_count(0)
 
 
 def test_losses_share_one_axis(page, two):
@@ -71,7 +115,7 @@ def test_the_map_shows_the_ratio_of_loads(page, two, trained_run: Run):
 
 def test_another_run_is_selected_with_its_parts(page, two):
     page.locator("#top select[data-state=run]").select_option("1")
-    page.locator("#top select[data-state=vs]").select_option("")
+    page.locator("#top select[data-state=vs]").select_option("none")
     loss = two[1].table("evaluations").query("domain == ''")["loss"].iloc[-1]
     expect(page.locator(".card", has_text="Validation loss")).to_contain_text(f"{loss:.3g}")
     runs = page.evaluate("['train', 'scan', 'trace'].map((verb) => M.data.runs[M.selected.run(verb)].root)")

@@ -152,10 +152,10 @@ def test_the_glance_table_holds_the_tables_numbers_with_chance_beside_them(html,
 
 
 def test_what_a_report_holds_of_the_text_is_said_at_its_top(html, plain_run, tmp_path):
-    (notice,) = page_data(html)["notices"]
+    (notice,) = [item["text"] for item in page_data(html)["notices"]]
     assert "passages of the text" in notice
     quiet = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "short passages of the text" in page_data(quiet)["notices"][0]
+    assert "short passages of the text" in page_data(quiet)["notices"][0]["text"]
 
 
 def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):

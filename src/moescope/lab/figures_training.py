@@ -77,6 +77,27 @@ def loss_by_step(tables: Tables) -> Figure:
     return Figure("loss_by_step", title, caption, columns, data, layout, height=400, details=details)
 
 
+def loss_by_run(tables: Tables) -> Figure:
+    """Draw the validation loss of several trainings with the unigram baseline; `run` names them."""
+    rows = all_domains(tables["evaluations"])
+    data, last = [], {}
+    for index, (run, group) in enumerate(rows.groupby("run", sort=False)):
+        style = category_style(index)
+        data.append(
+            line(group["step"], group["loss"], str(run), style["color"], "lines+markers", style["dash"])
+        )
+        last[str(run)] = float(group["loss"].iloc[-1])
+    ends, baseline = [int(rows["step"].min()), int(rows["step"].max())], float(rows["unigram_loss"].iloc[-1])
+    data.append(grey_line(ends, [baseline] * 2, UNIGRAM))
+    first, *others = sorted(last, key=lambda run: last[run])
+    caption = f"Lowest at the end: {first}, {number(last[first])} nats per token"
+    caption += f"; highest: {others[-1]}, {number(last[others[-1]])}" if others else ""
+    caption += f" (unigram baseline: {number(baseline)})."
+    layout = base_layout("step", "validation loss (nats per token)")
+    columns = ("evaluations.loss", "unigram_loss")
+    return Figure("loss_by_run", "Validation loss of every run", caption, columns, data, layout)
+
+
 def gain_by_domain(tables: Tables) -> Figure:
     """Draw the unigram baseline's loss minus the validation loss of each domain."""
     rows = tables["evaluations"]
@@ -221,4 +242,5 @@ KEYS = [
     FigureSpec("expert_usage_histogram", ("key_histogram",), expert_usage_histogram),
     FigureSpec("key_map", ("key_map",), key_map),
 ]
+LOSS_BY_RUN = FigureSpec("loss_by_run", ("evaluations",), loss_by_run)
 TRAIN_FIGURES = [*LOSSES, *SPEED.values(), *KEYS]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_training import KEYS, LOSSES, SPEED, all_domains
+from moescope.lab.figures_training import KEYS, LOSS_BY_RUN, LOSSES, SPEED, all_domains
 from moescope.lab.tables import TRAIN_TABLES
-from moescope.plotting.style import byte_size, counted, listed, number
+from moescope.plotting.style import RANDOM, byte_size, counted, listed, number, span
 from moescope.reporting.pack import table_payload
+from moescope.reporting.page import run_names
 from moescope.reporting.untrusted import plot_words
 from moescope.routing.report_monitor import (
     STEP_COLUMNS,
@@ -20,9 +22,10 @@ from moescope.routing.report_monitor import (
     key_numbers,
     load_findings,
     load_section,
+    worst_load,
 )
 from moescope.run import Run
-from moescope.verb import KeyNumber, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables, all_rows
 
 METRIC_WORDS = {
     "gini": "Gini of the load",
@@ -74,6 +77,75 @@ def summary(run: Run) -> Summary:
     if is_routed(run):
         numbers += key_numbers(run)
     return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)
+
+
+def overlay(runs: list[Run]) -> list[Section]:
+    """Return the losses of several trainings on one axis, and what can be said of their difference."""
+    runs = [run for run in runs if "evaluations" in run.tables and len(run.table("evaluations"))]
+    if len(runs) < 2:
+        return []
+    names = {path: plot_words(name) for path, name in run_names(runs).items()}
+    rows = pd.concat([run.table("evaluations").assign(run=names[run.path]) for run in runs])
+    figures: list[tuple[FigureSpec, Tables]] = [(LOSS_BY_RUN, {"evaluations": rows})]
+    findings = [*loss_differences(rows), *setting_differences(runs), *load_differences(runs, names)]
+    return [
+        Section("losses-of-all", "Training curves", findings=findings, figures=figures, tab="overview"),
+        Section("losses-of-all", "Validation loss of all runs", figures=figures),
+    ]
+
+
+def loss_differences(rows: pd.DataFrame) -> list[str]:
+    """Compare the last validation losses; nothing is claimed from one training per setting."""
+    last = all_domains(rows).groupby("run", sort=False).last().sort_values("loss")
+    best, others = last.iloc[0], last.iloc[1:]
+    if last[["unigram_loss", "uniform_loss"]].round(6).drop_duplicates().shape[0] > 1:
+        values = listed([f"{number(row.loss)} ({row.Index})" for row in last.itertuples()])
+        words = f"{values} nats per token, not comparable: the held-out texts or vocabularies differ."
+        return [Finding(f"Validation loss: {words}", figure="loss_by_run")]
+    higher = listed(
+        [f"{row.Index} is {number(row.loss - best['loss'])} higher" for row in others.itertuples()]
+    )
+    return [
+        Finding(
+            f"Validation loss: lowest in {best.name}, {number(best['loss'])} nats per token; {higher}. One "
+            "training each: no claim about which is better (moescope study compares over several seeds).",
+            figure="loss_by_run",
+        )
+    ]
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as name -> value in words."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: str(value)}
+    return found
+
+
+def setting_differences(runs: list[Run]) -> list[str]:
+    """Name the settings in which trainings differ, and their sizes where these differ."""
+    settings = pd.DataFrame([flat(run.info["arguments"]) for run in runs])
+    parts = [
+        f"{name.rpartition('.')[2]} ({', '.join(settings[name].fillna('none'))})"
+        for name in settings
+        if settings[name].nunique(dropna=False) > 1
+    ]
+    sizes = [run.info.get("parameters_total") for run in runs]
+    if len(set(sizes)) > 1:
+        parts.append(f"parameters ({', '.join('unknown' if n is None else f'{n:,}' for n in sizes)})")
+    words = f"the runs differ in {listed(parts)}" if parts else "equal in all runs"
+    return [Finding(f"Settings: {plot_words(words)}.", tab="methods")]
+
+
+def load_differences(runs: list[Run], names: dict[Path, str]) -> list[str]:
+    """Compare the worst load CV of routed trainings at their last step."""
+    worst = {names[run.path]: row for run in runs if is_routed(run) and (row := worst_load(run)) is not None}
+    if len(worst) < 2:
+        return []
+    values = [f"{number(row['value'])} ({name}, layer {row['layer']})" for name, row in worst.items()]
+    chance = span(pd.Series([float(row["chance"]) for row in worst.values()]))
+    text = f"Load balance at the end of training: worst CV {listed(values)}; {RANDOM}: {chance}."
+    return [Finding(text, figure="cv_by_step")]
 
 
 def status(run: Run) -> list[str]:

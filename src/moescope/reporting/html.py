@@ -11,7 +11,19 @@ import jinja2
 from moescope.reporting.pack import pack_text, packed
 from moescope.reporting.untrusted import visible
 
-SCRIPTS = ("core", "state", "versus", "figures", "sections", "map", "experts", "text", "methods", "frame")
+SCRIPTS = (
+    "core",
+    "state",
+    "versus",
+    "figures",
+    "sections",
+    "map",
+    "experts",
+    "text",
+    "methods",
+    "overview",
+    "frame",
+)
 
 
 def render(content: dict[str, Any]) -> str:

@@ -118,7 +118,10 @@ def joint_sections(runs: list[Run]) -> list[Section]:
         return distances
     parts = [part for scan in scans for trace in traces for part in joint_parts(scan, trace)]
     text = "" if parts else "Not available: no scan and trace here are of the same checkpoint."
-    return [*distances, Section("together", "Weights and routing together", text, sections=parts)]
+    return [
+        *distances,
+        Section("together", "Weights and routing together", text, sections=parts, tab="routing"),
+    ]
 
 
 def distance_sections(runs: list[Run]) -> list[Section]:
@@ -131,7 +134,11 @@ def distance_sections(runs: list[Run]) -> list[Section]:
     tables = {"geometry_layers": rows}
     drawable = {spec.name: spec for spec in specs if spec.can_draw(tables)}
     figures = [(spec, tables) for spec in drawable.values()]
-    return [Section("distances", "Distances between experts, all runs", "", figures)] if figures else []
+    return (
+        [Section("distances", "Distances between experts, all runs", "", figures, tab="weights")]
+        if figures
+        else []
+    )
 
 
 def series_of_runs(runs: list[Run]) -> pd.DataFrame | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,9 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     overview = page.map_data()
     layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
     data = {
-        "title": page_title(page.runs) if len(page.roots) == 1 else listed([run.name for run in page.roots]),
+        "title": page_title(page.runs)
+        if len(page.roots) == 1
+        else listed([page.names[run.path] for run in page.roots]),
         "shape": shape_words(page.runs),
         "runs": [page.run_data(run) for run in page.runs],
         "roots": [page.names[run.path] for run in page.roots],
@@ -59,7 +62,8 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "run_views": page.run_views,
         "glossary": page.keep("glossary", glossary_sections(page.runs)),
         "guide": list(dict.fromkeys(line for run in page.runs for line in run.verb.guide(run))),
-        "notices": page.notices,
+        "together": page.together,
+        "notices": [{"text": text, "runs": numbers} for text, numbers in page.notices.items()],
     }
     return {"title": data["title"], "data": script_json(spelled_out(data)), "payloads": page.payloads}
 
@@ -81,7 +85,8 @@ class Page:
         self.payloads: dict[str, Any] = {}
         self.views: dict[str, list[str]] = {}  # verb -> labels of its views
         self.run_views: dict[int, list[str]] = {}  # run -> labels of its views
-        self.notices: list[str] = []
+        self.notices: dict[str, list[int]] = {}  # text -> the runs it speaks of
+        self.together: list[dict[str, Any]] = []  # findings on several runs of a verb
         self.summaries = {run.path: summary_of(run) for run in self.runs}
 
     def keep(self, name: str, value: Any) -> str:
@@ -107,7 +112,8 @@ class Page:
     def run_data(self, run: Run) -> dict[str, Any]:
         """Return a run's summary and provenance."""
         summary = self.summaries[run.path]
-        self.notices += [line for line in summary.notices if line not in self.notices]
+        for line in summary.notices:
+            self.notices.setdefault(line, []).append(self.number(run))
         prefix = f"summary{self.number(run)}"
         return {
             "name": self.names[run.path],
@@ -131,16 +137,24 @@ class Page:
             groups.setdefault(run.verb.name, []).append(run)
         for group in groups.values():
             verb = group[0].verb
-            overlays = [
-                (section.tab or verb.tab or "overview", self.entry(section, f"{verb.name}-overlay"))
-                for section in verb.overlay(group)
-            ]
+            overlays = []
+            for section in verb.overlay(group):
+                tab = section.tab or verb.tab or "overview"
+                if tab == "overview":  # what compares runs stands with the first findings
+                    self.together += [
+                        {"verb": verb.name, "tab": verb.tab, **finding}
+                        for finding in placed(section.findings)
+                    ]
+                    section = replace(section, findings=[])
+                overlays.append((tab, self.entry(section, f"{verb.name}-overlay")))
             for tab, entry in overlays if len(group) > 1 else ():
                 found[tab].append(entry)
+            compared = any(tab == "overview" for tab, _ in overlays)
             for run in group:
                 for section in [*verb.sections(run, Selection()), *self.summaries[run.path].sections]:
-                    entry = self.entry(section, f"{verb.name}{self.number(run)}", run)
-                    found[section.tab or verb.tab or "overview"].append(entry)
+                    tab = section.tab or verb.tab or "overview"
+                    if tab != "overview" or not compared:
+                        found[tab].append(self.entry(section, f"{verb.name}{self.number(run)}", run))
             for tab, entry in overlays if len(group) == 1 else ():
                 found[tab].append(entry)
         for section in joint_sections(self.runs):
@@ -238,13 +252,14 @@ def summary_of(run: Run) -> Summary:
 
 
 def shown_first(key_numbers: list[KeyNumber], findings: list[str]) -> dict[str, Any]:
-    places = [line.place if isinstance(line, Finding) else {} for line in findings]
-    return {
-        "key_numbers": [plain(asdict(key)) for key in key_numbers],
-        "findings": [
-            {"text": str(line), "place": place} for line, place in zip(findings, places, strict=True)
-        ],
-    }
+    return {"key_numbers": [plain(asdict(key)) for key in key_numbers], "findings": placed(findings)}
+
+
+def placed(findings: list[str]) -> list[dict[str, Any]]:
+    """Return findings with the place where the page shows them; empty: the verb's tab."""
+    return [
+        {"text": str(line), "place": line.place if isinstance(line, Finding) else {}} for line in findings
+    ]
 
 
 def measure_payload(measure: Measure) -> dict[str, Any]:
@@ -344,11 +359,13 @@ def with_parts(runs: list[Run]) -> list[Run]:
 
 
 def run_names(runs: list[Run]) -> dict[Path, str]:
-    """Return a short name per run: its folder's, with the parent's where two runs share it."""
-    plain_names = [run.name for run in runs]
-    if len(set(plain_names)) < len(plain_names):
-        return {run.path: f"{run.path.resolve().parent.name}/{run.name}" for run in runs}
-    return {run.path: run.name for run in runs}
+    """Return a short name per run: its folder's, with those above it where several runs share the name."""
+    names = {run.path: run.name for run in runs}
+    for above in range(1, max((len(path.resolve().parts) for path in names), default=1)):
+        times = Counter(names.values())
+        shared = [path for path, name in names.items() if times[name] > 1]
+        names |= {path: "/".join(path.resolve().parts[-1 - above :]) for path in shared}
+    return names
 
 
 def page_title(runs: list[Run]) -> str:

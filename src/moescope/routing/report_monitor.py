@@ -97,16 +97,25 @@ def gradient_sections(run: Run) -> list[Section]:
     return [Section("routers", "Router gradients", words, [(ROUTER_GRADIENT, tables)])]
 
 
+def last_metrics(run: Run) -> pd.DataFrame:
+    """Return the routing metrics of the last step, of all domains together."""
+    rows = rows_of(run, "routing_layers")
+    return rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")] if len(rows) else rows
+
+
+def worst_load(run: Run) -> pd.Series | None:
+    """Return the row of the layer with the largest load CV at the last step."""
+    rows = last_metrics(run)
+    cv = rows[(rows["metric"] == "cv") & rows["value"].notna()] if len(rows) else rows
+    return cv.loc[cv["value"].idxmax()] if len(cv) else None
+
+
 def load_findings(run: Run, reason: str = "") -> list[str]:
     """Load balance at the last step; `reason` says why a router's load is even by construction."""
-    rows = rows_of(run, "routing_layers")
-    if not len(rows):
+    worst = worst_load(run)
+    if worst is None:
         return []
-    rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")]
-    cv = rows[(rows["metric"] == "cv") & rows["value"].notna()]
-    if not len(cv):
-        return []
-    worst = cv.loc[cv["value"].idxmax()]
+    rows = last_metrics(run)
     chance = f"({RANDOM}: {number(worst['chance'])})"
     if worst["value"] == 0:
         return [f"Load balance at the end of training: even in every layer{reason}, CV 0 {chance}."]

@@ -1,7 +1,7 @@
-// The frame: header with selections, tabs, overview. Starts the page.
+// The frame: header with selections, tabs. Starts the page.
 (() => {
   const { make } = M;
-  const { runs, roots, tabs, views, layers } = M.data;
+  const { roots, tabs, views, layers } = M.data;
   const main = document.getElementById("main");
   const filled = (tab) => ["overview", "methods"].includes(tab.name) || tab.sections.length > 0 || (tab.name === "experts" && layers.length > 0);
 
@@ -16,9 +16,8 @@
   function header() {
     const top = document.getElementById("top");
     const controls = [];
-    // only runs of one verb can stand in for each other
-    const alike = roots.map((name, index) => [index, name]).filter(([index]) => runs.some((run) => run.root === index && M.selected.verbs.get(run.verb).length > 1));
-    if (alike.length > 1) controls.push(select("Run", "run", alike), select("vs", "vs", alike, "none"));
+    const alike = M.selected.alike.map((index) => [index, roots[index]]);
+    if (alike.length > 1) controls.push(select("Run", "run", alike), select("vs", "vs", [["none", "none"], ...alike]));
     for (const selector of views) controls.push(select(selector.label, selector.verb, selector.views.map((name) => [name, name])));
     if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), "all"));
     const search = make("input", { type: "search", placeholder: "L2 E5, token, figure", "aria-label": "Search", list: "found" });
@@ -35,7 +34,7 @@
   function showSelections(state) {
     for (const element of document.querySelectorAll("#top select[data-state]")) {
       const key = element.dataset.state;
-      const value = key === "run" ? M.selected.root("run") : views.some((entry) => entry.verb === key) ? M.selected.view(key) : state[key];
+      const value = key === "run" ? M.selected.root("run") : key === "vs" ? M.selected.root("vs") ?? "none" : views.some((entry) => entry.verb === key) ? M.selected.view(key) : state[key];
       element.value = value ?? "";
     }
   }
@@ -51,7 +50,7 @@
     return make("div", { class: "empty-tab" }, make("h2", {}, `${tab.title}: no data in this report`), make("p", {}, "This command fills it:"), make("pre", { class: "command" }, tab.command));
   }
   async function build(tab, panel) {
-    if (tab.name === "overview") return overview(panel);
+    if (tab.name === "overview") return M.overview(panel);
     if (tab.name === "methods") return M.fillMethods(panel);
     if (tab.name === "experts" && filled(tab)) return M.experts.page(panel);
     if (!filled(tab)) return panel.append(empty(tab));
@@ -72,66 +71,6 @@
     M.sections.show(panel.below ?? panel);
     M.map.refresh();
     if (state.figure) panel.querySelector(`[data-figure="${CSS.escape(state.figure)}"]`)?.scrollIntoView({ block: "center" });
-  }
-
-  // ---- overview
-  function card(key, baseline) {
-    const top = Math.max(key.most ?? 0, key.value, key.chance ?? 0, baseline?.value ?? 0, 1e-12);
-    const bar = make("span", { class: "bar" }, make("i", { style: `width:${(100 * Math.max(key.value, 0)) / top}%` }),
-      key.chance === null ? null : make("u", { class: "chance", style: `left:${(100 * Math.max(key.chance, 0)) / top}%` }));
-    const words = [key.word ? make("b", {}, key.word) : null, key.chance === null ? null : ` ${key.reference} ${M.number(key.chance)}`];
-    return make("div", { class: "card" }, make("div", { class: "name" }, key.name), make("div", { class: "value" }, M.number(key.value), " ", make("small", {}, key.unit),
-      baseline ? make("small", { class: "versus" }, ` vs ${M.number(baseline.value)}`) : null), bar, make("div", { class: "words" }, ...words));
-  }
-  // a run's summary, of the selected view where it has one of its own
-  const summaryOf = (index) => (index === null || index === undefined ? null : { ...runs[index], ...(runs[index].views[M.selected.view(runs[index].verb)] ?? {}) });
-  function keyNumbers() {
-    const cards = [];
-    for (const verb of M.selected.verbs.keys()) {
-      const run = summaryOf(M.selected.run(verb));
-      const other = M.selected.run(verb, "vs");
-      const baseline = other !== null && other !== M.selected.run(verb) ? summaryOf(other) : null;
-      for (const key of run?.key_numbers ?? []) cards.push([verb, card(key, baseline?.key_numbers.find((item) => item.name === key.name))]);
-    }
-    // several verbs share the first row: equally many cards each
-    const verbs = [...new Set(cards.map(([verb]) => verb))];
-    const each = Math.max(2, Math.floor(6 / verbs.length));
-    return verbs.flatMap((verb) => cards.filter(([of]) => of === verb).slice(0, each).map(([, element]) => element)).slice(0, 6);
-  }
-  function findings() {
-    const all = [...M.selected.verbs.keys()].map((verb) => summaryOf(M.selected.run(verb))).filter(Boolean);
-    const lists = all.map((run) => run.findings.map((finding) => ({ ...finding, place: { tab: run.tab, ...finding.place } })));
-    const some = [];
-    for (let turn = 0; some.length < 5 && lists.some((list) => list.length > turn); turn++) for (const list of lists) if (list[turn] && some.length < 5) some.push(list[turn]);
-    const rest = lists.flat().filter((finding) => !some.includes(finding));
-    const line = ({ text, place }) => {
-      const head = text.match(/^[^:(,;]{3,70}(?=:)/)?.[0] ?? text.match(/^[^(,;.]{3,90}(?=[(,;. ])/)?.[0] ?? text;
-      return make("li", {}, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, ...place }) }, head), text.slice(head.length));
-    };
-    const box = [make("h2", {}, "Findings"), make("ol", {}, ...some.map(line))];
-    if (rest.length) box.push(make("details", {}, make("summary", {}, `${rest.length} more`), make("ol", { start: some.length + 1 }, ...rest.map(line))));
-    return box;
-  }
-  function warnings() {
-    const lines = [...new Set(runs.flatMap((run) => run.warnings))];
-    return lines.length ? make("details", { class: "warnings", open: lines.length < 3 }, make("summary", {}, `${lines.length} ${lines.length === 1 ? "warning" : "warnings"}`), make("ul", {}, ...lines.map((words) => make("li", {}, words)))) : "";
-  }
-  async function overview(panel) {
-    const cards = make("div", { class: "cards" });
-    const list = make("div", { class: "findings-box" });
-    const fill = () => { cards.replaceChildren(...keyNumbers()); list.replaceChildren(...findings(), warnings(), ...M.data.notices.map((words) => make("p", { class: "notice", role: "note" }, words)), ...coverage()); };
-    const map = make("div", { class: "map-place" });
-    panel.append(cards, make("div", { class: "overview-row" }, map, list));
-    fill();
-    M.state.onChange(fill);
-    map.append(await M.map.element());
-    const below = make("div", { class: "below-map" }, ...tabs[0].sections.map((entry) => M.sections.element(entry)));
-    map.append(below);
-    panel.below = below;
-  }
-  function coverage() {
-    const lines = [...new Set([...M.selected.verbs.keys()].flatMap((verb) => runs[M.selected.run(verb)]?.coverage ?? []))];
-    return [make("details", { class: "coverage" }, make("summary", {}, "What was read"), ...lines.map((words) => make("p", {}, words)))];
   }
 
   // ---- search: experts by number, tokens of experts, figures by title

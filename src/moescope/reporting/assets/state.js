@@ -9,7 +9,7 @@ M.state = (() => {
     const state = { tab: path || "overview" };
     for (const [key, value] of new URLSearchParams(query)) {
       const number = Number(value);
-      if (!NUMBERS.has(key)) state[key] = value;
+      if (!NUMBERS.has(key) || value === "none") state[key] = value;
       else if (Number.isInteger(number) && number >= 0) state[key] = number;
     }
     if (!M.data.tabs.some((tab) => tab.name === state.tab)) state.tab = "overview";
@@ -51,9 +51,14 @@ M.selected = (() => {
   const verbs = new Map();
   runs.forEach((run, index) => verbs.set(run.verb, [...(verbs.get(run.verb) ?? []), index]));
 
+  // roots that can stand in for each other: they have runs of one verb
+  const alike = roots.map((_, index) => index).filter((index) => runs.some((run) => run.root === index && verbs.get(run.verb).length > 1));
+  // several runs are compared from the start, the first with the second, unless a reader chooses otherwise
   const root = (key) => {
     const value = M.state.get()[key];
-    return value !== undefined && value < roots.length ? value : key === "run" ? 0 : null;
+    if (value < roots.length) return value;
+    if (key === "run") return 0;
+    return value === "none" ? null : alike.find((index) => index !== root("run")) ?? null;
   };
   // the run of a verb under the selected root; a verb with one run has only that
   function run(verb, key = "run") {
@@ -77,5 +82,5 @@ M.selected = (() => {
     const own = M.data.run_views[entry.run] ?? [];
     return entry.view === (own.includes(wanted) ? wanted : own.at(-1));
   }
-  return { run, view, root, verbs, matches: (entry) => matchesRun(entry) && matchesView(entry) };
+  return { run, view, root, verbs, alike, matches: (entry) => matchesRun(entry) && matchesView(entry) };
 })();
