@@ -452,7 +452,7 @@ def test_scan_prints_coverage_findings_and_the_folder(tmp_path):
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("mixtral: 2 MoE layers of 2 expected, 4 experts per layer")
-    assert lines[-2:] == ["run: run", "next: moescope report run"]
+    assert lines[-2:] == ["run: run", "report: run/report.html"]
     assert all(line.startswith("- ") for line in lines[1:-2])
     assert "Traceback" not in shown.stderr
     assert (tmp_path / "run" / "alignment.parquet").exists()
@@ -474,7 +474,7 @@ def invoke(tmp_path, monkeypatch):
 
 def test_json_prints_the_summary_and_nothing_else(tmp_path, invoke):
     tiny_checkpoint(tmp_path / "model")
-    code, out, _ = invoke("scan", "model", "--out", "run", "--json")
+    code, out, _ = invoke("scan", "model", "--out", "run", "--json", "--no-report")
     facts = json.loads(out)
     assert code == 0
     assert {"coverage", "findings", "warnings"} <= set(facts)
@@ -488,7 +488,7 @@ def test_quiet_prints_nothing(tmp_path, invoke):
 
 def test_warnings_go_to_stderr(tmp_path, invoke):
     tiny_checkpoint(tmp_path / "model")
-    code, out, err = invoke("scan", "model", "--out", "run", "--k", "999")
+    code, out, err = invoke("scan", "model", "--out", "run", "--k", "999", "--no-report")
     assert code == 0
     assert "warning: k = 999 skipped: no matrix has a rank above 16\n" in err
     assert "warning" not in out
@@ -499,7 +499,7 @@ def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
     options = (
         "--layers 1 --matrix up,down --router raw,centered --k 3 --fold-norm --device cpu --precision exact "
         "--null shuffle --n-shuffles 20 --k-star 128 --allow-full-rank --ambiguity-weights 0.5,0.25,0.25 "
-        "--keep-going --seed 3 --quiet"
+        "--keep-going --seed 3 --quiet --no-report"
     )
     assert invoke("scan", "model", "--out", "run", *options.split())[0] == 0
     info = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -522,16 +522,18 @@ def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
 
 def test_a_second_scan_into_the_folder_is_refused_unless_it_may_overwrite(tmp_path, invoke):
     tiny_checkpoint(tmp_path / "model")
-    assert invoke("scan", "model", "--out", "run", "--quiet")[0] == 0
+    assert invoke("scan", "model", "--out", "run", "--quiet", "--no-report")[0] == 0
     with pytest.raises(BadInput, match=r"other arguments \(seed\)"):
         invoke("scan", "model", "--out", "run", "--quiet", "--seed", "1")
-    assert invoke("scan", "model", "--out", "run", "--quiet", "--seed", "1", "--overwrite")[0] == 0
+    again = ("--seed", "1", "--overwrite", "--no-report")
+    assert invoke("scan", "model", "--out", "run", "--quiet", *again)[0] == 0
 
 
 def test_several_models_are_steps(tmp_path, invoke):
     for step in (100, 200):
         tiny_checkpoint(tmp_path / f"checkpoint-{step}", seed=step)
-    assert invoke("scan", "checkpoint-100", "checkpoint-200", "--out", "run", "--quiet")[0] == 0
+    given = ("checkpoint-100", "checkpoint-200", "--out", "run", "--quiet", "--no-report")
+    assert invoke("scan", *given)[0] == 0
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [checkpoint["step"] for checkpoint in info["checkpoints"]] == [100, 200]
 

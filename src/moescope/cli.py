@@ -10,13 +10,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moescope.errors import BadInput, shortened, unknown_name
-from moescope.storage import ANONYMOUS
+from moescope.errors import BadInput, printable, shortened, unknown_name
+from moescope.storage import ANONYMOUS, REPORT
 from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
@@ -57,18 +58,21 @@ def command_of(verb: Verb) -> TyperCommand:
         dry = flag("--dry-run", help="Print what would be done and what it takes, and stop.")
         parameters.append(named("dry_run", dry))
     parameters.append(named("as_json", flag("--json", help="Print the result as JSON.")))
-    debugging = "Print the traceback of an error before its line."
+    debugging = "Also print an error's traceback."
     parameters.append(named("debug", flag("--debug", help=debugging, rich_help_panel=MORE)))
 
     hiding = "Leave absolute paths out of run.json and the report."
     parameters.append(named("anonymous", flag("--anonymous", help=hiding, rich_help_panel=MORE)))
+    if verb.returns_run:
+        skipping = "Do not write report.html."
+        parameters.append(named("no_report", flag("--no-report", help=skipping, rich_help_panel=MORE)))
 
     def callback(**values: Any) -> None:
         debug = values.pop("debug")
         if values.pop("anonymous"):
             os.environ[ANONYMOUS] = "1"
         try:
-            execute(verb, values)
+            execute(verb, values, debug)
         except BadInput as error:
             if debug:
                 print_traceback(error)
@@ -92,9 +96,10 @@ def named(name: str, info: Any) -> inspect.Parameter:
     )
 
 
-def execute(verb: Verb, values: dict[str, Any]) -> None:
-    """Call the verb's function with the options as given, and print what came of it."""
+def execute(verb: Verb, values: dict[str, Any], debug: bool = False) -> None:
+    """Call the verb's function with the options as given, write the run's report, print what came of it."""
     as_json, dry_run = values.pop("as_json", False), values.pop("dry_run", False)
+    with_report = not values.pop("no_report", True)
     quiet = values.get("quiet", False)
     arguments: list[Any] = []
     for option in verb.options:
@@ -122,16 +127,34 @@ def execute(verb: Verb, values: dict[str, Any]) -> None:
         ) from error
     if int(os.environ.get("RANK", "0")):
         return  # under torchrun the first process speaks for all
+    if with_report and not dry_run:
+        write_report(made, debug)
     show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, quiet)
 
 
+def write_report(run: Any, debug: bool) -> None:
+    """Write the report of a finished run unless it is up to date; a failure is a line, the run stays done."""
+    from moescope.reporting.verb import is_outdated, report
+
+    try:
+        if is_outdated(run.path):
+            report(run)
+    except Exception as error:
+        if debug:
+            print_traceback(error)
+        what = error if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
+        typer.echo(shortened(printable(f"warning: the run is done, but it has no report: {what}")), err=True)
+
+
 def show(lines: Callable[[Any], list[str]] | None, made: Any, as_json: bool, quiet: bool) -> None:
-    """Print what a verb returned: a run's summary, or with `lines` the value of a command without tables."""
+    """Print what a verb returned: a run's summary, with `lines` in its own words, or another value."""
+    is_run = hasattr(made, "verb")
     if as_json:
-        facts = summary_facts(made) if hasattr(made, "verb") else made
+        facts = summary_facts(made) if is_run else made
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str))
     elif not quiet:
-        typer.echo("\n".join(lines(made) if lines else run_lines(made)))
+        shown = lines(made) if lines else run_lines(made)
+        typer.echo("\n".join([*shown, *(place_lines(made.path) if is_run else [])]))
         for warning in [] if lines else made.info.get("warnings", []):
             typer.echo(f"warning: {warning}", err=True)
 
@@ -151,6 +174,7 @@ def summary_facts(run: Any) -> dict[str, Any]:
         "warnings": run.info.get("warnings", []),
         "timings": run.info["timings"],
         "tables": run.tables,
+        "report": str(report) if (report := run.path / REPORT).exists() else None,
         "parts": {name: summary_facts(run.parts[name]) for name in run.verb.parts if name in run.parts},
     }
 
@@ -163,11 +187,16 @@ def run_lines(run: Any) -> list[str]:
     elif resumed := run.info.get("tasks_resumed"):
         lines.append(f"resumed: {resumed} finished {'task' if resumed == 1 else 'tasks'} kept")
     lines += dict.fromkeys(summary.coverage)
-    lines += [f"- {finding}" for finding in summary.findings]
-    lines.append(f"run: {run.path}")
-    report = run.path / "report.html"
-    following = f"next: moescope report {shlex.quote(str(run.path))}"
-    return [*lines, f"report: {report}" if report.exists() else following]
+    return lines + [f"- {finding}" for finding in summary.findings]
+
+
+def place_lines(folder: Path) -> list[str]:
+    """Return where a run and its report are, and on a terminal how to open the report."""
+    lines, command = [f"run: {folder}"], f"moescope report {shlex.quote(str(folder))}"
+    if not (folder / REPORT).exists():
+        return [*lines, f"next: {command}"]
+    lines.append(f"report: {folder / REPORT}")
+    return [*lines, f"open it: {command} --open"] if sys.stdout.isatty() else lines
 
 
 class VerbGroup(TyperGroup):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.errors import BadInput, unknown_name
 from moescope.processor import machine
 from moescope.storage import (
+    REPORT,
     atomic_file,
     atomic_folder,
     check_disk,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 Frames = dict[str, "pd.DataFrame"]
 RUN_JSON = "run.json"
 SHAPE = "fields"  # in run.json: the kinds of all other fields
-OWN_FILES = (RUN_JSON, "report.html")  # and the tables and files of the verb
+OWN_FILES = (RUN_JSON, REPORT)  # and the tables and files of the verb
 TRAIN_LOCK = ".train.lock"  # of a training with its scan and trace, which the lock of one run does not cover
 
 
@@ -187,7 +188,7 @@ class Run:
             for key in summary.key_numbers
         )
         findings = "".join(f"<li>{escape(line)}</li>" for line in summary.findings)
-        report = self.path / "report.html"
+        report = self.path / REPORT
         link = "no report yet: moescope.report(run)"
         if report.exists():
             link = f'<a href="{escape(str(report))}">report</a>'

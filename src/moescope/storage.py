@@ -22,6 +22,7 @@ from typing import Any
 
 from moescope.errors import BadInput
 
+REPORT = "report.html"  # in a run folder
 SPARE_DISK = 32 * 2**20
 PARTIAL_ENDING = ".moescope-partial"
 LEFTOVER = re.compile(r"\.moescope-[0-9a-f]{16}\.tmp")

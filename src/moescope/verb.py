@@ -394,6 +394,11 @@ class Verb:
     def options(self) -> list[Option]:
         return options_of(self.run) if self.run is not None else []
 
+    @property
+    def returns_run(self) -> bool:
+        """Whether its function returns a Run, so that the command line writes a report of it."""
+        return self.run is not None and inspect.signature(self.run).return_annotation == "Run"
+
     def figure(self, name: str) -> FigureSpec | None:
         return next((spec for spec in self.figures if spec.name == name), None)
 

@@ -291,13 +291,17 @@ def test_a_hub_id_is_read_at_the_commit_its_revision_names(tmp_path, hub, model,
 
 
 def test_scanning_a_layer_from_the_hub_fetches_its_ranges_and_is_resumable_by_identity(tmp_path, folder, hub):
-    done = on_the_hub(hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run")
+    done = on_the_hub(
+        hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run", "--no-report"
+    )
     assert done.returncode == 0, done.stderr
     assert hub.sent < 0.2 * weight_bytes(folder) + 4 * 65536
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["checkpoints"][0]["path"] == "hf://tiny/moe"
     assert info["checkpoints"][0]["revision"] == COMMITS["step1000"]
-    again = on_the_hub(hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run")
+    again = on_the_hub(
+        hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run", "--no-report"
+    )
     assert "already complete" in again.stdout
 
 

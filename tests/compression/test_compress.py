@@ -620,11 +620,15 @@ def test_the_command_prints_what_was_done_and_what_it_costs_beside_original_and_
         "--apply",
         str(place / "small"),
     ]
-    done = CliRunner().invoke(cli.app, [*words, "--out", str(place / "run"), "--controls", "2"])
+    done = CliRunner().invoke(
+        cli.app, [*words, "--out", str(place / "run"), "--controls", "2", "--no-report"]
+    )
     assert done.exit_code == 0, done.output
     for part in ("Perplexity on held-out text", "original", "random controls", "0.693"):
         assert part in done.output
-    as_json = CliRunner().invoke(cli.app, [*words, "--out", str(place / "run"), "--controls", "2", "--json"])
+    as_json = CliRunner().invoke(
+        cli.app, [*words, "--out", str(place / "run"), "--controls", "2", "--json", "--no-report"]
+    )
     assert json.loads(as_json.output)["tables"] == list(PRUNING_TABLES)
 
 

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import plotly.graph_objects  # noqa: F401
 import torch
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
@@ -20,9 +19,7 @@ import moescope.lab.overhead
 import moescope.lab.study_config
 import moescope.lab.study_statistics
 import moescope.lab.training
-import moescope.reporting.html
-import moescope.reporting.page
-import moescope.routing.collectors
+import moescope.routing.collectors  # noqa: F401
 from checkpoints import tiny_checkpoint
 from lab.tiny_study import write_study
 from moescope import storage
@@ -30,7 +27,6 @@ from moescope.comparison.verb import compare
 from moescope.compression.verb import compress
 from moescope.lab.study import study
 from moescope.lab.train import train
-from moescope.reporting.verb import OWN_MARK
 from moescope.routing.monitor import LoopMonitor
 from moescope.routing.trace import trace
 from moescope.weights.verb import scan
@@ -102,9 +98,6 @@ def run_compress(inputs: Path, out: Path) -> None:
 
 
 def run_train(inputs: Path, out: Path) -> None:
-    # the page takes most of the time, and other tests look at it
-    moescope.reporting.page.page_content = lambda runs: {}
-    moescope.reporting.html.render = lambda content: OWN_MARK.decode()
     train(inputs / "tiny.toml", router="top2", out=out, device="cpu", quiet=True)
 
 

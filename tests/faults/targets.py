@@ -164,24 +164,52 @@ def inspect(chance: random.Random, bases: Bases, folder: Path) -> list[str | Pat
 
 
 def scan(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
-    return ["scan", damaged_checkpoint(chance, bases, folder), "--out", folder / "out", "--quiet"]
+    return [
+        "scan",
+        damaged_checkpoint(chance, bases, folder),
+        "--out",
+        folder / "out",
+        "--quiet",
+        "--no-report",
+    ]
 
 
 def compare(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
     models = [damaged_checkpoint(chance, bases, folder), bases.folder / "other"]
     chance.shuffle(models)
-    return ["compare", *models, "--out", folder / "out", "--quiet"]
+    return ["compare", *models, "--out", folder / "out", "--quiet", "--no-report"]
 
 
 def trace(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
     model, text = damaged_checkpoint(chance, bases, folder), bases.folder / "text.jsonl"
-    return ["trace", model, "--text", text, "--max-tokens", "30", "--out", folder / "out", "--quiet"]
+    return [
+        "trace",
+        model,
+        "--text",
+        text,
+        "--max-tokens",
+        "30",
+        "--out",
+        folder / "out",
+        "--quiet",
+        "--no-report",
+    ]
 
 
 def compress(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
     model, text = damaged_checkpoint(chance, bases, folder), bases.folder / "text.jsonl"
     method = chance.choice(["reap", "hc_smoe"])
-    options = ["--method", method, "--keep", "2", "--max-tokens", "30", "--no-judge", "--quiet"]
+    options = [
+        "--method",
+        method,
+        "--keep",
+        "2",
+        "--max-tokens",
+        "30",
+        "--no-judge",
+        "--quiet",
+        "--no-report",
+    ]
     return ["compress", model, "--text", text, "--out", folder / "out", *options]
 
 
@@ -201,6 +229,7 @@ def compress_plan(chance: random.Random, bases: Bases, folder: Path) -> list[str
         "--out",
         folder / "out",
         "--quiet",
+        "--no-report",
     ]
 
 
@@ -242,6 +271,7 @@ def recorded(chance: random.Random, bases: Bases, folder: Path) -> list[str | Pa
         "--out",
         folder / "out",
         "--quiet",
+        "--no-report",
     ]
 
 
@@ -251,13 +281,13 @@ def text(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
     damage_file(chance, file)
     option = "--token-ids" if name.startswith("ids") else "--text"
     model, limit = bases.folder / "model", ["--max-tokens", "30"]
-    return ["trace", model, option, file, *limit, "--out", folder / "out", "--quiet"]
+    return ["trace", model, option, file, *limit, "--out", folder / "out", "--quiet", "--no-report"]
 
 
 def tokenizer(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
     model = damaged_checkpoint(chance, bases, folder, tokenizer=True)
     file, template = bases.folder / "text.jsonl", chance.choice([[], ["--chat-template"]])
-    options = ["--max-tokens", "30", *template, "--quiet"]
+    options = ["--max-tokens", "30", *template, "--quiet", "--no-report"]
     return ["trace", model, "--text", file, "--out", folder / "out", *options]
 
 

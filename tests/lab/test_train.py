@@ -46,11 +46,10 @@ def config_file(folder: Path, steps: int = 12, more: str = "") -> Path:
     return path
 
 
-def test_a_training_leaves_tables_checkpoints_scan_trace_and_report(trained_run: Run):
+def test_a_training_leaves_tables_checkpoints_scan_and_trace(trained_run: Run):
     assert trained_run.info["status"] == "done"
     assert {"steps", "load", "routing_layers", "router_gradients", "alerts"} <= set(trained_run.tables)
     assert [item["step"] for item in trained_run.info["checkpoints"]] == [4, 8, 12]
-    assert (trained_run.path / "report.html").stat().st_size > 100_000
     assert "alignment" in Run.load(trained_run.path / "scan").tables
     traced = Run.load(trained_run.path / "trace")
     assert sorted(traced.table("load")["domain"].unique()) == sorted(trained_run.info["domains"])
@@ -120,7 +119,6 @@ def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run
     folder = shutil.copytree(trained_run.path, tmp_path / "run")
     damage(folder / "scan", "other arguments")
     damage(folder / "trace", "older version")
-    page = (folder / "report.html").stat().st_mtime_ns
     run = train(out=folder, resume=True, device="cpu", quiet=True)
     assert isinstance(run, Run)
     assert run.info["warnings"] == trained_run.info["warnings"]
@@ -131,7 +129,6 @@ def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run
         assert made.info["checkpoints"][-1]["path"] == str(
             folder / "checkpoints" / "step-12"
         )  # where the run is now
-    assert (folder / "report.html").stat().st_mtime_ns > page
 
 
 @pytest.mark.slow
@@ -235,7 +232,7 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
         quiet=True,
     )
     assert isinstance(run, Run)
-    assert (run.path / "report.html").exists()
+    assert report(run, out=tmp_path / "report.html").exists()
     assert (run.path / "trace").exists() == (router != "dense")
     assert ("key_map" in run.tables) == (router == "some")
     assert not [said for said in run.info["warnings"] if "one document" not in said]
@@ -469,7 +466,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(t
     assert not len(run.table("alerts"))  # one expert is sure of every token
     assert not (run.path / "trace").exists()
     assert "one expert only" in scanned
-    assert (run.path / "report.html").exists()
+    assert report(run, out=tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from moescope.errors import BadInput
-from moescope.lab.train import make_part, report_is_outdated
+from moescope.lab.train import make_part
 from moescope.run import Run, open_run
 from moescope.verbs import load_verb
 
@@ -62,13 +61,3 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("kept")
     with pytest.raises(BadInput, match="not a run folder"):
         made_in(tmp_path)
-
-
-def test_a_report_older_than_a_part_is_behind(tmp_path: Path):
-    assert report_is_outdated(tmp_path)
-    made_in(tmp_path / "scan")
-    (tmp_path / "report.html").write_text("page")
-    assert not report_is_outdated(tmp_path)
-    later = (tmp_path / "report.html").stat().st_mtime_ns + 10**9
-    os.utime(tmp_path / "scan" / "run.json", ns=(later, later))
-    assert report_is_outdated(tmp_path)

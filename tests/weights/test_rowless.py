@@ -142,6 +142,7 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
         "cpu",
         "--layers",
         "0",
+        "--no-report",
     ]
     printed = CliRunner().invoke(app, command)
     assert printed.exit_code == 0, printed.output

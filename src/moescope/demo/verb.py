@@ -9,10 +9,9 @@ from typing import Any
 
 from moescope.lab.train import VERB as TRAIN
 from moescope.lab.train import clear_training, saved_checkpoints
-from moescope.reporting.verb import report
 from moescope.routing.trace import trace
-from moescope.run import Run, check_folder, clear_run, write_json
-from moescope.storage import only_writer, whole_folder
+from moescope.run import Run, check_folder, clear_run, jsonable, read_run_json, write_json
+from moescope.storage import is_anonymous, only_writer, whole_folder, without_absolute_paths
 from moescope.verb import Verb
 from moescope.weights.verb import scan
 
@@ -29,9 +28,7 @@ def demo(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Scan, trace and report on the model that comes with moescope, together with its training.
-
-    Returns the run: that of `train`, whose steps were computed before.
+    """Scan and trace the model that comes with moescope, and show them together with its training.
 
     Parameters
     ----------
@@ -65,8 +62,6 @@ def demo(
     texts = held_out_texts(folder / "validation", run)
     limits: dict[str, Any] = {"max_tokens": TRACED_TOKENS, "save_tokens": True}
     trace(model, domain=texts, out=folder / "trace", **limits, **shared)
-    if not (folder / "report.html").exists():
-        report(run, quiet=quiet)
     return run
 
 
@@ -74,21 +69,28 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
     """Copy the training's tables and final checkpoint into a run folder, as `train` would leave them."""
     info = Run.load(SHIPPED / "training").info
     identity = {key: info[key] for key in ("arguments", "corpus")}
+    states = folder / "checkpoints"
+
+    def complete() -> Any:
+        checkpoints = {"checkpoints": jsonable(saved_checkpoints(states))}
+        return {**info, **(without_absolute_paths(checkpoints) if is_anonymous() else checkpoints)}
+
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
         check_folder(folder, identity, overwrite)
         if overwrite:
             clear_training(folder)
             clear_run(folder, TRAIN)
+        if read_run_json(folder) == complete():  # written last
+            return Run.load(folder)
         write_json(folder / "run.json", info)  # first: it marks the folder as this run's
         for table in (SHIPPED / "training").glob("*.parquet"):
             shutil.copyfile(table, folder / table.name)
-        states = folder / "checkpoints"
         states.mkdir(exist_ok=True)
         model = states / f"step-{info['arguments']['train']['steps']}"
         if not model.exists():
             with whole_folder(model) as partial:
                 shutil.copytree(SHIPPED / "model", partial, dirs_exist_ok=True)
-        write_json(folder / "run.json", {**info, "checkpoints": saved_checkpoints(states)})
+        write_json(folder / "run.json", complete())
     return Run.load(folder)
 
 
@@ -122,15 +124,13 @@ def truncate(text: str) -> str:
 
 
 def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
-    """Write the planted checkpoint next to the run, scan it and build the report."""
+    """Write the planted checkpoint next to the run, and scan it."""
     from moescope.demo.planted import write_planted
 
     checkpoint = folder.parent / f"planted-mixtral-seed{seed}"
     if not (checkpoint / "config.json").exists():  # written last
         write_planted(checkpoint, seed)
-    run = scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
-    report(run, quiet=quiet)
-    return run
+    return scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
 
 
 def demo_lines(run: Run) -> list[str]:
@@ -154,7 +154,7 @@ def demo_lines(run: Run) -> list[str]:
         lines += [f"  - {finding}" for finding in summary.findings]
         lines += [f"  warning: {warning}" for warning in part.info.get("warnings", [])]
         lines.append("")
-    return [*lines, f"run: {run.path}", f"report: {run.path / 'report.html'}"]
+    return lines
 
 
 VERB = Verb("demo", demo, lines=demo_lines)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,6 @@ MOST_TRACED = 4  # checkpoints
 TRACED_TOKENS = 40_000
 NOT_SCANNED = "the trained weights were not scanned"
 NOT_TRACED = "the routing of validation text was not traced"
-NO_REPORT = "no report"
 
 
 def train(
@@ -82,7 +80,7 @@ def train(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Train a small MoE language model, then scan, trace and report on it.
+    """Train a small MoE language model, then scan and trace it.
 
     Without text in the config it trains on text from this Python installation. An interrupted training
     continues exactly from its last checkpoint: give the same command again. Several processes:
@@ -504,23 +502,19 @@ def window_length(train: TrainConfig) -> int:
 
 
 def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, quiet: bool) -> None:
-    """Scan and trace the trained model, and build the report; each is skipped where it exists.
+    """Scan and trace the trained model; each is skipped where it exists.
 
     Failures are warnings, since the training itself is done; the same command tries again.
     """
     from moescope.decoder.routers import router_class
     from moescope.lab.some_keys import key_tables
-    from moescope.reporting.verb import report
 
     router = router_class(config.model.router)
     chosen = traced_checkpoints(run.info["checkpoints"], run.info["parameters_total"])
     states = (run.path / "checkpoints").resolve()  # recomputed: the run may have been moved since
     models = [str(states / Path(item["path"]).name) for item in chosen]
     routed = router.expert_shape(config.model)[0] > 1
-    can_report = find_spec("plotly") is not None
     warnings = []
-    if not can_report:
-        warnings.append(f"{NO_REPORT}: plotly is not installed; run moescope report {run.path} elsewhere")
 
     def attempt(name: str, failure: str, make: Callable[[Path, bool], Run]) -> None:
         try:
@@ -542,13 +536,11 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
     if routed and router.has_keys:
         for name, frame in key_tables(run, config.model, models[-1], chosen[-1]["step"]).items():
             write_table(TRAIN_TABLES[name], frame, run.path / f"{name}.parquet")
-    repeated = (NOT_SCANNED, NOT_TRACED, NO_REPORT)
+    repeated = (NOT_SCANNED, NOT_TRACED)
     before = [warning for warning in run.info.get("warnings", []) if not warning.startswith(repeated)]
     info = {**run.info, "warnings": [*dict.fromkeys([*before, *warnings])]}
     if info != run.info:
         write_json(run.path / "run.json", info)
-    if can_report and report_is_outdated(run.path):
-        report(Run.load(run.path), quiet=quiet)
 
 
 def make_part(folder: Path, verb: Verb, make: Callable[[Path, bool], Run]) -> Run:
@@ -562,13 +554,6 @@ def make_part(folder: Path, verb: Verb, make: Callable[[Path, bool], Run]) -> Ru
         return make(folder, False)
     except (OtherRun, DamagedRun):
         return make(folder, True)
-
-
-def report_is_outdated(folder: Path) -> bool:
-    """Return whether there is no report, or a part of the run is newer."""
-    page = folder / "report.html"
-    parts = [file for part in ("scan", "trace") if (file := folder / part / "run.json").exists()]
-    return not page.exists() or any(file.stat().st_mtime_ns > page.stat().st_mtime_ns for file in parts)
 
 
 def traced_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dict[str, Any]]:

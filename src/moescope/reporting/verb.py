@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from moescope.errors import BadInput, unknown_name
 from moescope.run import Run
-from moescope.storage import atomic_file, remove_leftovers
+from moescope.storage import REPORT, atomic_file, remove_leftovers
 from moescope.verb import Verb
 
 OWN_MARK = b'<meta name="generator" content="moescope">'
@@ -28,7 +28,8 @@ def report(
 ) -> Path:
     """Build one interactive, self-contained HTML report from one run or several.
 
-    Returns the path of the report. Reads tables only; needs no torch.
+    Returns the path of the report. Reads tables only; needs no torch. On the command line every verb writes
+    the report of its run; in Python only this function does.
 
     Parameters
     ----------
@@ -67,9 +68,7 @@ def report(
     if not loaded:
         raise BadInput("no run given; give a folder that moescope scan or trace has written")
     target = (
-        Path(out)
-        if out is not None
-        else loaded[0].path / ("report.html" if len(loaded) == 1 else "compared.html")
+        Path(out) if out is not None else loaded[0].path / (REPORT if len(loaded) == 1 else "compared.html")
     )
     check_target(target)
     if figures is not None:
@@ -96,6 +95,13 @@ def report(
     if open and not webbrowser.open(target.resolve().as_uri()):
         raise BadInput(f"{target}: written, but no browser could be started; open the file yourself")
     return target
+
+
+def is_outdated(folder: Path) -> bool:
+    """Return whether a run folder has no report, or holds a run that changed after it was written."""
+    page = folder / REPORT
+    runs = [*folder.glob("run.json"), *folder.glob("*/run.json")]
+    return not page.exists() or any(run.stat().st_mtime_ns > page.stat().st_mtime_ns for run in runs)
 
 
 def check_target(target: Path) -> None:
