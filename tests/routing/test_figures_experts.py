@@ -7,18 +7,9 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.plotting import maps as plane
-from moescope.plotting.maps import LAYOUTS
 from moescope.routing.counts_to_tables import expert_cosine_columns
-from moescope.routing.figures_experts import (
-    LAYERS_LAID_OUT,
-    MAPS,
-    SUBJECTS,
-    drawable_maps,
-    expert_map,
-    map_spec,
-    mapped_layers,
-)
+from moescope.routing.expert_maps import expert_maps
+from moescope.routing.figures_experts import MAPS, SUBJECTS, expert_map, missing_maps
 from moescope.routing.report_views import load_trace, routing_views
 
 N = 12
@@ -29,30 +20,37 @@ def tables(traced_run):
     return routing_views(load_trace(traced_run))[-1].tables
 
 
-def wide(layers: int = 2) -> dict[str, pd.DataFrame]:
-    """Twelve experts a layer whose router rows are three groups; expert 5 gave nothing."""
+def wide(layers: int = 2, blurred: float = 1.0) -> dict[str, pd.DataFrame]:
+    """Twelve experts per layer whose router rows are three groups; expert 5 has no mean output.
+
+    `blurred` multiplies the cosines of router rows in all layers but layer 1.
+    """
     generator = np.random.default_rng(0)
     frames, loads = [], []
     for layer in range(layers):
         rows = np.eye(64)[np.arange(N) % 3] + 0.05 * generator.standard_normal((N, 64))
         outputs = np.where(np.arange(N)[:, None] == 5, np.nan, generator.standard_normal((N, 64)))
         for of, vectors in (("router", rows), ("outputs", outputs)):
-            frames.append(pd.DataFrame({"layer": layer, **expert_cosine_columns(of, vectors)}))
+            columns = expert_cosine_columns(of, vectors)
+            columns["cosine"] = columns["cosine"] * (blurred if of == "router" and layer != 1 else 1)
+            frames.append(pd.DataFrame({"step": 0, "layer": layer, "layer_name": "moe", **columns}))
         loads.append(
             pd.DataFrame({"layer": layer, "expert": range(N), "tokens": np.arange(N) * 10, "domain": "text"})
         )
-    return {"expert_cosines": pd.concat(frames), "load": pd.concat(loads), "routing_layers": no_metrics()}
+    pairs = pd.DataFrame(columns=["step", "layer", "layer_name"])
+    maps = expert_maps({"expert_cosines": pd.concat(frames), "coactivation": pairs}, ("pca", "tsne"))
+    return {"maps": maps, "load": pd.concat(loads)}
 
 
-def no_metrics() -> pd.DataFrame:
-    return pd.DataFrame(columns=["layer", "domain", "metric", "value"])
+def drawable(tables: dict[str, pd.DataFrame]) -> list[str]:
+    return [spec.name for spec in MAPS if spec.can_draw(tables)]
 
 
 def test_every_subject_is_mapped_from_a_trace_and_passes_plotly(tables):
-    specs, missing = drawable_maps(tables)
-    assert [spec.name for spec in specs] == [f"expert_map_{subject.name}_pca" for subject in SUBJECTS]
-    assert len(missing) == 1
-    assert "8 experts" in missing[0]
+    specs = [spec for spec in MAPS if spec.can_draw(tables)]
+    assert [spec.name for spec in specs] == [f"expert_map_{subject.of}_pca" for subject in SUBJECTS]
+    (missing,) = missing_maps(tables)
+    assert "8 experts" in missing
     for spec in specs:
         figure = spec.draw(tables)
         PlotlyFigure({"data": figure.data, "layout": figure.layout})
@@ -61,37 +59,28 @@ def test_every_subject_is_mapped_from_a_trace_and_passes_plotly(tables):
         assert figure.caption.count("%") == 4
 
 
-def test_with_enough_experts_all_three_layouts_are_drawn_and_named_with_their_settings():
-    specs, missing = drawable_maps(wide())
-    assert [spec.name for spec in specs] == [
-        f"expert_map_{subject}_{layout}"
-        for subject in ("router", "outputs")
-        for layout in ("pca", "umap", "tsne")
+def test_with_enough_experts_tsne_is_drawn_too_and_the_way_to_more_is_said():
+    tables = wide()
+    assert drawable(tables) == [
+        f"expert_map_{of}_{by}" for of in ("router", "outputs") for by in ("pca", "tsne")
     ]
-    assert len(missing) == 1
-    assert "co-activation profiles" in missing[0]
-    figure = next(spec for spec in specs if spec.name == "expert_map_router_tsne").draw(wide())
-    assert "(perplexity 3.67, seed 0)" in figure.caption
+    assert ["co-activation" in line for line in missing_maps(tables)] == [True, False]
+    assert "--maps umap" in missing_maps(tables)[1]
+    figure = next(spec for spec in MAPS if spec.name == "expert_map_router_tsne").draw(tables)
     assert figure.title == "Map of experts by router rows, t-SNE"
     assert figure.layout["xaxis"]["title"]["text"] == "t-SNE 1"
-    assert {spec.name for spec in specs} < {spec.name for spec in MAPS}
 
 
-def test_without_the_extra_pca_is_drawn_and_the_way_to_more_is_said(monkeypatch):
-    monkeypatch.setattr(plane, "find_spec", lambda name: None)
-    specs, missing = drawable_maps(wide())
-    assert [spec.name for spec in specs] == ["expert_map_router_pca", "expert_map_outputs_pca"]
-    assert "UMAP and t-SNE: pip install 'moescope[maps]'" in missing[-1]
-
-
-def test_earlier_steps_are_drawn_by_pca_and_say_so():
-    specs, missing = drawable_maps(wide(), every_layout=False)
-    assert all(spec.name.endswith("_pca") for spec in specs)
-    assert "last step" in missing[-1]
+def test_a_trace_without_maps_says_how_to_make_them():
+    tables = wide()
+    tables["maps"] = tables["maps"].iloc[:0]
+    assert drawable(tables) == []
+    (line,) = missing_maps(tables)
+    assert "--overwrite" in line
 
 
 def test_groups_of_router_rows_are_seen_and_sizes_are_loads():
-    figure = expert_map(SUBJECTS[0], LAYOUTS[0], wide())
+    figure = expert_map(SUBJECTS[0], "pca", wide())
     first = figure.data[0]
     x, y = np.asarray(first["x"]), np.asarray(first["y"])
     apart = np.hypot(x[:, None] - x, y[:, None] - y) + np.diag(np.full(N, np.inf))
@@ -100,20 +89,13 @@ def test_groups_of_router_rows_are_seen_and_sizes_are_loads():
     assert first["marker"]["size"] == sorted(first["marker"]["size"])
 
 
-def test_all_layouts_open_at_the_layer_with_most_on_its_plane():
-    tables = wide(3)
-    cosines = tables["expert_cosines"]
-    blurred = (cosines["of"] == "router") & (cosines["layer"] != 1)
-    tables["expert_cosines"] = cosines.assign(
-        cosine=cosines["cosine"].where(~blurred, cosines["cosine"] * 0.3)
-    )
-    assert {expert_map(SUBJECTS[0], layout, tables).slider.start for layout in (LAYOUTS[0], LAYOUTS[2])} == {
-        1
-    }
+def test_all_methods_open_at_the_layer_with_most_on_its_plane():
+    tables = wide(3, blurred=0.3)
+    assert {expert_map(SUBJECTS[0], method, tables).slider.start for method in ("pca", "tsne")} == {1}
 
 
 def test_an_expert_without_a_vector_has_no_place_and_the_others_keep_their_numbers():
-    figure = expert_map(SUBJECTS[2], LAYOUTS[0], wide())
+    figure = expert_map(SUBJECTS[2], "pca", wide())
     assert figure.data[0]["text"] == [str(expert) for expert in range(N) if expert != 5]
     assert figure.data[0]["customdata"][5] == pytest.approx(6 / 5.5, abs=1e-3)
 
@@ -138,22 +120,8 @@ def test_with_domains_an_expert_that_none_of_them_uses_keeps_its_place():
     )
     also = used[used["expert"] == 1].assign(expert=0)
     tables["domains"] = pd.concat([used, dead, also[also["layer"] == 1]], ignore_index=True)
-    data = expert_map(SUBJECTS[0], LAYOUTS[0], tables).data
+    data = expert_map(SUBJECTS[0], "pca", tables).data
     assert [trace["name"] for trace in data] == ["code", "prose", "no token"] * 2
     assert [len(trace["text"]) for trace in data] == [6, 5, 1, 6, 6, 0]
     assert data[2]["text"] == ["0"]
     assert [trace["showlegend"] for trace in data] == [True, True, True, True, True, False]
-
-
-def test_slow_layouts_are_of_eight_layers_from_the_first_to_the_last():
-    pca, umap = LAYOUTS[0], LAYOUTS[1]
-    assert mapped_layers(pca, list(range(48))) == list(range(48))
-    assert mapped_layers(umap, list(range(5))) == list(range(5))
-    some = mapped_layers(umap, list(range(48)))
-    assert (some[0], some[-1], len(some)) == (0, 47, LAYERS_LAID_OUT)
-
-
-def test_what_is_left_out_is_said_on_the_figure():
-    figure = map_spec(SUBJECTS[0], LAYOUTS[2]).draw(wide(layers=10))
-    assert figure.caption.endswith("Maps of 8 of 10 layers.")
-    assert len(figure.slider.values) == 8

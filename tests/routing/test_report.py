@@ -302,7 +302,7 @@ def excerpt_of(run: Run, forget: str = ""):
 
 def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_path):
     run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
-    for name in ("contexts", "expert_cosines", "token_text"):
+    for name in ("contexts", "expert_cosines", "maps", "token_text"):
         (run.path / f"{name}.parquet").unlink()
     page = report(run, out=tmp_path / "r.html").read_text(encoding="utf-8")
     blocks = [block["kind"] for card in cards_of(page, LAST, 0).values() for block in card]

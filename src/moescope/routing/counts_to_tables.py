@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moescope.routing.contexts import Contexts, TokenText
+from moescope.routing.expert_maps import expert_maps
 from moescope.routing.load_balance import (
     Setting,
     balancing_loss,
@@ -57,6 +58,7 @@ STEP_TABLES = (
     "vocabulary",
     "contexts",
     "expert_cosines",
+    "maps",
 )
 
 
@@ -102,7 +104,8 @@ class Traced:
     def main(self) -> list[LayerCounts]:
         return [counts for counts in self.counts if counts.phase == self.main_phase]
 
-    def tables(self, step: int, seed: int) -> dict[str, pd.DataFrame]:
+    def tables(self, step: int, seed: int, maps: Sequence[str] = ("pca",)) -> dict[str, pd.DataFrame]:
+        """Return the tables of one step, with maps of experts by these methods."""
         import pandas as pd
 
         parts: dict[str, list[pd.DataFrame]] = {name: [] for name in STEP_TABLES}
@@ -144,6 +147,7 @@ class Traced:
             else pd.DataFrame(columns=list(TABLES[name].columns))
             for name, frames in parts.items()
         }
+        frames["maps"] = expert_maps(frames, maps)
         if self.seen is not None:
             words = [self.text.of(int(token)) for token in self.seen]
             frames["token_text"] = pd.DataFrame({"token_id": self.seen, "token": words})

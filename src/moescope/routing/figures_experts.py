@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,15 +12,6 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 from scipy.special import ndtri
 
-from moescope.plotting.maps import (
-    FEWEST,
-    LAYOUTS,
-    Cloud,
-    Layout,
-    plane_of_directions,
-    preserved_neighbours,
-    principal_plane,
-)
 from moescope.plotting.style import (
     CATEGORICAL,
     CATEGORIES,
@@ -34,16 +24,15 @@ from moescope.plotting.style import (
     ratio_range,
     values_of,
 )
+from moescope.routing.expert_maps import expected_pairs, lift_over_chance
 from moescope.routing.figures_load import total_load
 from moescope.routing.figures_metrics import by_layer, interval_words, layer_range, references, value_lines
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 NAMED_FROM = 5.0  # expected tokens of a pair, or tokens per domain, from which on it is named
-DRAWN_FROM = 1.0  # expected tokens of a pair from which on it is drawn
 PERMUTED_LABELS = "permuted labels"
 RANDOM_ROWS = "random rows"
 UNUSED = "no token"  # in the place of a domain
-LAYERS_LAID_OUT = 8  # UMAP and t-SNE are slow: maps of so many layers; PCA of all
 
 # --- co-activation
 
@@ -55,18 +44,6 @@ class Pair(NamedTuple):
     b: int
     over: float
     at_chance: float
-
-
-def expected_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `coactivation` with `over` = lift/chance_lift, `expected` = c_a c_b/N chance_lift.
-
-    `share_a` and `share_b` are the shares c/N of tokens that chose either expert.
-    """
-    tokens = pairs["layer_tokens"].clip(lower=1)
-    share_a, share_b = pairs["tokens_a"] / tokens, pairs["tokens_b"] / tokens
-    expected = share_a * share_b * tokens * pairs["chance_lift"]
-    over = pairs["lift"] / pairs["chance_lift"]
-    return pairs.assign(share_a=share_a, share_b=share_b, expected=expected, over=over)
 
 
 def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
@@ -82,12 +59,6 @@ def strongest_pair(pairs: pd.DataFrame) -> Pair | None:
     a, b = sorted((int(top["expert_a"]), int(top["expert_b"])))
     spread = np.sqrt((1 - top["share_a"]) * (1 - top["share_b"]) / top["expected"])
     return Pair(a, b, float(top["over"]), 1 + float(ndtri(0.5 ** (2 / max(len(pairs), 2))) * spread))
-
-
-def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Matrix lift/chance_lift of one layer; empty where less than one token is expected."""
-    drawn = pairs.assign(over=pairs["over"].where(pairs["expected"] >= DRAWN_FROM))
-    return drawn.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
 
 
 def coactivation_order(over: np.ndarray) -> list[int]:
@@ -246,100 +217,44 @@ DOMAINS = [
 # --- maps
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A property of experts that is mapped: its points in the tables, and their chance level on two axes."""
+class Subject(NamedTuple):
+    """A property of experts that is mapped: `of` in the table, its words, and why it may be missing."""
 
-    name: str
+    of: str
     title: str
-    needs: str  # the table
-    points: Callable[[Tables, int], tuple[np.ndarray, Cloud, float]]  # experts, points, share of two axes
-    chance: str  # what that share is of
+    chance: str  # what `variance_chance` is of
     columns: tuple[str, ...]
     details: str
     missing: str
-    metrics: tuple[str, ...] = ()
-
-
-def coactivation_profiles(over: np.ndarray) -> np.ndarray:
-    """Each expert's log2 lift over chance with every other expert; pairs without a value count as chance."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        profile = np.clip(np.log2(over), -np.log2(FOLD), np.log2(FOLD))
-    profile[np.isnan(profile)] = 0.0
-    return fill_diagonal(profile)
-
-
-def fill_diagonal(profile: np.ndarray) -> np.ndarray:
-    """Set each expert's own entry to its largest, without which two identical experts would differ."""
-    filled = profile.copy()
-    np.fill_diagonal(filled, -np.inf)
-    np.fill_diagonal(filled, filled.max(axis=1, initial=0.0))
-    return filled
-
-
-@lru_cache
-def plane_of_noise(n: int) -> float:
-    """Share of variance on two axes of n profiles of noise: mean of 20 seeded symmetric normal matrices."""
-    generator = np.random.default_rng(0)
-    shares = []
-    for _ in range(20):
-        noise = generator.standard_normal((n, n))
-        shares.append(principal_plane(Cloud.of_rows(fill_diagonal(noise + noise.T)))[1].sum())
-    return float(np.mean(shares))
-
-
-def coactivation_points(tables: Tables, layer: int) -> tuple[np.ndarray, Cloud, float]:
-    rows = tables["coactivation"]
-    matrix = lift_over_chance(expected_pairs(rows[rows["layer"] == layer]))
-    cloud = Cloud.of_rows(coactivation_profiles(matrix.to_numpy(float)))
-    return matrix.index.to_numpy(), cloud, plane_of_noise(len(matrix))
-
-
-def direction_points(of: str, tables: Tables, layer: int) -> tuple[np.ndarray, Cloud, float]:
-    """Unit vectors by their cosines; an expert without a vector has no place."""
-    rows = tables["expert_cosines"]
-    rows = rows[(rows["layer"] == layer) & (rows["of"] == of)]
-    gram = np.eye(int(rows["expert_b"].max()) + 1)
-    a, b = rows["expert_a"].to_numpy(), rows["expert_b"].to_numpy()
-    gram[a, b] = gram[b, a] = rows["cosine"].to_numpy(float)
-    experts = np.flatnonzero(np.isfinite(gram).sum(axis=1) > 1)
-    level = plane_of_directions(len(experts), int(rows["dimensions"].iloc[0]))
-    return experts, Cloud(gram[np.ix_(experts, experts)]), level
 
 
 SUBJECTS = [
     Subject(
         "router",
         "router rows",
-        "expert_cosines",
-        partial(direction_points, "router"),
         "random directions",
-        ("expert_cosines.cosine", "of"),
+        ("expert_cosines.cosine",),
         "Directions of router rows: near experts are chosen for similar tokens.",
-        "the router has no rows, or the trace is recorded or older",
+        "the router has no rows, or the trace is recorded",
     ),
     Subject(
         "coactivation",
         "co-activation profiles",
-        "coactivation",
-        coactivation_points,
         "profiles of noise",
         ("lift", "chance_lift"),
         "Profiles of log₂(lift / chance lift) with every other expert: near experts are co-activated alike.",
         "each token chooses one expert",
-        ("expert_overlap",),
     ),
     Subject(
         "outputs",
         "mean outputs",
-        "expert_cosines",
-        partial(direction_points, "outputs"),
         "random directions",
-        ("expert_cosines.cosine", "of"),
+        ("expert_cosines.cosine",),
         "Directions of mean outputs over up to 1,024 tokens each: near experts add similar vectors.",
-        "outputs are unknown: a model of the lab, or a recorded or older trace",
+        "outputs are unknown: a model of the lab, or a recorded trace",
     ),
 ]
+METHOD_TITLES = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}
 
 
 def main_domains(tables: Tables, layer: int) -> pd.Series:
@@ -351,52 +266,34 @@ def main_domains(tables: Tables, layer: int) -> pd.Series:
     return rows.loc[rows.groupby("expert")["affinity"].idxmax()].set_index("expert")["domain"]
 
 
-def layers_of(subject: Subject, tables: Tables) -> list[int]:
-    """The layers that have points."""
-    rows = tables[subject.needs]
-    if "of" in rows:
-        rows = rows[(rows["of"] == subject.name) & rows["cosine"].notna()]
-    return sorted(int(layer) for layer in rows["layer"].unique())
-
-
-def mapped_layers(layout: Layout, layers: list[int]) -> list[int]:
-    """All layers, or some from the first to the last for a slow layout."""
-    if not layout.package or len(layers) <= LAYERS_LAID_OUT:
-        return layers
-    return [layers[place] for place in np.linspace(0, len(layers) - 1, LAYERS_LAID_OUT).round().astype(int)]
-
-
-def map_caption(
-    subject: Subject, layout: Layout, layer: int, cloud: Cloud, at: np.ndarray, level: float
-) -> str:
-    caption = f"Layer {layer}{layout.setting(len(at))}: "
-    if layout.name == "pca":
-        share = float(principal_plane(cloud)[1].sum())
+def map_caption(subject: Subject, method: str, layer: int, first: pd.Series) -> str:
+    """What this map holds of its layer, by the map's first row."""
+    caption = f"Layer {layer}: "
+    if method == "pca":
         caption += (
-            f"two axes hold {number(100 * share)} % of the variance "
-            f"({subject.chance}: {number(100 * level)} %); "
+            f"two axes hold {number(100 * first['variance'])} % of the variance "
+            f"({subject.chance}: {number(100 * first['variance_chance'])} %); "
         )
-    preserved, chance, nearest = preserved_neighbours(cloud, at)
-    if np.isnan(preserved):
+    if np.isnan(first["neighbours"]):
         return caption + "too few experts to compare neighbours."
     return caption + (
-        f"{number(100 * preserved)} % of each expert’s {nearest} nearest stay nearest "
-        f"(chance: {number(100 * chance)} %)."
+        f"{number(100 * first['neighbours'])} % of each expert’s nearest neighbours stay nearest "
+        f"(chance: {number(100 * first['neighbours_chance'])} %)."
     )
 
 
-def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
+def expert_map(subject: Subject, method: str, tables: Tables) -> Figure:
     """Map of a layer's experts, sized by load and coloured by their main domain."""
     loads = total_load(tables)
     domains = sorted(tables["domains"]["domain"].unique()) if len(tables.get("domains", ())) else []
     groups = [*domains, UNUSED] if 1 < len(domains) <= len(CATEGORICAL) else [""]
     data: list[Trace] = []
-    captions, clear = [], []
-    every = layers_of(subject, tables)
-    layers = mapped_layers(layout, every)
-    for layer in layers:
-        experts, cloud, level = subject.points(tables, layer)
-        at = layout.place(cloud)
+    captions, clear, title = [], [], METHOD_TITLES[method]
+    maps = tables["maps"]
+    shown = maps[(maps["of"] == subject.of) & (maps["method"] == method)]
+    layers = dict(tuple(shown.groupby("layer", sort=True)))
+    for layer, rows in layers.items():
+        experts, at = rows["expert"].to_numpy(), rows[["x", "y"]].to_numpy(float)
         mine = loads[loads["layer"] == layer].set_index("expert")["tokens"]
         times = mine.reindex(experts, fill_value=0).to_numpy(float) / (mine.mean() or 1.0)
         main = main_domains(tables, layer).reindex(experts).fillna(UNUSED)
@@ -405,19 +302,17 @@ def expert_map(subject: Subject, layout: Layout, tables: Tables) -> Figure:
             color = GREY if group == UNUSED else CATEGORICAL[index]
             trace = map_points(experts[mask], at[mask], times[mask], group, color, len(experts))
             data.append(trace if mask.any() or group != UNUSED else {**trace, "showlegend": False})
-        captions.append(map_caption(subject, layout, layer, cloud, at, level))
-        # the same for every layout, so that all start at one layer
-        clear.append(float(principal_plane(cloud)[1].sum()) - level)
-    if len(layers) < len(every):
-        captions = [f"{caption} Maps of {len(layers)} of {len(every)} layers." for caption in captions]
+        captions.append(map_caption(subject, method, layer, rows.iloc[0]))
+        # the same for every method, so that all start at one layer
+        clear.append(float(rows["variance"].iloc[0] - rows["variance_chance"].iloc[0]))
     start = int(np.argmax(clear))
     return Figure(
-        f"expert_map_{subject.name}_{layout.name}",
-        f"Map of experts by {subject.title}, {layout.title}",
+        f"expert_map_{subject.of}_{method}",
+        f"Map of experts by {subject.title}, {title}",
         captions[start],
-        (*subject.columns, "affinity") if len(groups) > 1 else subject.columns,
+        (*subject.columns, "method", "neighbours", *(("affinity",) if len(groups) > 1 else ())),
         data,
-        base_layout(f"{layout.title} 1", f"{layout.title} 2"),
+        base_layout(f"{title} 1", f"{title} 2"),
         Slider("layer", [str(layer) for layer in layers], start, len(groups), captions=captions),
         400,
         f"{subject.details} Size: load; colour: domain of highest affinity. Axes have no unit, and layers "
@@ -434,7 +329,7 @@ def map_points(
         "name": group or "experts",
         "showlegend": bool(group),
         "x": at[:, 0],
-        "y": at[:, 1] if at.shape[1] > 1 else np.zeros(len(at)),
+        "y": at[:, 1],
         "text": [str(expert) for expert in experts],
         "textposition": "top center",
         "cliponaxis": False,
@@ -450,35 +345,46 @@ def map_points(
     }
 
 
-def map_spec(subject: Subject, layout: Layout) -> FigureSpec:
-    def draw(tables: Tables) -> Figure:
-        return expert_map(subject, layout, tables)
+@dataclass(frozen=True)
+class MapSpec(FigureSpec):
+    """A map, drawn where the table holds its subject by its method."""
 
-    draw.__doc__ = f"Map of a layer's experts by {subject.title}, {layout.title}."
-    name = f"expert_map_{subject.name}_{layout.name}"
-    return FigureSpec(name, (subject.needs, "load"), draw, metrics=subject.metrics)
+    shown: tuple[str, str] = ("", "")
 
-
-MAPS = [map_spec(subject, layout) for subject in SUBJECTS for layout in LAYOUTS]
+    def can_draw(self, tables: Tables) -> bool:
+        return super().can_draw(tables) and self.shown in held_maps(tables)
 
 
-def drawable_maps(tables: Tables, every_layout: bool = True) -> tuple[list[FigureSpec], list[str]]:
-    """(maps that can be drawn, sentences on what is missing); UMAP and t-SNE need the extra and 8 experts."""
-    subjects, missing = [], []
-    for subject in SUBJECTS:
-        if map_spec(subject, LAYOUTS[0]).can_draw(tables) and layers_of(subject, tables):
-            subjects.append(subject)
-        else:
-            missing.append(f"No map of {subject.title}: {subject.missing}.")
-    few = int(tables["load"].groupby("layer")["expert"].nunique().min()) < FEWEST
-    absent = [layout.title for layout in LAYOUTS if not layout.installed]
-    if subjects and few:
-        missing.append(f"UMAP and t-SNE need at least {FEWEST} experts per layer.")
-    elif subjects and absent:
-        missing.append(f"{' and '.join(absent)}: pip install 'moescope[maps]', then repeat the report.")
-    elif subjects and not every_layout:
-        missing.append("UMAP and t-SNE are drawn for the last step only.")
-    layouts = [
-        layout for layout in LAYOUTS if not layout.package or (layout.installed and every_layout and not few)
+def held_maps(tables: Tables) -> set[tuple[str, str]]:
+    return set(zip(tables["maps"]["of"], tables["maps"]["method"], strict=True))
+
+
+def map_spec(subject: Subject, method: str) -> MapSpec:
+    return MapSpec(
+        f"expert_map_{subject.of}_{method}",
+        ("maps", "load"),
+        partial(expert_map, subject, method),
+        description=f"Map of a layer's experts by {subject.title}, {METHOD_TITLES[method]}.",
+        shown=(subject.of, method),
+    )
+
+
+MAPS: list[FigureSpec] = [map_spec(subject, method) for subject in SUBJECTS for method in METHOD_TITLES]
+
+
+def missing_maps(tables: Tables) -> list[str]:
+    """Sentences on the maps that a trace does not hold, and how to make them."""
+    held = held_maps(tables)
+    if not held:
+        return ["No maps in this trace: repeat its command with --overwrite to make them."]
+    missing = [
+        f"No map of {subject.title}: {subject.missing}."
+        for subject in SUBJECTS
+        if (subject.of, "pca") not in held
     ]
-    return [map_spec(subject, layout) for subject in subjects for layout in layouts], missing
+    methods = {method for _, method in held}
+    if "tsne" not in methods:
+        missing.append("t-SNE needs at least 8 experts per layer.")
+    elif "umap" not in methods:
+        missing.append("UMAP is made on request: trace --maps umap.")
+    return missing

@@ -9,12 +9,12 @@ import pandas as pd
 
 from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, number, span, values_of
 from moescope.reporting.pack import plain_table, table_payload
+from moescope.routing.expert_maps import expected_pairs
 from moescope.routing.figures_experts import (
     DOMAINS,
     MAPS,
     SEPARATION,
-    drawable_maps,
-    expected_pairs,
+    missing_maps,
     strongest_pair,
 )
 from moescope.routing.figures_load import LOAD, usages
@@ -315,8 +315,8 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "Maps of experts",
         MAPS,
         "Experts of a layer by router rows, co-activation and mean outputs; sized by load, coloured by "
-        "domain. Axes have no unit, and layers cannot be compared. PCA preserves large distances, UMAP and "
-        "t-SNE neighbourhoods; gaps between their groups mean little.",
+        "domain. Axes have no unit, and layers cannot be compared. PCA preserves large distances, t-SNE "
+        "and UMAP neighbourhoods; gaps between their groups mean little.",
         "",
     ),
     (
@@ -375,8 +375,7 @@ def view_sections(view: View) -> list[Section]:
         why = missing if view.main else "recorded for the other phase only"
         words = "" if specs[0] in usable else f" Not available: {why}."
         if name == "maps" and view.main:
-            usable, sentences = drawable_maps(view.tables, view.last)
-            words = "".join(f" {sentence}" for sentence in sentences)
+            words = "".join(f" {sentence}" for sentence in missing_maps(view.tables))
         figures = [(spec, view.tables) for spec in usable]
         tables = folded_tables(name, view.tables) if usable else []
         parts.append(Section(name, title, text + words, figures, tables, view=view.label))

@@ -11,7 +11,8 @@ from scipy.special import ndtri
 
 from moescope.plotting.style import RANDOM, number, values_of
 from moescope.reporting.pack import plain
-from moescope.routing.figures_experts import NAMED_FROM, expected_pairs
+from moescope.routing.expert_maps import expected_pairs
+from moescope.routing.figures_experts import NAMED_FROM
 from moescope.routing.report_views import (
     COACTIVATED,
     CONTEXTS,

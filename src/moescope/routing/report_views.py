@@ -18,7 +18,7 @@ from moescope.tables import wrong_column
 from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
-ADDED = ("contexts", "expert_cosines")  # older traces have none
+ADDED = ("contexts", "expert_cosines", "maps")  # older traces have none
 NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS + ADDED)
 STEPS_SHOWN = 4  # steps of a run with a view each; figures over steps hold all
 LARGE = 2000  # experts in all layers from which on only the first and last step have a view

@@ -21,6 +21,7 @@ from moescope.execution.model_names import (
 )
 from moescope.execution.texts import ReadSettings, Source, check_not_empty, sources
 from moescope.progress import progress
+from moescope.routing.expert_maps import map_methods
 from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
 from moescope.routing.report_map import experts, measures, strips
@@ -30,6 +31,7 @@ from moescope.storage import leftover_name
 from moescope.verb import Verb
 
 Phase = Literal["prefill", "decode", "both"]
+Maps = Literal["tsne", "umap"]
 Format = Literal["vllm", "sglang", "llamacpp", "moescope"]
 
 
@@ -37,6 +39,7 @@ Format = Literal["vllm", "sglang", "llamacpp", "moescope"]
 class TraceSettings(ReadSettings):
     phases: tuple[str, ...] = ("prefill",)
     save_tokens: bool = False
+    maps: tuple[str, ...] = ("pca", "tsne")
     seed: int = 0
 
 
@@ -53,6 +56,7 @@ def trace(
     max_tokens: int | None = None,
     phase: Phase = "prefill",
     save_tokens: bool = False,
+    maps: Maps = "tsne",
     dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
@@ -98,6 +102,8 @@ def trace(
         Revisions of one hub model, as steps: step1000,step2000.
     save_tokens : bool
         Also store the experts and gates of every token.
+    maps : METHOD
+        Maps of experts: tsne makes PCA and t-SNE, umap also UMAP (slow; needs the extra `maps`).
     dtype : DTYPE
         Precision of the model; auto: as stored.
     batch_size : int
@@ -130,6 +136,8 @@ def trace(
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
     one_of("dtype", dtype, get_args(Dtype))
+    one_of("maps", maps, get_args(Maps))
+    methods = map_methods(maps)
     if recorded is not None:
         if text or domain or token_ids or revisions:
             raise BadInput("--recorded replaces the text; give one or the other")
@@ -157,7 +165,7 @@ def trace(
         check_token_ids(names, reading)
     phases = ("prefill", "decode") if phase == "both" else (str(phase),)
     reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
-    settings = TraceSettings(*reads, phases, save_tokens, seed)
+    settings = TraceSettings(*reads, phases, save_tokens, methods, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
         done_tasks = writer.done_tasks()
@@ -214,7 +222,7 @@ def trace_step(
     if not sum(result.corpus.documents):
         raise BadInput("the text holds no token; give a longer one")
     with writer.timed("tables"):
-        frames = result.tables(number, settings.seed)
+        frames = result.tables(number, settings.seed, settings.maps)
     setup = {"step": number, **result.facts(), "warnings": result.warnings()}
     streamed = {"tokens.parquet": stream} if stream is not None else None
     writer.flush_task(task_name(number), frames, setup, result.arrays(), streamed)

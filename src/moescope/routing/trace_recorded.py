@@ -20,6 +20,7 @@ from moescope.execution.recorded import READERS, Load, Shape, Stretch, read_trac
 from moescope.execution.texts import file_identity
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.routing.counts_to_tables import Corpus, Traced
+from moescope.routing.expert_maps import map_methods
 from moescope.routing.stability import stability_table
 from moescope.routing.tally import SUMS, LayerCounts, Tally
 from moescope.routing.token_sample import Sample
@@ -28,7 +29,7 @@ from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 from moescope.verb import Verb
 
-IDENTITY = ("recorded", "format", "experts", "seed")
+IDENTITY = ("recorded", "format", "experts", "maps", "seed")
 MOST_EXPERTS = 4096
 MOST_PAIRS = 20_000_000  # of experts, all layers together: 2 GB as a table
 MOST_CELLS = 500_000  # layers x experts x domains: 2 GB of counts by group of documents
@@ -81,7 +82,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         if not traced.counts:
             raise BadInput(f"{file}: no token in it; give a trace with tokens")
         with writer.timed("tables"):
-            frames = traced.tables(0, seed)
+            frames = traced.tables(0, seed, map_methods(given["maps"]))
             frames["stability"] = stability_table([0], [], lambda step, name: None, {})
         setup = {"step": 0, **traced.facts()}
         absent = ["decision metrics (a trace holds no logits)"]

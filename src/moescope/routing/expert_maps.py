@@ -1,0 +1,296 @@
+"""Maps of a layer's experts on a plane: PCA, exact t-SNE and, on request, UMAP; how faithful they are."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moescope.errors import BadInput
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SEED = 0  # of UMAP; the other methods draw nothing
+PERPLEXITY = 30.0  # of t-SNE; a third of the points where they are few
+NEIGHBOURS = 15  # of UMAP; all others where they are few
+NEAREST = 5  # neighbours that are compared
+FEWEST = 8  # points that t-SNE and UMAP need
+EXAGGERATION, EXAGGERATED_STEPS, STEPS = 12.0, 250, 750  # of t-SNE
+DRAWN_FROM = 1.0  # expected tokens of a pair from which on its lift counts
+FOLD = 8.0  # lifts count up to so many times above and below chance
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points given by their inner products, which is all that a table of cosines holds."""
+
+    gram: np.ndarray
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> Cloud:
+        return cls(rows @ rows.T)
+
+    @property
+    def distances(self) -> np.ndarray:
+        sizes = np.diag(self.gram)
+        squared = np.maximum(sizes[:, None] + sizes[None, :] - 2 * self.gram, 0.0)
+        np.fill_diagonal(squared, 0.0)
+        return np.asarray(np.sqrt(squared))
+
+
+# --- methods
+
+
+def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
+    """(coordinates on the first two principal components, their shares of the variance).
+
+    Eigenvectors of the doubly centred Gram matrix times the roots of their eigenvalues (Gower 1966).
+    """
+    centred = cloud.gram - cloud.gram.mean(axis=0) - cloud.gram.mean(axis=1)[:, None] + cloud.gram.mean()
+    values, vectors = np.linalg.eigh(centred)
+    values = np.maximum(values[::-1], 0.0)
+    share = values / values.sum() if values.sum() else np.zeros_like(values)
+    coordinates = vectors[:, ::-1][:, :2] * np.sqrt(values[:2])
+    for column in range(coordinates.shape[1]):  # fix the arbitrary sign: the largest is positive
+        if coordinates[np.abs(coordinates[:, column]).argmax(), column] < 0:
+            coordinates[:, column] *= -1
+    return coordinates, share[:2]
+
+
+def pca(cloud: Cloud) -> np.ndarray:
+    return principal_plane(cloud)[0]
+
+
+def initial_layout(cloud: Cloud, spread: float) -> np.ndarray:
+    """The scaled principal plane, a start that preserves global structure (Kobak & Linderman 2021)."""
+    at = pca(cloud)
+    size = at[:, 0].std()
+    return np.asarray(at / size * spread if size else at).astype(np.float32)
+
+
+def tsne(cloud: Cloud) -> np.ndarray:
+    """Exact t-SNE: minimise KL(P || Q), Q[i, j] proportional to 1/(1 + ||y_i - y_j||^2).
+
+    van der Maaten & Hinton 2008, with gains, momentum and early exaggeration; learning rate of Belkina et al.
+    2019. It starts from the principal plane and draws nothing. Distances between groups mean little.
+    """
+    n = len(cloud.gram)
+    target = neighbour_probabilities(cloud.distances**2, min(PERPLEXITY, (n - 1) / 3)).astype(np.float32)
+    at, rate = initial_layout(cloud, 1e-4), n / EXAGGERATION
+    for exaggeration, momentum, steps in (
+        (EXAGGERATION, 0.5, EXAGGERATED_STEPS),
+        (1.0, 0.8, STEPS - EXAGGERATED_STEPS),
+    ):
+        wanted, velocity, gains = target * np.float32(exaggeration), np.zeros_like(at), np.ones_like(at)
+        for _ in range(steps):
+            sizes = (at * at).sum(axis=1)
+            near = 1 / (1 + np.maximum(sizes[:, None] + sizes - 2 * (at @ at.T), 0))
+            near.flat[:: n + 1] = 0
+            force = (wanted - near / near.sum()) * near
+            gradient = 4 * (force.sum(axis=1)[:, None] * at - force @ at)
+            gains = np.maximum(np.where(velocity * gradient < 0, gains + 0.2, gains * 0.8), 0.01)
+            velocity = momentum * velocity - rate * gains * gradient
+            at = at + velocity
+    return np.asarray(at, float)
+
+
+def neighbour_probabilities(squared: np.ndarray, perplexity: float) -> np.ndarray:
+    """(P[j | i] + P[i | j])/2n of Gaussians whose widths give every point that perplexity, by bisection."""
+    n = len(squared)
+    others = ~np.eye(n, dtype=bool)
+    squared = squared[others].reshape(n, n - 1)
+    squared = squared - squared.min(axis=1, keepdims=True)
+    low, high, precision = np.zeros((n, 1)), np.full((n, 1), np.inf), np.ones((n, 1))
+    for _ in range(64):
+        weight = np.exp(-precision * squared)
+        total = weight.sum(axis=1, keepdims=True)
+        entropy = np.log(total) + precision * (weight * squared).sum(axis=1, keepdims=True) / total
+        wide = entropy > np.log(perplexity)
+        low, high = np.where(wide, precision, low), np.where(wide, high, precision)
+        precision = np.where(np.isinf(high), precision * 2, (low + high) / 2)
+    conditional = np.zeros((n, n))
+    conditional[others] = (weight / total).ravel()
+    return (conditional + conditional.T) / (2 * n)
+
+
+@contextmanager
+def restore_torch_threads() -> Iterator[None]:
+    """Restore torch's thread count, which numba (used by umap-learn) sets for the whole process.
+
+    Without this a training after a trace would round differently from one before it.
+    """
+    torch: Any = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch is not None:
+            torch.set_num_threads(before)
+
+
+def umap(cloud: Cloud) -> np.ndarray:
+    """UMAP (McInnes, Healy & Melville 2018) by umap-learn; distances between groups mean little."""
+    with warnings.catch_warnings(), restore_torch_threads():
+        warnings.simplefilter("ignore")  # about TensorFlow, and about precomputed distances
+        from umap import UMAP
+
+        method = UMAP(
+            n_neighbors=min(NEIGHBOURS, len(cloud.gram) - 1),
+            metric="precomputed",
+            init=initial_layout(cloud, 5.0),
+            random_state=SEED,
+            n_jobs=1,
+        )
+        return np.asarray(method.fit_transform(cloud.distances), float)
+
+
+METHODS: dict[str, Callable[[Cloud], np.ndarray]] = {"pca": pca, "tsne": tsne, "umap": umap}
+
+
+def map_methods(slowest: str) -> tuple[str, ...]:
+    """Return the methods up to the slowest one that is wanted; UMAP must be installed."""
+    if slowest == "umap" and find_spec("umap") is None:
+        raise BadInput("--maps umap: umap-learn is not installed; pip install 'moescope[maps]'")
+    return tuple(METHODS)[: tuple(METHODS).index(slowest) + 1]
+
+
+# --- faithfulness
+
+
+def preserved_neighbours(cloud: Cloud, at: np.ndarray) -> tuple[float, float]:
+    """(share of each point's nearest five that are among its nearest five on the map, the chance level)."""
+    n = len(at)
+    m = max(min(NEAREST, (n - 1) // 2), 1)
+    if n < 3:
+        return float("nan"), float("nan")
+    there, here = nearest(cloud.distances, m), nearest(Cloud.of_rows(at).distances, m)
+    return float((there[:, :, None] == here[:, None, :]).sum() / (n * m)), m / (n - 1)
+
+
+def nearest(distances: np.ndarray, m: int) -> np.ndarray:
+    others = distances.copy()
+    np.fill_diagonal(others, np.inf)
+    return np.argsort(others, axis=1, kind="stable")[:, :m]
+
+
+@lru_cache
+def plane_of_directions(n: int, width: int) -> float:
+    """Share of variance on two axes of n random directions of that width: mean of 10 seeded draws."""
+    generator = np.random.default_rng(0)
+    shares = []
+    for _ in range(10):
+        rows = generator.standard_normal((n, width))
+        rows /= np.linalg.norm(rows, axis=1)[:, None]
+        shares.append(principal_plane(Cloud.of_rows(rows))[1].sum())
+    return float(np.mean(shares))
+
+
+@lru_cache
+def plane_of_noise(n: int) -> float:
+    """Share of variance on two axes of n profiles of noise: mean of 20 seeded symmetric normal matrices."""
+    generator = np.random.default_rng(0)
+    shares = []
+    for _ in range(20):
+        noise = generator.standard_normal((n, n))
+        shares.append(principal_plane(Cloud.of_rows(fill_diagonal(noise + noise.T)))[1].sum())
+    return float(np.mean(shares))
+
+
+# --- experts as points
+
+
+def expected_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `coactivation` with `over` = lift/chance_lift, `expected` = c_a c_b/N chance_lift.
+
+    `share_a` and `share_b` are the shares c/N of tokens that chose either expert.
+    """
+    tokens = pairs["layer_tokens"].clip(lower=1)
+    share_a, share_b = pairs["tokens_a"] / tokens, pairs["tokens_b"] / tokens
+    expected = share_a * share_b * tokens * pairs["chance_lift"]
+    over = pairs["lift"] / pairs["chance_lift"]
+    return pairs.assign(share_a=share_a, share_b=share_b, expected=expected, over=over)
+
+
+def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Matrix lift/chance_lift of a layer's `expected_pairs`; empty where less than one token is expected."""
+    drawn = pairs.assign(over=pairs["over"].where(pairs["expected"] >= DRAWN_FROM))
+    return drawn.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
+
+
+def coactivation_profiles(over: np.ndarray) -> np.ndarray:
+    """Each expert's log2 lift over chance with every other expert; pairs without a value count as chance."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        profile = np.clip(np.log2(over), -np.log2(FOLD), np.log2(FOLD))
+    profile[np.isnan(profile)] = 0.0
+    return fill_diagonal(profile)
+
+
+def fill_diagonal(profile: np.ndarray) -> np.ndarray:
+    """Set each expert's own entry to its largest, without which two identical experts would differ."""
+    filled = profile.copy()
+    np.fill_diagonal(filled, -np.inf)
+    np.fill_diagonal(filled, filled.max(axis=1, initial=0.0))
+    return filled
+
+
+def coactivation_points(pairs: pd.DataFrame) -> tuple[np.ndarray, Cloud, float]:
+    """Return experts, points and the share of variance that two axes of noise hold, of one layer."""
+    matrix = lift_over_chance(expected_pairs(pairs))
+    cloud = Cloud.of_rows(coactivation_profiles(matrix.to_numpy(float)))
+    return matrix.index.to_numpy(), cloud, plane_of_noise(len(matrix))
+
+
+def direction_points(cosines: pd.DataFrame) -> tuple[np.ndarray, Cloud, float]:
+    """Return the same of unit vectors, by their cosines; an expert without a vector has no place."""
+    gram = np.eye(int(cosines["expert_b"].max()) + 1)
+    a, b = cosines["expert_a"].to_numpy(), cosines["expert_b"].to_numpy()
+    gram[a, b] = gram[b, a] = cosines["cosine"].to_numpy(float)
+    experts = np.flatnonzero(np.isfinite(gram).sum(axis=1) > 1)
+    level = plane_of_directions(len(experts), int(cosines["dimensions"].iloc[0]))
+    return experts, Cloud(gram[np.ix_(experts, experts)]), level
+
+
+def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.DataFrame:
+    """Return the maps table: every layer's experts by co-activation, router rows and mean outputs."""
+    import pandas as pd
+
+    from moescope.routing.tables import TABLES
+
+    pairs, cosines = tables["coactivation"], tables["expert_cosines"]
+    keys = ["step", "layer", "layer_name"]
+    subjects = [((*key, "coactivation"), coactivation_points(rows)) for key, rows in pairs.groupby(keys)]
+    subjects += [
+        (key, direction_points(rows))
+        for key, rows in cosines.groupby([*keys, "of"])
+        if rows["cosine"].notna().any()
+    ]
+    parts = [pd.DataFrame(columns=list(TABLES["maps"].columns))]
+    for (step, layer, layer_name, of), (experts, cloud, level) in subjects:
+        shares = principal_plane(cloud)[1]
+        for method in methods if len(experts) >= FEWEST else methods[:1]:
+            at = METHODS[method](cloud)
+            preserved, chance = preserved_neighbours(cloud, at)
+            part = {
+                "step": step,
+                "layer": layer,
+                "layer_name": layer_name,
+                "of": of,
+                "method": method,
+                "expert": experts,
+                "x": at[:, 0],
+                "y": at[:, 1] if at.shape[1] > 1 else 0.0,
+                "variance": shares.sum(),
+                "variance_chance": level,
+                "neighbours": preserved,
+                "neighbours_chance": chance,
+            }
+            parts.append(pd.DataFrame(part))
+    return pd.concat(parts[1:] or parts, ignore_index=True)
