@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -92,19 +93,19 @@ class Capture:
 
     def __enter__(self) -> Capture:
         if self.hands_out:
-            self.hooks.append(self.model.register_forward_pre_hook(self.ask, with_kwargs=True))
+            self.hooks.append(before(self.model, self.ask))
         for block in [] if self.hands_out else self.blocks:
             self.hook_router(block)
-            self.hooks.append(block.experts.register_forward_hook(self.experts_ran(block), with_kwargs=True))
+            self.hooks.append(after(block.experts, self.experts_ran(block)))
             if self.check and not block.checked:
                 self.check_hooks += [
-                    child.register_forward_hook(self.part_ran(block, name))
+                    after(child, self.part_ran(block, name))
                     for name, child in block.module.named_children()
                     if child is not block.experts and block.router not in child.modules()
                 ]
-                self.check_hooks.append(block.module.register_forward_hook(self.block_ran(block)))
+                self.check_hooks.append(after(block.module, self.block_ran(block)))
         if self.check and not all(block.calls for block in self.blocks):
-            self.check_hooks.append(self.model.register_forward_hook(self.model_ran))
+            self.check_hooks.append(after(self.model, self.model_ran))
         return self
 
     def __exit__(
@@ -114,7 +115,7 @@ class Capture:
         self.take_off(self.check_hooks)
 
     def hook_router(self, block: Block) -> None:
-        self.hooks.append(block.router.register_forward_hook(self.router_ran(block), with_kwargs=True))
+        self.hooks.append(after(block.router, self.router_ran(block)))
 
     def take_off(self, hooks: list[Any]) -> None:
         for hook in hooks:
@@ -183,7 +184,7 @@ class Capture:
     # --- the check of the first pass
 
     def part_ran(self, block: Block, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not block.checked and not self.unseen() and isinstance(output, Tensor) and args:
                 # cloned, since Llama 4 adds to it in place
                 block.other_parts[name] = (args[0].detach(), output.detach().clone())
@@ -191,7 +192,7 @@ class Capture:
         return hook
 
     def block_ran(self, block: Block) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if block.checked or self.unseen() or self.pending is None:
                 return
             decision = self.pending
@@ -222,7 +223,7 @@ class Capture:
 
         return hook
 
-    def model_ran(self, module: nn.Module, args: Any, output: Any) -> None:
+    def model_ran(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.unseen():
             return
         silent = [block for block in self.blocks if not block.calls]
@@ -233,6 +234,22 @@ class Capture:
             )
         if all(block.checked for block in self.blocks):
             self.take_off(self.check_hooks)
+
+
+def after(module: nn.Module, hook: Callable[..., None]) -> Any:
+    return module.register_forward_hook(untraced(hook), with_kwargs=True)
+
+
+def before(module: nn.Module, hook: Callable[..., Any]) -> Any:
+    return module.register_forward_pre_hook(untraced(hook), with_kwargs=True)
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile does not trace: it runs in Python between two graphs.
+
+    The compiler takes seconds to import. transformers imports it; without it nothing is compiled.
+    """
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def before_last_norm(block: Block, output: Tensor) -> Tensor:

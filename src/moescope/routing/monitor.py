@@ -100,10 +100,10 @@ class LoopMonitor:
         """
         if self.capture is not None:
             raise BadInput("this Monitor already watches a model; close() it first, or make another")
-        if type(model).__name__ == "DistributedDataParallel":
-            model = getattr(model, "module", model)
+        model = unwrapped(model)
         capture = TrainingCapture(model, lambda blocks: StepTally(blocks, self.coactivation))
         self.blocks, self.tally, self.model = capture.blocks, capture.tally, model
+        self.check_sharded()
         layers, n_experts = zip(*((block.layer, block.n_experts) for block in self.blocks), strict=True)
         shape = {"layers": list(layers), "n_experts": list(n_experts)}
         self.now = self.flushed = self.logged = step
@@ -152,6 +152,18 @@ class LoopMonitor:
         self.prepare()
         return self
 
+    def check_sharded(self) -> None:
+        """Turn off, or reject, what needs a whole weight where FSDP2 leaves each rank a part of it."""
+        if not any(is_sharded(weight) for block in self.blocks for weight in block.router.parameters()):
+            return
+        if self.scan_every:
+            raise BadInput(
+                f"scan_every {self.scan_every}: the weights are sharded; scan the checkpoints that you save"
+            )
+        if self.gradients_every and is_first_rank():
+            logger.warning("moescope: router gradients cannot be measured here: the weights are sharded")
+        self.gradients_every = 0
+
     def window(self) -> Window:
         return Window.empty(self.tally.n_layers, self.tally.n_experts, self.coactivation)
 
@@ -188,7 +200,7 @@ class LoopMonitor:
         start = time.perf_counter()
         try:
             self.gradients.add(lm_loss, aux_loss, already_scaled)
-        except RuntimeError as error:  # reentrant checkpointing, sharded weights: training must go on
+        except RuntimeError as error:  # reentrant checkpointing: training must go on
             reason = str(error).splitlines()[0]
             logger.warning("moescope: router gradients cannot be measured here: %s", reason)
             self.gradients, self.gradients_every = None, 0
@@ -276,6 +288,10 @@ class LoopMonitor:
         self.pull()
         window, self.since_tables = self.since_tables, self.window()
         self.flushed = self.now
+        # copies: routers as they are now, not when the thread comes to it
+        routers = [
+            None if (rows_ED := block.rows_ED) is None else whole_copy(rows_ED) for block in self.blocks
+        ]
         if self.run is None:
             return
         names = {block.layer: block.name for block in self.blocks}
@@ -283,10 +299,6 @@ class LoopMonitor:
             self.alerts += 1
             logger.warning("moescope: %s", alert["message"])
             self.keep("alerts", [{**alert, "layer_name": names[alert["layer"]]}])
-        # copies: routers as they are now, not when the thread comes to it
-        routers = [
-            None if (rows_ED := block.rows_ED) is None else rows_ED.detach().clone() for block in self.blocks
-        ]
         places = [Place(block.layer, block.name, block.n_experts) for block in self.blocks]
         self.deferred.append(
             partial(window_tables, window, places, routers, list(self.tally.k_L), self.now, self.coactivation)
@@ -354,3 +366,25 @@ class LoopMonitor:
 
 def is_first_rank() -> bool:
     return not is_distributed() or torch.distributed.get_rank() == 0
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside torch.compile's and DistributedDataParallel's wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if type(model).__name__ == "DistributedDataParallel":
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether each rank holds a part of the weight only (a DTensor, as FSDP2 makes them)."""
+    return hasattr(weight, "full_tensor")
+
+
+def whole_copy(weight: Tensor) -> Tensor:
+    """Copy a weight; collective where it is sharded."""
+    whole: Any = weight.detach()
+    return whole.full_tensor() if is_sharded(weight) else whole.clone()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moescope.execution.adapters import CONTRACT, Block, adapter_of, router_logits
-from moescope.execution.capture import Capture, tensors_in
+from moescope.execution.capture import Capture, after, before, tensors_in
 from moescope.routing.metrics import DECISION
 from moescope.routing.monitor_tally import Handed, StepTally, is_distributed
 from moescope.routing.tally import MOST_WAITING as MOST_LOGITS
@@ -66,10 +66,7 @@ class TrainingCapture(Capture):
         for block in self.blocks:  # with dropout a second run of the experts differs
             block.checked = block.checked or block.layer in self.unchecked
         super().__enter__()
-        self.hooks += [
-            self.model.register_forward_pre_hook(self.pass_begins, with_kwargs=True),
-            self.model.register_forward_hook(self.pass_ends, with_kwargs=True),
-        ]
+        self.hooks += [before(self.model, self.pass_begins), after(self.model, self.pass_ends)]
         self.deciding = self.decides
         return self
 
@@ -93,9 +90,7 @@ class TrainingCapture(Capture):
             block for block in self.blocks if not self.hands_out and (deciding or self.needs_router(block))
         ]
         for block in hooked if self.hooks else ():
-            self.router_hooks.append(
-                block.router.register_forward_hook(self.router_ran(block), with_kwargs=True)
-            )
+            self.router_hooks.append(after(block.router, self.router_ran(block)))
 
     def needs_router(self, block: Block) -> bool:
         return block.scoring is None or not block.checked or adapter_of(block) is not CONTRACT
