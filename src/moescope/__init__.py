@@ -1,8 +1,8 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `trace`, `compare`, `compress`, `train`, `study`, `report`, `demo` and `inspect` are the
-verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a run folder, and
-`moescope.Monitor()` watches a model in training.
+`moescope.scan(...)`, `trace`, `compare`, `compress`, `deploy`, `train`, `study`, `report`, `demo` and
+`inspect` are the verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a run folder,
+and `moescope.Monitor()` watches a model in training.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moescope.comparison.verb import compare
     from moescope.compression.verb import compress
     from moescope.demo.verb import demo
+    from moescope.deployment.verb import deploy
     from moescope.errors import BadInput
     from moescope.families.inspect import inspect
     from moescope.lab.study import study
@@ -42,6 +43,7 @@ __all__ = [
     "compress",
     "count_parameters",
     "demo",
+    "deploy",
     "inspect",
     "open",
     "report",

@@ -1,0 +1,1 @@
+"""What serving a model costs: expert caches, prefetching, placement, coverage; `deploy`."""

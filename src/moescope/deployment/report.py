@@ -1,0 +1,108 @@
+"""Report on deploy: key numbers, findings, sections of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moescope.deployment.figures import RESIDENCY, loading_words, middle_slots, percent, policy_rate, together
+from moescope.deployment.tables import TABLES
+from moescope.plotting.style import counted
+from moescope.reporting.pack import table_payload
+from moescope.run import Run
+from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables, all_rows
+
+
+def summary(run: Run) -> Summary:
+    """Coverage, key numbers and findings, each with the optimum and the chance level."""
+    info = run.info["tokens"]
+    coverage = [
+        f"{counted(info['tokens'], 'token')} of {info['phase']}, {counted(info['documents'], 'document')}, "
+        f"{counted(info['layers'], 'MoE layer')}, {info['k']} experts per token"
+    ]
+    keys, findings = cache_summary(run)
+    return Summary(coverage, findings, keys)
+
+
+def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
+    rows = run.table("residency")
+    slots = middle_slots(rows)
+    lru, best, chance, static = (
+        policy_rate(rows, policy, slots, column)
+        for policy, column in (
+            ("lru", "hit_rate"),
+            ("belady", "hit_rate"),
+            ("lru", "chance"),
+            ("static", "hit_rate"),
+        )
+    )
+    keys = [KeyNumber(f"LRU hit rate, {slots} slots", lru, chance, word=f"optimum {percent(best)}", most=1.0)]
+    place = {"tab": "deployment"}
+    findings: list[str] = [
+        Finding(
+            f"Expert cache: {slots} slots per layer hold {percent(lru)} of choices with LRU; the optimum is "
+            f"{percent(best)} (random list: {percent(chance)}).",
+            **place,
+        ),
+        Finding(
+            f"Static list: the {slots} experts per layer used most on other text hold {percent(static)} of "
+            f"choices, those used most on the same text "
+            f"{percent(policy_rate(rows, 'static_in_sample', slots))}.",
+            **place,
+        ),
+        Finding(
+            f"Loading with {slots} slots: {loading_words(rows, 'lru', slots)} per token with LRU, "
+            f"{loading_words(rows, 'belady', slots)} at the optimum.",
+            **place,
+        ),
+    ]
+    split, even = (policy_rate(rows, "lru_split", slots, column) for column in ("hit_rate", "uniform"))
+    findings.append(
+        Finding(
+            f"Split over layers: the same bytes placed where they gain most hold {percent(split)} of "
+            f"choices, equal slots in every layer {percent(even)}.",
+            **place,
+        )
+    )
+    return keys, findings
+
+
+def select(run: Run, selection: Selection) -> Tables:
+    return all_rows(run, selection)
+
+
+def sections(run: Run, selection: Selection) -> list[Section]:
+    tables = all_rows(run, selection)
+    return [residency_section(tables)]
+
+
+def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
+    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
+
+
+def residency_section(tables: Tables) -> Section:
+    rows = tables["residency"]
+    skipped = {"layer", "layer_name", "layer_slots", "n_experts", "tokens", "choices"}
+    columns = [
+        name
+        for name in TABLES["residency"].columns
+        if name not in skipped and together(rows)[name].notna().any()
+    ]
+    return Section(
+        "caches",
+        "Expert caches",
+        "One cache per layer, replayed choice by choice in the order of the trace. Lists are learned on "
+        "other documents than those they are tested on.",
+        drawable(RESIDENCY, {"residency": rows}),
+        [table_payload(TABLES["residency"], together(rows), columns, "All layers together")],
+    )
+
+
+def guide(run: Run) -> list[str]:
+    return [
+        "An expert cache holds some experts per layer in fast memory; a choice of another expert loads it. "
+        "LRU evicts the least recently used expert, LFU the least often used one. Belady's rule evicts the "
+        "expert that is needed last: it knows the future, and no policy with the same start beats it.",
+        "Whatever is learned is tested on other documents: each half of the documents (drawn by seed) is "
+        "tested with what the other half taught. A single document is learned from its first half and tested "
+        "on its second.",
+    ]

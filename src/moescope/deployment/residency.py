@@ -1,0 +1,276 @@
+"""Expert caches: how often each policy and size holds the chosen expert, and what loading the rest costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from moescope.deployment.caches import (
+    DepthCounts,
+    Replay,
+    belady,
+    count_depths,
+    lfu,
+    recency,
+    split_budget,
+    spread,
+    stack_depths,
+)
+from moescope.deployment.tokens import Split, TokenTrace, hottest_first, usage
+from moescope.statistics import clip_share, jackknife_interval
+from moescope.types import Array, Integers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
+LAYERS_AT_ONCE = 16  # bounds memory: one depth per choice and cache
+
+
+class Replayed(NamedTuple):
+    """One policy in one layer: depths of the tested choices, and those of the optimum from the same start."""
+
+    counts: DepthCounts
+    optimum: DepthCounts | None
+
+
+class LayerReplays(NamedTuple):
+    """All policies in one layer; of LRU also each split's learned and tested part."""
+
+    policies: dict[str, Replayed]
+    learned: list[DepthCounts]
+    tested: list[DepthCounts]
+    compulsory: float  # share of choices that are an expert's first
+
+
+def residency_table(
+    trace: TokenTrace,
+    slots: Iterable[int],
+    splits: list[Split],
+    expert_bytes: Array | None,
+    bandwidth: float | None,
+    cold: bool,
+    advance: Callable[[int], None],
+) -> pd.DataFrame:
+    """Return one row per policy, number of slots and layer; layer null: all layers together."""
+    import pandas as pd
+
+    slots = list(slots)
+    most = max(slots)
+    layers: list[LayerReplays] = []
+    for begin in range(0, len(trace.layers), LAYERS_AT_ONCE):
+        batch = range(begin, min(begin + LAYERS_AT_ONCE, len(trace.layers)))
+        layers += replay_layers(trace, batch, most, splits, cold)
+        advance(len(batch))
+    sizes_L = np.ones(len(layers)) if expert_bytes is None else expert_bytes
+    rows = []
+    for size in slots:
+        for policy in POLICIES:
+            if policy == "lru_split":
+                rows += split_rows(trace, layers, size, sizes_L)
+            else:
+                parts = [
+                    Part(size, *layer.policies[policy], min(size, n))
+                    for layer, n in zip(layers, trace.n_experts, strict=True)
+                ]
+                rows += policy_rows(trace, policy, size, parts, layers)
+    frame = pd.DataFrame(rows)
+    frame["bytes_per_token"] = np.nan
+    if expert_bytes is not None:
+        by_layer = dict(zip(trace.layers, expert_bytes, strict=True))
+        frame["bytes_per_token"] = frame["loads_per_token"] * frame["layer"].map(by_layer)
+        keys = ["policy", "slots"]
+        totals = frame.groupby(keys)["bytes_per_token"].sum()
+        everywhere = frame["layer"].isna()
+        frame.loc[everywhere, "bytes_per_token"] = [
+            totals[row] for row in frame.loc[everywhere, keys].itertuples(index=False, name=None)
+        ]
+    frame["ms_per_token"] = frame["bytes_per_token"] / (bandwidth * 1e6) if bandwidth else np.nan
+    return frame
+
+
+def replay_layers(
+    trace: TokenTrace, batch: Iterable[int], most: int, splits: list[Split], cold: bool
+) -> list[LayerReplays]:
+    """Replay all policies in some layers."""
+    group_T, groups = trace.group_T, trace.n_groups
+    starts = trace.starts()
+    first_T = starts[trace.document_T] if cold else None
+    everything = Split(np.ones(len(group_T), dtype=bool), np.ones(len(group_T), dtype=bool))
+    replays: list[Replay] = []
+    kept: list[dict[str, Any]] = []
+    for at in batch:
+        n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at].astype(np.int64)
+        filled_TK = chosen_TK >= 0
+        document_S = np.repeat(trace.document_T, filled_TK.sum(1)) if cold else None
+        sequence_S = chosen_TK[filled_TK]
+        if document_S is not None:  # an expert of another document is another expert: nothing is carried over
+            sequence_S = sequence_S + n * document_S
+        items = int(sequence_S.max(initial=0)) + 1
+        replays += [belady(sequence_S, items), lfu(sequence_S, document_S)]
+        ranks = []
+        for split in [*splits, everything]:
+            order_E = hottest_first(usage(chosen_TK[split.learn_T], n))
+            rank_E = np.empty(n, dtype=np.int64)
+            rank_E[order_E] = np.arange(n)
+            ranks.append(rank_E)
+            tested_TK = chosen_TK[split.test_T]
+            if not cold:
+                replays.append(belady(tested_TK[tested_TK >= 0], n, order_E))
+        depth_TK = recency(chosen_TK, n, first_T)[1]
+        kept.append({"at": at, "n": n, "ranks": ranks, "lru": depth_TK})
+    depths = iter(stack_depths(replays, most))
+    found = []
+    for layer in kept:
+        n, chosen_TK = layer["n"], trace.chosen_LTK[layer["at"]]
+        filled_TK = chosen_TK >= 0
+        optimum, by_use = (count_depths(spread(next(depths), filled_TK), group_T, groups, most) for _ in "ab")
+        static = []
+        for split, rank_E in zip([*splits, everything], layer["ranks"], strict=True):
+            tested_TK, tested_group_T = chosen_TK[split.test_T], group_T[split.test_T]
+            ranks_TK = np.where(tested_TK < 0, -1, rank_E[tested_TK])
+            best = None
+            if not cold:
+                best_TK = spread(next(depths), tested_TK >= 0)
+                best = count_depths(best_TK, tested_group_T, groups, most)
+            static.append(Replayed(count_depths(ranks_TK, tested_group_T, groups, n), best))
+        lru_TK = layer["lru"]
+        learned, tested = (
+            [count_depths(lru_TK[part], group_T[part], groups, n) for part in parts]
+            for parts in ([split.learn_T for split in splits], [split.test_T for split in splits])
+        )
+        counts = count_depths(lru_TK, group_T, groups, n)
+        policies = {
+            "static": joined(static[:-1]),
+            "static_in_sample": static[-1],
+            "lru": Replayed(counts, optimum),
+            "lfu": Replayed(by_use, optimum),
+            "belady": Replayed(optimum, optimum),
+        }
+        first = float(counts.choices_GD[:, n].sum() / max(counts.choices_GD.sum(), 1))
+        found.append(LayerReplays(policies, learned, tested, first))
+    return found
+
+
+def joined(parts: list[Replayed]) -> Replayed:
+    """Add up the tested parts of all splits."""
+    optima = [part.optimum for part in parts if part.optimum is not None]
+    return Replayed(added([part.counts for part in parts]), added(optima) if optima else None)
+
+
+def added(counts: list[DepthCounts]) -> DepthCounts:
+    choices = np.sum([part.choices_GD for part in counts], axis=0)
+    return DepthCounts(choices, np.sum([part.tokens_GD for part in counts], axis=0))
+
+
+# --- rows
+
+
+class Part(NamedTuple):
+    """What a row is made of: depths in one layer, the optimum's, and the slots that the layer has."""
+
+    slots: int
+    counts: DepthCounts
+    optimum: DepthCounts | None
+    layer_slots: float
+
+
+def policy_rows(
+    trace: TokenTrace, policy: str, slots: int, parts: list[Part], layers: list[LayerReplays]
+) -> list[dict[str, Any]]:
+    """Return the rows of one policy and size: every layer, then all together."""
+    sums = [layer_sums(part.counts, part.slots) for part in parts]
+    best = [
+        np.nan if part.optimum is None else share_of(layer_sums(part.optimum, part.slots)) for part in parts
+    ]
+    first = [layer.compulsory for layer in layers]
+    return [
+        {**row, "policy": policy, "slots": slots}
+        for row in rate_rows(trace, sums, best, first, [part.layer_slots for part in parts])
+    ]
+
+
+def layer_sums(counts: DepthCounts, slots: int) -> Integers:
+    """Hits, choices, tokens with hits only, and tokens, per group of documents."""
+    hits_G, whole_G = counts.hits_G(slots), counts.hits_G(slots, tokens=True)
+    return np.stack([hits_G, counts.choices_GD.sum(1), whole_G, counts.tokens_GD.sum(1)], axis=1)
+
+
+def share_of(sums_GX: Integers) -> float:
+    hits, choices = sums_GX.sum(0)[:2]
+    return float(hits / choices) if choices else np.nan
+
+
+def rate_rows(
+    trace: TokenTrace, sums: list[Integers], best: list[float], first: list[float], layer_slots: list[float]
+) -> list[dict[str, Any]]:
+    """Rates with intervals, per layer and of all layers together (weighted by choices)."""
+    choices_L = np.array([sums_GX[:, 1].sum() for sums_GX in sums], dtype=float)
+    weights_L = choices_L / max(choices_L.sum(), 1)
+    chance_L = np.array([min(size / n, 1.0) for size, n in zip(layer_slots, trace.n_experts, strict=True)])
+    rows = []
+    for at, number in enumerate(trace.layers):
+        row = rate_row(trace, sums[at], best[at], first[at], float(chance_L[at]))
+        row |= {"layer": number, "layer_name": trace.layer_names[at], "n_experts": trace.n_experts[at]}
+        rows.append(row | {"layer_slots": layer_slots[at]})
+    together = rate_row(
+        trace,
+        np.sum(sums, axis=0),
+        float(weights_L @ np.array(best)),
+        float(weights_L @ np.array(first)),
+        float(weights_L @ chance_L),
+    )
+    loads = sum(row["loads_per_token"] for row in rows)
+    tokens = max(row["tokens"] for row in rows)
+    together |= {"layer": None, "n_experts": max(trace.n_experts), "loads_per_token": loads, "tokens": tokens}
+    return [*rows, together | {"layer_slots": float(np.mean(layer_slots))}]
+
+
+def rate_row(
+    trace: TokenTrace, sums_GX: Integers, best: float, first: float, chance: float
+) -> dict[str, Any]:
+    hits, choices, whole, tokens = (int(value) for value in sums_GX.sum(0))
+    interval = clip_share(
+        jackknife_interval(
+            sums_GX[:, :2].astype(float), lambda part: part[..., 0] / part[..., 1], trace.n_documents
+        )
+    )
+    return {
+        "tokens": tokens,
+        "choices": choices,
+        "hit_rate": hits / choices if choices else np.nan,
+        "low": interval.low,
+        "high": interval.high,
+        "token_hit_rate": whole / tokens if tokens else np.nan,
+        "optimum": best,
+        "chance": chance,
+        "compulsory": first,
+        "loads_per_token": (choices - hits) / tokens if tokens else np.nan,
+    }
+
+
+def split_rows(
+    trace: TokenTrace, layers: list[LayerReplays], slots: int, sizes_L: Array
+) -> list[dict[str, Any]]:
+    """LRU with the same bytes in all, split over layers by what the learned part's curves gain."""
+    most, halves = min(trace.n_experts), len(layers[0].learned)
+    split = [np.zeros((trace.n_groups, 4), dtype=np.int64) for _ in layers]
+    even = [sums_GX.copy() for sums_GX in split]
+    shares = np.zeros(len(layers))
+    for number in range(halves):
+        curves = [layer.learned[number].choices_GD.sum(0)[:most] for layer in layers]
+        hits_LS = np.stack([np.concatenate([[0], np.cumsum(curve)]) for curve in curves]).astype(float)
+        chosen_L = split_budget(hits_LS, min(trace.k, most), min(slots, most), sizes_L)
+        shares += chosen_L / halves
+        for at, layer in enumerate(layers):
+            split[at] += layer_sums(layer.tested[number], int(chosen_L[at]))
+            even[at] += layer_sums(layer.tested[number], slots)
+    first = [layer.compulsory for layer in layers]
+    rows = rate_rows(trace, split, [np.nan] * len(layers), first, shares.tolist())
+    uniform = [*map(share_of, even), share_of(np.sum(even, axis=0))]
+    return [
+        {**row, "policy": "lru_split", "slots": slots, "uniform": rate}
+        for row, rate in zip(rows, uniform, strict=True)
+    ]

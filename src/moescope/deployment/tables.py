@@ -1,0 +1,59 @@
+"""The tables of deploy: keys, columns and the meaning of each column."""
+
+from __future__ import annotations
+
+from moescope.tables import Column, Table, define_tables
+
+# fmt: off
+COLUMNS: dict[str, Column] = {
+    # --- expert caches
+    "residency.layer": Column("int", "The layer's number in the model, from 0; null: all layers together."),
+    "policy": Column("text",
+        "static: the experts used most on other documents, never changed. static_in_sample: those used most "
+        "on the same tokens. lru: evict the least recently used. lfu: evict the least often used, counts "
+        "survive eviction. belady: evict what is needed last, the optimum. lru_split: lru with the same "
+        "bytes split over layers by what further slots gained on other documents."),
+    "slots": Column("int", "Experts per layer that the cache holds; with lru_split the mean over layers."),
+    "layer_slots": Column("float", "Slots of this layer; with lru_split the mean over both halves learned."),
+    "residency.n_experts": Column("int", "Experts of the layer, n."),
+    "residency.tokens": Column("int", "Tokens tested."),
+    "choices": Column("int", "Choices tested: tokens times experts per token."),
+    "hit_rate": Column("float", "Share of choices whose expert is in the cache.", "hits/choices",
+        worst="0", chance="slots/n", best="optimum", title="hit rate",
+        misleads="Tokens come one after the other, as in decoding one request; batches share experts."),
+    "residency.low": Column("float", "Lower end of the 95 % interval of hit_rate over documents.",
+        "hit rate − t · jackknife standard error over groups of documents",
+        misleads="Null under 20 documents. It covers other documents like these."),
+    "residency.high": Column("float", "Upper end of that interval."),
+    "token_hit_rate": Column("float",
+        "Share of tokens whose choices in the layer all hit; mean over layers where layer is null.",
+        worst="0", best="1", title="token hit rate"),
+    "residency.optimum": Column("float",
+        "Hit rate of Belady's optimum from the same start on the same tokens: from an empty cache for lru "
+        "and lfu, from the preloaded list for static. Null for lru_split, and for static with --cold.",
+        best="1 − compulsory, from an empty cache"),
+    "residency.chance": Column("float", "Hit rate of a random list of as many experts.", "slots/n"),
+    "compulsory": Column("float",
+        "Share of choices that are the first of their expert: no cache that starts empty holds them.",
+        title="compulsory misses"),
+    "loads_per_token": Column("float", "Experts loaded per token.", "misses/tokens", worst="k per layer",
+        best="0", title="loads per token", unit="experts"),
+    "bytes_per_token": Column("float", "Bytes loaded per token; null where the size of experts is unknown.",
+        "loads per token × bytes per expert", title="bytes per token", unit="bytes"),
+    "ms_per_token": Column("float", "Time per token to load them at --bandwidth, nothing overlapped.",
+        "bytes per token/bandwidth", title="loading time per token", unit="ms",
+        misleads="Latency of single reads and overlap with computation are not part of it."),
+    "uniform": Column("float",
+        "Of lru_split: the hit rate of lru with equal slots in all layers, on the same tokens.",
+        title="even split"),
+}
+
+TABLES: dict[str, Table] = define_tables(
+    COLUMNS,
+    Table("residency", "Hit rate of expert caches per policy, size and layer; layer null: all together.",
+        ("policy", "slots", "layer"),
+        ("n_experts", "layer_slots", "tokens", "choices", "hit_rate", "low", "high", "token_hit_rate",
+         "optimum", "chance", "compulsory", "loads_per_token", "bytes_per_token", "ms_per_token", "uniform"),
+        optional=("layer",)),
+)
+# fmt: on

@@ -1,0 +1,198 @@
+"""The tokens of a trace in reading order, as arrays, and how documents are split for learning and testing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moescope.errors import BadInput
+from moescope.run import Run
+from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
+from moescope.types import Array, Integers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Mask = NDArray[np.bool_]
+MOST_EXPERTS = 4096
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """Every token's experts in every MoE layer; tokens are in reading order, document after document."""
+
+    layers: list[int]
+    layer_names: list[str]
+    n_experts: list[int]
+    chosen_LTK: NDArray[np.int16]  # -1 where a slot is empty, or a layer did not see the token
+    document_T: Integers  # from 0, without gaps
+    domain_D: list[str]
+    phase: str
+    step: int
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.domain_D)
+
+    @property
+    def k(self) -> int:
+        return self.chosen_LTK.shape[2]
+
+    @property
+    def group_T(self) -> Integers:
+        """Group of documents for the jackknife: one document each, as long as there are few."""
+        return self.document_T % self.n_groups
+
+    @property
+    def n_groups(self) -> int:
+        return min(self.n_documents, BUCKETS)
+
+    @property
+    def has_intervals(self) -> bool:
+        return self.n_documents >= FEWEST_DOCUMENTS
+
+    def starts(self) -> Integers:
+        """Index of each document's first token."""
+        return np.flatnonzero(np.diff(self.document_T, prepend=-1))
+
+
+class Split(NamedTuple):
+    """Tokens to learn from, and other tokens to test on."""
+
+    learn_T: Mask
+    test_T: Mask
+
+
+def split_tokens(document_T: Integers, seed: int) -> list[Split]:
+    """Return two splits, each half of the documents once learned from and once tested on.
+
+    A single document is split by time: learned from its first half, tested on its second.
+    """
+    documents = int(document_T.max(initial=0)) + 1
+    if documents == 1:
+        first_T = np.arange(len(document_T)) < len(document_T) // 2
+        return [Split(first_T, ~first_T)]
+    order = np.random.default_rng(seed).permutation(documents)
+    half_D = np.zeros(documents, dtype=bool)
+    half_D[order[: documents // 2]] = True
+    half_T = half_D[document_T]
+    return [Split(half_T, ~half_T), Split(~half_T, half_T)]
+
+
+def usage(chosen_TK: NDArray[np.integer], n_experts: int) -> Integers:
+    """Tokens per expert."""
+    return np.bincount(chosen_TK[chosen_TK >= 0], minlength=n_experts)
+
+
+def hottest_first(counts_E: Array | Integers) -> Integers:
+    """Return the experts by falling count; ties by ascending number."""
+    return np.argsort(-counts_E, kind="stable")
+
+
+# --- reading
+
+
+def read_tokens(run: Run, phase: str | None) -> TokenTrace:
+    """Read the tokens table of a trace: its last step, decode where the trace has it unless told otherwise.
+
+    Row group by row group: a table of a million tokens and 48 layers takes its experts' size in memory.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    if run.verb.name != "trace" or "tokens" not in run.tables:
+        raise BadInput(
+            f"{run.path}: holds no tokens table; give a run of moescope trace with --save-tokens in it"
+        )
+    path = run.files("tokens")[0]
+    try:
+        table = pq.ParquetFile(path)
+        kinds = set()
+        for part in row_groups(table, ["step", "phase"]):
+            pairs = part.group_by(["step", "phase"]).aggregate([])
+            kinds |= set(zip(pairs["step"].to_pylist(), pairs["phase"].to_pylist(), strict=True))
+        if not kinds:
+            raise BadInput(f"{path}: no token in it; trace a longer text")
+        step = max(number for number, _ in kinds)
+        phases = {name for number, name in kinds if number == step}
+        if phase is None:
+            phase = "decode" if "decode" in phases else "prefill"
+        if phase not in phases:
+            raise BadInput(f"{run.path}: no tokens of {phase} in it; leave --phase out")
+
+        def selected(columns: list[str]) -> Iterator[pa.Table]:
+            for part in row_groups(table, ["step", "phase", *columns]):
+                yield part.filter(pc.and_(pc.equal(part["step"], step), pc.equal(part["phase"], phase)))
+
+        keys_T, width = np.zeros(0, dtype=np.int64), 1
+        layers: dict[int, str] = {}
+        domains: dict[int, str] = {}
+        for part in selected(["document", "position", "layer", "layer_name", "domain", "experts"]):
+            keys_T = np.union1d(keys_T, token_keys(part))
+            named = part.group_by(["layer", "layer_name"]).aggregate([])
+            layers |= dict(zip(named["layer"].to_pylist(), named["layer_name"].to_pylist(), strict=True))
+            named = part.group_by(["document", "domain"]).aggregate([])
+            domains |= dict(zip(named["document"].to_pylist(), named["domain"].to_pylist(), strict=True))
+            width = max(width, pc.max(pc.list_value_length(part["experts"])).as_py() or 1)
+        layers = dict(sorted(layers.items()))
+        chosen_LTK = np.full((len(layers), len(keys_T), width), -1, dtype=np.int16)
+        numbers = np.array(list(layers))
+        for part in selected(["document", "position", "layer", "experts"]):
+            rows = np.searchsorted(numbers, part["layer"].to_numpy())
+            columns = np.searchsorted(keys_T, token_keys(part))
+            chosen_LTK[rows, columns] = padded_lists(part["experts"], width)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors or these
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path}: cannot be read ({why}); repeat its trace with --overwrite") from None
+    documents, document_T = np.unique(keys_T >> 32, return_inverse=True)
+    experts = experts_of(run, list(layers), path, chosen_LTK)
+    domain_D = [domains[int(number)] or "" for number in documents]
+    names = [name or f"layer {number}" for number, name in layers.items()]
+    return TokenTrace(list(layers), names, experts, chosen_LTK, document_T, domain_D, phase, step)
+
+
+def row_groups(table: Any, columns: list[str]) -> Iterator[pa.Table]:
+    for number in range(table.num_row_groups):
+        yield table.read_row_group(number, columns)
+
+
+def token_keys(part: pa.Table) -> Integers:
+    """One number per row that sorts by document, then position."""
+    document, position = (part[name].to_numpy().astype(np.int64) for name in ("document", "position"))
+    if len(document) and (
+        min(document.min(), position.min()) < 0 or max(document.max(), position.max()) >= 2**31
+    ):
+        raise ValueError("document or position out of range")
+    return (document << 32) | position
+
+
+def padded_lists(lists: Any, width: int) -> NDArray[np.int16]:
+    """Return lists of experts as rows of equal width, filled with -1."""
+    import pyarrow.compute as pc
+
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    values = pc.list_flatten(lists).to_numpy().astype(np.int16)
+    if (lengths == width).all():
+        return values.reshape(-1, width)
+    rows = np.full((len(lengths), width), -1, dtype=np.int16)
+    rows[np.arange(width) < lengths[:, None]] = values
+    return rows
+
+
+def experts_of(run: Run, layers: list[int], path: Path, chosen_LTK: NDArray[np.int16]) -> list[int]:
+    """Return the experts per layer that the trace states; a higher expert number is an error."""
+    rows = run.table("routing_layers").groupby("layer")["n_experts"].max()
+    found = []
+    for layer, chosen_TK in zip(layers, chosen_LTK, strict=True):
+        stated, highest = int(rows.get(layer, 0)), int(chosen_TK.max(initial=-1))
+        if highest >= stated or chosen_TK.min(initial=-1) < -1 or stated > MOST_EXPERTS:
+            raise BadInput(
+                f"{path}: layer {layer} names expert {highest} of {stated}; repeat its trace with --overwrite"
+            )
+        found.append(stated)
+    return found

@@ -1,0 +1,214 @@
+"""deploy: what serving a model costs, from a token-level trace; no model is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from moescope.arguments import numbers, one_of
+from moescope.checkpoint import open_checkpoint
+from moescope.deployment.figures import FIGURES
+from moescope.deployment.report import guide, sections, summary
+from moescope.deployment.tables import TABLES
+from moescope.errors import BadInput
+from moescope.families import read_moe
+from moescope.families.inspect import BYTES
+from moescope.progress import progress
+from moescope.run import Run, open_run, place_run
+from moescope.verb import Verb
+
+if TYPE_CHECKING:
+    from moescope.deployment.tokens import TokenTrace
+    from moescope.types import Array
+
+Phase = Literal["prefill", "decode"]
+
+
+def deploy(
+    trace: str | Path | Run,
+    *,
+    model: str | Path | None = None,
+    slots: int | str | Iterable[int] = (),
+    bandwidth: float | None = None,
+    out: str | Path | None = None,
+    expert_bytes: int | None = None,
+    cold: bool = False,
+    phase: Phase | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Measure what serving a model costs, from a trace of its tokens.
+
+    Replays expert caches of several sizes and policies beside Belady's optimum. No model is run. What is
+    learned is tested on other documents.
+
+    Parameters
+    ----------
+    trace : TRACE
+        Run folder of moescope trace with --save-tokens.
+    model : MODEL
+        Checkpoint whose headers give the bytes per expert.
+    slots : LIST, default a sixteenth to half of the experts
+        Experts per layer that a cache holds: 8,16,32.
+    bandwidth : GB/S
+        Speed of loading experts; adds milliseconds per token.
+    out : DIR, default runs/deploy-TRACE-N
+        Run folder to write.
+
+    Other Parameters
+    ----------------
+    expert_bytes : BYTES
+        Bytes per expert, where no model is given.
+    cold : bool
+        Empty the caches at the start of every document.
+    phase : PHASE, default decode where the trace has it
+        Which tokens to replay.
+    seed : SEED
+        Seed that splits documents into halves.
+    overwrite : bool
+        Replace a run that is in the folder.
+    quiet : bool
+        Print nothing but errors.
+
+    Examples
+    --------
+    >>> run = moescope.deploy("runs/trace-MODEL-1", slots="16,32", bandwidth=7.0)  # doctest: +SKIP
+    >>> run.table("residency")  # doctest: +SKIP
+    """
+    given = dict(locals())
+    if phase is not None:
+        one_of("phase", phase, get_args(Phase))
+    sizes = numbers("slots", slots) if slots else ()
+    checked = (("bandwidth", bandwidth), ("expert_bytes", expert_bytes))
+    for name, value in checked:
+        if value is not None and not 0 < value < float("inf"):
+            raise BadInput(f"{name} {value}: must be above 0")
+    if seed < 0:
+        raise BadInput(f"seed {seed}: must be at least 0")
+    if model is not None and expert_bytes is not None:
+        raise BadInput("--expert-bytes replaces --model; give one of them")
+    if bandwidth is not None and model is None and expert_bytes is None:
+        raise BadInput(
+            f"--bandwidth {bandwidth:g}: give --model or --expert-bytes too, the size of an expert"
+        )
+    traced = trace if isinstance(trace, Run) else Run.load(trace)
+    given["trace"] = traced.path
+    moe = None if model is None else read_moe(open_checkpoint(model))
+    identity = {
+        "arguments": VERB.identity(given, slots=sizes, model=moe and moe.checkpoint.header_hash()),
+        "checkpoints": traced.info.get("checkpoints", []),
+        "runs": [
+            {"role": "trace", "path": str(traced.path.resolve()), "finished": traced.info.get("finished")}
+        ],
+    }
+    folder, done = place_run(VERB, out, traced.name.removeprefix("trace-"), identity, overwrite)
+    if folder.resolve() == traced.path.resolve():
+        raise BadInput(f"{folder}: the trace itself; give another --out")
+    if done:
+        return done
+    from moescope.deployment.tokens import read_tokens
+
+    tokens = read_tokens(traced, phase)
+    sizes = sizes or default_slots(tokens)
+    check_slots(sizes, tokens)
+    bytes_L = sizes_of_experts(tokens, moe, expert_bytes)
+    with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
+        tasks = table_tasks(tokens, given, sizes, bytes_L)
+        finished = writer.done_tasks()
+        with progress(len(tokens.layers) * len(tasks), 0, "layers", quiet) as advance:
+            for name, make in tasks.items():
+                if name not in finished:
+                    with writer.timed(name):
+                        frames = make(partial(advance, name))
+                    writer.flush_task(name, frames, {})
+        writer.save_info(tokens=facts(tokens), warnings=warnings_on(tokens))
+        return writer.finish({name: writer.joined(name) for name in TABLES})
+
+
+def table_tasks(
+    tokens: TokenTrace, given: dict[str, Any], slots: tuple[int, ...], bytes_L: Array | None
+) -> dict[str, Callable[[Callable[[int], None]], dict[str, Any]]]:
+    """Return what makes each table: name -> function of a callback for progress."""
+    from moescope.deployment.residency import residency_table
+    from moescope.deployment.tokens import split_tokens
+
+    splits = split_tokens(tokens.document_T, given["seed"])
+    bandwidth, cold = given["bandwidth"], given["cold"]
+    return {
+        "residency": lambda advance: {
+            "residency": residency_table(tokens, slots, splits, bytes_L, bandwidth, cold, advance)
+        }
+    }
+
+
+# --- arguments
+
+
+def default_slots(tokens: TokenTrace) -> tuple[int, ...]:
+    """A sixteenth, an eighth, a quarter and half of the experts, those that hold one token's experts."""
+    most = max(tokens.n_experts)
+    sizes = {most // part for part in (16, 8, 4, 2)}
+    return tuple(sorted(size for size in sizes if size >= tokens.k)) or (tokens.k,)
+
+
+def check_slots(slots: tuple[int, ...], tokens: TokenTrace) -> None:
+    if slots[0] < tokens.k:
+        raise BadInput(
+            f"slots {slots[0]}: a token chooses {tokens.k} experts per layer; give at least {tokens.k}"
+        )
+    if slots[-1] > max(tokens.n_experts):
+        raise BadInput(f"slots {slots[-1]}: a layer has {max(tokens.n_experts)} experts; give fewer")
+
+
+def sizes_of_experts(tokens: TokenTrace, moe: Any, expert_bytes: int | None) -> Array | None:
+    """Return bytes per expert of every layer, from the checkpoint's headers or as given."""
+    import numpy as np
+
+    if moe is None:
+        return None if expert_bytes is None else np.full(len(tokens.layers), float(expert_bytes))
+    sizes = []
+    for layer, n in zip(tokens.layers, tokens.n_experts, strict=True):
+        weights = moe.layers.get(layer)
+        if weights is None or weights.n_experts != n:
+            found = "no such MoE layer" if weights is None else f"{weights.n_experts} experts"
+            raise BadInput(
+                f"{moe.checkpoint.shown}: layer {layer} of the trace has {n} experts, the model {found}; "
+                "give the model that was traced"
+            )
+        stacks = weights.projections.values()
+        sizes.append(sum(stack.shape[1] * stack.shape[2] * BYTES.get(stack.dtype, 2) for stack in stacks))
+    return np.array(sizes)
+
+
+# --- what run.json says
+
+
+def facts(tokens: TokenTrace) -> dict[str, Any]:
+    return {
+        "tokens": int(tokens.chosen_LTK.shape[1]),
+        "documents": tokens.n_documents,
+        "layers": len(tokens.layers),
+        "k": tokens.k,
+        "phase": tokens.phase,
+        "step": tokens.step,
+    }
+
+
+def warnings_on(tokens: TokenTrace) -> list[str]:
+    """Say what this trace cannot show."""
+    found = []
+    if tokens.phase == "prefill":
+        found.append(
+            "the trace holds prefill only: caches are replayed in reading order, as if the text were decoded"
+        )
+    if tokens.n_documents == 1:
+        found.append("one document: learned from its first half and tested on its second, without intervals")
+    elif not tokens.has_intervals:
+        found.append(f"{tokens.n_documents} documents: no intervals, which need 20")
+    return found
+
+
+VERB = Verb("deploy", deploy, TABLES, FIGURES, summary, sections, guide=guide, tab="deployment")

@@ -1,0 +1,115 @@
+"""deploy on the command line: what it reads, writes, rejects and says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import moescope
+from checkpoints import tiny_checkpoint
+from deployment.deployment_runs import write_trace
+from deployment.plain_caches import random_tokens, replay_lru
+from moescope.cli import app
+from moescope.errors import BadInput
+from report_payloads import page_text
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    generator = np.random.default_rng(0)
+    chosen_LTK = [random_tokens(generator, 120, 2, 8) for _ in range(2)]
+    folder = tmp_path_factory.mktemp("runs") / "trace-tiny"
+    return write_trace(folder, chosen_LTK, np.repeat(np.arange(24), 5), 8, domains=("code", "prose"))
+
+
+def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
+    out = tmp_path / "run"
+    arguments = ["deploy", str(trace.path), "--slots", "2,4", "--out", str(out), "--json"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout)
+    run = moescope.open(out)
+    rows = run.table("residency")
+    assert sorted(rows["slots"].unique()) == [2, 4]
+    assert rows["low"].notna().all()
+    tokens = trace.table("tokens").sort_values(["layer", "document", "position"])
+    hits = [
+        np.mean(replay_lru(np.concatenate(list(group["experts"])).tolist(), 4))
+        for _, group in tokens.groupby("layer")
+    ]
+    lru = rows[(rows["policy"] == "lru") & (rows["slots"] == 4)].sort_values("layer")
+    assert lru["hit_rate"].tolist() == pytest.approx([*hits, np.mean(hits)])
+    assert facts["key_numbers"][0]["chance"] == 0.25
+    page = page_text(Path(moescope.report(run)).read_text(encoding="utf-8"))
+    for spec in run.verb.figures:
+        assert run.draw(spec.name).title in page
+    assert run.figure("cache_curve").data
+    assert moescope.deploy(trace, slots=[2, 4], out=out, quiet=True).info == run.info  # it is reused
+
+
+def test_bytes_per_expert_come_from_the_headers_of_the_model(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model")
+    chosen_LTK = np.tile([[[0, 1]], [[2, 3]]], (1, 4, 1))
+    trace = write_trace(tmp_path / "trace", chosen_LTK, np.zeros(4, int), 4)
+    run = moescope.deploy(trace, model=model, bandwidth=1.0, out=tmp_path / "run", quiet=True)
+    rows = run.table("residency")
+    loaded = rows[(rows["policy"] == "lru") & rows["layer"].isna()].iloc[0]
+    facts = moescope.inspect(model)
+    numbers = 3 * facts["d_model"] * facts["d_ff"]
+    width = {"F32": 4, "BF16": 2}[next(iter(facts["dtypes"]))]
+    assert loaded["bytes_per_token"] == pytest.approx(loaded["loads_per_token"] * numbers * width)
+    assert loaded["loads_per_token"] == 1  # four experts, once each, in four tokens
+    assert loaded["ms_per_token"] == pytest.approx(loaded["bytes_per_token"] / 1e6)
+    other = write_trace(tmp_path / "other", chosen_LTK, np.zeros(4, int), 5)
+    with pytest.raises(BadInput, match="layer 0 of the trace has 5 experts, the model 4 experts"):
+        moescope.deploy(other, model=model, out=tmp_path / "no", quiet=True)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"slots": "1"}, "give at least 2"),
+        ({"slots": "9"}, "a layer has 8 experts"),
+        ({"slots": "x"}, "whole numbers"),
+        ({"bandwidth": 5.0}, "--expert-bytes"),
+        ({"bandwidth": -1.0}, "above 0"),
+        ({"phase": "prefill"}, "no tokens of prefill"),
+        ({"seed": -1}, "at least 0"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(trace, tmp_path, options, words):
+    with pytest.raises(BadInput, match=words):
+        moescope.deploy(trace.path, out=tmp_path / "run", quiet=True, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_tokens_is_rejected(trace, tmp_path):
+    run = moescope.deploy(trace, out=tmp_path / "run", quiet=True)
+    with pytest.raises(BadInput, match="--save-tokens"):
+        moescope.deploy(run, out=tmp_path / "again", quiet=True)
+
+
+def test_a_trace_of_prefill_and_one_of_a_single_document_say_so(tmp_path):
+    generator = np.random.default_rng(1)
+    chosen_LTK = [random_tokens(generator, 10, 2, 8)]
+    trace = write_trace(tmp_path / "trace", chosen_LTK, np.zeros(10, int), 8, phase="prefill")
+    run = moescope.deploy(trace, out=tmp_path / "run", quiet=True)
+    assert run.info["tokens"]["phase"] == "prefill"
+    assert sum("prefill" in line for line in run.info["warnings"]) == 1
+    assert sum("one document" in line for line in run.info["warnings"]) == 1
+
+
+def test_ragged_layers_and_documents_in_any_row_order_are_read(tmp_path):
+    from moescope.deployment.tokens import read_tokens
+
+    chosen_LTK = np.array([[[0, 1], [2, 3], [1, 2]], [[-1, -1], [3, -1], [0, 2]]])
+    run = write_trace(tmp_path / "trace", chosen_LTK, np.array([0, 0, 1]), 4)
+    tokens = read_tokens(run, None)
+    assert tokens.chosen_LTK.tolist() == chosen_LTK.tolist()
+    assert tokens.document_T.tolist() == [0, 0, 1]
+    assert (tokens.phase, tokens.k, tokens.n_experts) == ("decode", 2, [4, 4])

@@ -1,0 +1,124 @@
+"""Rates of expert caches: held-out lists, intervals, bytes, the split of a budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deployment.deployment_runs import token_trace
+from deployment.plain_caches import random_tokens, replay_belady, replay_lru
+from moescope.deployment.residency import POLICIES, residency_table
+from moescope.deployment.tokens import split_tokens
+
+
+def table_of(trace, slots, expert_bytes=None, bandwidth=None, cold=False, seed=0):
+    splits = split_tokens(trace.document_T, seed)
+    frame = residency_table(trace, slots, splits, expert_bytes, bandwidth, cold, lambda count: None)
+    return frame.set_index(["policy", "slots", "layer"]).sort_index()
+
+
+def own_experts(layers, documents, n, k, generator):
+    """Documents of 6 tokens; in every layer each uses k experts of its own choice only."""
+    sets = [[generator.permutation(n)[:k] for _ in range(documents)] for _ in range(layers)]
+    return token_trace(np.repeat(sets, 6, axis=1), np.repeat(np.arange(documents), 6), n)
+
+
+def test_a_list_learned_on_the_same_document_is_perfect_and_learned_elsewhere_it_is_at_chance():
+    generator = np.random.default_rng(0)
+    alone = table_of(own_experts(1, 1, 16, 4, generator), [4])
+    assert alone.loc[("static_in_sample", 4, 0.0), "hit_rate"] == 1
+    rows = table_of(own_experts(200, 2, 16, 4, generator), [4])  # each list is learned on the other document
+    # overlap of two random sets of 4 of 16: mean 1/4, variance of the share 9/320
+    rates = rows.xs(("static", 4))["hit_rate"].iloc[:-1]
+    assert rates.mean() == pytest.approx(0.25, abs=4 * np.sqrt(9 / 320 / 200))
+
+
+def test_one_document_is_learned_from_its_first_half_only():
+    chosen_TK = np.array([[0, 1]] * 10 + [[2, 3]] * 10)
+    rows = table_of(token_trace([chosen_TK], np.zeros(20, int), 8), [2])
+    assert rows.loc[("static", 2, 0.0), ["hit_rate", "tokens"]].tolist() == [0, 10]
+    assert rows.loc[("static", 2, 0.0), "optimum"] == 18 / 20  # Belady from the same list
+    assert rows["low"].isna().all()
+
+
+def test_rates_equal_those_of_plain_caches_and_every_policy_stays_below_its_optimum():
+    generator = np.random.default_rng(1)
+    chosen_LTK = [random_tokens(generator, 120, 3, 12) for _ in range(3)]
+    trace = token_trace(chosen_LTK, np.repeat(np.arange(6), 20), 12)
+    rows = table_of(trace, [3, 5, 8])
+    for slots in (3, 5, 8):
+        for layer, chosen_TK in enumerate(chosen_LTK):
+            sequence = chosen_TK.reshape(-1).tolist()
+            for policy, replay in (("lru", replay_lru), ("belady", replay_belady)):
+                hits_TK = np.reshape(replay(sequence, slots), (-1, 3))
+                row = rows.loc[(policy, slots, float(layer))]
+                assert row["hit_rate"] == pytest.approx(hits_TK.mean())
+                assert row["token_hit_rate"] == pytest.approx(hits_TK.all(1).mean())
+                assert row["loads_per_token"] == pytest.approx((~hits_TK).sum(1).mean())
+    bounded = rows[rows["optimum"].notna()]
+    assert set(bounded.index.get_level_values("policy")) == set(POLICIES) - {"lru_split"}
+    assert (bounded["hit_rate"] <= bounded["optimum"] + 1e-12).all()
+    whole = rows.xs(("lru", 5), level=("policy", "slots"))
+    of_all, layers = whole[whole.index.isna()].iloc[0], whole[whole.index.notna()]
+    assert of_all["hit_rate"] == pytest.approx(layers["hit_rate"].mean())
+    assert of_all["loads_per_token"] == pytest.approx(layers["loads_per_token"].sum())
+    assert of_all["choices"] == 3 * 360
+
+
+def test_a_preloaded_list_may_beat_a_cold_optimum_but_not_its_own():
+    chosen_TK = np.tile([[0, 1]], (4, 1))
+    rows = table_of(token_trace([chosen_TK], np.array([0, 0, 1, 1]), 4), [2])
+    static, cold = rows.loc[("static", 2, 0.0)], rows.loc[("belady", 2, 0.0)]
+    assert (static["hit_rate"], static["optimum"], cold["hit_rate"]) == (1, 1, 6 / 8)
+    assert cold["compulsory"] == 2 / 8
+
+
+def test_bytes_and_milliseconds_follow_from_the_misses():
+    chosen_LTK = [[[0, 1], [0, 2], [0, 1]], [[3, 2], [3, 2], [3, 2]]]
+    trace = token_trace(chosen_LTK, np.zeros(3, int), 4)
+    rows = table_of(trace, [2], np.array([10e6, 1e6]), bandwidth=2.0)
+    lru = rows.loc[("lru", 2)].sort_index()
+    # layer 0 loads 0, 1, 2, then 1 again; layer 1 loads 3 and 2 once
+    assert lru["loads_per_token"].tolist() == pytest.approx([4 / 3, 2 / 3, 2])
+    assert lru["bytes_per_token"].tolist() == pytest.approx([40e6 / 3, 2e6 / 3, 14e6])
+    assert lru["ms_per_token"].tolist()[-1] == pytest.approx(14e6 / 2e9 * 1000)
+
+
+def test_slots_go_to_the_layer_that_needs_them():
+    generator = np.random.default_rng(2)
+    easy_TK = np.tile([[0, 1]], (400, 1))  # two experts are enough
+    hard_TK = random_tokens(generator, 400, 2, 8)
+    trace = token_trace([easy_TK, hard_TK], np.repeat(np.arange(20), 20), 8)
+    rows = table_of(trace, [4]).loc[("lru_split", 4)].sort_index()
+    assert rows["layer_slots"].tolist()[:2] == [2, 6]
+    assert rows["hit_rate"].iloc[-1] > rows["uniform"].iloc[-1] + 0.05
+    even = table_of(trace, [4]).loc[("lru", 4)].sort_index()
+    assert rows["uniform"].tolist() == pytest.approx(even["hit_rate"].tolist())
+
+
+def test_a_cold_start_loads_every_document_anew():
+    chosen_TK = np.tile([[0, 1]], (6, 1))
+    trace = token_trace([chosen_TK], np.repeat([0, 1, 2], 2), 4)
+    rows = table_of(trace, [2], cold=True).xs(0.0, level="layer")
+    for policy in ("lru", "lfu", "belady"):
+        assert rows.loc[(policy, 2), "hit_rate"] == 0.5
+    assert table_of(trace, [2]).loc[("lru", 2, 0.0), "hit_rate"] == 10 / 12
+
+
+def test_intervals_cover_the_rate_of_endless_text():
+    """Documents with a hit rate of their own: 95 % intervals in 400 simulated layers, binomial tolerance."""
+    generator = np.random.default_rng(3)
+    share_LD = generator.uniform(0.2, 1.0, size=(400, 30))
+    known_LT = generator.random((400, 600)) < np.repeat(share_LD, 20, axis=1)
+    chosen_LT = np.where(known_LT, 0, generator.integers(1, 64, size=(400, 600)))
+    rows = table_of(token_trace(chosen_LT[..., None], np.repeat(np.arange(30), 20), 64), [1])
+    layers = rows.xs(("static_in_sample", 1)).iloc[:-1]
+    covered = ((layers["low"] <= 0.6) & (layers["high"] >= 0.6)).mean()
+    assert covered == pytest.approx(0.95, abs=3 * np.sqrt(0.95 * 0.05 / 400))
+
+
+def test_empty_slots_and_tokens_that_a_layer_did_not_see_do_not_count():
+    whole = np.array([[0, 1], [2, 3], [0, 1]])
+    ragged = np.array([[-1, -1], [2, -1], [2, 0]])
+    rows = table_of(token_trace([whole, ragged], np.zeros(3, int), 4), [2])
+    assert rows.loc[("lru", 2, 1.0), ["tokens", "choices", "hit_rate"]].tolist() == [2, 3, 1 / 3]
