@@ -249,7 +249,9 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     The compiler takes seconds to import. transformers imports it; without it nothing is compiled.
     """
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 
 def before_last_norm(block: Block, output: Tensor) -> Tensor:
