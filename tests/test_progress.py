@@ -3,10 +3,151 @@
 from __future__ import annotations
 
 import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from moescope.progress import unsaid_alerts
+from checkpoints import tiny_checkpoint
+from lab.tiny_study import write_study
+from lab.tiny_training import TOML
+from moescope import cli
+from moescope import progress as progress_module
+from moescope.progress import progress, unsaid_alerts
+from routing.tiny_text import save_model, texts, write_jsonl
+
+# The command line with no time between the lines of two labels.
+HURRIED = """
+import sys
+from moescope import cli, progress
+progress.SPACING, progress.MINUTE = 0.0, 1e9
+cli.main()
+"""
+
+
+@pytest.fixture
+def lines_of(monkeypatch):
+    """Runs the command line here, without a terminal; returns its lines of progress."""
+
+    def run(spacing: float, minute: float, *words: object) -> list[str]:
+        monkeypatch.setattr(progress_module, "SPACING", spacing)
+        monkeypatch.setattr(progress_module, "MINUTE", minute)
+        done = CliRunner().invoke(cli.app, [*map(str, words), "--device", "cpu", "--no-report"])
+        assert done.exit_code == 0, done.exception
+        return [line for line in done.stderr.splitlines() if " elapsed" in line]
+
+    return run
+
+
+def test_a_scan_into_a_pipe_prints_one_line_per_layer(tmp_path: Path):
+    model = tiny_checkpoint(tmp_path / "model", layers=3, experts=4)
+    command = [
+        sys.executable,
+        "-c",
+        HURRIED,
+        "scan",
+        str(model),
+        "--out",
+        str(tmp_path / "run"),
+        "--no-report",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert "\x1b" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if " elapsed" in line]
+    assert [line.split(",")[0] for line in lines] == [
+        f"layer {layer}: {4 * (layer + 1)} of 12 experts" for layer in range(3)
+    ]
+
+
+def test_a_comparison_prints_one_line_per_layer(tmp_path: Path, lines_of):
+    models = [tiny_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    lines = lines_of(0, 1e9, "compare", *models, "--skip", "scan", "--out", tmp_path / "run")
+    assert [line.split(":")[0] for line in lines] == ["layer 0", "layer 1"]
+
+
+def test_models_that_read_text_print_a_line_per_model_and_per_minute(tmp_path: Path, lines_of):
+    model, text = save_model(tmp_path / "model"), write_jsonl(tmp_path / "text.jsonl", texts(60))
+    lines = lines_of(0, 1e9, "trace", model, "--text", text, "--out", tmp_path / "trace")
+    assert [line.split(":")[0] for line in lines] == ["model"]
+    often = lines_of(
+        1e9, 0.01, "trace", model, "--text", text, "--out", tmp_path / "again", "--batch-size", "1"
+    )
+    assert often[0].startswith("starting: 0 tokens")  # while the model loads
+    method = ("--method", "reap", "--keep", "0.5", "--controls", "1", "--apply", tmp_path / "small")
+    lines = lines_of(0, 1e9, "compress", model, "--text", text, *method, "--out", tmp_path / "compress")
+    labels = [line.split(":")[0] for line in lines]
+    assert [re.sub("writing .*", "writing", label) for label in labels] == [
+        "calibrating",
+        "writing",
+        "the original",
+        "compressed",
+        "random (seed 1)",
+    ]
+
+
+def test_trainings_print_a_line_per_minute_and_a_study_one_per_training(tmp_path: Path, lines_of):
+    (tmp_path / "tiny.toml").write_text(TOML.format(steps=12))
+    words = ("train", tmp_path / "tiny.toml", "--out")
+    often = [line for line in lines_of(0, 0.1, *words, tmp_path / "run") if " of 12 steps" in line]
+    assert len(often) >= 2
+    steps = [int(re.search(r": (\d+) of 12 steps", line)[1]) for line in often]
+    assert steps == sorted(steps)
+    config = write_study(tmp_path / "study")
+    config.write_text(config.read_text().partition("[arms.broken]")[0])
+    lines = lines_of(0, 1e9, "study", config, "--out", tmp_path / "out")
+    labels = [line.split(":")[0] for line in lines if " steps" in line]
+    assert labels == [f"{arm} seed {seed}" for seed in (3, 5) for arm in ("top2", "unbalanced")]
+
+
+def test_lines_are_apart_and_say_how_long_it_takes(monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    with progress(40, 10, "experts", quiet=False) as advance:
+        for layer in range(3):
+            for _ in range(10):
+                now += 0.9  # 9 s per layer
+                advance(f"layer {layer}")
+    assert capsys.readouterr().err.splitlines() == [
+        "layer 0: 20 of 40 experts, 10 s elapsed, about 20 s left",  # known when the next layer has a result
+        "layer 1: 30 of 40 experts, 19 s elapsed, about 9 s left",
+        "layer 2: 40 of 40 experts, 27 s elapsed, about 1 s left",
+    ]
+    with progress(None, 0, "tokens", quiet=False) as advance:
+        for model in range(100):
+            now += 0.1
+            advance(f"model {model}", 7)
+    assert len(capsys.readouterr().err.splitlines()) == 4  # 10 s, a line per 2 s at most
+    with progress(None, 0, "tokens", quiet=True) as advance:
+        now += 600
+        advance("model")
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_the_bar_lives_and_no_line_stays(tmp_path: Path):
+    terminal, end = pty.openpty()
+    model = tiny_checkpoint(tmp_path / "model", layers=3)
+    words = ["scan", str(model), "--out", str(tmp_path / "run"), "--no-report"]
+    command = [sys.executable, "-c", HURRIED, *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=end, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(end)
+    shown = b""
+    try:
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    assert process.wait(60) == 0
+    assert b"\x1b[" in shown
+    assert b"experts" in shown
+    assert not re.search(rb"layer \d: \d+ of", shown)
 
 
 @pytest.mark.parametrize("unsaid", [True, False])

@@ -1,22 +1,41 @@
-"""Progress on a terminal, with the time left."""
+"""Progress with the time left: a live bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+MINUTE = 60.0  # seconds after which a line is printed, whatever happens
+SPACING = 2.0  # least seconds between the lines of two labels
+
 
 @contextmanager
-def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[Callable[..., None]]:
+def progress(
+    total: int | None, done: int, what: str, quiet: bool, line_per_label: bool = True
+) -> Iterator[Callable[..., None]]:
     """Yield a function to call after each task, with a label and the amount done (default 1).
 
     Without a total (a text of unknown length) the amount is counted and no time left is shown. Without a
-    terminal nothing is printed.
+    terminal a line is printed per minute, and per label (a layer, a model) unless labels say how it goes.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet:
         yield lambda label, amount=1: None
+        return
+    if not sys.stderr.isatty():
+        lines = ProgressLines(total, done, what, line_per_label)
+        ended = threading.Event()
+        clock = threading.Thread(target=lines.print_every_minute, args=(ended,), daemon=True)
+        clock.start()
+        try:
+            yield lines.advance
+            lines.end_label()
+        finally:
+            ended.set()
+            clock.join()
         return
     from rich.console import Console
     from rich.progress import (
@@ -41,6 +60,52 @@ def progress(total: int | None, done: int, what: str, quiet: bool) -> Iterator[C
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total, completed=done)
         yield lambda label, amount=1: bar.update(task, advance=amount, description=label)
+
+
+class ProgressLines:
+    """Prints to stderr how far the work is."""
+
+    def __init__(self, total: int | None, done: int, what: str, line_per_label: bool):
+        self.total, self.first, self.done, self.what = total, done, done, what
+        self.line_per_label = line_per_label
+        self.label = "starting"
+        self.began = self.printed = time.monotonic()
+        self.lock = threading.Lock()
+
+    def advance(self, label: str, amount: int = 1) -> None:
+        if label != self.label and self.done > self.first:
+            self.end_label()
+        self.label = label
+        self.done += amount
+
+    def end_label(self) -> None:
+        """Print a line for the label that is done, unless one was printed just now."""
+        if self.line_per_label and time.monotonic() - self.printed >= SPACING:
+            self.print_line()
+
+    def print_every_minute(self, ended: threading.Event) -> None:
+        """Print a line a minute after the last one, also while a model loads, until the work has ended."""
+        while not ended.wait(max(self.printed + MINUTE - time.monotonic(), 0.01)):
+            if time.monotonic() - self.printed >= MINUTE:
+                self.print_line()
+
+    def print_line(self) -> None:
+        with self.lock:
+            self.printed = time.monotonic()
+            elapsed, gained = self.printed - self.began, self.done - self.first
+            of = f" of {self.total:,}" if self.total else ""
+            left = ""
+            if self.total and gained:
+                left = f", about {duration(elapsed * (self.total - self.done) / gained)} left"
+            line = f"{self.label}: {self.done:,}{of} {self.what}, {duration(elapsed)} elapsed{left}"
+            print(line, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people write it: 42 s, 10 min, 2.0 h."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from moescope.cli import app
 from moescope.decoder.model import LabModel
 from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
-from moescope.families.inspect import duration, inspect, short
+from moescope.families.inspect import inspect, short
+from moescope.progress import duration
 
 
 @pytest.fixture

@@ -528,7 +528,7 @@ def long_model(tmp_path_factory) -> Path:
 
 def start_scan(model: Path, out: Path) -> subprocess.Popen:
     """A scan in a process of its own, returned as soon as one piece is on disk."""
-    command = [sys.executable, "-m", "moescope", "scan", str(model), "--out", str(out)]
+    command = [sys.executable, "-m", "moescope", "scan", str(model), "--out", str(out), "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not finished_tasks(out):

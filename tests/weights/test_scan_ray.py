@@ -233,6 +233,7 @@ def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess
         str(out),
         "--engine",
         "ray",
+        "--quiet",
         *views,
         *options,
     ]

@@ -10,6 +10,7 @@ from typing import Any
 from moescope.checkpoint import open_checkpoint
 from moescope.checkpoint.source import Checkpoint
 from moescope.families import MoeCheckpoint, read_moe
+from moescope.progress import duration
 from moescope.types import LayerWeights
 from moescope.verb import Verb
 
@@ -167,12 +168,6 @@ def size(count: float) -> str:
         if count >= bytes_each:
             return f"{count / bytes_each:,.3g} {unit}"
     return f"{count / 1e3:,.3g} kB"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 VERB = Verb("inspect", inspect, lines=lines)

@@ -454,7 +454,8 @@ def run_steps(training: Training, monitor: LoopMonitor, states: Path, job: Job) 
     for _ in range(training.step):
         job.on_step()
     quiet = job.quiet or not job.ranks.first
-    with progress(training.config.train.steps, training.step, "steps", quiet) as advance:
+    steps = training.config.train.steps
+    with progress(steps, training.step, "steps", quiet, line_per_label=False) as advance:
 
         def show(label: str, amount: int) -> None:
             nonlocal status
