@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import resource
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -265,6 +267,16 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
         ("a.csv", "layer,expert\n0;1\n", "llamacpp", "line 2: '0;1' is not layer,expert"),
         ("a.csv", "layer,expert\n", "llamacpp", "no rows"),
         ("a.parquet", "nothing", "moescope", "damaged parquet file"),
+        ("a.csv", "document,position,layer,experts\n0,0,0,1 x\n", "table", "column experts holds '1 x'"),
+        ("a.csv", "document,position,layer,experts\n0,0,0,1 9\n", "table", "expert 9, but a layer has 4"),
+        ("a.csv", "document,position,layer,experts\n0,b,0,1 2\n", "table", "no valid CSV"),
+        ("a.csv", "document,position,layer\n0,0,0\n", "table", "no column experts"),
+        ("a.csv", "document,layer,layer\n0,0,0\n", "table", "appears twice"),
+        ("a.csv", "document,position,layer,experts\n0,,0,1 2\n", "table", "column position"),
+        ("a.csv", "document,position,layer,experts\n" + "0,0,0,1 2\n" * 2, "table", "two rows of document 0"),
+        ("a.csv", "document,position,layer,experts,phase\n0,0,0,1 2,x\n", "table", "phase 'x'"),
+        ("a.csv", "turn,layer\n0,0\n", "route", "no column phase, step, slot"),
+        ("a.csv.gz", "turn,layer\n0,0\n", "route", "cannot be read"),
     ],
 )
 def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, content, format, words):
@@ -278,7 +290,7 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": None}, "give --format too; known: vllm, sglang, llamacpp, moescope"),
+        ({"format": None, "recorded": "a.jsonl"}, "give --format too; known: vllm, sglang, llamacpp"),
         ({"format": "ollama"}, "unknown format 'ollama'"),
         ({"experts": None}, "--experts N"),
         ({"experts": 100_000}, "^--experts 100000: at most 4096"),
@@ -294,13 +306,9 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
 )
 def test_import_says_what_it_needs(tmp_path, changes, words):
     (tmp_path / "a.csv").write_text("0,1\n")
-    given = {
-        "recorded": tmp_path / "a.csv",
-        "format": "llamacpp",
-        "experts": 4,
-        "out": tmp_path / "run",
-        **changes,
-    }
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    given = {"recorded": "a.csv", "format": "llamacpp", "experts": 4, "out": tmp_path / "run", **changes}
+    given["recorded"] = tmp_path / given["recorded"]
     with pytest.raises(BadInput, match=words):
         trace(**given)
 
@@ -308,7 +316,7 @@ def test_import_says_what_it_needs(tmp_path, changes, words):
 def test_the_identity_of_an_import_is_what_it_reads(tmp_path):
     (tmp_path / "a.csv").write_text("0,1\n0,2\n")
     run = trace(recorded=tmp_path / "a.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True)
-    assert set(run.info["arguments"]) == {"recorded", "format", "experts", "seed"}
+    assert set(run.info["arguments"]) == {"recorded", "format", "experts", "maps", "seed"}
 
 
 def test_a_number_of_experts_that_is_not_the_model_s_is_refused(place, tmp_path):
@@ -608,7 +616,7 @@ def test_files_of_sglang_s_recorder_that_do_not_fit_are_one_line(tmp_path, conte
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda frame: frame.drop(columns=["phase", "gates"]), "no column phase, gates"),
+        (lambda frame: frame.drop(columns=["position", "experts"]), "no column position, experts"),
         (lambda frame: frame.assign(position=-1), "column position"),
         (lambda frame: frame.assign(layer="a"), "column layer"),
         (lambda frame: frame.assign(token_id=10**13), "token id 10000000000000"),
@@ -652,3 +660,81 @@ def test_intervals_need_20_documents_with_tokens_in_the_phase(tmp_path):
     assert rows.loc["prefill", ["low", "high", "corrected"]].isna().all(axis=None)
     assert rows.loc["decode"].loc[["cv", "adjacent_jaccard"], ["low", "high"]].notna().all(axis=None)
     assert any("prefill" in warning and "2 " in warning for warning in run.info["warnings"])
+
+
+# --- tables of tokens, and route traces
+
+
+def test_a_table_needs_four_columns_and_gives_the_same_load_as_parquet_csv_and_one_row_per_choice(
+    own, tmp_path
+):
+    tokens = own.table("tokens")[["document", "position", "layer", "experts", "gates"]]
+    tokens.astype({"document": "int16", "layer": "int8"}).to_parquet(tmp_path / "a.parquet", index=False)
+    listed = tokens.assign(
+        experts=[" ".join(map(str, row)) for row in tokens["experts"]],
+        gates=[str([float(gate) for gate in row]) for row in tokens["gates"]],
+    )
+    listed.to_csv(tmp_path / "b.csv", index=False)
+    rows = tokens.assign(slot=[list(range(len(row))) for row in tokens["experts"]])
+    rows = rows.explode(["experts", "gates", "slot"]).rename(columns={"experts": "expert", "gates": "gate"})
+    rows.sample(frac=1, random_state=0).to_csv(tmp_path / "c.csv.gz", index=False)
+    for name in ("a.parquet", "b.csv", "c.csv.gz"):
+        run = trace(recorded=tmp_path / name, experts=4, out=tmp_path / name.partition(".")[0])
+        same_load(run, own, names=False)
+        weights = run.table("load")["gate_weight"], own.table("load")["gate_weight"]
+        np.testing.assert_allclose(*weights, rtol=1e-4)
+        ours, theirs = metrics(own), metrics(run)
+        for metric in ("sequential_consistency", "adjacent_jaccard"):
+            np.testing.assert_allclose(theirs.xs(metric, level=1)["value"], ours.xs(metric, level=1)["value"])
+        assert "token_information" not in theirs.index.get_level_values("metric")
+
+
+def test_documents_of_two_domains_may_have_the_same_number(tmp_path):
+    rows = ["domain,document,position,layer,experts"]
+    rows += [f"{domain},{document},0,3,0 1" for domain in ("law", "code") for document in (7, 9)]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    run = trace(recorded=tmp_path / "a.csv", experts=4, out=tmp_path / "run")
+    assert run.info["coverage"][0]["domains"] == {"code": 2, "law": 2}
+    assert run.table("load").groupby("expert")["tokens"].sum().tolist() == [4, 4, 0, 0]
+    assert set(run.table("load")["layer"]) == {3}
+
+
+def test_a_route_trace_names_its_experts_and_may_have_fewer_tokens_in_the_last_layer(tmp_path):
+    """Two prompt tokens, of which the last layer computes one, and one generated token; slots reversed."""
+    head = "# route_trace v1\n# model=m.gguf arch=a n_layer=2 n_expert=8 n_expert_used=2\n"
+    head += "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes\n"
+    chosen = {(0, 0, 0): (5, 1), (0, 1, 0): (5, 2), (0, 1, 1): (7, 0), (1, 2, 0): (1, 5), (1, 2, 1): (3, 4)}
+    rows = [
+        f"0,{phase},{step},{layer},{slot},{expert},{0.75 - slot / 2},0,0"
+        for (phase, step, layer), experts in chosen.items()
+        for slot, expert in reversed(list(enumerate(experts)))
+    ]
+    text = head + "\n".join(rows) + "\n"
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(text.encode()))
+    loads = []
+    for name in ("a.csv", "b.csv.gz"):
+        run = trace(recorded=tmp_path / name, out=tmp_path / name[0])
+        loads.append(run.table("load"))
+        assert (run.info["coverage"][0]["k"], run.info["coverage"][0]["experts_per_layer"]) == ([2], [8])
+    pd.testing.assert_frame_equal(*loads)
+    load = loads[0].set_index(["phase", "layer", "expert"]).sort_index()
+    used = load[load["tokens"] > 0]
+    assert used["tokens"].loc["prefill", 0].to_dict() == {1: 1, 2: 1, 5: 2}
+    assert used["tokens"].loc["prefill", 1].to_dict() == {0: 1, 7: 1}
+    assert used["gate_weight"].loc["prefill", 0].to_dict() == pytest.approx({1: 0.25, 2: 0.25, 5: 1.5})
+    assert used["gate_weight"].loc["decode", 1].to_dict() == pytest.approx({3: 0.75, 4: 0.25})
+
+
+def test_a_compressed_csv_that_is_one_endless_line_is_one_line_in_little_memory(tmp_path):
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    with (tmp_path / "a.csv.gz").open("wb") as file:
+        file.write(packer.compress(b"document,position,layer,experts\n0,0,0,"))
+        for _ in range(300):
+            file.write(packer.compress(b"1 " * 2**20))
+        file.write(packer.flush())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadInput, match="no valid CSV") as caught:
+        trace(recorded=tmp_path / "a.csv.gz", experts=4, out=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes

@@ -447,7 +447,7 @@ def test_standard_input_is_read(place, tmp_path):
         timeout=120,
         check=True,
     )
-    assert "3 tokens in 1 documents" in json.loads(shown.stdout)["coverage"][0]
+    assert "3 tokens in 1 document" in json.loads(shown.stdout)["coverage"][0]
 
 
 def test_help_names_the_options_of_the_contract_and_waits_for_nothing_heavy(tmp_path):

@@ -1,10 +1,13 @@
-"""Traces that other tools wrote: vLLM, SGLang, llama.cpp, and moescope's own tokens table."""
+"""Traces that other tools wrote: vLLM, SGLang, llama.cpp, route traces, and tables of tokens."""
 
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
+import re
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,11 +23,27 @@ from moescope.errors import BadInput
 from moescope.types import Array, Integers
 
 MOST_LAYERS = 1000
-MOST_LINE = 1000  # bytes of one row of llama.cpp's CSV
+MOST_LINE = 1000  # bytes of one row of llama.cpp's CSV, or of a CSV's header
+MOST_COMMENTS = 10_000
 MOST_ROWS = 20_000_000  # of a tokens table
 MOST_TOKEN_IDS = 2**24
 DECODE, MIXED = 2, 3  # SGLang's forward modes; the others that hold tokens of a prompt count as prefill
 SPECULATIVE = (5, 6)  # verified and drafted tokens, of which some were rejected
+NUMBERS = ("step", "layer", "document", "position", "token_id")
+COLUMNS = {  # of tables and route traces, as CSV holds them
+    **dict.fromkeys((*NUMBERS, "expert", "slot", "turn"), "int"),
+    **dict.fromkeys(("gate", "weight"), "float"),
+    **dict.fromkeys(("experts", "gates", "domain", "phase", "layer_name"), "text"),
+}
+ROUTE = {  # columns of a route trace, and what they are in a table of tokens
+    "turn": "document",
+    "phase": "phase",
+    "step": "position",
+    "layer": "layer",
+    "slot": "slot",
+    "expert": "expert",
+    "weight": "gate",
+}
 PHYSICAL = "last_physical_to_logical_map"
 
 
@@ -417,69 +436,209 @@ def all_different(groups: NDArray[np.integer]) -> bool:
     return bool((ordered[:, 1:] != ordered[:, :-1]).all())
 
 
-# --- moescope
+# --- tables: parquet or CSV
 
 
-def moescope(file: Path, shape: Shape) -> Iterator[Stretch]:
-    """A tokens table written with --save-tokens: documents, domains, positions and gates included."""
-    from moescope.tables import read_parquet
+def table(file: Path, shape: Shape) -> Iterator[Stretch]:
+    """A table of tokens, such as that of --save-tokens: parquet, or CSV (.csv, .csv.gz).
 
-    frame = read_parquet(str(file))
+    Columns document, position, layer and experts (by falling gate), one row per token and layer: lists, or in
+    CSV numbers with spaces between them. Or `expert`, one row per choice, in the order of `slot` where
+    it is given. Optional: gates (or gate), domain, phase (prefill or decode), token_id, layer_name.
+    """
+    yield from stretches(csv_frame(file) if is_csv(file) else parquet_frame(file), file, shape)
+
+
+def route(file: Path, shape: Shape) -> Iterator[Stretch]:
+    """A route trace: CSV rows turn, phase (0 prefill, 1 decode), step, layer, slot, expert, weight."""
+    frame = csv_frame(file)
+    missing = [name for name in ROUTE if name not in frame.columns]
+    if missing:
+        raise BadInput(f"{file}: no column {', '.join(missing)}; give a route trace, or another --format")
+    known = {"0": "prefill", "1": "decode"}
+    frame = frame[list(ROUTE)].rename(columns=ROUTE)
+    yield from stretches(frame.assign(phase=frame["phase"].map(known).fillna(frame["phase"])), file, shape)
+
+
+def stretches(frame: Any, file: Path, shape: Shape) -> Iterator[Stretch]:
+    """Yield the tokens of every document and phase; layers with the same positions together."""
     check_columns(frame, file)
-    if frame["step"].nunique() > 1:
-        raise BadInput(f"{file}: holds {frame['step'].nunique()} steps; give one at a time")
-    names = dict(zip(frame["layer"], frame["layer_name"].astype(str), strict=True))
-    experts, lengths_T = join_lists(frame["experts"], file)
+    for name, default in (("domain", "text"), ("phase", "prefill")):
+        frame = frame.assign(**{name: frame[name].astype(str) if name in frame else default})
+    strange = [phase for phase in frame["phase"].unique() if phase not in ("prefill", "decode")]
+    if strange:
+        raise BadInput(f"{file}: phase {strange[0]!r}; expected prefill or decode")
+    names = dict(zip(frame["layer"], frame["layer_name"], strict=True)) if "layer_name" in frame else {}
+    if "experts" in frame:
+        experts, lengths_T = join_lists(frame["experts"], file)
+        gates, gates_T = join_lists(frame["gates"], file) if has_values(frame, "gates") else (None, lengths_T)
+    else:
+        frame, experts, gates, lengths_T = join_choices(frame)
+        gates_T = lengths_T
     check_experts(experts, shape, str(file))
     k = int(lengths_T.max(initial=1)) or 1
     if k > shape.n_experts:
         raise BadInput(f"{file}: a token with {k} experts of {shape.n_experts}; see --experts")
-    chosen_TK, gates_TK = padded(experts, lengths_T, k, -1), None
-    if not frame["gates"].isna().any():
-        gates, gate_lengths_T = join_lists(frame["gates"], file)
-        if (gate_lengths_T != lengths_T).any():
-            raise BadInput(f"{file}: a token with more or fewer gates than experts; write the table again")
-        gates_TK = padded(gates.astype(np.float64), lengths_T, k, 0.0)
-    ids_T, position_T, layer_T = (
-        frame[name].to_numpy().astype(np.int64) for name in ("token_id", "position", "layer")
-    )
-    check_ids(ids_T, str(file))
-    for (document, phase), rows_T in frame.groupby(["document", "phase"], sort=True).indices.items():
+    if (gates_T != lengths_T).any():
+        raise BadInput(f"{file}: a token with more or fewer gates than experts; write the table again")
+    chosen_TK = padded(experts, lengths_T, k, -1)
+    gates_TK = None if gates is None else padded(gates.astype(np.float64), lengths_T, k, 0.0)
+    position_T, layer_T = (frame[name].to_numpy().astype(np.int64) for name in ("position", "layer"))
+    ids_T = frame["token_id"].to_numpy().astype(np.int64) if "token_id" in frame else None
+    if ids_T is not None:
+        check_ids(ids_T, str(file))
+    groups = frame.groupby(["domain", "document", "phase"], sort=False).indices
+    numbers: dict[tuple[str, int], int] = {}  # documents of two domains may have the same number
+    for domain, document, phase in sorted(groups, key=lambda key: (key[1], key[0], key[2] != "prefill")):
+        rows_T = groups[domain, document, phase]
         rows_T = rows_T[np.lexsort((position_T[rows_T], layer_T[rows_T]))]
-        parts = np.split(rows_T, np.flatnonzero(np.diff(layer_T[rows_T])) + 1)
+        same = (np.diff(layer_T[rows_T]) == 0) & (np.diff(position_T[rows_T]) == 0)
+        if same.any():
+            twice = rows_T[np.argmax(same)]
+            raise BadInput(
+                f"{file}: two rows of document {document}, layer {layer_T[twice]}, position "
+                f"{position_T[twice]}; give every document its own number"
+            )
+        number = numbers.setdefault((domain, document), len(numbers))
         same_positions: dict[bytes, list[Integers]] = {}
-        for part in parts:
+        for part in np.split(rows_T, np.flatnonzero(np.diff(layer_T[rows_T])) + 1):
             same_positions.setdefault(position_T[part].tobytes(), []).append(part)
         for group in same_positions.values():
             rows_TL = np.stack(group, axis=1)
             layers = tuple(int(layer) for layer in layer_T[rows_TL[0]])
             yield Stretch(
-                int(document),
-                str(frame["domain"].iloc[rows_TL[0, 0]]),
-                str(phase),
+                number,
+                domain,
+                phase,
                 chosen_TK[rows_TL],
                 int(position_T[rows_TL[0, 0]]),
-                ids_T[rows_TL[:, 0]],
+                None if ids_T is None else ids_T[rows_TL[:, 0]],
                 None if gates_TK is None else gates_TK[rows_TL],
                 layers,
-                tuple(names[layer] for layer in layers),
+                tuple(str(names[layer]) for layer in layers) if names else (),
             )
 
 
 def check_columns(frame: Any, file: Path) -> None:
     """Reject a table that lacks a column, or has one of another kind."""
-    numbers = ("step", "layer", "document", "position", "token_id")
-    needed = (*numbers, "layer_name", "domain", "phase", "experts", "gates")
-    missing = [name for name in needed if name not in frame.columns]
+    choices = ("expert",) if "expert" in frame and "experts" not in frame else ()
+    missing = [name for name in ("document", "position", "layer") if name not in frame]
+    missing += [] if choices or "experts" in frame else ["experts"]
     if missing:
-        raise BadInput(f"{file}: no column {', '.join(missing)}; give a tokens table of trace --save-tokens")
-    if len(frame) > MOST_ROWS:
-        raise BadInput(f"{file}: {len(frame):,} rows, at most {MOST_ROWS:,} can be counted; use --max-tokens")
-    for name in numbers:
-        if frame[name].dtype.kind not in "iu" or frame[name].min() < 0 or frame[name].max() >= 2**62:
+        raise BadInput(
+            f"{file}: no column {', '.join(missing)}; expected document, position, layer and experts"
+        )
+    for name in (*NUMBERS, *choices):
+        if name not in frame:
+            continue
+        least = -1 if name == "expert" else 0
+        if frame[name].dtype.kind not in "iu" or frame[name].min() < least or frame[name].max() >= 2**62:
             raise BadInput(f"{file}: column {name} must hold whole numbers from 0; write the table again")
+    if "gate" in frame and frame["gate"].dtype.kind != "f":
+        raise BadInput(f"{file}: column gate must hold numbers; write the table again")
     if len(frame) and frame["layer"].nunique() > MOST_LAYERS:
         raise BadInput(f"{file}: {frame['layer'].nunique()} layers; expected at most {MOST_LAYERS}")
+    if "step" in frame and frame["step"].nunique() > 1:
+        raise BadInput(f"{file}: holds {frame['step'].nunique()} steps; give one at a time")
+
+
+def has_values(frame: Any, name: str) -> bool:
+    return name in frame and not frame[name].isna().any()
+
+
+def join_choices(frame: Any) -> tuple[Any, Integers, Any, Integers]:
+    """Return one row per token and layer, all experts and gates in a row, and the number of each token."""
+    keys = ["domain", "phase", "document", "position", "layer"]
+    frame = frame.sort_values([*keys, "slot"] if "slot" in frame else keys, kind="stable")
+    first = (frame[keys] != frame[keys].shift()).any(axis=1).to_numpy()
+    lengths_T = np.diff(np.append(np.flatnonzero(first), len(frame)))
+    gates = frame["gate"].to_numpy(float) if has_values(frame, "gate") else None
+    return frame[first].reset_index(drop=True), frame["expert"].to_numpy(np.int64), gates, lengths_T
+
+
+def parquet_frame(file: Path) -> Any:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        opened = parquet.ParquetFile(file)
+        if opened.metadata.num_rows > MOST_ROWS:
+            rows = opened.metadata.num_rows
+            raise BadInput(f"{file}: {rows:,} rows, at most {MOST_ROWS:,} can be counted; give a part of it")
+        wanted = [name for name in opened.schema_arrow.names if name in COLUMNS]
+        return opened.read(columns=wanted).to_pandas()
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{file}: damaged parquet file ({why}); write it again") from None
+
+
+def is_csv(file: Path) -> bool:
+    return file.name.removesuffix(".gz").endswith(".csv")
+
+
+def open_text(file: Path) -> Any:
+    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
+
+
+def csv_start(file: Path) -> tuple[list[str], list[str]]:
+    """Return the comment lines (#) before a CSV's header, and the names of its columns."""
+    comments: list[str] = []
+    try:
+        with open_text(file) as opened:
+            for _ in range(MOST_COMMENTS):
+                line = opened.readline(MOST_LINE).decode("utf-8", "backslashreplace").strip()
+                if not line.startswith("#"):
+                    return comments, [name.strip() for name in line.split(",")]
+                comments.append(line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{file}: cannot be read ({error}); copy it again") from None
+    raise BadInput(f"{file}: more than {MOST_COMMENTS} comment lines; give a CSV with a header")
+
+
+def csv_frame(file: Path) -> Any:
+    """Return the known columns of a CSV; its rows are counted while they are read."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    comments, heads = csv_start(file)
+    if len(set(heads)) < len(heads):
+        raise BadInput(f"{file}: a column appears twice in {','.join(heads)[:80]}; name every column once")
+    kinds = {"int": pa.int64(), "float": pa.float64(), "text": pa.string()}
+    types = {name: kinds[kind] for name, kind in COLUMNS.items()}
+    wanted = [name for name in heads if name in types]
+    try:
+        with open_text(file) as opened:
+            parts, rows = [], 0
+            options = csv.ConvertOptions(column_types=types, include_columns=wanted)
+            for part in csv.open_csv(
+                opened, csv.ReadOptions(skip_rows=len(comments)), convert_options=options
+            ):
+                parts.append(part)
+                rows += len(part)
+                if rows > MOST_ROWS:
+                    raise BadInput(f"{file}: more than {MOST_ROWS:,} rows; give a part of it")
+            frame = pa.Table.from_batches(parts).to_pandas() if parts else pa.table({}).to_pandas()
+    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{file}: no valid CSV ({' '.join(str(error).split())[:120]})") from None
+    for name, kind in (("experts", np.int64), ("gates", np.float64)):
+        if name in frame and not frame[name].isna().all():
+            frame[name] = [numbers_in(cell, kind, name, file) for cell in frame[name].fillna("")]
+    return frame
+
+
+def numbers_in(cell: str, kind: type, name: str, file: Path) -> NDArray[Any]:
+    try:
+        return np.array(cell.strip("[] ").replace(",", " ").split(), dtype=kind)
+    except (ValueError, OverflowError):
+        raise BadInput(
+            f"{file}: column {name} holds {cell[:40]!r}; expected numbers such as 3 17 5"
+        ) from None
+
+
+def expert_count(file: Path) -> int | None:
+    """Return the number of experts that a CSV's comments state (n_expert=128), None without such a line."""
+    found = re.search(r"\bn_expert=(\d{1,6})\b", " ".join(csv_start(file)[0])) if is_csv(file) else None
+    return int(found[1]) if found else None
 
 
 def join_lists(lists: Any, file: Path) -> tuple[Any, Integers]:
@@ -503,5 +662,18 @@ READERS: dict[str, Callable[[Path, Shape], Iterator[Stretch | Load]]] = {
     "vllm": vllm,
     "sglang": sglang,
     "llamacpp": llamacpp,
-    "moescope": moescope,
+    "route": route,
+    "table": table,
+    "moescope": table,
 }
+
+
+def find_format(file: Path) -> str:
+    """Return the format that a file's name and header show; answers of servers look alike."""
+    found = {".npy": "vllm", ".pt": "sglang", ".parquet": "table"}.get(file.suffix)
+    if is_csv(file):
+        heads = csv_start(file)[1]
+        found = "route" if "turn" in heads else "table" if "document" in heads else "llamacpp"
+    if found is None:
+        raise BadInput(f"--recorded {file}: give --format too; known: {', '.join(READERS)}")
+    return found

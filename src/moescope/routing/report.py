@@ -473,5 +473,5 @@ def coverage_line(item: dict[str, Any]) -> str:
     chosen = f"up to {k}, {number(item['mean_k'])} on average" if "mean_k" in item else k
     return (
         f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen} per token; "
-        f"{tokens:,} tokens in {documents:,} documents"
+        f"{counted(tokens, 'token')} in {counted(documents, 'document')}"
     ) + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")

@@ -32,7 +32,7 @@ from moescope.verb import Verb
 
 Phase = Literal["prefill", "decode", "both"]
 Maps = Literal["tsne", "umap"]
-Format = Literal["vllm", "sglang", "llamacpp", "moescope"]
+Format = Literal["vllm", "sglang", "llamacpp", "route", "table", "moescope"]
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def trace(
     Other Parameters
     ----------------
     recorded : FILE
-        A trace that vLLM, SGLang, llama.cpp or moescope wrote, instead of running a model.
+        A trace that another tool wrote, or a table of tokens, instead of running a model.
     format : FORMAT
-        Format of the recorded trace.
+        Format of the recorded trace; not needed for .csv, .csv.gz, .parquet, .npy and .pt.
     experts : int
         Experts per layer of the recorded trace; not needed if a model folder is given.
     revisions : LIST

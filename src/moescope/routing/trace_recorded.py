@@ -16,7 +16,15 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.execution.documents import Window, fingerprint
 from moescope.execution.model_names import checkpoint_identity
-from moescope.execution.recorded import READERS, Load, Shape, Stretch, read_trace
+from moescope.execution.recorded import (
+    READERS,
+    Load,
+    Shape,
+    Stretch,
+    expert_count,
+    find_format,
+    read_trace,
+)
 from moescope.execution.texts import file_identity
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.routing.counts_to_tables import Corpus, Traced
@@ -52,9 +60,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
     """
     models, file, seed = given["models"], Path(given["recorded"]), given["seed"]
     format = given["format"]
-    if format is None:
-        raise BadInput(f"--recorded {file}: give --format too; known: {', '.join(READERS)}")
-    one_of("format", format, tuple(READERS))
+    one_of("format", format or "vllm", tuple(READERS))
     for option in verb.options:
         if option.name in OF_A_MODEL_RUN and given[option.name] != option.default:
             raise BadInput(f"{option.flag} applies to a model run, not to --recorded; leave it out")
@@ -62,20 +68,23 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         raise BadInput(f"--recorded takes at most one model, {len(models)} given; use one run per trace")
     if not file.is_file():
         raise BadInput(f"{file}: no such file; give the recorded trace")
+    format = format or find_format(file)
     moe = read_moe(open_checkpoint(models[0])) if models else None
-    shape = trace_shape(moe, given["experts"], file)
+    shape = trace_shape(moe, given["experts"] or (None if moe else expert_count(file)), file)
     arguments = verb.identity(given, recorded=file_identity(file))
     identity: dict[str, Any] = {
         "arguments": {name: arguments[name] for name in IDENTITY},
         "checkpoints": [{"step": 0, **checkpoint_identity(str(models[0]))}] if moe else [],
     }
-    name = moe.checkpoint.name if moe else file.stem
+    name = moe.checkpoint.name if moe else file.name.partition(".")[0]
     folder, done = place_run(verb, given["out"], name, identity, given["overwrite"])
     if done:
         return done
     with open_run(folder, verb, identity, given["overwrite"], verb.command(given)) as writer:
         with writer.timed("trace"):
             traced, dense = count_trace(list(read_trace(file, format, shape)), shape)
+            kind = (moe.checkpoint.config or {}).get("model_type") if moe else None
+            traced = replace(traced, model_type=str(kind or "recorded trace"))
             names = {number: layer.layer_name for number, layer in moe.layers.items()} if moe else {}
             if set(traced.layer_names) <= set(names):
                 traced = replace(traced, layer_names=names)
