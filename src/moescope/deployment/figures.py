@@ -23,8 +23,8 @@ POLICY_STYLES: dict[str, dict[str, Any]] = {
     "lru": {"name": "LRU", "color": CATEGORICAL[0], "dash": "solid"},
     "lru_split": {"name": "LRU, split over layers", "color": CATEGORICAL[5], "dash": "dot"},
     "lfu": {"name": "LFU", "color": CATEGORICAL[3], "dash": "solid"},
-    "static": {"name": "static list, held out", "color": CATEGORICAL[1], "dash": "solid"},
-    "static_in_sample": {"name": "static list, in sample", "color": CATEGORICAL[4], "dash": "dot"},
+    "static": {"name": "static list", "color": CATEGORICAL[1], "dash": "solid"},
+    "static_in_sample": {"name": "static list in sample", "color": CATEGORICAL[4], "dash": "dot"},
 }
 SHARE_AXIS = {"tickformat": ".0%", "range": [0, 1.02]}
 
@@ -50,6 +50,15 @@ def styled_line(x: Any, y: Any, style: dict[str, Any], unit: str = "%{y:.1%}", o
         "marker": {"size": 5},
         "hovertemplate": f"{style['name']}<br>%{{x}} {of}<br>{unit}<extra></extra>",
     }
+
+
+def with_whiskers(line: Trace, rows: pd.DataFrame, column: str) -> Trace:
+    """Add the intervals over documents, where there are any."""
+    if rows["low"].notna().any():
+        high, low = rows["high"] - rows[column], rows[column] - rows["low"]
+        bars = {"array": high.to_numpy(float), "arrayminus": low.to_numpy(float)}
+        line["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **bars}
+    return line
 
 
 # --- expert caches
@@ -79,11 +88,7 @@ def cache_curve(tables: Tables) -> Figure:
         if group.empty:
             continue
         line = styled_line(group["slots"], group["hit_rate"], style)
-        if group["low"].notna().any():
-            high, low = group["high"] - group["hit_rate"], group["hit_rate"] - group["low"]
-            bars = {"array": high.to_numpy(float), "arrayminus": low.to_numpy(float)}
-            line["error_y"] = {"type": "data", "symmetric": False, "thickness": 1, "width": 3, **bars}
-        data.append(line)
+        data.append(with_whiskers(line, group, "hit_rate"))
     chance = whole[whole["policy"] == "lru"]
     data.append(grey_line(chance["slots"].to_numpy(), chance["chance"].to_numpy(float), "random list"))
     slots = middle_slots(rows)
@@ -112,7 +117,7 @@ def cache_layers(tables: Tables) -> Figure:
         of_size = layers[layers["slots"] == slots]
         for policy, style in POLICY_STYLES.items():
             group = of_size[of_size["policy"] == policy]
-            data.append(styled_line(group["layer"], group["hit_rate"], style, of="th layer"))
+            data.append(styled_line(group["layer"], group["hit_rate"], style))
             data[-1]["hovertemplate"] = f"layer %{{x}}<br>{style['name']} %{{y:.1%}}<extra></extra>"
         group = of_size[of_size["policy"] == "lru"]
         data.append(grey_line(group["layer"].to_numpy(), group["chance"].to_numpy(float), "random list"))
@@ -189,4 +194,85 @@ RESIDENCY = [
     FigureSpec("cache_loading", ("residency",), cache_loading),
     FigureSpec("cache_layers", ("residency",), cache_layers, wide=True),
 ]
-FIGURES = [*RESIDENCY]
+
+
+# --- prefetching
+
+PREDICTOR_STYLES: dict[str, dict[str, Any]] = {
+    "previous_layer": {"name": "previous layer", "color": CATEGORICAL[0], "dash": "solid"},
+    "previous_token": {"name": "previous tokens", "color": CATEGORICAL[3], "dash": "solid"},
+    "static": {"name": "static list", "color": CATEGORICAL[1], "dash": "solid"},
+    "static_in_sample": {"name": "static list in sample", "color": CATEGORICAL[4], "dash": "dot"},
+}
+
+
+def prefetch_curve(tables: Tables) -> Figure:
+    """Recall of every predictor against its budget, all layers together."""
+    rows = together(tables["prefetch"]).sort_values("budget")
+    data = [
+        with_whiskers(styled_line(group["budget"], group["recall"], style, of="named"), group, "recall")
+        for predictor, style in PREDICTOR_STYLES.items()
+        if len(group := rows[rows["predictor"] == predictor])
+    ]
+    chance = rows[rows["predictor"] == "static_in_sample"]
+    budgets = chance["budget"].to_numpy()
+    data.append(grey_line(budgets, chance["optimum"].to_numpy(float), "optimum: foresight", "dot"))
+    data.append(grey_line(budgets, chance["chance"].to_numpy(float), "random experts"))
+    return Figure(
+        "prefetch_curve",
+        "Recall of predicted experts",
+        prefetch_words(rows, int(budgets[0])),
+        ("recall", "predictor", "budget", "prefetch.chance"),
+        data,
+        base_layout("experts named per layer", "recall", xaxis=k_axis(budgets), yaxis=SHARE_AXIS),
+        height=400,
+        details="All layers together. Whiskers: 95 % intervals over documents, where there are 20 or more.",
+    )
+
+
+def prefetch_words(rows: pd.DataFrame, budget: int) -> str:
+    """Recall of each predictor at one budget, best first, and the chance level."""
+    of_budget = rows[(rows["budget"] == budget) & (rows["predictor"] != "static_in_sample")]
+    ranked = of_budget.sort_values("recall", ascending=False)
+    parts = [
+        f"{PREDICTOR_STYLES[str(row.predictor)]['name']} {percent(float(row.recall))}"
+        for row in ranked.itertuples()
+    ]
+    return f"{budget} experts named: {', '.join(parts)} (random: {percent(float(ranked['chance'].iloc[0]))})."
+
+
+def prefetch_layers(tables: Tables) -> Figure:
+    """Recall per layer at each budget."""
+    rows = tables["prefetch"]
+    layers = rows[rows["layer"].notna()].sort_values("layer")
+    budgets = sorted(int(budget) for budget in rows["budget"].unique())
+    data, captions = [], []
+    numbers = np.array(sorted(layers["layer"].unique()))
+    for budget in budgets:
+        of_budget = layers[layers["budget"] == budget]
+        for predictor, style in PREDICTOR_STYLES.items():
+            group = of_budget[of_budget["predictor"] == predictor]
+            line = styled_line(group["layer"], group["recall"], style)
+            line["hovertemplate"] = f"layer %{{x}}<br>{style['name']} %{{y:.1%}}<extra></extra>"
+            data.append(line)
+        group = of_budget[of_budget["predictor"] == "static_in_sample"]
+        data.append(grey_line(numbers, np.ones(len(numbers)), "optimum: foresight", "dot"))
+        data.append(grey_line(numbers, group["chance"].to_numpy(float), "random experts"))
+        captions.append(prefetch_words(together(rows), budget))
+    return Figure(
+        "prefetch_layers",
+        "Recall of predicted experts per layer",
+        captions[0],
+        ("recall", "predictor", "budget", "prefetch.chance"),
+        data,
+        base_layout("layer", "recall", xaxis=layer_axis(numbers), yaxis=SHARE_AXIS),
+        Slider("experts named", [str(b) for b in budgets], 0, len(PREDICTOR_STYLES) + 2, captions),
+        height=400,
+    )
+
+
+PREFETCH = [
+    FigureSpec("prefetch_curve", ("prefetch",), prefetch_curve),
+    FigureSpec("prefetch_layers", ("prefetch",), prefetch_layers),
+]
+FIGURES = [*RESIDENCY, *PREFETCH]

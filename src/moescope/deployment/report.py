@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moescope.deployment.figures import RESIDENCY, loading_words, middle_slots, percent, policy_rate, together
+from moescope.deployment.figures import (
+    PREDICTOR_STYLES,
+    PREFETCH,
+    RESIDENCY,
+    loading_words,
+    middle_slots,
+    percent,
+    policy_rate,
+    prefetch_words,
+    together,
+)
 from moescope.deployment.tables import TABLES
 from moescope.plotting.style import counted
 from moescope.reporting.pack import table_payload
@@ -20,6 +30,9 @@ def summary(run: Run) -> Summary:
         f"{counted(info['layers'], 'MoE layer')}, {info['k']} experts per token"
     ]
     keys, findings = cache_summary(run)
+    for part in (prefetch_summary,):
+        more_keys, more_findings = part(run)
+        keys, findings = keys + more_keys, findings + more_findings
     return Summary(coverage, findings, keys)
 
 
@@ -66,13 +79,19 @@ def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     return keys, findings
 
 
-def select(run: Run, selection: Selection) -> Tables:
-    return all_rows(run, selection)
+def prefetch_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
+    rows = together(run.table("prefetch"))
+    least = rows[rows["budget"] == rows["budget"].min()].set_index("predictor")
+    best = least.drop(index="static_in_sample").sort_values("recall").iloc[-1]
+    name = PREDICTOR_STYLES[str(best.name)]["name"]
+    key = KeyNumber("Best prefetch recall", float(best["recall"]), float(best["chance"]), word=name, most=1.0)
+    words = prefetch_words(rows, int(best["budget"]))
+    return [key], [Finding(f"Prefetch recall, {words}", tab="deployment")]
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables = all_rows(run, selection)
-    return [residency_section(tables)]
+    return [residency_section(tables), prefetch_section(tables)]
 
 
 def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
@@ -94,6 +113,19 @@ def residency_section(tables: Tables) -> Section:
         "other documents than those they are tested on.",
         drawable(RESIDENCY, {"residency": rows}),
         [table_payload(TABLES["residency"], together(rows), columns, "All layers together")],
+    )
+
+
+def prefetch_section(tables: Tables) -> Section:
+    rows = tables["prefetch"]
+    columns = ["predictor", "budget", "tokens", "recall", "low", "high", "chance"]
+    columns = [name for name in columns if rows[name].notna().any()]
+    return Section(
+        "prefetch",
+        "Prefetching",
+        "How many of a token's experts can be named before the layer's router runs.",
+        drawable(PREFETCH, {"prefetch": rows}),
+        [table_payload(TABLES["prefetch"], together(rows), columns, "All layers together")],
     )
 
 

@@ -232,11 +232,9 @@ def rate_row(
     trace: TokenTrace, sums_GX: Integers, best: float, first: float, chance: float
 ) -> dict[str, Any]:
     hits, choices, whole, tokens = (int(value) for value in sums_GX.sum(0))
-    interval = clip_share(
-        jackknife_interval(
-            sums_GX[:, :2].astype(float), lambda part: part[..., 0] / part[..., 1], trace.n_documents
-        )
-    )
+    parts = sums_GX[:, :2].astype(float)
+    documents = trace.n_documents if choices else 0
+    interval = clip_share(jackknife_interval(parts, lambda part: part[..., 0] / part[..., 1], documents))
     return {
         "tokens": tokens,
         "choices": choices,

@@ -46,6 +46,26 @@ COLUMNS: dict[str, Column] = {
     "uniform": Column("float",
         "Of lru_split: the hit rate of lru with equal slots in all layers, on the same tokens.",
         title="even split"),
+    # --- prefetching
+    "prefetch.layer": Column("int", "The layer that is predicted; null: all layers together."),
+    "predictor": Column("text",
+        "What names the experts ahead. static: those used most on other documents. static_in_sample: those "
+        "used most on the same tokens. previous_token: those chosen most recently in the document. "
+        "previous_layer: those that most often follow the previous layer's choices, learned on other "
+        "documents, by the sum of P(expert | previous expert)."),
+    "budget": Column("int", "Experts named per token and layer: k, 2k and 4k."),
+    "prefetch.n_experts": Column("int", "Experts of the layer, n."),
+    "prefetch.tokens": Column("int",
+        "Tokens tested; previous_token skips a document's first token, previous_layer the first layer."),
+    "prefetch.choices": Column("int", "Choices tested."),
+    "recall": Column("float", "Share of choices whose expert was named.", "named choices/choices",
+        worst="0", chance="budget/n", best="1",
+        misleads="Of previous_token, experts chosen in earlier documents are not named."),
+    "prefetch.low": Column("float", "Lower end of the 95 % interval of recall over documents.",
+        misleads="Null under 20 documents."),
+    "prefetch.high": Column("float", "Upper end of that interval."),
+    "prefetch.optimum": Column("float", "Recall of perfect foresight: 1, as budgets are at least k."),
+    "prefetch.chance": Column("float", "Recall of a random list of as many experts.", "budget/n"),
 }
 
 TABLES: dict[str, Table] = define_tables(
@@ -54,6 +74,10 @@ TABLES: dict[str, Table] = define_tables(
         ("policy", "slots", "layer"),
         ("n_experts", "layer_slots", "tokens", "choices", "hit_rate", "low", "high", "token_hit_rate",
          "optimum", "chance", "compulsory", "loads_per_token", "bytes_per_token", "ms_per_token", "uniform"),
+        optional=("layer",)),
+    Table("prefetch", "Recall of predicted experts per predictor, budget and layer; layer null: all.",
+        ("predictor", "budget", "layer"),
+        ("n_experts", "tokens", "choices", "recall", "low", "high", "optimum", "chance"),
         optional=("layer",)),
 )
 # fmt: on

@@ -42,8 +42,8 @@ def deploy(
 ) -> Run:
     """Measure what serving a model costs, from a trace of its tokens.
 
-    Replays expert caches of several sizes and policies beside Belady's optimum. No model is run. What is
-    learned is tested on other documents.
+    Replays expert caches of several sizes and policies beside Belady's optimum, and measures how well a
+    token's experts can be predicted. No model is run. What is learned is tested on other documents.
 
     Parameters
     ----------
@@ -132,6 +132,7 @@ def table_tasks(
     tokens: TokenTrace, given: dict[str, Any], slots: tuple[int, ...], bytes_L: Array | None
 ) -> dict[str, Callable[[Callable[[int], None]], dict[str, Any]]]:
     """Return what makes each table: name -> function of a callback for progress."""
+    from moescope.deployment.prefetch import prefetch_table
     from moescope.deployment.residency import residency_table
     from moescope.deployment.tokens import split_tokens
 
@@ -140,7 +141,8 @@ def table_tasks(
     return {
         "residency": lambda advance: {
             "residency": residency_table(tokens, slots, splits, bytes_L, bandwidth, cold, advance)
-        }
+        },
+        "prefetch": lambda advance: {"prefetch": prefetch_table(tokens, splits, advance)},
     }
 
 

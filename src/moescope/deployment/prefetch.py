@@ -1,0 +1,123 @@
+"""Prefetching: how many of a token's experts could have been named before its router ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moescope.deployment.caches import TOKENS_AT_ONCE, DepthCounts, Depths, count_depths, recency
+from moescope.deployment.residency import added, layer_sums, rate_rows
+from moescope.deployment.tokens import Mask, Split, TokenTrace, hottest_first, usage
+from moescope.types import Array, Integers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PREDICTORS = ("static", "static_in_sample", "previous_token", "previous_layer")
+
+
+def prefetch_table(trace: TokenTrace, splits: list[Split], advance: Callable[[int], None]) -> pd.DataFrame:
+    """Return the recall of every predictor at budgets k, 2k and 4k; layer null: all layers together."""
+    import pandas as pd
+
+    counts: dict[str, list[DepthCounts]] = {name: [] for name in PREDICTORS}
+    for at in range(len(trace.layers)):
+        for name, found in rank_counts(trace, at, splits).items():
+            counts[name].append(found)
+        advance(1)
+    rows = []
+    nothing, most = [np.nan] * len(trace.layers), max(trace.n_experts)
+    for budget in sorted({min(factor * trace.k, most) for factor in (1, 2, 4)}):
+        for name, layers in counts.items():
+            sums = [layer_sums(layer, budget) for layer in layers]
+            for row in rate_rows(trace, sums, nothing, nothing, [float(budget)] * len(layers)):
+                if row["choices"]:
+                    rows.append({**row, "predictor": name, "budget": budget, "optimum": 1.0})
+    frame = pd.DataFrame(rows).rename(columns={"hit_rate": "recall"})
+    unused = ["token_hit_rate", "compulsory", "loads_per_token", "layer_slots"]
+    return frame.drop(columns=unused)
+
+
+def rank_counts(trace: TokenTrace, at: int, splits: list[Split]) -> dict[str, DepthCounts]:
+    """Count the places of the chosen experts in every predictor's ranking, in one layer."""
+    n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at]
+    group_T, groups = trace.group_T, trace.n_groups
+
+    def counted(place_TK: Depths, part_T: Mask) -> DepthCounts:
+        return count_depths(place_TK, group_T[part_T], groups, n)
+
+    first_T, everything = trace.starts()[trace.document_T], np.ones(len(group_T), dtype=bool)
+    recent_TK = recency(chosen_TK, n, first_T)[0]
+    follows_T = np.arange(len(first_T)) > first_T  # a document's first token has no previous one
+    follows_T[1:] &= (chosen_TK[:-1] >= 0).any(1)
+    found = {
+        "static": added([counted(listed_places(chosen_TK, n, split), split.test_T) for split in splits]),
+        "static_in_sample": counted(listed_places(chosen_TK, n, Split(everything, everything)), everything),
+        "previous_token": counted(recent_TK[follows_T], follows_T),
+    }
+    before_TK = trace.chosen_LTK[at - 1] if at else np.full_like(chosen_TK, -1)
+    n_before = trace.n_experts[at - 1] if at else n
+    both_T = (before_TK >= 0).any(1) & (chosen_TK >= 0).any(1)
+    parts = []
+    for split in splits:
+        learn_T, test_T = split.learn_T & both_T, split.test_T & both_T
+        pairs_EE = count_pairs(before_TK[learn_T], chosen_TK[learn_T], n_before, n)
+        scores = follow_scores(pairs_EE, usage(before_TK[learn_T], n_before), usage(chosen_TK[learn_T], n))
+        parts.append(counted(predicted_places(scores, before_TK[test_T], chosen_TK[test_T]), test_T))
+    return found | {"previous_layer": added(parts)}
+
+
+def listed_places(chosen_TK: NDArray[np.integer], n: int, split: Split) -> Depths:
+    """Place of every tested choice in the list of the experts used most where was learned."""
+    place_E = np.empty(n, dtype=np.int64)
+    place_E[hottest_first(usage(chosen_TK[split.learn_T], n))] = np.arange(n)
+    tested_TK = chosen_TK[split.test_T]
+    return np.where(tested_TK < 0, -1, place_E[tested_TK])
+
+
+def count_pairs(
+    first_TK: NDArray[np.integer], second_TK: NDArray[np.integer], n_first: int, n_second: int
+) -> Integers:
+    """Tokens per pair of experts, one of each side."""
+    pairs = np.zeros(n_first * n_second, dtype=np.int64)
+    for begin in range(0, len(first_TK), 16 * TOKENS_AT_ONCE):
+        part = slice(begin, begin + 16 * TOKENS_AT_ONCE)
+        one_TK, other_TK = first_TK[part].astype(np.int64), second_TK[part].astype(np.int64)
+        for slot in range(first_TK.shape[1]):
+            both = (one_TK[:, slot : slot + 1] >= 0) & (other_TK >= 0)
+            flat = (one_TK[:, slot : slot + 1] * n_second + other_TK)[both]
+            pairs += np.bincount(flat, minlength=len(pairs))
+    return pairs.reshape(n_first, n_second)
+
+
+def follow_scores(pairs_EE: Integers, used_E: Integers, used_next_E: Integers) -> Array:
+    """Scores of the next layer's experts per expert of this layer, P(next | this); a last row of zeros.
+
+    Where two scores are equal, the expert used more goes first, then the lower number: both far smaller than
+    a difference of two probabilities.
+    """
+    share_EE = pairs_EE / np.maximum(used_E, 1)[:, None]
+    tie_E = 1e-9 * used_next_E / max(int(used_next_E.sum()), 1) - 1e-15 * np.arange(len(used_next_E))
+    return np.concatenate([share_EE + tie_E, tie_E[None]])
+
+
+def predicted_places(
+    scores_EE: Array, before_TK: NDArray[np.integer], chosen_TK: NDArray[np.integer]
+) -> Depths:
+    """Place of every choice among all experts by the summed scores of the previous layer's choices."""
+    place_TK = np.full(chosen_TK.shape, -1, dtype=np.int64)
+    for begin in range(0, len(chosen_TK), TOKENS_AT_ONCE):
+        part = slice(begin, begin + TOKENS_AT_ONCE)
+        score_TE = sum(scores_EE[before_TK[part, slot]] for slot in range(before_TK.shape[1]))
+        score_ET = np.ascontiguousarray(score_TE.T)
+        rows = np.arange(score_ET.shape[1])
+        for slot in range(chosen_TK.shape[1]):
+            expert_T = chosen_TK[part, slot].astype(np.int64)
+            higher_ET = score_ET > score_ET[np.maximum(expert_T, 0), rows]
+            counter = np.uint8 if len(score_ET) < 256 else np.uint16
+            places_T = higher_ET.view(np.uint8).sum(0, dtype=counter).astype(np.int64)
+            place_TK[part, slot] = np.where(expert_T < 0, -1, places_T)
+    return place_TK
