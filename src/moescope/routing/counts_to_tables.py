@@ -127,7 +127,6 @@ class Traced:
                 add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
             add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
         contexts = self.context_rows()
-        vocabulary = None if self.probe is None else Vocabulary(self.probe, seed)
         for counts in self.main():
             add("domains", counts, domain_rows(counts, self.corpus))
             add("contexts", counts, contexts.get(counts.layer, []))
@@ -136,10 +135,13 @@ class Traced:
                     add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
             if counts.k > 1 and self.has_tokens:
                 add("coactivation", counts, coactivation_columns(counts))
-            if vocabulary is not None:
-                measured, columns = vocabulary.layer(counts.layer, counts.n_experts, self.text.of)
-                layer = layer_columns(counts, tokens=len(vocabulary.probe.ids_T))
+        if self.probe is not None:
+            layers = [(counts.layer, counts.n_experts) for counts in self.main()]
+            found = Vocabulary(self.probe, seed).layers(layers)
+            for counts, (measured, columns) in zip(self.main(), found, strict=True):
+                layer = layer_columns(counts, tokens=len(self.probe.ids_T))
                 add("routing_layers", counts, ({**layer, **row(*metric)} for metric in measured))
+                columns["token"] = [self.text.of(token) for token in columns["token_id"]]
                 add("vocabulary", counts, columns)
         frames = {
             name: pd.concat(frames, ignore_index=True)

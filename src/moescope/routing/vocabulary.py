@@ -5,7 +5,8 @@ Tokens are sorted by id once; counting a layer's choices is then linear in their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,11 @@ from moescope.types import Array, Integers
 
 TOP = 50  # tokens listed per expert
 FEWEST = 8  # occurrences a token needs to count for specialisation
+THREADS = 4  # each holds a few arrays of the sample's choices
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+Measured = tuple[str, float, float, float]  # metric, value, chance, collapse
+Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -145,14 +150,17 @@ class Vocabulary:
             if (ids_T >= 0).any()
         }
 
-    def layer(
-        self, layer: int, n_experts: int, token_text: Callable[[int], str | None]
-    ) -> tuple[list[tuple[str, float, float, float]], dict[str, list[Any]]]:
+    def layers(self, layers: Iterable[tuple[int, int]]) -> Iterator[tuple[list[Measured], Columns]]:
+        """Yield `layer` of several layers, given with their numbers of experts; a few are made at a time."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            yield from pool.map(lambda pair: self.layer(*pair), layers)
+
+    def layer(self, layer: int, n_experts: int) -> tuple[list[Measured], Columns]:
         """Return metrics (name, value, chance, collapse), and the columns of the vocabulary table."""
         chosen_TK = self.probe.chosen_TK(layer)
         metrics = []
         names = ("expert", "role", "token_id", "token", "count", "share", "lift")
-        columns: dict[str, list[Any]] = {name: [] for name in names}
+        columns: Columns = {name: [] for name in names}
         first_T = self.probe.half_T == 0
         for role, both in self.roles.items():
             if role == "input":
@@ -178,7 +186,7 @@ class Vocabulary:
                 columns["expert"] += [expert] * len(ids)
                 columns["role"] += [role] * len(ids)
                 columns["token_id"] += ids
-                columns["token"] += [token_text(token) for token in ids]
+                columns["token"] += [None] * len(ids)  # the text is looked up by the caller: one thread
                 columns["count"] += count.astype(int).tolist()
                 columns["share"] += share.tolist()
                 columns["lift"] += lift.tolist()
